@@ -1,0 +1,96 @@
+# `make demo` and `make test` need only Python 3.11+, make and a package index: the .venv is made when there is none.
+#
+#   PYTHON=python3.12                           the interpreter of a new .venv; otherwise the first that serves
+#   TORCH="torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"
+#                                               another PyTorch: a requirement, a wheel file, pip options
+#   ARGS="-k losses"                            further arguments of test, demo and bench
+# pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf) are respected.
+
+VENV  := .venv
+STAMP := $(VENV)/.installed
+PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+# A .venv knows its own absolute path and the PyTorch asked for: a moved folder or another TORCH= makes it anew.
+PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
+MADE_HERE    := $(shell sed -n 1p $(STAMP) 2>/dev/null)
+MADE_TORCH   := $(shell sed -n 2p $(STAMP) 2>/dev/null)
+ifneq ($(MADE_HERE),$(CURDIR))
+FRESH := yes
+endif
+ifdef TORCH
+ifneq ($(TORCH),$(MADE_TORCH))
+FRESH := yes
+endif
+endif
+ifdef FRESH
+.PHONY: $(STAMP)
+endif
+
+.PHONY: help install demo test check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo     train a tiny model on this machine and watch its answers change"
+	@echo "make test     run the test suite"
+	@echo "make check    ruff, and mypy --strict on the package"
+	@echo "make bench    list the benchmarks; make bench NAME=<one of them> runs it"
+	@echo "make install  make $(VENV) with the command 'rather' (the others do it by themselves)"
+	@echo "make clean    remove $(VENV) and the caches of the tools"
+
+install: $(STAMP)
+	@echo "Ready: $(VENV)/bin/rather --help"
+
+demo: $(STAMP)
+	@$(VENV)/bin/rather demo $(ARGS)
+
+test: $(STAMP)
+	@$(VENV)/bin/python -m pytest -q $(ARGS)
+
+check: $(STAMP)
+	@$(VENV)/bin/python -m ruff check .
+	@$(VENV)/bin/python -m mypy
+
+bench: $(STAMP)
+ifdef NAME
+	@$(VENV)/bin/python bench/$(NAME).py $(ARGS)
+else
+	@echo "Benchmarks (run one with: make bench NAME=<name>):"
+	@for file in bench/*.py; do [ -e "$$file" ] || { echo "  none yet"; continue; }; \
+	  echo "  $$(basename $$file .py): $$(sed -n '1s/^"""\(.*[^"]\)"*$$/\1/p' $$file)"; done
+endif
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	find rather tests bench examples -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# An interpreter serves when it really runs (a pyenv shim may not), is 3.11 or newer and can make a venv with pip.
+PROBE := import sys; sys.version_info < (3, 11) and sys.exit(11); from importlib.util import find_spec; \
+  all(map(find_spec, ("venv", "ensurepip"))) or sys.exit(12)
+define FIND_PYTHON
+if [ -n "$$PYTHON" ]; then set -- "$$PYTHON"; else set -- python3 python3.14 python3.13 python3.12 python3.11 python; fi; \
+found=""; old=""; bare=""; \
+for name; do \
+  "$$name" -c '$(PROBE)' >/dev/null 2>&1; \
+  case $$? in 0) found=$$name; break;; 11) old=$$name;; 12) bare=$$name;; esac; \
+done; \
+if [ -n "$$found" ]; then :; \
+elif [ -n "$$bare" ]; then \
+  echo "$$bare has no venv module: install it (Debian, Ubuntu: apt install python3-venv) or name another Python with PYTHON=." >&2; exit 1; \
+else \
+  echo "No Python 3.11 or newer found$${PYTHON:+ as PYTHON=$$PYTHON}$${old:+ ($$old is older)}: install one, or name it with PYTHON=/path/to/python3." >&2; exit 1; \
+fi
+endef
+
+export PYTHON
+$(STAMP): pyproject.toml constraints.txt
+	@[ -z "$(FRESH)" ] && $(PIP) --version >/dev/null 2>&1 || { $(FIND_PYTHON); \
+	  echo "Making $(VENV) with $$("$$found" --version)"; "$$found" -m venv --clear $(VENV); }
+	@echo "Downloading PyTorch ($(if $(TORCH),$(TORCH),$(PINNED_TORCH): 0.15 GB without CUDA; about 3 GB with it, the default on Linux)) and 0.15 GB of other packages; 1.4 GB on disk without CUDA."
+	@$(if $(TORCH),:,echo 'A machine without a GPU can take the small build: make install TORCH="$(PINNED_TORCH)+cpu --extra-index-url https://download.pytorch.org/whl/cpu"')
+	@grep -v $(if $(TORCH),'^torch==','^$$') constraints.txt > $(VENV)/constraints.txt
+	@$(PIP) install --no-compile -c $(VENV)/constraints.txt $(if $(TORCH),$(TORCH),$(PINNED_TORCH))
+	@echo "Installing the other packages (a minute or two)"
+	@$(PIP) install -q --no-compile -c $(VENV)/constraints.txt -e ".[dev]"
+	@# pip compiles on one core, a third of the whole time: here on all, and not the thousands of files few ever import.
+	@$(VENV)/bin/python -m compileall -q -q -j 0 -x '/(tests?|testing|models)/' $(VENV)/lib || true
+	@printf '%s\n' '$(CURDIR)' '$(if $(TORCH),$(TORCH),$(PINNED_TORCH))' > $@
