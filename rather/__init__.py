@@ -1,0 +1,33 @@
+"""Rather: align language models with preference pairs.
+
+    from rather import DPOPipeline, load_config
+    DPOPipeline(load_config("dpo.yaml")).run()
+
+Names are loaded when they are asked for, so that `import rather` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rather.cluster.worker import ActorWorker
+    from rather.config.load import load_config
+    from rather.config.schema import DPOConfig
+    from rather.pipeline import DPOPipeline
+
+__version__ = "0.1.0"
+_HOME = {
+    "ActorWorker": "rather.cluster.worker",
+    "DPOConfig": "rather.config.schema",
+    "DPOPipeline": "rather.pipeline",
+    "load_config": "rather.config.load",
+}
+__all__ = ["ActorWorker", "DPOConfig", "DPOPipeline", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rather' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,82 @@
+"""The types that travel: a tokenised pair, a packed micro-batch of pairs, and the log-probs of its pairs.
+
+Shape suffixes: N tokens, S segments, K gathered keys, T scored tokens, R responses, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPair:
+    """One preference pair as token ids. `prompt` is the exact common beginning of both sequences.
+
+    `chosen_scored` and `rejected_scored` are half-open spans of scored tokens, counted from the start of
+    prompt + response (so that earlier assistant turns inside the prompt can be scored too).
+    """
+
+    prompt: NDArray[np.int32]
+    chosen: NDArray[np.int32]
+    rejected: NDArray[np.int32]
+    chosen_scored: tuple[Span, ...]
+    rejected_scored: tuple[Span, ...]
+    weight: float = 1.0
+    margin: float = 0.0
+    id: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """What the pair costs in a micro-batch: the prompt counts once."""
+        return len(self.prompt) + len(self.chosen) + len(self.rejected)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """What each token may see: query segments lie one after another, keys are gathered by index.
+
+    A segment of q queries sees k keys, causal from the bottom right; `key_index_K` lists the keys of all segments.
+    """
+
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+    key_index_K: Tensor
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """One micro-batch: each prompt once, then each of its responses; positions restart after the prompt."""
+
+    ids_N: Tensor
+    positions_N: Tensor
+    segments: Segments
+    rows_T: Tensor  # the hidden row that predicts target T
+    targets_T: Tensor
+    response_T: Tensor  # the response that scored token T belongs to
+    length_R: Tensor  # scored tokens of each response
+    chosen_P: Tensor  # indices of responses
+    rejected_P: Tensor
+    weight_P: Tensor  # 1, the user's weight, or 0 for a filler: the only mask on pairs anywhere
+    pair_P: Tensor  # the pair's place in its optimizer step, to meet its reference log-probs
+
+    def to(self, device: str) -> PairBatch:
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "segments"}
+        segments = replace(self.segments, key_index_K=self.segments.key_index_K.to(device))
+        return replace(self, segments=segments, **moved)
+
+
+class PairLogps(NamedTuple):
+    """All that any loss may know about the pairs of a micro-batch."""
+
+    policy: Tensor  # [P, 2] summed log-probs in float64, chosen first
+    reference: Tensor | None  # [P, 2]
+    length: Tensor  # [P, 2] scored tokens
+    extra: Mapping[str, Tensor] = {}

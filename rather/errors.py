@@ -1,0 +1,51 @@
+"""Errors a user can meet. Each is a sentence with the fix in it, and each ends the command with its own exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class RatherError(Exception):
+    """The base of everything Rather raises on purpose; anything else that escapes is a bug of ours."""
+
+    exit_code = 1
+
+
+class ConfigError(RatherError):
+    """The configuration cannot be used. Holds every problem found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(RatherError):
+    """The pairs cannot be used: files missing, too many bad rows, a template that fails."""
+
+    exit_code = 3
+
+
+class CheckpointError(RatherError):
+    """A checkpoint is damaged or does not belong to this run."""
+
+    exit_code = 4
+
+
+class WorkerError(RatherError):
+    """A worker failed; names role, rank and first cause."""
+
+    exit_code = 5
+
+
+class NonFiniteError(RatherError):
+    """The loss or the gradient stopped being a number."""
+
+    exit_code = 6
+
+
+class DiskError(RatherError):
+    """No room to write what must be written."""
+
+    exit_code = 9

@@ -1,0 +1,112 @@
+"""Load-time self-check: packed log-probs must equal the model's own padded forward, or the model is refused.
+
+A family that does not ask transformers' attention interface would train on wrong log-probs without an error (falcon
+was off by 1e-2 per token). So each model is checked twice: a shrunken twin in float32 with a window of 8, which proves
+the family's code on 40-token pairs, and the loaded weights themselves, which prove the kernels of this device.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from rather.batch import TokenPair
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.model.attention import IMPLEMENTATION
+from rather.model.policy import PolicyModel
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}  # per token
+
+
+def check_family(config: PretrainedConfig) -> None:
+    """Refuses a model family whose packed log-probs differ from its padded ones."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            twin = AutoModelForCausalLM.from_config(_shrunken(config), dtype=torch.float32).eval()
+            for parameter in twin.parameters():
+                if parameter.ndim > 1:
+                    torch.nn.init.normal_(parameter, 0, 0.15)  # wide enough that attention matters
+    except Exception:  # a config that cannot be shrunk is checked on its real weights alone
+        return
+    _compare(PolicyModel(twin), config.model_type)
+
+
+def check_model(policy: PolicyModel) -> None:
+    """Refuses loaded weights on which this device's kernels disagree with the padded forward."""
+    _compare(policy, policy.causal_lm.config.model_type)
+
+
+@torch.no_grad()
+def _compare(policy: PolicyModel, family: str) -> None:
+    model = policy.causal_lm
+    pairs = _two_pairs(model.get_input_embeddings().weight.shape[0])
+    try:
+        model.set_attn_implementation("eager")
+        padded = torch.cat([_padded(model, pair) for pair in pairs])
+        model.set_attn_implementation(IMPLEMENTATION)
+        (batch,) = pack(pairs, budget=10**6)
+        packed = policy(batch.to(str(model.device))).double()
+    except Exception as error:
+        raise ConfigError(
+            f"model family '{family}' cannot be trained: it does not take packed pairs ({error})"
+        ) from error
+    worst = float((packed - padded).abs().max())
+    if not worst <= TOLERANCE[model.dtype]:
+        raise ConfigError(
+            f"model family '{family}' cannot be trained: its packed log-probs differ from its own padded forward by "
+            f"{worst:.2g} per token. It does not use transformers' attention interface; choose another family."
+        )
+
+
+def _two_pairs(vocab: int) -> list[TokenPair]:
+    random = np.random.default_rng(0)
+    pairs = []
+    for p, c, r in ((12, 28, 21), (20, 9, 20)):
+        prompt, chosen, rejected = (random.integers(0, vocab, n).astype(np.int32) for n in (p, c, r))
+        pairs.append(TokenPair(prompt, chosen, rejected, ((p, p + c),), ((p, p + r),)))
+    return pairs
+
+
+def _padded(model: Any, pair: TokenPair) -> Tensor:
+    """Token log-probs of both answers by the model's own forward, one sequence at a time."""
+    logps = []
+    for response in (pair.chosen, pair.rejected):
+        ids = torch.from_numpy(np.concatenate([pair.prompt, response]).astype(np.int64)).to(model.device)[None]
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
+        scored = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        logps.append(scored[len(pair.prompt) - 1 :].double())
+    return torch.cat(logps)
+
+
+def _shrunken(config: PretrainedConfig) -> PretrainedConfig:
+    """The same family, small: one layer of each kind, four heads, a window of 8 tokens."""
+    small = copy.deepcopy(config)
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
+    changes = {
+        "num_hidden_layers": max(2, len(kinds)),
+        "layer_types": (kinds * 2)[: max(2, len(kinds))],
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if kv_heads == heads else 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 128,
+        "sliding_window": 8,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        # lists with one entry per layer must fit the fewer layers
+        "no_rope_layers": [1, 0, 1, 0],
+    }
+    for key, value in changes.items():
+        if getattr(config, key, None) is not None:
+            setattr(small, key, value)
+    return small

@@ -1,0 +1,68 @@
+"""Trained weights -> a folder that `from_pretrained` opens: sharded safetensors, config, tokenizer, model card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rather.model.policy import PolicyModel
+
+
+def export_model(
+    policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, card: str
+) -> None:
+    """Writes `weights` (names as in the policy) in the dtype of the source model. Complete or not there at all."""
+    model = policy.causal_lm
+    dtype = model.config.dtype
+    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary, state_dict=_state(policy, weights, dtype), max_shard_size="4GB")
+    _name_dtype(temporary / "config.json", dtype)
+    model.config.dtype = dtype  # save_pretrained overwrites it with the dtype it was trained in
+    tokenizer.save_pretrained(temporary)
+    (temporary / "README.md").write_text(card, encoding="utf-8")
+    for file in temporary.rglob("*"):
+        if file.is_file():
+            _sync(file)
+    _replace(temporary, folder)
+
+
+def _state(policy: PolicyModel, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The full state dict of the Hugging Face model; tied weights stay one tensor, so they are stored once."""
+    trained: dict[int, Tensor] = {}
+    for name, parameter in policy.named_parameters():
+        trained[id(parameter)] = weights.get(name, parameter).detach().to(dtype).cpu()
+    state: dict[str, Tensor] = dict(policy.causal_lm.state_dict())
+    for name, parameter in policy.causal_lm.named_parameters(remove_duplicate=False):
+        state[name] = trained[id(parameter)]
+    return state
+
+
+def _name_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    old = folder.with_name(f".old-{folder.name}-{os.getpid()}")
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
