@@ -1,0 +1,273 @@
+"""Impossible combinations of keys. Each check is a small generator, so that one pass names every problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from rather.config.strategies import did_you_mean, layout, strategy_problems
+from rather.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rather.config.schema import DPOConfig
+
+FLOOR = ("min_lr", "min_lr_rate")
+SCHEDULE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "constant_with_warmup": (),
+    "linear": FLOOR,
+    "cosine": (*FLOOR, "num_cycles"),
+    "cosine_with_min_lr": (*FLOOR, "num_cycles"),
+    "inverse_sqrt": ("timescale",),
+    "wsd": (*FLOOR, "num_decay_steps"),
+}
+
+
+class Problem(NamedTuple):
+    """What is wrong at a key, and the other keys that it depends on."""
+
+    key: str
+    text: str
+    others: tuple[str, ...] = ()
+
+
+def problems(config: DPOConfig) -> Iterator[Problem]:
+    """Everything that cannot be done together, in the order of a YAML file."""
+    for check in (
+        _resume, _evaluation, _loss, _clipping, _tracking, _columns,
+        _models, _files, _schedule, _layouts, _devices, _batch, _reference, _environments,
+    ):  # fmt: skip
+        yield from check(config)
+
+
+def device_problems(config: DPOConfig, kind: str) -> list[str]:
+    """Settings that the device kind ("cpu" or "cuda") cannot honour; asked once the device is known."""
+    if kind != "cpu":
+        return []
+    roles = (("actor_train", config.actor_train), ("reference", config.reference))
+    return [
+        f"{name}.strategy_args.gpu_memory_utilization: {role.strategy_args.gpu_memory_utilization} is a "
+        "share of a GPU, and this run is on the CPU; remove the key"
+        for name, role in roles
+        if role.strategy_args.gpu_memory_utilization is not None
+    ]
+
+
+def data_parallel(config: DPOConfig) -> int:
+    """The dp degree of the policy; 1 where its layout is impossible, which is reported by itself."""
+    try:
+        return layout(config.actor_train).dp
+    except ConfigError:
+        return 1
+
+
+def _resume(config: DPOConfig) -> Iterator[Problem]:
+    resume = config.resume_from_checkpoint
+    if config.overwrite and resume not in (False, "auto"):
+        text = f"starts anew, and resume_from_checkpoint is {resume!r}; keep one of them"
+        yield Problem("overwrite", text, ("resume_from_checkpoint",))
+
+
+def _evaluation(config: DPOConfig) -> Iterator[Problem]:
+    data = config.validation.data_args
+    others = ("validation.data_args.file_name", "validation.data_args.split")
+    if data.file_name and data.split is not None:
+        yield Problem(
+            others[1],
+            "evaluation pairs come from validation.data_args.file_name already; keep one of them",
+            others,
+        )
+    asked = {
+        "save_best": config.save_best,
+        "early_stopping_patience": config.early_stopping_patience is not None,
+        "eval_steps": config.eval_steps is not None,
+    }
+    if not data.given:
+        for key in (key for key, on in asked.items() if on):
+            text = "needs evaluation pairs; set validation.data_args.file_name or validation.data_args.split"
+            yield Problem(key, text, others)
+    if config.metric_for_best_model != "eval/loss" and not (
+        asked["save_best"] or asked["early_stopping_patience"]
+    ):
+        text = "nothing uses it; set save_best: true or early_stopping_patience"
+        yield Problem("metric_for_best_model", text, ("save_best", "early_stopping_patience"))
+
+
+def _loss(config: DPOConfig) -> Iterator[Problem]:
+    if config.ipo and config.pref_loss not in ("sigmoid", "ipo"):
+        yield Problem(
+            "ipo",
+            f"asks for the loss ipo, pref_loss for '{config.pref_loss}'; keep one of them",
+            ("pref_loss",),
+        )
+
+
+def _clipping(config: DPOConfig) -> Iterator[Problem]:
+    own = config.actor_train.training_args.max_grad_norm
+    if own is not None and own != config.max_grad_norm:
+        text = f"{own} differs from max_grad_norm at the top level ({config.max_grad_norm}); keep one of them"
+        yield Problem("actor_train.training_args.max_grad_norm", text, ("max_grad_norm",))
+
+
+def _tracking(config: DPOConfig) -> Iterator[Problem]:
+    if len(set(config.trackers)) < len(config.trackers):
+        yield Problem("track_with", f"{config.track_with} names a tracker twice")
+    if config.tracker_kwargs.log_dir and "tensorboard" not in config.trackers:
+        yield Problem(
+            "tracker_kwargs.log_dir",
+            "is TensorBoard's folder, and track_with does not name tensorboard",
+            ("track_with",),
+        )
+
+
+def _columns(config: DPOConfig) -> Iterator[Problem]:
+    for side in ("chosen", "rejected"):
+        top = getattr(config, f"{side}_key")
+        for role, data in (
+            ("actor_train", config.actor_train.data_args),
+            ("validation", config.validation.data_args),
+        ):
+            path = f"{role}.data_args.columns"
+            if path not in config.followed and top != side and data.columns.get(side, top) != top:
+                text = f"{side}: {data.columns[side]} differs from {side}_key ({top}); keep one of them"
+                yield Problem(path, text, (f"{side}_key",))
+    if config.chosen_key == config.rejected_key:
+        yield Problem(
+            "rejected_key",
+            f"'{config.rejected_key}' is also the chosen_key; the two answers need two columns",
+            ("chosen_key",),
+        )
+
+
+def _models(config: DPOConfig) -> Iterator[Problem]:
+    own = "actor_train.model_args.model_name_or_path"
+    if config.actor_train.model_args.model_name_or_path is None:
+        yield Problem("pretrain", f"no model is named; set pretrain or {own} to a folder or hub name", (own,))
+
+
+def _files(config: DPOConfig) -> Iterator[Problem]:
+    key, data = "actor_train.data_args.file_name", config.actor_train.data_args
+    files = data.files
+    if not files:
+        yield Problem(key, "no training pairs are named; set it to a file or a list of files")
+    if data.weights is not None and files and len(data.weights) != len(files):
+        text = f"{len(data.weights)} weights for {len(files)} files; give one number per file"
+        yield Problem("actor_train.data_args.weights", text, (key,))
+    for name, paths in config.validation.data_args.sets.items():
+        if not paths:
+            yield Problem("validation.data_args.file_name", f"the set '{name}' names no file")
+        if name and not all(part.isidentifier() or part.isalnum() for part in name.split("-")):
+            yield Problem(
+                "validation.data_args.file_name",
+                f"the set name '{name}' goes into metric names: letters, digits, _ and -",
+            )
+
+
+def _schedule(config: DPOConfig) -> Iterator[Problem]:
+    path, training = "actor_train.training_args", config.actor_train.training_args
+    if config.max_steps is not None and training.warmup_steps > config.max_steps:
+        text = f"{training.warmup_steps} is more than max_steps ({config.max_steps}); warm up for fewer steps"
+        yield Problem(f"{path}.warmup_steps", text, ("max_steps",))
+    known, kind = SCHEDULE_NUMBERS[training.lr_scheduler_type], training.lr_scheduler_type
+    for name in training.lr_scheduler_kwargs:
+        if name not in known:
+            hint = did_you_mean(name, known) if known else "; it takes none"
+            key = f"{path}.lr_scheduler_kwargs.{name}"
+            yield Problem(
+                key, f"unknown number of the schedule '{kind}'{hint}", (f"{path}.lr_scheduler_type",)
+            )
+    if all(name in training.lr_scheduler_kwargs for name in FLOOR):
+        yield Problem(f"{path}.lr_scheduler_kwargs.min_lr_rate", "min_lr is given too; keep one of them")
+
+
+def _layouts(config: DPOConfig) -> Iterator[Problem]:
+    for name, role in (("actor_train", config.actor_train), ("reference", config.reference)):
+        if role is config.reference and _same_layout(config):
+            continue  # said once, at actor_train
+        count = len(role.device_mapping or [0])
+        for key, text in strategy_problems(role.strategy_args, trains=role.trains, devices=count):
+            yield Problem(
+                f"{name}.strategy_args.{key}", text, (f"{name}.strategy_args", f"{name}.device_mapping")
+            )
+    actor = config.actor_train
+    if (
+        actor.strategy_args.strategy_config.get("recompute_granularity")
+        and actor.model_args.disable_gradient_checkpointing
+    ):
+        text = (
+            "true keeps activations, strategy_config.recompute_granularity recomputes them; keep one of them"
+        )
+        yield Problem(
+            "actor_train.model_args.disable_gradient_checkpointing",
+            text,
+            ("actor_train.strategy_args.strategy_config",),
+        )
+
+
+def _same_layout(config: DPOConfig) -> bool:
+    one, other = config.actor_train, config.reference
+    layouts = [role.strategy_args.model_dump(exclude={"gpu_memory_utilization"}) for role in (one, other)]
+    return layouts[0] == layouts[1] and one.device_mapping == other.device_mapping
+
+
+def _devices(config: DPOConfig) -> Iterator[Problem]:
+    if config.num_gpus_per_node is not None:
+        there = config.num_nodes * config.num_gpus_per_node
+        for name, role in (("actor_train", config.actor_train), ("reference", config.reference)):
+            key, last = f"{name}.device_mapping", max(role.device_mapping or [0])
+            if last >= there and key not in config.followed:
+                sizes = f"num_nodes {config.num_nodes} x num_gpus_per_node {config.num_gpus_per_node}"
+                text = f"names device {last}; {sizes} gives devices 0 to {there - 1}"
+                yield Problem(key, text, ("num_nodes", "num_gpus_per_node"))
+    shares = [
+        role.strategy_args.gpu_memory_utilization or 0 for role in (config.actor_train, config.reference)
+    ]
+    together = set(config.actor_train.device_mapping or [0]) & set(config.reference.device_mapping or [0])
+    if together and all(shares) and sum(shares) > 1:
+        text = f"{shares[1]} and actor_train's {shares[0]} are more than the whole of a GPU that both use"
+        yield Problem(
+            "reference.strategy_args.gpu_memory_utilization",
+            text,
+            ("actor_train.strategy_args.gpu_memory_utilization",),
+        )
+
+
+def _batch(config: DPOConfig) -> Iterator[Problem]:
+    total, training, dp = config.train_batch_size, config.actor_train.training_args, data_parallel(config)
+    sizes = dp * training.per_device_train_batch_size * training.gradient_accumulation_steps
+    if total is not None and sizes != total:
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        keys = tuple(f"actor_train.training_args.{name}" for name in names)
+        said = [name for name, key in zip(names, keys, strict=True) if key not in config.followed]
+        sum_of = " x ".join([f"dp {dp}", *(f"{name} {getattr(training, name)}" for name in said)])
+        verb = "is not" if len(said) == 2 else "is not a multiple of"
+        text = f"{total} pairs {verb} {sum_of}; change one of them, or leave the sizes to train_batch_size"
+        yield Problem(
+            "train_batch_size", text, (*keys, "actor_train.strategy_args", "actor_train.device_mapping")
+        )
+
+
+def _reference(config: DPOConfig) -> Iterator[Problem]:
+    said, actor = config.reference.model_args, config.actor_train
+    key = "reference.model_args.tokenizer_name_or_path"
+    if (
+        said.tokenizer_name_or_path is not None
+        and said.tokenizer_name_or_path != actor.model_args.tokenizer_name_or_path
+    ):
+        own = "actor_train.model_args.tokenizer_name_or_path"
+        yield Problem(key, f"both roles read the same tokens; set {own} instead", (own,))
+    if said.disable_gradient_checkpointing is False:
+        key = "reference.model_args.disable_gradient_checkpointing"
+        yield Problem(key, "the reference has no backward pass; set it to true or remove it")
+
+
+def _environments(config: DPOConfig) -> Iterator[Problem]:
+    """Equal device mappings share one process, and a process has one environment."""
+    one, other = config.actor_train, config.reference
+    if (one.device_mapping or [0]) == (other.device_mapping or [0]):
+        for name, value in other.system_envs.items():
+            if config.envs(one).get(name) != value:
+                text = "both roles share one process; set it once, in system_envs at the top level"
+                yield Problem(
+                    f"reference.system_envs.{name}", text, ("actor_train.system_envs", "system_envs")
+                )

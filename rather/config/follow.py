@@ -1,0 +1,86 @@
+"""Keys that follow another key when nobody wrote them.
+
+`reference` follows `actor_train`, `validation.data_args` follows `actor_train.data_args`, a policy without a
+model takes `pretrain`, data without a template `global_template`; `train_batch_size` gives its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rather.config import checks
+
+if TYPE_CHECKING:
+    from rather.config.schema import DPOConfig
+
+LAYOUT = ("strategy_name", "strategy_config", "tp_size", "pp_size", "cp_size")
+
+
+def complete(config: DPOConfig) -> dict[str, str]:
+    """Fills a config in the making, before it is frozen for good. Returns key path -> the one it follows."""
+    followed: dict[str, str] = {}
+    for path, source in _followers(config):
+        if _put(config, path, value_at(config, source)):
+            followed[path] = followed.get(source, source)
+    for path, size in _batch_sizes(config):
+        if _put(config, path, size):
+            followed[path] = "train_batch_size"
+    return followed
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value of a key path, in models and mappings."""
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, dict) else getattr(config, name)
+    return config
+
+
+def _followers(config: DPOConfig) -> Iterator[tuple[str, str]]:
+    """(key, the key it follows) for every key that nobody wrote; sources come before their followers."""
+    actor, validation = config.actor_train, config.validation.data_args
+    if actor.model_args.model_name_or_path is None:
+        yield "actor_train.model_args.model_name_or_path", "pretrain"
+    if actor.data_args.template is None:
+        yield "actor_train.data_args.template", "global_template"
+    if actor.training_args.max_grad_norm is not None and "max_grad_norm" not in config.model_fields_set:
+        yield "max_grad_norm", "actor_train.training_args.max_grad_norm"
+    for path in _reference_keys(config):
+        yield f"reference.{path}", f"actor_train.{path}"
+    for name in type(validation).model_fields:
+        if name not in ("file_name", "split") and name not in validation.model_fields_set:
+            yield f"validation.data_args.{name}", f"actor_train.data_args.{name}"
+
+
+def _reference_keys(config: DPOConfig) -> Iterator[str]:
+    said, actor = config.reference, config.actor_train
+    names = ["dtype", "model_type", "trust_remote_code", "tokenizer_name_or_path"]
+    if said.model_args.model_name_or_path in (None, actor.model_args.model_name_or_path):
+        names += ["model_name_or_path", "revision"]  # a revision belongs to its own model
+    yield from (f"model_args.{name}" for name in names if name not in said.model_args.model_fields_set)
+    names = ["device_mapping", "infer_batch_size", "max_tokens_per_microbatch_in_infer"]
+    yield from (name for name in names if name not in said.model_fields_set)
+    if not said.strategy_args.model_fields_set & set(LAYOUT):  # one description, followed as one
+        yield from (f"strategy_args.{name}" for name in LAYOUT)
+
+
+def _batch_sizes(config: DPOConfig) -> Iterator[tuple[str, int]]:
+    """The size that the user left to train_batch_size; whether it comes out even is checked afterwards."""
+    training, prefix = config.actor_train.training_args, "actor_train.training_args"
+    if config.train_batch_size is None:
+        return
+    share = config.train_batch_size // checks.data_parallel(config)
+    if "per_device_train_batch_size" not in training.model_fields_set:
+        yield f"{prefix}.per_device_train_batch_size", share // training.gradient_accumulation_steps
+    elif "gradient_accumulation_steps" not in training.model_fields_set:
+        yield f"{prefix}.gradient_accumulation_steps", share // training.per_device_train_batch_size
+
+
+def _put(config: DPOConfig, path: str, value: Any) -> bool:
+    """Whether this changed anything."""
+    parent, _, name = path.rpartition(".")
+    owner = value_at(config, parent) if parent else config
+    if getattr(owner, name) == value:
+        return False
+    owner.__dict__[name] = value  # frozen for everybody else
+    return True

@@ -1,0 +1,465 @@
+"""Everything a user may write in the YAML: strict, frozen models with a meaning and a range at every field.
+
+Sizes count pairs. Nothing here imports torch: what needs it (a loss's numbers, the device) is checked later.
+A key left out takes its default, or follows another key: see follow.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PrivateAttr, model_validator
+from pydantic_core import PydanticCustomError
+
+from rather.config import checks, follow
+from rather.config.values import (
+    Devices,
+    Environment,
+    Folder,
+    HeldOut,
+    Metric,
+    NotNegative,
+    Positive,
+    RunName,
+    Section,
+    Text,
+    WorkerClass,
+    knob,
+)
+
+Schedule = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt", "wsd"
+]
+Format = Literal[
+    "auto",
+    "ranked",
+    "nemo",
+    "swift",
+    "instruction",
+    "prompt",
+    "messages",
+    "llama_factory",
+    "colossal",
+    "conversation",
+]
+
+
+class ModelArgs(Section):
+    """Which weights a role uses, and in which precision."""
+
+    model_name_or_path: Text | None = knob(None, "Model folder or hub name of this role; else `pretrain`.")
+    tokenizer_name_or_path: Text | None = knob(
+        None, "Tokenizer folder or hub name; else the model's own. Both roles use this one tokenizer."
+    )
+    revision: Text | None = knob(None, "Branch, tag or commit of a hub model.")
+    dtype: Literal["bf16", "fp16", "fp32"] | None = knob(
+        None, "Precision of the forward and backward pass; else bf16 on a GPU, fp32 on a CPU."
+    )
+    model_type: Literal["causal_lm"] | None = knob(
+        None, "Kind of model; causal language models are the only one."
+    )
+    disable_gradient_checkpointing: bool | None = knob(
+        None, "false recomputes activations in the backward pass to save memory; true or null keeps them."
+    )
+    trust_remote_code: bool = knob(
+        False, "Run Python code that comes with the model; only for models you know."
+    )
+
+
+class TrainingArgs(Section):
+    """Optimizer, schedule and batch of the policy."""
+
+    learning_rate: float = knob(1e-6, "Peak learning rate of AdamW.", ge=0)
+    lr_scheduler_type: Schedule = knob(
+        "linear",
+        "Shape of the learning rate over the optimizer steps of the run; each may begin with a warm-up.",
+    )
+    lr_scheduler_kwargs: dict[str, NotNegative] = knob(
+        dict,
+        "Numbers of the schedule: min_lr or min_lr_rate (linear, cosine, wsd), num_cycles (cosine), "
+        "timescale (inverse_sqrt), num_decay_steps (wsd).",
+    )
+    weight_decay: float = knob(0.0, "Decoupled weight decay of AdamW.", ge=0)
+    adam_beta1: float = knob(0.9, "Decay of AdamW's first moment.", ge=0, lt=1)
+    adam_beta2: float = knob(0.999, "Decay of AdamW's second moment.", ge=0, lt=1)
+    adam_epsilon: float = knob(
+        1e-8, "AdamW's epsilon.", gt=0, why="a weight without gradient would divide 0 by 0"
+    )
+    per_device_train_batch_size: int = knob(8, "Pairs per device and accumulation step.", ge=1)
+    gradient_accumulation_steps: int = knob(
+        1, "Batches per optimizer step, which holds dp x per_device_train_batch_size x this, in pairs.", ge=1
+    )
+    warmup_steps: int = knob(
+        0, "Optimizer steps in which the learning rate rises from 0; wins over warmup_ratio.", ge=0
+    )
+    warmup_ratio: float = knob(0.0, "Warm-up as a share of all optimizer steps.", ge=0, lt=1)
+    num_train_epochs: float = knob(
+        1.0, "Passes over the training pairs; may be a fraction. max_steps may end the run earlier.", gt=0
+    )
+    max_grad_norm: float | None = knob(
+        None, "The same as max_grad_norm at the top level, if given here.", ge=0
+    )
+    data_seed: int | None = knob(None, "Seed of the order of the pairs; else `seed`.", ge=0, lt=2**32)
+    log_num_zeros_in_grad: bool = knob(False, "Log num_zeros_in_grad: gradient entries that are exactly 0.")
+
+
+class DataArgs(Section):
+    """Where pairs come from and how they become tokens."""
+
+    dataset_dir: Text | None = knob(None, "Folder in which relative file names are looked up first.")
+    template: Text | None = knob(
+        None,
+        "Chat template: a name (qwen2_5, chatml, llama3, native, ...) or a local Jinja file; "
+        "else `global_template`, else the tokenizer's own.",
+    )
+    format: Format = knob("auto", "Shape of the rows; `auto` detects it.")
+    columns: dict[str, str] = knob(
+        dict, "Our column name -> its name in the file, such as {prompt: question}."
+    )
+    score: Literal["last", "assistant", "all"] = knob(
+        "last", "Turns that are scored: the last, the assistant's, or all."
+    )
+    overlong: Literal["drop", "truncate_prompt", "truncate_response", "error"] = knob(
+        "drop", "What happens to a pair longer than sequence_length."
+    )
+    separator: str = knob("", "Text between prompt and response where no chat template is used.")
+    special_tokens: Literal["warn", "escape", "drop", "keep"] = knob(
+        "warn", "What happens to special tokens written as text inside messages, which could forge turns."
+    )
+    encoding: Text = knob("utf-8", "Text encoding of the files.")
+    preprocessing_num_workers: int | None = knob(None, "Processes that tokenise; else automatic.", ge=1)
+    cache_dir: Text | None = knob(None, "Folder of tokenised data; else <output_dir>/.cache/data.")
+
+    def locate(self, name: str) -> Path:
+        """A file as the user means it: relative names are tried in dataset_dir, then from here."""
+        path = Path(name).expanduser()
+        inside = Path(self.dataset_dir).expanduser() / path if self.dataset_dir else path
+        return inside if inside.exists() or not path.exists() else path
+
+
+class TrainDataArgs(DataArgs):
+    """The training pairs."""
+
+    file_name: str | list[str] | None = knob(
+        None, "File or files of training pairs: JSON, JSONL, Parquet, Arrow, .gz."
+    )
+    weights: list[Positive] | None = knob(None, "Mixing weights of the files, one number per file.")
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.locate(name) for name in as_list(self.file_name)]
+
+
+class ValidationDataArgs(DataArgs):
+    """The evaluation pairs; everything not given follows actor_train.data_args."""
+
+    file_name: str | list[str] | dict[str, str | list[str]] | None = knob(
+        None, "File or files of evaluation pairs, or several named sets: {name: file or files}."
+    )
+    split: HeldOut = knob(
+        None, "Instead of files: share (0.05) or number (200) of training pairs to hold out."
+    )
+
+    @property
+    def sets(self) -> dict[str, list[Path]]:
+        """Evaluation sets by name; an unnamed one has the empty name."""
+        return {name: [self.locate(file) for file in files] for name, files in self.names().items()}
+
+    def names(self) -> dict[str, list[str]]:
+        """Files of each evaluation set as they are written."""
+        if isinstance(self.file_name, dict):
+            return {name: as_list(files) for name, files in self.file_name.items()}
+        return {"": as_list(self.file_name)} if self.file_name else {}
+
+    @property
+    def given(self) -> bool:
+        return bool(self.file_name) or self.split is not None
+
+
+def as_list(names: str | list[str] | None) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str) else names
+
+
+class StrategyArgs(Section):
+    """How a role is laid out on its devices."""
+
+    strategy_name: str | None = knob(
+        None, "ddp, zero1, zero2, zero3, fsdp2_train, megatron_train, megatron_infer, ..."
+    )
+    strategy_config: dict[str, Any] = knob(dict, "Details of the strategy, with Megatron's key names.")
+    tp_size: int | None = knob(None, "Tensor-parallel degree.", ge=1)
+    pp_size: int | None = knob(None, "Pipeline-parallel degree.", ge=1)
+    cp_size: int | None = knob(None, "Context-parallel degree.", ge=1)
+    gpu_memory_utilization: float | None = knob(
+        None, "Share of its GPU's memory this role may take.", gt=0, le=1
+    )
+
+
+class RoleConfig(Section):
+    """What both roles have."""
+
+    worker_cls: WorkerClass = knob(None, "Your own worker class or its dotted import path; else Rather's.")
+    model_args: ModelArgs = knob(ModelArgs, "The weights.")
+    strategy_args: StrategyArgs = knob(StrategyArgs, "The layout on devices.")
+    device_mapping: Devices = knob(
+        None, 'Device numbers: [0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"; else the first device.'
+    )
+    infer_batch_size: int | None = knob(
+        None, "Most pairs in a micro-batch without gradients; else only the token budget counts.", ge=1
+    )
+    max_tokens_per_microbatch_in_infer: int | None = knob(
+        None,
+        "Token budget of a micro-batch without gradients; else automatic. Changes speed, never results.",
+        ge=1,
+    )
+    system_envs: Environment = knob(
+        dict, "Environment variables of this role; win over those at the top level."
+    )
+
+    @property
+    def trains(self) -> bool:
+        return False
+
+    @property
+    def model_path(self) -> str:
+        """Folder or hub name of the weights, `pretrain` taken in."""
+        assert self.model_args.model_name_or_path is not None, "checked when the config was made"
+        return self.model_args.model_name_or_path
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.model_args.tokenizer_name_or_path or self.model_path
+
+
+class ActorConfig(RoleConfig):
+    """The policy that is trained."""
+
+    training_args: TrainingArgs = knob(TrainingArgs, "Optimizer, schedule and batch.")
+    data_args: TrainDataArgs = knob(TrainDataArgs, "The training pairs.")
+    max_tokens_per_microbatch_in_train: int | None = knob(
+        None, "Token budget of a training micro-batch; else automatic. Changes speed, never results.", ge=1
+    )
+
+    @property
+    def trains(self) -> bool:
+        return True
+
+
+class ReferenceConfig(RoleConfig):
+    """The frozen model; what is not given follows actor_train."""
+
+
+class ValidationConfig(Section):
+    """The evaluation."""
+
+    data_args: ValidationDataArgs = knob(ValidationDataArgs, "The evaluation pairs.")
+
+
+class TrackerArgs(Section):
+    """Settings of the trackers in track_with."""
+
+    log_dir: Folder | None = knob(None, "Folder of the TensorBoard files; else <logging_dir>/<exp_name>.")
+
+
+class CheckpointArgs(Section):
+    """Where checkpoints go besides the run folder."""
+
+    type: Literal["file_system"] = knob("file_system", "Kind of storage.")
+    output_dir: Folder | None = knob(
+        None, "Folder for a second copy of the checkpoints, which are in the run folder."
+    )
+
+
+class RunKeys(Section):
+    """The run"""
+
+    exp_name: RunName = knob("dpo", "Name of the run and of its folder; else the name of the YAML file.")
+    seed: int = knob(42, "Seed of everything random.", ge=0, lt=2**32)
+    output_dir: Folder = knob("./output", "Runs are written to <output_dir>/<exp_name>.")
+    logging_dir: Folder = knob(
+        "./output/logs", "Log and TensorBoard files are written to <logging_dir>/<exp_name>."
+    )
+    overwrite: bool = knob(False, "Start anew where a run of this name exists.")
+    deterministic: bool = knob(
+        False, "Deterministic kernels on a GPU, slower; a CPU run repeats to the bit anyway."
+    )
+
+
+class StepKeys(Section):
+    """Steps, evaluation and checkpoints"""
+
+    max_steps: int | None = knob(None, "Most optimizer steps; else num_train_epochs decides.", ge=1)
+    logging_steps: int = knob(1, "Steps between two lines of metrics.", ge=1)
+    eval_steps: int | None = knob(
+        None,
+        "Steps between evaluations, beside those before the first step, after each epoch and at the end.",
+        ge=1,
+    )
+    save_steps: int | None = knob(None, "Steps between checkpoints; else one at the end.", ge=1)
+    max_ckpt_to_keep: int = knob(0, "Newest checkpoints to keep; 0 keeps all.", ge=0)
+    resume_from_checkpoint: bool | Text = knob(
+        "auto",
+        "auto or true: go on from the newest good checkpoint of the run folder; false: never; or a path.",
+    )
+    checkpoint_config: CheckpointArgs = knob(CheckpointArgs, "Where checkpoints go besides the run folder.")
+    metric_for_best_model: Metric = knob("eval/loss", "Evaluation metric that tells the best model.")
+    save_best: bool = knob(False, "Also keep the model with the best metric_for_best_model.")
+    early_stopping_patience: int | None = knob(
+        None, "Stop after so many evaluations without a better metric_for_best_model.", ge=1
+    )
+
+
+class LossKeys(Section):
+    """Model, loss and step"""
+
+    pretrain: Text | None = knob(None, "Model folder or hub name for every role that names none.")
+    pref_loss: Text = knob("sigmoid", "Name of the preference loss.")
+    beta: float | None = knob(
+        None,
+        "Strength of the pull towards the reference; else the loss's own default (0.1 for sigmoid).",
+        gt=0,
+        why="at 0 the preference has no effect, below it is reversed",
+    )
+    label_smoothing: float = knob(
+        0.0,
+        "Share of pairs assumed to be labelled the wrong way round.",
+        ge=0,
+        lt=0.5,
+        why="at 0.5 the labels say nothing, above it they are reversed",
+    )
+    ipo: bool = knob(False, "Use the IPO loss; the same as pref_loss: ipo.")
+    max_grad_norm: float = knob(1.0, "Gradients are scaled down to this norm; 0 never clips.", ge=0)
+    train_batch_size: int | None = knob(
+        None,
+        "Pairs of one optimizer step over all devices; sizes of actor_train.training_args must fit it.",
+        ge=1,
+    )
+
+
+class PairKeys(Section):
+    """Pairs"""
+
+    sequence_length: int = knob(
+        1024,
+        "Most tokens of prompt and one response together.",
+        ge=2,
+        why="prompt and response need a token each",
+    )
+    global_template: Text | None = knob(None, "Chat template wherever data_args.template is not given.")
+    chosen_key: Text = knob("chosen", "Column of the preferred answer.")
+    rejected_key: Text = knob("rejected", "Column of the other answer.")
+    ranked_pairs: Literal["all", "best_vs_rest", "best_vs_worst"] = knob(
+        "all", "Pairs that are made of several ranked answers to one prompt."
+    )
+    on_bad: Literal["drop", "error"] = knob(
+        "drop", "Bad rows are dropped and counted, or the first one ends the run."
+    )
+    max_bad_fraction: float = knob(0.05, "Largest share of bad rows that may be dropped.", ge=0, le=1)
+
+
+class TrackingKeys(Section):
+    """Tracking"""
+
+    track_with: Literal["tensorboard"] | list[Literal["tensorboard"]] | None = knob(
+        "tensorboard", "Trackers beside metrics.jsonl, which is always written; null for none."
+    )
+    tracker_kwargs: TrackerArgs = knob(TrackerArgs, "Settings of the trackers.")
+
+
+class MachineKeys(Section):
+    """Machine"""
+
+    system_envs: Environment = knob(dict, "Environment variables of every role.")
+    num_nodes: int = knob(1, "Machines.", ge=1)
+    num_gpus_per_node: int | None = knob(
+        None, "Devices of each machine; device_mapping is checked against it.", ge=1
+    )
+
+
+class RoleKeys(Section):
+    """Roles"""
+
+    actor_train: ActorConfig = knob(ActorConfig, "The policy that is trained.")
+    reference: ReferenceConfig = knob(
+        ReferenceConfig, "The frozen model; follows actor_train where it says nothing."
+    )
+    validation: ValidationConfig = knob(
+        ValidationConfig, "The evaluation; its data_args follow actor_train.data_args."
+    )
+
+
+class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKeys, RunKeys):
+    """A whole run. (Python orders inherited fields from the last base to the first.)"""
+
+    _followed: dict[str, str] = PrivateAttr(default_factory=dict)
+    _unresolved: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _complete_and_check(self) -> DPOConfig:
+        self._followed.update(follow.complete(self))
+        problems = list(checks.problems(self))
+        if problems:
+            text = "\n".join(f"{problem.key}: {problem.text}" for problem in problems)
+            raise PydanticCustomError("cross_field", "{text}", {"text": text, "problems": problems})
+        return self
+
+    @property
+    def followed(self) -> Mapping[str, str]:
+        """Key path -> the key path it follows, for every key that took another's value."""
+        return self._followed
+
+    @property
+    def unresolved(self) -> dict[str, Any]:
+        """The values as they were written, before ${...} was filled in; empty unless loaded from a file."""
+        return self._unresolved
+
+    @property
+    def loss_name(self) -> str:
+        return "ipo" if self.ipo else self.pref_loss
+
+    @property
+    def loss_numbers(self) -> dict[str, float | None]:
+        """What the user may have set for the loss; which of them it takes, its signature says."""
+        return {"beta": self.beta, "label_smoothing": self.label_smoothing}
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir).expanduser() / self.exp_name
+
+    @property
+    def log_dir(self) -> Path:
+        return Path(self.logging_dir).expanduser() / self.exp_name
+
+    @property
+    def checkpoint_copy_dir(self) -> Path:
+        """Where checkpoints go a second time; the run folder itself when no other is given."""
+        given = self.checkpoint_config.output_dir
+        return Path(given).expanduser() if given else self.run_dir
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        given = self.tracker_kwargs.log_dir
+        return Path(given).expanduser() if given else self.log_dir
+
+    @property
+    def trackers(self) -> list[str]:
+        return [self.track_with] if isinstance(self.track_with, str) else list(self.track_with or [])
+
+    @property
+    def data_seed(self) -> int:
+        given = self.actor_train.training_args.data_seed
+        return self.seed if given is None else given
+
+    def envs(self, role: RoleConfig) -> dict[str, str]:
+        return self.system_envs | role.system_envs
+
+    def data_cache_dir(self, data: DataArgs) -> Path:
+        return Path(data.cache_dir or Path(self.output_dir) / ".cache" / "data").expanduser()
+
+    def global_batch(self, dp: int = 1) -> int:
+        """Pairs of one optimizer step."""
+        training = self.actor_train.training_args
+        sizes = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        return self.train_batch_size or dp * sizes

@@ -1,0 +1,400 @@
+"""Every problem of a file is in one error, with its place and the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from rather.config.load import config_from_dict, load, load_config
+from rather.config.schema import DPOConfig
+from rather.errors import ConfigError
+
+BASE = {"pretrain": "org/model", "actor_train": {"data_args": {"file_name": "pairs.json"}}}
+
+
+def test_three_mistakes_are_one_message(write) -> None:
+    path = write("""
+        pretrain: org/model
+        bata: 0.2
+        label_smoothing: 0.7
+        actor_train:
+          training_args:
+            learning_rate: fast
+          data_args:
+            file_name: pairs.json
+    """)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.exit_code == 2
+    assert caught.value.problems == [
+        "bata (dpo.yaml:2): unknown key; did you mean 'beta'?",
+        "label_smoothing (dpo.yaml:3): 0.7 is not a number >= 0 and < 0.5: "
+        "at 0.5 the labels say nothing, above it they are reversed",
+        "actor_train.training_args.learning_rate (dpo.yaml:6): 'fast' is not a number >= 0, such as 1e-06",
+    ]
+    assert [p.name for p in path.parent.iterdir()] == ["dpo.yaml"]
+
+
+TYPOS = [
+    ("exp_nmae", "exp_name"),
+    ("sead", "seed"),
+    ("ouput_dir", "output_dir"),
+    ("loging_dir", "logging_dir"),
+    ("max_step", "max_steps"),
+    ("save_step", "save_steps"),
+    ("eval_stpes", "eval_steps"),
+    ("loging_steps", "logging_steps"),
+    ("resume_from_checkpont", "resume_from_checkpoint"),
+    ("sequence_lenght", "sequence_length"),
+    ("pretrian", "pretrain"),
+    ("betta", "beta"),
+    ("label_smothing", "label_smoothing"),
+    ("pref_los", "pref_loss"),
+    ("chosen_keys", "chosen_key"),
+    ("rejectd_key", "rejected_key"),
+    ("track_wiht", "track_with"),
+    ("max_gard_norm", "max_grad_norm"),
+    ("num_node", "num_nodes"),
+    ("num_gpu_per_node", "num_gpus_per_node"),
+    ("system_env", "system_envs"),
+    ("actor_trian", "actor_train"),
+    ("refrence", "reference"),
+    ("validaton", "validation"),
+    ("learning_rate", "actor_train.training_args.learning_rate"),
+    ("file_name", "actor_train.data_args.file_name"),
+    ("dtype", "actor_train.model_args.dtype"),
+    ("max_length", "sequence_length"),
+    ("loss_type", "pref_loss"),
+    ("lr", "actor_train.training_args.learning_rate"),
+    ("actor_train.trainig_args", "training_args"),
+    ("actor_train.training_args.per_device_train_batch_siez", "per_device_train_batch_size"),
+    ("actor_train.training_args.warmup", "warmup_steps"),
+    ("actor_train.data_args.filename", "file_name"),
+    ("actor_train.model_args.model_name_or_paht", "model_name_or_path"),
+    ("actor_train.strategy_args.strategy_nam", "strategy_name"),
+    ("actor_train.device_maping", "device_mapping"),
+    ("reference.training_args", "actor_train.training_args"),
+    ("reference.inferbatch_size", "infer_batch_size"),
+    ("validation.data_args.weights", "actor_train.data_args.weights"),
+    ("validation.data_args.splitt", "split"),
+    ("checkpoint_config.outputdir", "output_dir"),
+    ("tracker_kwargs.logdir", "log_dir"),
+]
+
+
+@pytest.mark.parametrize(("typo", "meant"), TYPOS)
+def test_unknown_key_says_what_was_meant(judged, typo: str, meant: str) -> None:
+    assert judged(f"{typo}=1") == [f"{typo}: unknown key; did you mean '{meant}'?"]
+
+
+def test_unknown_key_like_no_other_lists_the_keys_there(problems) -> None:
+    (line,) = problems("validation.zzz=1")
+    assert line == "validation.zzz (command line): unknown key; keys here: data_args"
+
+
+def test_a_misspelt_required_key_is_one_problem(problems) -> None:
+    text = "pretrian: org/model\nactor_train: {data_args: {filename: pairs.json}}\n"
+    assert problems(text=text) == [
+        "pretrian (dpo.yaml:1): unknown key; did you mean 'pretrain'?",
+        "actor_train.data_args.filename (dpo.yaml:2): unknown key; did you mean 'file_name'?",
+    ]
+
+
+OUT_OF_RANGE = [
+    ("beta=0", "0 is not a number > 0 or null: at 0 the preference has no effect"),
+    ("beta=.nan", "nan is not a number > 0"),
+    ("beta=true", "True is not a number > 0"),
+    ("label_smoothing=0.5", "0.5 is not a number >= 0 and < 0.5"),
+    ("actor_train.training_args.learning_rate=-1.0e-6", "-1e-06 is not a number >= 0"),
+    ("actor_train.training_args.adam_beta2=1", "1 is not a number >= 0 and < 1"),
+    ("actor_train.training_args.adam_epsilon=0", "0 is not a number > 0"),
+    ("actor_train.training_args.per_device_train_batch_size=0", "0 is not a whole number >= 1"),
+    ("actor_train.training_args.per_device_train_batch_size=2.5", "2.5 is not a whole number >= 1"),
+    ("actor_train.training_args.gradient_accumulation_steps=[2]", "[2] is not a whole number >= 1"),
+    ("actor_train.training_args.warmup_ratio=1", "1 is not a number >= 0 and < 1"),
+    ("actor_train.training_args.num_train_epochs=0", "0 is not a number > 0"),
+    ("actor_train.training_args.lr_scheduler_type=cosin", "did you mean 'cosine'?"),
+    ("actor_train.training_args.lr_scheduler_kwargs.min_lr=-1", "-1 is not what"),
+    ("actor_train.training_args.lr_scheduler_kwargs.num_cycle=1", "unknown number of the schedule 'linear'"),
+    ("actor_train.model_args.dtype=bf61", "did you mean 'bf16'?"),
+    ("actor_train.model_args.model_type=trl", "'trl' is not causal_lm or null"),
+    ("actor_train.data_args.score=lst", "did you mean 'last'?"),
+    ("actor_train.data_args.overlong=truncate", "is not drop | truncate_prompt | truncate_response | error"),
+    ("actor_train.data_args.format=instructions", "did you mean 'instruction'?"),
+    ("actor_train.data_args.file_name=[1]", "[1] is not text or a list of texts or null"),
+    ("actor_train.data_args.weights=[0]", "[0] is not a list of numbers"),
+    ("actor_train.strategy_args.gpu_memory_utilization=1.5", "1.5 is not a number > 0 and <= 1 or null"),
+    ("actor_train.worker_cls=my worker", "dotted import path"),
+    ("actor_train.worker_cls=5", "dotted import path"),
+    ("actor_train.training_args=5", "5 is not a group of keys (learning_rate"),
+    ("validation.data_args.split=1.5", "a share between 0 and 1 (0.05) or a whole number of pairs >= 1"),
+    ("validation.data_args.split=0", "a share between 0 and 1"),
+    ("sequence_length=1", "1 is not a whole number >= 2: prompt and response need a token each"),
+    ("max_steps=0", "0 is not a whole number >= 1 or null"),
+    ("save_steps=0", "0 is not a whole number >= 1"),
+    ("max_ckpt_to_keep=-1", "-1 is not a whole number >= 0"),
+    ("max_bad_fraction=2", "2 is not a number >= 0 and <= 1"),
+    ("exp_name=a/b", "1 to 128 of the characters"),
+    ("exp_name=..", "1 to 128 of the characters"),
+    (f"exp_name={'x' * 129}", "1 to 128 of the characters"),
+    ("output_dir=/", "name one of their own"),
+    ("output_dir=..", "name one of their own"),
+    ("logging_dir=''", "name one of their own"),
+    ("ipo=maybe", "'maybe' is not true or false"),
+    ("metric_for_best_model=loss", "names begin with 'eval/'"),
+    ("resume_from_checkpoint=3", "3 is not true or false or text"),
+    ("track_with=wandb", "'wandb' is not tensorboard"),
+    ("ranked_pairs=best_vs_res", "did you mean 'best_vs_rest'?"),
+    ("checkpoint_config.type=oss", "'oss' is not file_system"),
+    ("seed=-1", "-1 is not a whole number >= 0"),
+    ("seed=null", "null is not a whole number"),
+    ("system_envs={A: 1}", "write it in quotes"),
+    ("pretrain=[a]", "['a'] is not text or null"),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), OUT_OF_RANGE)
+def test_wrong_value_says_what_is_allowed(judged, override: str, said: str) -> None:
+    (line,) = judged(override)
+    assert said in line
+    assert line.startswith(override.partition("=")[0])
+
+
+COMBINATIONS = [
+    (["ipo=true", "pref_loss=simpo"], "ipo", "pref_loss for 'simpo'"),
+    (
+        ["max_grad_norm=1", "actor_train.training_args.max_grad_norm=2"],
+        "actor_train.training_args.max_grad_norm",
+        "differs",
+    ),
+    (["save_best=true"], "save_best", "validation.data_args.split"),
+    (["early_stopping_patience=2"], "early_stopping_patience", "needs evaluation pairs"),
+    (["eval_steps=10"], "eval_steps", "needs evaluation pairs"),
+    (["metric_for_best_model=eval/rewards/margins"], "metric_for_best_model", "nothing uses it"),
+    (
+        ["validation.data_args.file_name=e.json", "validation.data_args.split=5"],
+        "validation.data_args.split",
+        "keep one",
+    ),
+    (["actor_train.data_args.weights=[1,2]"], "actor_train.data_args.weights", "2 weights for 1 files"),
+    (
+        ["train_batch_size=10", "actor_train.training_args.per_device_train_batch_size=4"],
+        "train_batch_size",
+        "multiple of",
+    ),
+    (
+        [
+            "train_batch_size=10",
+            "actor_train.training_args.per_device_train_batch_size=4",
+            "actor_train.training_args.gradient_accumulation_steps=2",
+        ],
+        "train_batch_size",
+        "10 pairs is not dp 1 x per_device_train_batch_size 4 x gradient_accumulation_steps 2",
+    ),
+    (["train_batch_size=9", "actor_train.device_mapping=0-3"], "train_batch_size", "multiple of dp 4"),
+    (
+        ["max_steps=10", "actor_train.training_args.warmup_steps=20"],
+        "actor_train.training_args.warmup_steps",
+        "max_steps (10)",
+    ),
+    (
+        ["num_gpus_per_node=4", "actor_train.device_mapping=0-7"],
+        "actor_train.device_mapping",
+        "names device 7",
+    ),
+    (
+        ["actor_train.strategy_args.tp_size=3"],
+        "actor_train.strategy_args.tp_size",
+        "does not divide the 1 devices",
+    ),
+    (
+        ["actor_train.strategy_args.strategy_name=megatron"],
+        "actor_train.strategy_args.strategy_name",
+        "did you mean 'megatron_",
+    ),
+    (
+        ["actor_train.strategy_args.strategy_name=hf_infer"],
+        "actor_train.strategy_args.strategy_name",
+        "cannot train",
+    ),
+    (
+        ["actor_train.strategy_args.strategy_config.tensor_model_paralel_size=1"],
+        "actor_train.strategy_args.strategy_config.tensor_model_paralel_size",
+        "did you mean 'tensor_model_parallel_size'?",
+    ),
+    (
+        [
+            "actor_train.strategy_args.tp_size=1",
+            "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2",
+        ],
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
+        "two values (tp_size=1",
+    ),
+    (
+        ["actor_train.strategy_args.strategy_config.expert_model_parallel_size=2"],
+        "actor_train.strategy_args.strategy_config.expert_model_parallel_size",
+        "set it to 1",
+    ),
+    (
+        ["actor_train.strategy_args.strategy_config.recompute_granularity=selective"],
+        "actor_train.strategy_args.strategy_config.recompute_granularity",
+        "'selective' is not 'full' or null",
+    ),
+    (
+        [
+            "actor_train.strategy_args.strategy_config.recompute_granularity=full",
+            "actor_train.model_args.disable_gradient_checkpointing=true",
+        ],
+        "actor_train.model_args.disable_gradient_checkpointing",
+        "keep one of them",
+    ),
+    (
+        ["reference.model_args.disable_gradient_checkpointing=false"],
+        "reference.model_args.disable_gradient_checkpointing",
+        "no backward",
+    ),
+    (
+        ["reference.model_args.tokenizer_name_or_path=other"],
+        "reference.model_args.tokenizer_name_or_path",
+        "same tokens",
+    ),
+    (
+        [
+            "actor_train.strategy_args.gpu_memory_utilization=0.6",
+            "reference.strategy_args.gpu_memory_utilization=0.5",
+        ],
+        "reference.strategy_args.gpu_memory_utilization",
+        "more than the whole",
+    ),
+    (
+        ["actor_train.system_envs.A=x", "reference.system_envs.A=y"],
+        "reference.system_envs.A",
+        "share one process",
+    ),
+    (["overwrite=true", "resume_from_checkpoint=some/path"], "overwrite", "starts anew"),
+    (["track_with=null", "tracker_kwargs.log_dir=tb"], "tracker_kwargs.log_dir", "track_with"),
+    (["chosen_key=a", "rejected_key=a"], "rejected_key", "two columns"),
+    (
+        ["chosen_key=a", "actor_train.data_args.columns.chosen=b"],
+        "actor_train.data_args.columns",
+        "differs from chosen_key",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "said"), COMBINATIONS)
+def test_impossible_combination(judged, overrides: list[str], key: str, said: str) -> None:
+    (line,) = judged(*overrides)
+    assert line.startswith(f"{key}: ")
+    assert said in line
+
+
+def test_no_model_names_both_keys_and_no_data_its_own(problems) -> None:
+    assert problems(text="seed: 1\n") == [
+        "pretrain (dpo.yaml): no model is named; set pretrain or actor_train.model_args.model_name_or_path "
+        "to a folder or hub name",
+        "actor_train.data_args.file_name (dpo.yaml): no training pairs are named; "
+        "set it to a file or a list of files",
+    ]
+
+
+def test_bad_values_do_not_hide_bad_combinations(problems) -> None:
+    lines = problems("beta=-1", "save_best=true", "ipo=true", "pref_loss=simpo", "exp_name=a b")
+    assert sorted(line.partition(" ")[0] for line in lines) == ["beta", "exp_name", "ipo", "save_best"]
+
+
+def test_a_combination_of_a_bad_value_is_left_unsaid(problems) -> None:
+    (line,) = problems("validation.data_args.split=7.5", "save_best=true")
+    assert line.startswith("validation.data_args.split")
+
+
+def test_secret_values_are_not_in_messages(problems) -> None:
+    (line,) = problems("system_envs={HF_TOKEN: 12345678}")
+    assert line.startswith("system_envs.HF_TOKEN (command line): the value is not")
+    assert "12345678" not in line
+
+
+FILES = {
+    "empty": ("", "the file is empty"),
+    "comment": ("# nothing\n", "the file is empty"),
+    "list": ("- a\n- b\n", "dpo.yaml:1: the file must hold keys and values, not a list"),
+    "scalar": ("hello\n", "not the single value 'hello'"),
+    "syntax": ("seed: 1\nbeta: [1\n", "dpo.yaml:3: not YAML"),
+    "tab": ("actor_train:\n\tdata_args: 1\n", "dpo.yaml:2: not YAML"),
+    "duplicate": ("seed: 1\nbeta: 0.1\nseed: 2\n", "seed (dpo.yaml:3): this key stands in line 1 already"),
+    "nested duplicate": (
+        "actor_train:\n  infer_batch_size: 1\n  infer_batch_size: 2\n",
+        "actor_train.infer_batch_size (dpo.yaml:3): this key stands in line 2",
+    ),
+    "target": (
+        "actor_train:\n  _target_: os.system\n",
+        "actor_train._target_ (dpo.yaml:2): a config never names code",
+    ),
+    "target in a list": ("a:\n- b: 1\n  _target_: os.system\n", "a.[]._target_ (dpo.yaml:3): a config never"),
+    "tag": (
+        "seed: !!python/object/apply:os.getcwd []\n",
+        "the tag tag:yaml.org,2002:python/object/apply:os.getcwd",
+    ),
+    "own tag": ("seed: !mine 3\n", "the tag !mine is not allowed"),
+    "loop": ("a: &a\n  b: *a\n", "unfold to more than"),
+    "bomb": (
+        "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)),
+        "unfold to more than 20,000 values",
+    ),
+    "deep": ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+    "number as a key": ("1: x\n", "1 (dpo.yaml:1): unknown key"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_file_that_is_no_config(write, case: str) -> None:
+    text, said = FILES[case]
+    with pytest.raises(ConfigError) as caught:
+        load(write(text))
+    assert said in str(caught.value)
+
+
+def test_missing_file_folder_wrong_name_and_encoding(tmp_path: Path, write) -> None:
+    write()
+    cases = {
+        tmp_path / "dpx.yaml": "there: big.yaml, dpo.yaml, latin.yaml",
+        tmp_path: "is a folder; name the YAML file inside it (big.yaml, dpo.yaml, latin.yaml)",
+        write(name="dpo.yml"): "rename it to dpo.yaml",
+    }
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("exp_name: caf\xe9\n".encode("latin-1"))
+    cases[latin] = "byte 13 is not UTF-8"
+    big = tmp_path / "big.yaml"
+    big.write_text("# " + "x" * 1_000_001)
+    cases[big] = "Is it a data file?"
+    for path, said in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        assert said in str(caught.value)
+
+
+def test_python_users_meet_the_same_checks() -> None:
+    with pytest.raises(ConfigError, match="ipo: asks for the loss ipo"):
+        config_from_dict({**BASE, "ipo": True, "pref_loss": "simpo"})
+    with pytest.raises(ValueError, match="ipo: asks for the loss ipo"):
+        DPOConfig(**BASE, ipo=True, pref_loss="simpo")
+
+
+def test_a_config_does_not_change() -> None:
+    config = config_from_dict(BASE)
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3
+
+
+def test_config_imports_without_torch() -> None:
+    code = dedent("""
+        import sys
+        import rather.config.load, rather.config.show, rather.config.strategies
+        sys.exit("torch" in sys.modules)
+    """)
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

@@ -1,0 +1,187 @@
+"""What `rather config` prints, the reference page, the examples and the layouts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from rather.config.checks import device_problems
+from rather.config.keys import table
+from rather.config.load import config_from_dict, load, load_config
+from rather.config.schema import Format, Schedule
+from rather.config.show import explain, json_schema, reference_markdown, show
+from rather.config.strategies import Layout, layout, single_device_problem
+from rather.errors import ConfigError
+
+from .conftest import smallest
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = sorted(REPOSITORY.glob("examples/**/*.yaml"))
+BIG = REPOSITORY / "examples/qwen2.5-3B-dpo_megatron/dpo_config.yaml"
+
+
+def test_show_tells_values_and_sources(write) -> None:
+    text = show(load(write(), ["beta=0.05", "system_envs.HF_TOKEN=canary"]))
+    lines = {line.partition(":")[0].strip(): line.split("  # ") for line in text.splitlines()}
+    assert [part.strip() for part in lines["beta"]] == ["beta: 0.05", "command line"]
+    assert [part.strip() for part in lines["pretrain"]] == ["pretrain: org/model", "dpo.yaml:1"]
+    assert [part.strip() for part in lines["seed"]] == ["seed: 42", "default"]
+    assert "model_name_or_path: org/model" in text
+    assert "# follows pretrain" in text
+    assert "canary" not in text
+
+
+def test_explain_a_key(write) -> None:
+    text = explain(load(write(), ["label_smoothing=0.1"]), "label_smoothing")
+    assert "value    0.1  (command line)" in text
+    assert "takes    a number >= 0 and < 0.5" in text
+    assert "default  0" in text
+    assert "Share of pairs" in text
+    assert "keys     learning_rate" in explain(None, "actor_train.training_args")
+    with pytest.raises(ConfigError, match="bata: unknown key; did you mean 'beta'"):
+        explain(None, "bata")
+
+
+def test_every_key_has_a_meaning_and_words_for_its_type() -> None:
+    for key in table().values():
+        assert key.meaning.endswith("."), key.path
+        assert "<" not in key.expects.replace("< ", "").replace("<= ", ""), key.path
+        assert "typing" not in key.expects, key.path
+
+
+def test_json_schema_covers_every_key() -> None:
+    schema = json_schema()
+    assert schema["additionalProperties"] is False
+    assert set(schema["properties"]) == {key.path for key in table().values() if not key.parent} | {
+        "defaults",
+        "hydra",
+    }
+    beta = schema["properties"]["beta"]
+    assert beta["description"].startswith("Strength")
+    assert {"type": "string", "pattern": r"\$\{.+\}"} in beta["anyOf"]
+    assert schema["$defs"]["TrainingArgs"]["additionalProperties"] is False
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    page = REPOSITORY / "docs/config.md"
+    assert page.read_text(encoding="utf-8") == reference_markdown(), (
+        "run: rather config reference > docs/config.md"
+    )
+    for key in table().values():
+        assert f"| `{key.name}` |" in page.read_text(encoding="utf-8")
+
+
+# --- examples ---
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_loads(path: Path) -> None:
+    load_config(path, check_paths=False)
+
+
+def test_the_quick_start_is_ten_lines_and_its_files_are_there(monkeypatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    path = REPOSITORY / "examples/quickstart/dpo.yaml"
+    assert len(path.read_text().splitlines()) <= 10
+    load_config(path)
+
+
+def test_the_big_example_is_read_as_written() -> None:
+    config = load_config(BIG, check_paths=False)
+    assert layout(config.actor_train) == Layout(8, 1, 1, 1, True, "megatron_train")
+    assert layout(config.reference) == Layout(8, 1, 1, 1, False, "megatron_infer")
+    assert config.global_batch(8) == 128
+    assert str(config.checkpoint_copy_dir) == "output/models/qwen2.5-3B-dpo-config"
+    assert "names 8 devices" in (single_device_problem(config) or "")
+
+
+def test_the_big_example_says_how_to_run_it_on_one_device() -> None:
+    config = load_config(
+        BIG, ["actor_train.device_mapping=[0]", "reference.device_mapping=[0]"], check_paths=False
+    )
+    assert single_device_problem(config) is None
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_launcher_takes_folder_name_and_overrides(tmp_path: Path, elsewhere: bool) -> None:
+    command = [sys.executable, str(REPOSITORY / "examples/start_dpo_pipeline.py")]
+    command += ["--config_path", "examples/quickstart", "--config_name", "dpo", "bata=1", "seed=x"]
+    done = subprocess.run(command, cwd=tmp_path if elsewhere else REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "bata (command line): unknown key; did you mean 'beta'?" in done.stderr
+    assert "seed (command line): 'x' is not a whole number" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# --- layouts ---
+
+
+def test_sizes_have_many_names() -> None:
+    for setting in (
+        "actor_train.strategy_args.tp_size=2",
+        "actor_train.strategy_args.strategy_config={tp_size: 2}",
+        "actor_train.strategy_args.strategy_config={tensor_model_parallel_size: 2}",
+        "actor_train.strategy_args={tp_size: 2, strategy_config: {tensor_model_parallel_size: 2}}",
+    ):
+        config = config_from_dict(smallest(setting, "actor_train.device_mapping=0-7"))
+        assert layout(config.actor_train) == Layout(4, 2, 1, 1, False, "ddp")
+    config = config_from_dict(
+        smallest("actor_train.strategy_args={pp_size: 2, cp_size: 2}", "actor_train.device_mapping=0-7")
+    )
+    assert layout(config.reference) == Layout(2, 1, 2, 2, False, "ddp")
+
+
+def test_layout_for_another_number_of_devices() -> None:
+    role = config_from_dict(
+        smallest("actor_train.strategy_args.tp_size=2", "actor_train.device_mapping=0-3")
+    ).actor_train
+    assert layout(role, 8).dp == 4
+    with pytest.raises(ConfigError, match="does not divide the 3 devices"):
+        layout(role, 3)
+
+
+def test_recomputation_by_either_key() -> None:
+    for setting in (
+        "actor_train.model_args.disable_gradient_checkpointing=false",
+        "actor_train.strategy_args.strategy_config.recompute_granularity=full",
+    ):
+        assert layout(config_from_dict(smallest(setting)).actor_train).recompute
+    assert not layout(config_from_dict(smallest()).actor_train).recompute
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["actor_train.device_mapping=0-7"], "actor_train.device_mapping=[0] reference.device_mapping=[0]"),
+        (["reference.device_mapping=[1]"], "set reference.device_mapping=[0], or leave it out"),
+        (["num_nodes=2"], "set num_nodes=1"),
+        (["actor_train.device_mapping=[3]"], None),
+        ([], None),
+    ],
+)
+def test_one_device_only(settings: list[str], said: str | None) -> None:
+    problem = single_device_problem(config_from_dict(smallest(*settings)))
+    assert (said is None and problem is None) or (
+        said is not None and problem is not None and said in problem
+    )
+
+
+def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
+    config = config_from_dict(smallest("reference.strategy_args.gpu_memory_utilization=0.4"))
+    (line,) = device_problems(config, "cpu")
+    assert line.startswith("reference.strategy_args.gpu_memory_utilization: 0.4")
+    assert device_problems(config, "cuda") == []
+
+
+# --- what the schema says must be what the rest of the house knows ---
+
+
+def test_formats_and_schedules_are_those_that_exist() -> None:
+    formats = pytest.importorskip("rather.data.formats")
+    optim = pytest.importorskip("rather.optim")
+    assert set(get_args(Format)) == {"auto", *formats.SHAPES}
+    assert set(get_args(Schedule)) == set(optim.SHAPES)
