@@ -1,0 +1,108 @@
+"""Kills a save (or a prune) with SIGKILL at each of its file operations and writes what can be resumed then.
+
+Run by test_kill.py in one process that forks for each point, since importing torch costs seconds. One line of
+JSON per point: {"scenario", "point", "killed", "content", "after", "left"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rather import checkpoint
+
+GROUPS = 3
+os.fsync = lambda _: None  # the page cache outlives a killed process, and syncing took most of the time
+OPERATIONS = ["fsync", "rename", "replace", "mkdir", "unlink", "rmdir"]
+
+
+def save(run_dir: Path, step: int, content: float) -> None:
+    tensors = {f"layer.{i}": torch.full((16,), content) for i in range(GROUPS)}
+    groups = {"model": tensors, "optimizer": {k: t * 2 for k, t in tensors.items()}}
+    checkpoint.save(run_dir, step, groups, {"content": content}, max_shard_bytes=128)
+
+
+def content_of(found: checkpoint.Checkpoint | None) -> float | None:
+    if found is None:
+        return None
+    values = {t.unique().item() for t in found.tensors("model").values()}
+    values |= {t.unique().item() / 2 for t in found.tensors("optimizer").values()}
+    assert values == {found.state["content"]}, "the parts of one checkpoint belong to different saves"
+    return float(found.state["content"])
+
+
+def die_at(point: int) -> None:
+    """From here on the process kills itself right before its file operation number `point`."""
+    calls = iter(range(1, point + 1))
+
+    def tick() -> None:
+        if next(calls) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tick()
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+    pieces = checkpoint._safetensors
+
+    def counted_pieces(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
+        for piece in pieces(tensors):
+            yield piece
+            tick()  # some of the file is written, the rest is not
+
+    checkpoint._safetensors = counted_pieces  # type: ignore[assignment]
+
+
+# name -> what was saved before, what is killed
+SCENARIOS: dict[str, tuple[list[tuple[int, float]], Callable[[Path], None]]] = {
+    "first_save": ([], lambda run_dir: save(run_dir, 2, 2.0)),
+    "next_save": ([(1, 1.0)], lambda run_dir: save(run_dir, 2, 2.0)),
+    "same_step_again": ([(1, 1.0)], lambda run_dir: save(run_dir, 1, 2.0)),
+    "prune": ([(1, 1.0), (2, 1.5), (3, 2.0)], lambda run_dir: checkpoint.prune(run_dir, 1)),
+}
+
+
+def killed_at(action: Callable[[Path], None], run_dir: Path, point: int) -> bool:
+    child = os.fork()
+    if child == 0:
+        try:
+            die_at(point)
+            action(run_dir)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def main(root: Path) -> None:
+    run_dir = root / "run"
+    for scenario, (saved_before, action) in SCENARIOS.items():
+        killed, point = True, 0
+        while killed:
+            point += 1
+            shutil.rmtree(run_dir, ignore_errors=True)
+            for step, content in saved_before:
+                save(run_dir, step, content)
+            killed = killed_at(action, run_dir, point)
+            line = {"scenario": scenario, "point": point, "killed": killed}
+            line["content"] = content_of(checkpoint.newest_good(run_dir))
+            save(run_dir, 9, 9.0)
+            line["after"] = content_of(checkpoint.newest_good(run_dir))
+            line["left"] = sorted(path.name for path in run_dir.glob(".*"))
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

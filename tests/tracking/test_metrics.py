@@ -1,0 +1,114 @@
+"""metrics.jsonl loses and doubles no line, and every line is strict JSON."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rather.errors import CheckpointError, DiskError
+from rather.tracking import MetricsFile, json_line
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """full_disk(n): the disk takes n bytes more, then no more; full_disk(None): there is room again."""
+    room: int | None = None
+    write = os.write
+
+    def limited(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if room is None:
+            return write(descriptor, data)
+        if room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = write(descriptor, data[:room])
+        room -= taken
+        return taken
+
+    def leave(bytes_left: int | None) -> None:
+        nonlocal room
+        room = bytes_left
+
+    monkeypatch.setattr(os, "write", limited)
+    return leave
+
+
+def test_lines_are_there_at_once_in_the_order_of_their_fields(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    file.append({"step": 1, "loss": 0.1 + 0.2, "a": 1})
+    file.append({"step": 2})
+    assert file.path.read_text() == '{"step": 1, "loss": 0.30000000000000004, "a": 1}\n{"step": 2}\n'
+    assert file.position() == file.path.stat().st_size
+    file.close()
+
+
+def test_a_resume_cuts_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1})
+    saved = file.position()
+    file.append({"step": 2})
+    file.close()
+    with open(file.path, "ab") as half:
+        half.write(b'{"step": 3, "lo')  # killed while writing
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.truncate(saved)
+    file.append({"step": 2})
+    file.close()
+    assert lines(file.path) == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("change", ["shorter", "other lines", "gone"])
+def test_a_file_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = '{"step": 1}\n{"step": 2}\n'
+    changed = {"shorter": text[:-1], "other lines": '{"step": 1, "edited": true}\n', "gone": ""}
+    path.write_text(changed[change])
+    before = path.read_text()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: has .* saved when a line ended at 24"):
+        MetricsFile(path).truncate(len(text))
+    assert path.read_text() == before
+
+
+def test_values_that_json_lacks_are_named(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    line = json_line({"step": 3, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "pairs": 8})
+    assert json.loads(line, parse_constant=refuse) == {
+        "step": 3,
+        "loss": None,
+        "grad_norm": None,
+        "lr": None,
+        "pairs": 8,
+        "nonfinite": {"loss": "nan", "grad_norm": "inf", "lr": "-inf"},
+    }
+
+
+@pytest.mark.parametrize("room", [0, 1, 11, 12, 20])
+def test_a_full_disk_costs_no_line(
+    tmp_path: Path, full_disk: Callable[[int | None], None], caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1})
+    full_disk(room)
+    for step in (2, 3, 4):
+        file.append({"step": step})
+        lines(file.path)  # whole lines only, also in between
+    assert caplog.text.count("No space left on device") == 1
+    with pytest.raises(DiskError, match="wait for room on the disk"):
+        file.position()
+    full_disk(None)
+    assert file.position() == file.path.stat().st_size
+    assert lines(file.path) == [{"step": step} for step in (1, 2, 3, 4)]
+    file.close()
