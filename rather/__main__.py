@@ -1,0 +1,5 @@
+"""`python -m rather` is the command `rather`."""
+
+from rather.cli import main
+
+main()

@@ -1,0 +1,30 @@
+"""The model card that lies beside the aligned weights: what they are and how they came to be."""
+
+from __future__ import annotations
+
+from rather.config.schema import DPOConfig
+
+
+def model_card(config: DPOConfig, step: int, pairs: int) -> str:
+    """Markdown with the front matter that model hubs read."""
+    training = config.actor_train.training_args
+    numbers = ", ".join(f"{key} {value}" for key, value in config.loss_numbers.items() if value is not None)
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [rather, preference-alignment, {config.loss_name}]
+---
+
+# {config.exp_name}
+
+`{config.actor_train.model_path}` aligned with preference pairs by Rather.
+
+| | |
+|---|---|
+| loss | {config.loss_name}{f" ({numbers})" if numbers else ""} |
+| reference | `{config.reference.model_path}` |
+| pairs | {pairs} in training, {config.global_batch()} per step, {step} steps |
+| learning rate | {training.learning_rate} ({training.lr_scheduler_type}) |
+| sequence length | {config.sequence_length} |
+| seed | {config.seed} |
+"""

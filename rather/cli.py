@@ -1,0 +1,214 @@
+"""The commands. Every error a user can cause is one message on stderr and an exit code; anything else is our bug."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rather.errors import RatherError
+
+app = typer.Typer(
+    name="rather",
+    help="Align language models with preference pairs: one YAML and prompt/chosen/rejected data in, a model out.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+config_app = typer.Typer(help="Look at a configuration: effective values, meanings, the schema.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+ConfigPath = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides, such as beta=0.05 or max_steps=200.", show_default=False)
+]
+
+
+def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False) -> int:
+    """Trains what the YAML says and returns the exit code."""
+    from rather.config.load import load_config
+    from rather.data.show import print_report
+    from rather.tracking import close_logging, setup_logging, worker_log
+
+    config = load_config(path, overrides)
+    os.environ.update(config.system_envs)
+    from rather.pipeline import DPOPipeline  # after the environment: torch reads some of it when imported
+
+    if dry_run:
+        return _dry_run(DPOPipeline(config))
+    setup_logging(config.log_dir)
+    try:
+        for role in ("actor_train", "reference"):
+            worker_log(config.log_dir, role, 0)
+        pipeline = DPOPipeline(config)
+        print_report(pipeline.data.report, Console(stderr=True))
+        return pipeline.run()
+    finally:
+        close_logging()
+
+
+@app.command(epilog="Example: `rather train dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6`")
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Everything up to the first step, nothing trained.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where a run of this name exists.")] = False,
+) -> None:
+    """Train the policy. The same command goes on where an interrupted run stopped."""
+    given = [*(overrides or []), *(["overwrite=true"] if overwrite else [])]
+    raise typer.Exit(_guarded(lambda: train_from_config(config, given, dry_run=dry_run)))
+
+
+@app.command(epilog="Example: `rather data dpo.yaml --show 3`")
+def data(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    show: Annotated[int, typer.Option(help="Print this many pairs with their scored tokens.", min=0)] = 0,
+) -> None:
+    """Prepare the pairs and show what the model will really see, and every dropped row with its reason."""
+
+    def work() -> int:
+        from rather.config.load import load_config
+        from rather.data.prepare import prepare
+        from rather.data.show import print_report, show_pairs
+        from rather.data.template import load_tokenizer
+
+        settings = load_config(config, overrides or [])
+        prepared = prepare(settings)
+        console = Console()
+        print_report(prepared.report, console)
+        if show:
+            args = settings.actor_train.model_args
+            path = settings.actor_train.tokenizer_path
+            show_pairs(prepared.train, load_tokenizer(path, args.revision, args.trust_remote_code), show, console)
+        return 0
+
+    raise typer.Exit(_guarded(work))
+
+
+@app.command("eval", epilog="Example: `rather eval dpo.yaml --model output/dpo/model`")
+def evaluate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="Weights to evaluate; the run's own result when not given.", show_default=False)
+    ] = None,
+) -> None:
+    """Evaluate a model on the held-out pairs against the reference, and print the metrics as JSON."""
+
+    def work() -> int:
+        from rather.config.load import load_config
+
+        settings = load_config(config, overrides or [])
+        from rather.errors import ConfigError
+        from rather.pipeline import DPOPipeline
+
+        if not settings.validation.data_args.given:
+            raise ConfigError("validation.data_args: name a held-out file_name or a split to evaluate on.")
+        result = settings.run_dir / "model"
+        if model is None and not result.exists():
+            raise ConfigError(f"{result}: the run has no model yet; train first, or name weights with --model.")
+        pipeline = DPOPipeline(settings)
+        pipeline.initialize(model=model or str(result))
+        typer.echo(json.dumps(pipeline.evaluate(), indent=1))
+        return 0
+
+    raise typer.Exit(_guarded(work))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("rather-demo"),
+) -> None:
+    """Make a small undecided model, train it with `rather train`, show its answers before and after. No network."""
+
+    def work() -> int:
+        from rather.demo import run_demo
+
+        return run_demo(out, Console())
+
+    raise typer.Exit(_guarded(work))
+
+
+@config_app.command("show", epilog="Example: `rather config show dpo.yaml beta=0.05`")
+def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print every effective value and where it came from."""
+
+    def work() -> int:
+        from rather.config.load import load
+        from rather.config.show import show
+
+        typer.echo(show(load(config, overrides or [])))
+        return 0
+
+    raise typer.Exit(_guarded(work))
+
+
+@config_app.command("explain", epilog="Example: `rather config explain beta dpo.yaml`")
+def config_explain(
+    key: Annotated[str, typer.Argument(help="A key path, such as actor_train.training_args.learning_rate.")],
+    config: Annotated[Path | None, typer.Argument(help="Also tell the value in this YAML.", show_default=False)] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Explain one key: meaning, type, range, default and, given a file, its value and source."""
+
+    def work() -> int:
+        from rather.config.load import load
+        from rather.config.show import explain
+
+        typer.echo(explain(load(config, overrides or []) if config else None, key))
+        return 0
+
+    raise typer.Exit(_guarded(work))
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the YAML, for editors."""
+    from rather.config.show import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=1))
+
+
+@config_app.command("reference")
+def config_reference() -> None:
+    """Print the reference of all keys as Markdown (docs/config.md)."""
+    from rather.config.show import reference_markdown
+
+    typer.echo(reference_markdown(), nl=False)
+
+
+def _dry_run(pipeline: Any) -> int:
+    """Loads data and models as a run would, then tells what it would do."""
+    pipeline.initialize()
+    first = next(pipeline.steps())
+    typer.echo(
+        f"{len(pipeline.data.train)} pairs, {pipeline.total_steps} steps of {pipeline.order.batch} pairs; the first "
+        f"packs {first.tokens} tokens into {len(first.policy)} micro-batches. Nothing was trained or written."
+    )
+    return 0
+
+
+def _guarded(work: Callable[[], int]) -> int:
+    """Runs a command; turns our own errors into their message and exit code."""
+    try:
+        return work()
+    except RatherError as error:
+        typer.echo(f"rather: {error}", err=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        typer.echo("rather: interrupted", err=True)
+        return 130
+    except BrokenPipeError:  # `rather data ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def main() -> None:
+    app()

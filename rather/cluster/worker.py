@@ -1,0 +1,98 @@
+"""ActorWorker: a RankTrainer behind the calls that the driver makes. One worker serves one role on one device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rather.batch import PairBatch
+from rather.config.schema import DPOConfig
+from rather.config.strategies import layout
+from rather.errors import ConfigError
+from rather.losses import Loss, configure, schema
+from rather.model.export import export_model
+from rather.model.load import device_of, freeze, load_policy
+from rather.model.policy import PolicyModel
+from rather.optim import Optimizer, schedule
+from rather.trainer import RankTrainer, StepResult
+
+
+class ActorWorker:
+    """Override `build_loss` in a subclass, and name it in `worker_cls`, to train with a loss of your own."""
+
+    def __init__(self, config: DPOConfig, role: str) -> None:
+        self.config, self.role = config, role
+        self.worker_config = config.actor_train if role == "actor_train" else config.reference
+        self.device = device_of(self.worker_config)
+        self.log = logging.getLogger(f"rather.worker.{role}-0")
+
+    def build_loss(self) -> Loss:
+        return configure(self.config.loss_name, self.config.loss_numbers)
+
+    def initialize(self, total_steps: int, model: str | None = None) -> None:
+        """Loads the model; `model` stands in for the configured one (evaluation of other weights)."""
+        self._prepare_process()
+        args = self.worker_config.model_args
+        name = model or self.worker_config.model_path
+        recompute = layout(self.worker_config).recompute
+        policy = load_policy(name, args, self.device, recompute=recompute)
+        self._tell(name, policy, recompute)
+        if self.role != "actor_train":
+            self.trainer = RankTrainer(freeze(policy))
+            return
+        training = self.config.actor_train.training_args
+        optimizer = Optimizer(
+            policy.named_parameters(),
+            training,
+            schedule=schedule(training, total_steps),
+            max_grad_norm=self.config.max_grad_norm,
+        )
+        beta = self.config.beta or float(schema(self.config.loss_name)["beta"])
+        self.trainer = RankTrainer(
+            policy, self.build_loss(), beta, optimizer, count_zeros=training.log_num_zeros_in_grad
+        )
+
+    def train_step(self, batches: Sequence[PairBatch], reference: Tensor | None) -> StepResult:
+        return self.trainer.train_step(batches, reference)
+
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Tensor:
+        return self.trainer.log_probs(batches)
+
+    def evaluate(self, batches: Sequence[PairBatch], reference: Tensor | None) -> Tensor:
+        return self.trainer.evaluate(batches, reference)
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        return self.trainer.state()
+
+    def load_state(self, groups: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
+        self.trainer.load_state(groups, numbers)
+
+    def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
+        export_model(self.trainer.policy, self.trainer.weights(), tokenizer, folder, card)
+
+    def _tell(self, name: str, policy: PolicyModel, recompute: bool) -> None:
+        weights = sum(p.numel() for p in policy.parameters())
+        dtype = str(policy.causal_lm.dtype).removeprefix("torch.")
+        extra = ", activations recomputed" if recompute else ""
+        self.log.info("%s: %s, %.4gM weights in %s on %s%s", self.role, name, weights / 1e6, dtype, self.device, extra)
+
+    def _prepare_process(self) -> None:
+        """Settings of the whole process, before the model comes."""
+        os.environ.update(self.config.envs(self.worker_config))
+        torch.set_flush_denormal(True)  # tiny gradients become denormal and slow a CPU step tenfold
+        if self.config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        share = self.worker_config.strategy_args.gpu_memory_utilization
+        if share is not None:
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    f"{self.role}.strategy_args.gpu_memory_utilization: there is no GPU here; remove the key"
+                )
+            torch.cuda.set_per_process_memory_fraction(share)

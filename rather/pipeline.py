@@ -1,0 +1,393 @@
+"""DPOPipeline: the loop. Pairs in order, reference log-probs, a training step; log, evaluate and save when due."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rather import checkpoint
+from rather.batch import PairBatch, TokenPair
+from rather.card import model_card
+from rather.checkpoint import Checkpoint
+from rather.cluster.local import local_cluster
+from rather.config.load import dump_yaml
+from rather.config.schema import ActorConfig, DPOConfig, RoleConfig
+from rather.config.strategies import single_device_problem
+from rather.data.pack import pack
+from rather.data.pairs import PairDataset
+from rather.data.prepare import Prepared, prepare
+from rather.data.sampler import Order
+from rather.data.template import choose_template, load_tokenizer
+from rather.errors import CheckpointError, ConfigError, DataError
+from rather.losses import configure
+from rather.metrics import Window
+from rather.model.load import compute_dtype, device_of, same_weights
+from rather.signals import StopRequest
+from rather.tracking import RunTracker
+from rather.trainer import StepResult
+
+log = logging.getLogger(__name__)
+
+AUTOMATIC_BUDGET = {"cpu": 4096, "cuda": 16384}  # tokens of a training micro-batch; twice as many without gradients
+EVALUATION_CHUNK = 256  # pairs taken from disk at a time
+STEP_ZERO_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}  # log-prob per token
+
+Record = dict[str, float | int]
+
+
+@dataclass
+class Progress:
+    """Where the run stands: all that is not in the workers. Part of every checkpoint."""
+
+    step: int = 0
+    window: Window = field(default_factory=Window)
+    best: float | None = None
+    best_step: int = 0
+    stale_evaluations: int = 0  # since the best one
+    stopped_early: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """The pairs of one optimizer step (or of a chunk of an evaluation set), packed for each role."""
+
+    pairs: Sequence[TokenPair]
+    policy: Sequence[PairBatch]
+    reference: Sequence[PairBatch]
+
+    @property
+    def tokens(self) -> int:
+        return sum(pair.tokens for pair in self.pairs)
+
+
+class DPOPipeline:
+    """Builds data and clusters from one config; `run` trains to the end, going on from where the run folder stands."""
+
+    def __init__(self, pipeline_config: DPOConfig) -> None:
+        self.config = config = pipeline_config
+        if problem := single_device_problem(config):
+            raise ConfigError(problem)
+        configure(config.loss_name, config.loss_numbers)  # a wrong number should cost no work
+        self.data: Prepared = prepare(config)
+        if len(self.data.train) == 0:
+            raise DataError("0 pairs to train on: every row was dropped, see the table above.")
+        self.order = Order(tuple(self.data.train.parts), config.global_batch(), config.data_seed)
+        self.total_steps = self._total_steps()
+        self.actor_train = local_cluster("actor_train", config)
+        self.reference = local_cluster("reference", config)
+        self.progress = Progress()
+        self.seconds = 0.0  # spent in steps since the last log line
+        self._evaluation_reference: dict[str, list[Tensor]] = {}
+
+    def run(self) -> int:
+        """Trains and leaves the run folder complete. Returns the exit code."""
+        run_dir = self.config.run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with checkpoint.lock(run_dir), StopRequest() as self.stop:
+            newest = self._checkpoint_to_resume()
+            if newest and self._finished(newest):
+                log.info("%s is finished at step %d; raise max_steps to train on", run_dir, newest.step)
+                return 0
+            self.initialize(newest)
+            self._write_run_files()
+            with RunTracker(
+                self.config,
+                total_steps=self.total_steps,
+                start_step=self.progress.step,
+                metrics_position=self._metrics_position(newest),
+            ) as self.tracker:
+                self._train()
+            if self.stop.signal is None:
+                self.actor_train.save_model(run_dir / "model", self.tokenizer, self._card())
+                log.info("the aligned model is in %s", run_dir / "model")
+            return self.stop.exit_code
+
+    def initialize(self, newest: Checkpoint | None = None, model: str | None = None) -> None:
+        """Loads tokenizer and models (`model` stands in for the policy's weights), then a checkpoint's state."""
+        torch.manual_seed(self.config.seed)
+        self.tokenizer = _tokenizer(self.config.actor_train)
+        self.actor_train.initialize(self.total_steps, model)
+        self.reference.initialize(self.total_steps)
+        if newest is not None:
+            self._restore(newest)
+
+    def _train(self) -> None:
+        config, progress = self.config, self.progress
+        if progress.step == 0:
+            self._evaluate_and_judge()
+        for step, reference in self.with_reference(() if progress.stopped_early else self.steps()):
+            result = self.actor_train.train_step(step.policy, reference)
+            if progress.step == 0:
+                self._check_step_zero(step, result, reference)
+            self._count(step, result)
+            last = progress.step == self.total_steps
+            if last or due(progress.step, config.logging_steps):
+                self._track_training(result)
+            if last or due(progress.step, config.eval_steps) or due(progress.step, self.order.steps_per_epoch):
+                last = self._evaluate_and_judge() or last
+            if last or self.stop.signal or due(progress.step, config.save_steps):
+                self.save()
+            if last or self.stop.signal:
+                break
+
+    def steps(self) -> Iterator[Step]:
+        """The steps that are left; each is a pure function of its number."""
+        for number in range(self.progress.step, self.total_steps):
+            self._step_began = time.perf_counter()
+            yield self._packed(self.data.train.take(self.order.step(number)), train=True)
+
+    def with_reference(self, steps: Iterable[Step]) -> Iterator[tuple[Step, Tensor]]:
+        """Each step with its [pairs, 2] reference log-probs."""
+        for step in steps:
+            yield step, self.reference.compute_log_probs(step.reference)
+
+    # --- evaluation ---
+
+    def evaluate(self) -> Record:
+        """All evaluation sets, weighted by pairs, no remainder dropped. Empty without any set."""
+        record: Record = {}
+        for name, dataset in self.data.evals.items():
+            window = Window()
+            for step, reference in self._evaluation_steps(name, dataset):
+                window.add(
+                    self.actor_train.evaluate(step.policy, reference), pairs=len(step.pairs), tokens=step.tokens
+                )
+            prefix = f"eval/{name}/" if name else "eval/"
+            record |= {prefix + key: value for key, value in window.means().items()}
+            record[f"{prefix}pairs"] = window.pairs
+        return record
+
+    def _evaluation_steps(self, name: str, dataset: PairDataset) -> Iterator[tuple[Step, Tensor]]:
+        """The reference is frozen, so its log-probs of an evaluation set are computed once in a run."""
+        known = self._evaluation_reference.setdefault(name, [])
+        for number, first in enumerate(range(0, len(dataset), EVALUATION_CHUNK)):
+            pairs = dataset.take(range(first, min(first + EVALUATION_CHUNK, len(dataset))))
+            step = self._packed(pairs, train=False)
+            if number == len(known):
+                known.append(self.reference.compute_log_probs(step.reference))
+            yield step, known[number]
+
+    def _evaluate_and_judge(self) -> bool:
+        """Tracks an evaluation; keeps the best model; says whether early stopping ends the run."""
+        progress, config = self.progress, self.config
+        record = self.evaluate()
+        if not record:
+            return False
+        self.tracker.log({"step": progress.step, "epoch": self._epoch(), **record})
+        if not (config.save_best or config.early_stopping_patience):
+            return False
+        value = record.get(config.metric_for_best_model)
+        if value is None:
+            raise ConfigError(
+                f"metric_for_best_model: there is no '{config.metric_for_best_model}'; there are {', '.join(record)}"
+            )
+        lower_is_better = config.metric_for_best_model.endswith("loss")
+        if progress.best is None or (value < progress.best if lower_is_better else value > progress.best):
+            progress.best, progress.best_step, progress.stale_evaluations = value, progress.step, 0
+            if config.save_best:
+                self.actor_train.save_model(config.run_dir / "best_model", self.tokenizer, self._card())
+            return False
+        progress.stale_evaluations += 1
+        progress.stopped_early = progress.stale_evaluations == config.early_stopping_patience
+        if progress.stopped_early:
+            log.info("stopping early: %s has not improved since step %d", config.metric_for_best_model, progress.best_step)
+        return progress.stopped_early
+
+    # --- one step ---
+
+    def _packed(self, pairs: Sequence[TokenPair], *, train: bool) -> Step:
+        actor, reference = self.config.actor_train, self.config.reference
+        if train:
+            policy = pack(pairs, actor.max_tokens_per_microbatch_in_train or _automatic_budget())
+        else:
+            policy = _without_gradients(pairs, actor)
+        return Step(pairs, policy, _without_gradients(pairs, reference))
+
+    def _count(self, step: Step, result: StepResult) -> None:
+        self.progress.step += 1
+        self.seconds += time.perf_counter() - self._step_began
+        self.progress.window.add(result.sums, pairs=len(step.pairs), tokens=step.tokens, skipped=result.skipped)
+
+    def _track_training(self, result: StepResult) -> None:
+        window = self.progress.window
+        record: Record = {"step": self.progress.step, "epoch": self._epoch(), **window.means()}
+        record |= {"grad_norm": result.grad_norm, "lr": result.lr, "pairs": window.pairs, "tokens": window.tokens}
+        if result.zeros_in_grad is not None:
+            record["num_zeros_in_grad"] = result.zeros_in_grad
+        record["skipped_iter"] = window.skipped
+        seconds = max(self.seconds, 1e-9)
+        record |= {"pairs_per_second": window.pairs / seconds, "tokens_per_second": window.tokens / seconds}
+        self.tracker.log(record)
+        self.progress.window, self.seconds = Window(), 0.0
+
+    def _check_step_zero(self, step: Step, result: StepResult, reference: Tensor) -> None:
+        """Untrained, a policy that names the reference's weights must have its log-probs: then the loss is ln 2."""
+        policy_model, reference_model = self.config.actor_train.model_path, self.config.reference.model_path
+        roles = (self.config.actor_train, self.config.reference)
+        dtypes = {compute_dtype(role.model_args, device_of(role)) for role in roles}
+        if not same_weights(policy_model, reference_model) or len(dtypes) > 1:
+            log.info("the reference differs by intent: %s against %s", reference_model, policy_model)
+            return
+        lengths = torch.tensor([[_scored(p.chosen_scored), _scored(p.rejected_scored)] for p in step.pairs])
+        worst = float(((result.policy - reference).abs() / lengths).max())
+        if not worst <= STEP_ZERO_TOLERANCE[dtypes.pop()]:
+            raise ConfigError(
+                f"before any training, policy and reference log-probs of the same weights ({policy_model}) differ by "
+                f"{worst:.2g} per token: one of the two roles does not hold those weights. Nothing was saved."
+            )
+
+    def _total_steps(self) -> int:
+        config, order = self.config, self.order
+        by_epochs = order.steps(config.actor_train.training_args.num_train_epochs)
+        if order.pairs_per_epoch < order.batch:
+            log.warning("%d pairs are fewer than one step takes (%d): steps are that small", order.pairs_per_epoch, order.batch)
+        return min(by_epochs, config.max_steps or by_epochs)
+
+    def _epoch(self) -> float:
+        return round(self.progress.step / self.order.steps_per_epoch, 4)
+
+    # --- files ---
+
+    def save(self) -> None:
+        groups, numbers = self.actor_train.state()
+        state = {
+            "progress": asdict(self.progress),
+            "trainer": numbers,
+            "metrics_bytes": self.tracker.position(),
+            "identity": self._identity(),
+            "schedule": self._schedule(),
+        }
+        config = self.config
+        path = checkpoint.save(config.run_dir, self.progress.step, groups, state)
+        self.stop.last_saved = self.progress.step
+        checkpoint.prune(config.run_dir, config.max_ckpt_to_keep)
+        if config.checkpoint_config.output_dir:
+            checkpoint.copy_to(path, config.checkpoint_copy_dir)
+            checkpoint.prune(config.checkpoint_copy_dir, config.max_ckpt_to_keep)
+
+    def _checkpoint_to_resume(self) -> Checkpoint | None:
+        config = self.config
+        wanted, run_dir = config.resume_from_checkpoint, config.run_dir
+        if config.overwrite:
+            _clear(run_dir)
+            return None
+        if wanted is False:
+            if _holds_a_run(run_dir):
+                raise ConfigError(
+                    f"resume_from_checkpoint: false, but {run_dir} holds a run. Go on with it (auto, or the path of a "
+                    "checkpoint), choose another exp_name, or start anew with --overwrite."
+                )
+            return None
+        newest_wanted = wanted is True or wanted == "auto"
+        newest = checkpoint.newest_good(run_dir) if newest_wanted else checkpoint.open_checkpoint(Path(str(wanted)))
+        if newest:
+            self._refuse_other_run(newest)
+        return newest
+
+    def _finished(self, newest: Checkpoint) -> bool:
+        ended = newest.step >= self.total_steps or newest.state["progress"]["stopped_early"]
+        return ended and (self.config.run_dir / "model").exists()
+
+    def _metrics_position(self, newest: Checkpoint | None) -> int:
+        """How much of metrics.jsonl the checkpoint stands for; one from another folder brings no lines along."""
+        own = newest is not None and newest.path.parent.resolve() == self.config.run_dir.resolve()
+        return int(newest.state["metrics_bytes"]) if newest and own else 0
+
+    def _restore(self, newest: Checkpoint) -> None:
+        saved = newest.state["progress"]
+        self.progress = Progress(**{**saved, "window": Window(**saved["window"])})
+        numbers = newest.state["trainer"]
+        groups = {"model": newest.tensors("model"), "rng": newest.tensors("rng")}
+        groups["optimizer"] = newest.tensors("optimizer") if numbers["updates"] else {}
+        self.actor_train.load_state(groups, numbers)
+        before = newest.state["schedule"]
+        for key, value in self._schedule().items():
+            if before.get(key) != value:
+                log.info("%s was %s up to here and is %s from now on", key, before.get(key), value)
+        log.info("continuing %s from step %d of %d", newest.path, newest.step, self.total_steps)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change between a checkpoint and its continuation."""
+        config = self.config
+        return {
+            "data": self.data.train.fingerprint,
+            "model": config.actor_train.model_path,
+            "reference": config.reference.model_path,
+            "loss": {"name": config.loss_name, **config.loss_numbers},
+            "seed": [config.seed, config.data_seed],
+            "global batch": config.global_batch(),
+        }
+
+    def _schedule(self) -> dict[str, Any]:
+        """What may change at a resume, and is told when it does."""
+        return {"optimizer steps": self.total_steps, **self.config.actor_train.training_args.model_dump(mode="json")}
+
+    def _refuse_other_run(self, newest: Checkpoint) -> None:
+        before, now = newest.state["identity"], self._identity()
+        changed = [f"{key}: {before.get(key)} then, {now[key]} now" for key in now if before.get(key) != now[key]]
+        if changed:
+            raise CheckpointError(
+                f"{newest.path} belongs to another run:\n  " + "\n  ".join(changed) + "\n"
+                "Set them back, choose another exp_name, or start anew with --overwrite."
+            )
+
+    def _write_run_files(self) -> None:
+        run_dir = self.config.run_dir
+        (run_dir / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
+        report = json.dumps(self.data.report, indent=1, ensure_ascii=False)
+        (run_dir / "data_report.json").write_text(report + "\n", encoding="utf-8")
+
+    def _card(self) -> str:
+        return model_card(self.config, self.progress.step, len(self.data.train))
+
+
+def due(step: int, every: int | None) -> bool:
+    return bool(every) and step % (every or 1) == 0
+
+
+def _tokenizer(actor: ActorConfig) -> Any:
+    """The policy's tokenizer, carrying the chat template it is trained with into the exported model."""
+    args = actor.model_args
+    tokenizer = load_tokenizer(actor.tokenizer_path, args.revision, args.trust_remote_code)
+    template = choose_template(actor.data_args.template, tokenizer)
+    if template and template.name != "native":
+        tokenizer.chat_template = template.text
+    return tokenizer
+
+
+def _without_gradients(pairs: Sequence[TokenPair], role: RoleConfig) -> list[PairBatch]:
+    return pack(pairs, role.max_tokens_per_microbatch_in_infer or 2 * _automatic_budget(), role.infer_batch_size)
+
+
+def _automatic_budget() -> int:
+    return AUTOMATIC_BUDGET["cuda" if torch.cuda.is_available() else "cpu"]
+
+
+def _scored(spans: Sequence[tuple[int, int]]) -> int:
+    return sum(end - first for first, end in spans)
+
+
+def _holds_a_run(run_dir: os.PathLike[str]) -> bool:
+    return any(name != ".lock" for name in os.listdir(run_dir))
+
+
+def _clear(run_dir: os.PathLike[str]) -> None:
+    for entry in os.scandir(run_dir):
+        if entry.name == ".lock":
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+
+

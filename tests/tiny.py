@@ -1,0 +1,108 @@
+"""A tiny real model, tokenizer and pair files for tests, made on the spot, and children that can be killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rather.config.load import config_from_dict
+from rather.config.schema import DPOConfig
+
+WORDS = [f"w{i}" for i in range(60)]
+
+
+def make_model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Path:
+    """A random Llama of a few thousand weights with a word-level tokenizer that adds its BOS."""
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def make_pairs(file: Path, count: int, *, seed: int = 0) -> Path:
+    """Ragged pairs of random words; chosen answers favour the first words, so there is something to learn."""
+    draw = random.Random(seed)
+
+    def words(low: int, high: int, pool: list[str]) -> str:
+        return " ".join(draw.choices(pool, k=draw.randint(low, high)))
+
+    rows = [
+        {"prompt": words(2, 9, WORDS), "chosen": " " + words(1, 12, WORDS[:40]), "rejected": " " + words(1, 12, WORDS[20:])}
+        for _ in range(count)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return file
+
+
+def make_config(folder: Path, **changes: Any) -> DPOConfig:
+    """A run of a few small steps in `folder`, whose model and pairs are made when missing. Dotted keys change it."""
+    model, pairs, held_out = folder / "base", folder / "pairs.jsonl", folder / "held_out.jsonl"
+    if not model.exists():
+        make_model(model)
+        make_pairs(pairs, 40)
+        make_pairs(held_out, 9, seed=1)
+    values: dict[str, Any] = {
+        "exp_name": "run",
+        "output_dir": str(folder / "output"),
+        "logging_dir": str(folder / "logs"),
+        "pretrain": str(model),
+        "sequence_length": 64,
+        "track_with": None,
+        "actor_train": {
+            "data_args": {"file_name": str(pairs)},
+            "training_args": {"learning_rate": 1e-3, "per_device_train_batch_size": 8},
+        },
+        "validation": {"data_args": {"file_name": str(held_out)}},
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        section = values
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return config_from_dict(values)
+
+
+def in_child(work: Callable[..., Any], *args: Any) -> int:
+    """Runs `work` in a process of its own, forked from a server that has the heavy imports; its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rather.pipeline"])
+    child = context.Process(target=_quietly, args=(work, *args))
+    child.start()
+    child.join()
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def _quietly(work: Callable[..., Any], *args: Any) -> None:
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    torch.set_num_threads(1)
+    raise SystemExit(work(*args))
