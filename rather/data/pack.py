@@ -66,6 +66,7 @@ def _packed(pairs: Sequence[TokenPair], places: Sequence[int]) -> PairBatch:
             (rejected_at, pair.rejected, pair.rejected_scored),
         ):
             hit = _positions(scored)
+            assert (hit > 0).all(), "nothing predicts the first token"
             rows.append(at[hit - 1])  # the hidden state before a token predicts it
             targets.append(np.concatenate([pair.prompt, response])[hit].astype(np.int64))
             lengths.append(len(hit))

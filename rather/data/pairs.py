@@ -1,0 +1,146 @@
+"""Tokenised pairs in a memory-mapped Arrow file: any pair is a few slices away, and nothing is loaded beforehand.
+
+pyarrow alone, without the `datasets` library: what is needed here is one file, rows by number, and memory that does
+not grow with them; `datasets` adds its own cache and fingerprints, a second of import, and a copy of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from rather.batch import Span, TokenPair
+
+Part = tuple[int, int, float]  # first row, end row, mixing weight
+LISTS = ("prompt", "chosen", "rejected", "chosen_scored", "rejected_scored")
+
+
+class Lists(NamedTuple):
+    """A list column of one record batch: row i is values[offsets[i]:offsets[i + 1]]."""
+
+    offsets: NDArray[np.int32]
+    values: NDArray[np.int32]
+
+    def row(self, i: int) -> NDArray[np.int32]:
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+
+class _Batch:
+    """A record batch as numpy views."""
+
+    def __init__(self, batch: Any) -> None:
+        self.lists = {name: _lists(batch.column(name)) for name in LISTS}
+        self.weight: NDArray[np.float64] = batch.column("weight").to_numpy()
+        self.margin: NDArray[np.float64] = batch.column("margin").to_numpy()
+        self.ids = batch.column("id")
+
+
+def _lists(column: Any) -> Lists:
+    return Lists(column.offsets.to_numpy(), column.values.to_numpy())
+
+
+class PairFile:
+    """The Arrow file itself. Raises OSError or ArrowInvalid when it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        counts = [self.reader.get_batch(i).num_rows for i in range(self.reader.num_record_batches)]
+        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.batches: dict[int, _Batch] = {}
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def batch(self, i: int) -> _Batch:
+        if i not in self.batches:
+            self.batches[i] = _Batch(self.reader.get_batch(i))
+        return self.batches[i]
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A whole column of numbers."""
+        parts = [self.reader.get_batch(i).column(name).to_numpy() for i in range(self.reader.num_record_batches)]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def lengths(self, name: str) -> NDArray[np.int32]:
+        """How long each row of a list column is."""
+        parts = [np.diff(self.batch(i).lists[name].offsets) for i in range(self.reader.num_record_batches)]
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+class PairDataset:
+    """Some or all pairs of a file, in the order of the data files."""
+
+    def __init__(
+        self, file: PairFile, fingerprint: str, parts: Sequence[Part], rows: NDArray[np.int64] | None = None
+    ) -> None:
+        self.file, self.fingerprint, self.rows = file, fingerprint, rows
+        self.parts: tuple[Part, ...] = tuple(parts)
+
+    def __len__(self) -> int:
+        return len(self.file) if self.rows is None else len(self.rows)
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """What each pair costs in a micro-batch: prompt once, both answers."""
+        total = sum(
+            (self.file.lengths(name).astype(np.int64) for name in ("prompt", "chosen", "rejected")),
+            np.int64(0),
+        )
+        return np.asarray(self._of_rows(np.atleast_1d(total)))
+
+    def take(self, indices: Iterable[int] | NDArray[np.int64]) -> list[TokenPair]:
+        wanted = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64)
+        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(f"rows {wanted.min()} to {wanted.max()} of a set of {len(self)}")
+        rows = wanted if self.rows is None else self.rows[wanted]
+        batches = np.searchsorted(self.file.starts, rows, side="right") - 1
+        return [
+            _pair(self.file.batch(batch), int(row - self.file.starts[batch]))
+            for batch, row in zip(batches.tolist(), rows.tolist(), strict=True)
+        ]
+
+    def column(self, name: str) -> NDArray[Any]:
+        return self._of_rows(self.file.column(name))
+
+    def lengths(self, name: str) -> NDArray[np.int32]:
+        return self._of_rows(self.file.lengths(name))
+
+    def _of_rows(self, values: NDArray[Any]) -> NDArray[Any]:
+        return values if self.rows is None else values[self.rows]
+
+    def subset(self, rows: NDArray[np.int64], fingerprint: str) -> PairDataset:
+        """The rows with these (ascending) numbers."""
+        parts = [
+            (int(np.searchsorted(rows, start)), int(np.searchsorted(rows, stop)), weight)
+            for start, stop, weight in self.parts
+        ]
+        return PairDataset(self.file, fingerprint, parts, rows)
+
+
+def _pair(batch: _Batch, i: int) -> TokenPair:
+    from rather.batch import TokenPair  # here, because only who takes pairs needs torch
+
+    prompt, chosen, rejected, chosen_scored, rejected_scored = (batch.lists[name].row(i) for name in LISTS)
+    return TokenPair(
+        prompt,
+        chosen,
+        rejected,
+        _spans(chosen_scored),
+        _spans(rejected_scored),
+        float(batch.weight[i]),
+        float(batch.margin[i]),
+        batch.ids[i].as_py(),
+    )
+
+
+def _spans(flat: NDArray[np.int32]) -> tuple[Span, ...]:
+    places = flat.tolist()
+    return tuple(zip(places[::2], places[1::2], strict=True))

@@ -1,0 +1,148 @@
+"""Child processes that tokenise, and the order of their results: that of the input, for any number of children."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from rather.data.read import Chunk, Source
+from rather.data.worker import chunk_message, receive, send
+from rather.errors import DataError
+
+# The child finds the same modules as its parent, wherever either was started.
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rather.data.worker import main; main()"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a child may spend: on one row in seconds, and above what it needs to start in bytes."""
+
+    row_seconds: float = 30.0
+    memory: int = 2 << 30
+
+
+class Result(NamedTuple):
+    """What a child made of a chunk."""
+
+    chunk: Chunk
+    head: dict[str, Any]
+    table: bytes
+
+
+def tokenised(
+    chunks: Iterable[Chunk], setup: dict[str, Any], sources: list[Source], processes: int, limits: Limits
+) -> Iterator[Result]:
+    """All chunks in order. At most two chunks per child are under way: memory does not grow with the input."""
+    children = [_Child(setup, sources, limits) for _ in range(processes)]
+    idle: SimpleQueue[_Child] = SimpleQueue()
+    for child in children:
+        idle.put(child)
+
+    def work(chunk: Chunk) -> Result:
+        child = idle.get()
+        try:
+            return child.call(chunk)
+        finally:
+            idle.put(child)
+
+    executor = ThreadPoolExecutor(processes)
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for chunk in chunks:
+            waiting.append(executor.submit(work, chunk))
+            if len(waiting) > 2 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for child in children:
+            child.close()
+        executor.shutdown(cancel_futures=True)
+
+
+class _Child:
+    def __init__(self, setup: dict[str, Any], sources: list[Source], limits: Limits) -> None:
+        self.sources, self.limits = sources, limits
+        self.template = (setup["recipe"]["template"] or {}).get("name", "none")
+        self.ready = False
+        self.progress = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the child; without a name, so nothing stays
+        self.progress.truncate(8)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self.progress.fileno()],
+            env={
+                **os.environ,
+                **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+        )
+        self.setup = {
+            **setup, "progress": self.progress.fileno(), "memory": limits.memory, "seconds": limits.row_seconds
+        }  # fmt: skip
+
+    def call(self, chunk: Chunk) -> Result:
+        if not self.ready:
+            self._ask(chunk, self.setup)
+            self.ready = True
+        head, table = self._ask(chunk, *chunk_message(chunk))
+        return Result(chunk, head, table)
+
+    def _ask(self, chunk: Chunk, head: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        assert self.process.stdin
+        assert self.process.stdout
+        try:
+            send(self.process.stdin, head, body)
+            answer = receive(self.process.stdout)
+        except (BrokenPipeError, ValueError):
+            answer = None
+        if answer is None:
+            raise self._died(chunk)
+        if "error" in answer[0]:
+            raise DataError(f"{self.sources[chunk.source].path}: {answer[0]['error']}")
+        if "memory" in answer[0]:
+            raise self._too_much(chunk, f"more than {self.limits.memory >> 20} MiB of memory")
+        return answer
+
+    def _died(self, chunk: Chunk) -> DataError:
+        code = self.process.wait()
+        if code == -signal.SIGPROF:
+            return self._too_much(chunk, f"more than {self.limits.row_seconds:g} s of computing")
+        if code in (-signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV):
+            return self._too_much(chunk, f"too much memory, or failed (signal {-code})")
+        return DataError(
+            f"{self._place(chunk)}: the tokenising process ended with exit code {code}; its words are above."
+        )
+
+    def _too_much(self, chunk: Chunk, what: str) -> DataError:
+        return DataError(
+            f"{self._place(chunk)}: chat template {self.template} and tokenizer took {what}; "
+            "look for an endless loop or a huge repetition in the template, or a gigantic text in the row."
+        )
+
+    def _place(self, chunk: Chunk) -> str:
+        source = self.sources[chunk.source]
+        number = struct.unpack("<q", os.pread(self.progress.fileno(), 8, 0))[0]
+        return f"{source.path}:{number} ({source.unit} {number})" if number else f"{source.path} (before its first row)"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                with suppress(OSError):  # what was still buffered has no reader any more
+                    pipe.close()
+        self.progress.close()

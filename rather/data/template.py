@@ -1,0 +1,270 @@
+"""Chat templates: named ones, the tokenizer's own, or a local Jinja file, rendered as Hugging Face renders them.
+
+Rendering happens in Jinja's immutable sandbox, which stops code but not endless loops or huge strings; the limits on
+time and memory are those of the child process that renders. This module is the data side's only door to transformers,
+which is imported only when a tokenizer is loaded: the children need neither it nor torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from rather.data.cut import Bad
+from rather.data.messages import Turns
+from rather.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+_START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+_QWEN_SYSTEM = """\
+{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set turns = messages[1:] %}\
+{% else %}{% set system = DEFAULT %}{% set turns = messages %}{% endif %}\
+{% if system or tools %}<|im_start|>system
+{{ system }}{% if tools %}{{ '\n\n' if system }}# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>{% for tool in tools %}
+
+{{ tool | tojson }}{% endfor %}
+
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>{% endif %}<|im_end|>
+{% endif %}"""
+_QWEN_TURNS = """\
+{% for m in turns %}{% if m.role == 'tool' %}\
+{% if loop.first or turns[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
+
+<tool_response>
+{{ m.content }}
+</tool_response>{% if loop.last or turns[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% endif %}\
+{% else %}<|im_start|>{{ m.role }}
+{{ CONTENT }}{% for call in m.tool_calls or [] %}{% set f = call.function or call %}\
+{{ '\n' if m.content or not loop.first }}\
+<tool_call>
+{"name": "{{ f.name }}", "arguments": {{ f.arguments if f.arguments is string else f.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif %}{% endfor %}"""
+_QWEN3_THOUGHT = """\
+{% set ns = namespace(last=0) %}\
+{% for m in turns %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"""
+_QWEN3_CONTENT = """\
+(m.content if m.role != 'assistant' else \
+m.content.split('</think>')[-1].lstrip('\n') if loop.index0 < ns.last else \
+m.content if '</think>' in m.content else \
+'<think>\n' ~ (m.reasoning_content | default('') | trim('\n')) ~ '\n</think>\n\n' ~ m.content.lstrip('\n'))"""
+_QWEN3_START = """\
+{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+_QWEN_DEFAULT = "'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.'"
+
+TEMPLATES = {
+    "chatml": _TURNS + _START,
+    "qwen2_5": _QWEN_SYSTEM.replace("DEFAULT", _QWEN_DEFAULT) + _QWEN_TURNS.replace("CONTENT", "m.content") + _START,
+    "qwen3": _QWEN_SYSTEM.replace("DEFAULT", "''")
+    + _QWEN3_THOUGHT
+    + _QWEN_TURNS.replace("CONTENT", _QWEN3_CONTENT)
+    + _QWEN3_START,
+    "llama3": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    "gemma": "{{ bos_token }}{% set system = messages[0].content ~ '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ system if loop.first }}{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "mistral": "{{ bos_token }}{% set system = messages[0].content ~ '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}"
+    "{% else %}[INST] {{ system if loop.first }}{{ m.content }}[/INST]{% endif %}{% endfor %}",
+    "phi3": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "zephyr": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "vicuna": "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} "
+    "{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}"
+    "{% else %}USER: {{ m.content | trim }} ASSISTANT:{% endif %}{% endfor %}",
+}
+ALIASES = {
+    "qwen2_5_dpo": "qwen2_5",
+    "qwen2.5": "qwen2_5",
+    "llama3_1": "llama3",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+}
+RESERVED = ("messages", "tools", "add_generation_prompt")
+
+
+def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name. One without a pad token takes eos: no mask is ever made from ids."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # transformers raises a dozen kinds here, all meaning the same to a user
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"{path}: the tokenizer cannot be loaded ({first}).") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise DataError(f"{path}: only tokenizers with a tokenizer.json are read; save it once as a fast tokenizer.")
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja text and the variables it may use. `tool_text`, where there is one, is used for rows with tools."""
+
+    name: str
+    text: str
+    variables: dict[str, str] = field(default_factory=dict)
+    tool_text: str | None = None
+
+    def check_syntax(self) -> None:
+        """Parsed only: compiling computes constants, {{ 'x' * 10**10 }} is one, and this process has no limits."""
+        with self._told():
+            for text in filter(None, (self.text, self.tool_text)):
+                _ENVIRONMENT.parse(text)
+
+    def compile(self) -> None:
+        with self._told():
+            assert self._compiled
+            assert self._compiled_with_tools
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except jinja2.TemplateError as error:
+            raise DataError(f"chat template {self.name}: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        return _ENVIRONMENT.from_string(self.text)
+
+    @cached_property
+    def _compiled_with_tools(self) -> jinja2.Template:
+        return _ENVIRONMENT.from_string(self.tool_text) if self.tool_text else self._compiled
+
+    def takes_tools(self) -> bool:
+        return self.tool_text is not None or "tools" in self.text
+
+    def render(self, turns: Turns, start_answer: bool, tools: list[Any] | None, kwargs: dict[str, Any]) -> str | Bad:
+        template = self._compiled_with_tools if tools else self._compiled
+        values = {**self.variables, **kwargs, "messages": list(turns), "add_generation_prompt": start_answer}
+        try:
+            return template.render(**values, tools=tools, documents=None)
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise anything at a row it was not written for
+            return Bad("template_error", f"chat template {self.name}: {type(error).__name__}: {error}")
+
+
+def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+    """By name, by file, or the tokenizer's own; None means plain text."""
+    name = ALIASES.get(wanted or "", wanted or "")
+    if name == "none":
+        return None
+    if name in ("", "native"):
+        chosen = _own_template(tokenizer)
+        if chosen is None and name:
+            raise DataError(
+                f"data_args.template: native, but the tokenizer {tokenizer.name_or_path} has no chat template; "
+                f"choose one of {', '.join(TEMPLATES)}, a .jinja file, or none for plain text."
+            )
+    elif name in TEMPLATES:
+        chosen = ChatTemplate(name, TEMPLATES[name], _variables(tokenizer))
+    else:
+        chosen = ChatTemplate(name, _template_file(name), _variables(tokenizer))
+    if chosen:
+        chosen.check_syntax()
+    return chosen
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+    own: Any = tokenizer.chat_template
+    if own is None:
+        return None
+    texts = {"default": own} if isinstance(own, str) else dict(own)
+    if "default" not in texts:
+        raise DataError(f"{tokenizer.name_or_path}: its chat templates are {', '.join(texts)}, none is called default; "
+                        "save the right one as a .jinja file and name it in data_args.template.")  # fmt: skip
+    return ChatTemplate("native", texts["default"], _variables(tokenizer), texts.get("tool_use"))
+
+
+def _variables(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    return {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+
+
+def _template_file(name: str) -> str:
+    path = Path(name).expanduser()
+    if path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data_args.template: {path.absolute()} cannot be read ({error}).") from error
+    known = ["native", "none", *TEMPLATES]
+    near = difflib.get_close_matches(name, [*known, *ALIASES], 1, 0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise DataError(f"data_args.template: {name!r} is neither a known template nor a file at {path.absolute()}{hint} "
+                    f"Known are {', '.join(known)}.")  # fmt: skip
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %} marks answers for other trainers; here it only shows its content."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+_ENVIRONMENT = _environment()

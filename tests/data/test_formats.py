@@ -1,0 +1,246 @@
+"""Every row shape becomes the same kind of pair; everything else becomes a reason with a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rather.data.formats import Layout, Pairs, TextPair, read_row, texts
+from rather.errors import DataError
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def read(row: dict[str, Any], **layout: Any) -> Pairs:
+    return read_row(row, Layout(**layout))
+
+
+def one(row: dict[str, Any], **layout: Any) -> TextPair:
+    found = read(row, **layout)
+    assert not found.refused, found.refused
+    [pair] = found.pairs
+    return pair
+
+
+def reason(row: dict[str, Any], **layout: Any) -> str:
+    found = read(row, **layout)
+    assert not found.pairs
+    [bad] = found.refused
+    return bad.reason
+
+
+AB = {"chosen": "a", "rejected": "b"}
+TALK = ((user("q"),), (assistant("a"),), (assistant("b"),))
+FROM_Q = [{"from": "human", "value": "q"}]
+
+SHAPES = {
+    "instruction": ({"instruction": "q", **AB}, ("q", "a", "b")),
+    "instruction with input": ({"instruction": "q", "input": "more", **AB}, ("q\nmore", "a", "b")),
+    "instruction with empty input": ({"instruction": "q", "input": " ", **AB}, ("q", "a", "b")),
+    "instruction with null input": ({"instruction": "q", "input": None, **AB}, ("q", "a", "b")),
+    "instruction with system and history": (
+        {"instruction": "q", "system": "s", "history": [["x", "y"]], **AB},
+        ((system("s"), user("x"), assistant("y"), user("q")), (assistant("a"),), (assistant("b"),)),
+    ),
+    "prompt": ({"prompt": "q", **AB}, ("q", "a", "b")),
+    "prompt with a system column": (
+        {"prompt": "q", "system": "s", **AB},
+        ((system("s"), user("q")), (assistant("a"),), (assistant("b"),)),
+    ),
+    "prompt as messages": ({"prompt": [user("q")], **AB}, TALK),
+    "chosen as messages": ({"prompt": "q", "chosen": [assistant("a")], "rejected": "b"}, TALK),
+    "rejected as one message": ({"prompt": [user("q")], "chosen": "a", "rejected": assistant("b")}, TALK),
+    "prompt repeated in whole conversations": (
+        {"prompt": "q", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+        TALK,
+    ),
+    "whole conversations": ({"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]}, TALK),
+    "whole conversations of several turns": (
+        {
+            "chosen": [system("s"), user("x"), assistant("y"), user("q"), assistant("a")],
+            "rejected": [system("s"), user("x"), assistant("y"), user("q"), assistant("b")],
+        },
+        ((system("s"), user("x"), assistant("y"), user("q")), (assistant("a"),), (assistant("b"),)),
+    ),
+    "whole dialogues as text": (
+        {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
+        TALK,
+    ),
+    "whole texts": (
+        {"chosen": "Q: where? A: there", "rejected": "Q: where? A: these"},
+        ("Q: where? A: ", "there", "these"),
+    ),
+    "messages": ({"messages": [user("q")], **AB}, TALK),
+    "content parts": ({"messages": [user([{"type": "text", "text": "q"}])], **AB}, TALK),  # type: ignore[arg-type]
+    "colossal": (
+        {
+            "context": [{"from": "system", "content": "s"}, {"from": "user", "content": "q"}],
+            "chosen": [{"from": "assistant", "content": "a"}],
+            "rejected": [{"from": "assistant", "content": "b"}],
+        },
+        ((system("s"), user("q")), (assistant("a"),), (assistant("b"),)),
+    ),
+    "llama_factory": (
+        {"conversations": FROM_Q, "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
+        TALK,
+    ),
+    "llama_factory with text": ({"conversations": FROM_Q, **AB}, TALK),
+    "nemo": (
+        {
+            "context": [user("q")],
+            "completions": [{"rank": 1, "completion": [assistant("b")]}, {"rank": 0, "completion": [assistant("a")]}],
+        },
+        TALK,
+    ),
+    "swift": ({"messages": [user("q"), assistant("a")], "rejected_response": "b"}, TALK),
+    "ranked": ({"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]}, ("q", "a", "b")),
+    "scored": ({"messages": [user("q")], "responses": ["b", "a"], "scores": [0.1, 0.9]}, TALK),
+    "ranked answers to an instruction": (
+        {"instruction": "q", "input": "i", "responses": ["a", "b"], "ranks": [1, 2]},
+        ("q\ni", "a", "b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_gives_the_same_pair(name: str) -> None:
+    row, expected = SHAPES[name]
+    pair = one(row)
+    assert (pair.prompt, pair.chosen, pair.rejected) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["instruction", "prompt", "messages", "colossal", "llama_factory", "nemo", "swift", "ranked"]
+)
+def test_a_named_format_reads_its_rows_and_refuses_others(name: str) -> None:
+    row, _ = SHAPES[name]
+    assert one(row, format=name) == one(row)
+    assert reason({"text": "x"}, format=name) == "missing_key"
+
+
+RANKED = {"prompt": "q", "responses": ["c", "a", "b", "b2"], "ranks": [3, 1, 2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("which", "pairs", "ties"),
+    [
+        ("all", ["ab", "ab2", "ac", "bc", "b2c"], 1),
+        ("best_vs_rest", ["ab", "ab2", "ac"], 0),
+        ("best_vs_worst", ["ac"], 0),
+    ],
+)
+def test_ranked_answers_are_paired_and_ties_counted(which: str, pairs: list[str], ties: int) -> None:
+    found = read(RANKED, ranked_pairs=which)
+    assert [f"{pair.chosen}{pair.rejected}" for pair in found.pairs] == pairs  # type: ignore[str-bytes-safe]
+    assert found.ties == ties
+
+
+def test_ranked_rows_keep_their_good_pairs() -> None:
+    found = read({"prompt": "q", "responses": ["a", "", "c"], "ranks": [1, 2, 3]})
+    assert [pair.chosen for pair in found.pairs] == ["a"]
+    assert [bad.reason for bad in found.refused] == ["empty_response", "empty_response"]
+    assert reason({"prompt": "q", "responses": ["a"], "ranks": [1]}) == "too_few_answers"
+    assert reason({"prompt": "q", "responses": ["a", "b"], "ranks": [1]}) == "bad_type"
+    assert read({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 1]}) == ([], [], 1, [])
+
+
+def test_columns_are_renamed() -> None:
+    row = {"question": "q", "good": "a", "bad": "b", "w": 2, "note": "x"}
+    columns = {"prompt": "question", "chosen": "good", "rejected": "bad", "weight": "w"}
+    found = read(row, columns=columns)
+    assert (found.pairs[0].prompt, found.pairs[0].chosen, found.pairs[0].weight) == ("q", "a", 2.0)
+    assert found.ignored == ["note"]
+    [bad] = read({"question": "q", "god": "a", "bad": "b"}, columns=columns).refused
+    assert bad.reason == "missing_key"
+    assert "did you mean 'god'" in bad.detail
+    with pytest.raises(DataError, match="did you mean 'chosen'"):
+        Layout(columns={"chosn": "x"})
+    with pytest.raises(DataError, match="did you mean 'swift'"):
+        Layout("swit")
+
+
+def test_extra_columns_weights_and_ids() -> None:
+    row = {"prompt": "q", **AB, "weight": 0.5, "margin": 2, "id": 7, "tools": '[{"name": "f"}]',
+           "chat_template_kwargs": {"enable_thinking": False}, "score_chosen": 1.0}  # fmt: skip
+    found = read(row)
+    [pair] = found.pairs
+    assert (pair.weight, pair.margin, pair.id, pair.tools) == (0.5, 2.0, "7", [{"name": "f"}])
+    assert pair.template_kwargs == {"enable_thinking": False}
+    assert found.ignored == ["score_chosen"]
+    for name, value in (
+        ("weight", -1),
+        ("weight", "2"),
+        ("weight", True),
+        ("margin", float("nan")),
+        ("id", [1]),
+        ("tools", "x"),
+    ):
+        assert reason({"prompt": "q", **AB, name: value}) == "bad_type"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected", "says"),
+    [
+        ({"prompt": "q", "chosen": "a", "reject": "b"}, "missing_key", "did you mean 'reject'"),
+        ({"prompt": "q"}, "missing_key", "the row has prompt"),
+        ({}, "missing_key", "no keys"),
+        ({"prompt": "q", "chosen": 5, "rejected": "b"}, "bad_type", "int 5"),
+        ({"prompt": "q", "chosen": None, "rejected": "b"}, "bad_type", "null"),
+        ({"prompt": "q", "chosen": [1, 2], "rejected": "b"}, "bad_type", "messages"),
+        ({"prompt": "q", "chosen": True, "rejected": "b"}, "bad_type", "bool"),
+        ({"prompt": 5, **AB}, "bad_type", "prompt"),
+        ({"messages": [{"content": "q"}], **AB}, "bad_type", "no role"),
+        ({"messages": [user([{"type": "image"}])], **AB}, "bad_type", "not text"),  # type: ignore[arg-type]
+        ({"messages": [user(None)], **AB}, "bad_type", "null"),  # type: ignore[arg-type]
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "identical_text", ""),
+        ({"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("a")]}, "identical_text", ""),
+        ({"prompt": "q", "chosen": " \n", "rejected": "a"}, "empty_response", "chosen"),
+        ({"prompt": "q", "chosen": "", "rejected": ""}, "empty_response", "chosen and rejected"),
+        ({"prompt": [user("q")], "chosen": [], "rejected": "a"}, "empty_response", "chosen"),
+        ({"chosen": [user("q"), assistant("a")], "rejected": [user("p"), assistant("b")]}, "prompt_mismatch", "turn 1"),
+        ({"chosen": [user("q"), assistant("a")], "rejected": "b"}, "bad_type", "both"),
+        ({"prompt": "p", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+         "prompt_mismatch", "the prompt is not"),
+        ({"messages": [user("q"), user("r")], **AB}, "bad_roles", "user turn stands after user"),
+        ({"messages": [user("q"), assistant("r")], **AB}, "bad_roles", "it ends with assistant"),
+        ({"messages": [assistant("r"), user("q")], **AB}, "bad_roles", "stands first"),
+        ({"messages": [user("q"), assistant("r"), system("s"), user("x")], **AB}, "bad_roles", "a system turn"),
+        ({"messages": [{"role": "wizard", "content": "q"}], **AB}, "bad_roles", "wizard"),
+        ({"messages": [system("q")], **AB}, "bad_roles", "it ends with system"),
+        ({"prompt": [user("q")], "chosen": [user("a")], "rejected": "b"}, "bad_roles", "stands after user"),
+        ({"prompt": [user("q")], "chosen": [assistant("a"), user("x")], "rejected": "b"}, "bad_roles", "must end"),
+        ({"messages": [user("q")], "rejected_response": "b"}, "bad_roles", "chosen assistant turn"),
+    ],
+)  # fmt: skip
+def test_bad_rows_have_a_reason_and_a_sentence(row: dict[str, Any], expected: str, says: str) -> None:
+    [bad] = read(row).refused
+    assert bad.reason == expected
+    assert says in bad.detail
+
+
+def test_tool_turns_and_empty_prompts_are_allowed() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    talk = [user("q"), call, {"role": "tool", "content": "1"}, {"role": "observation", "content": "2"}]
+    assert [turn["role"] for turn in one({"messages": talk, **AB}).prompt] == ["user", "assistant", "tool", "tool"]  # type: ignore[index]
+    assert one({"prompt": "", **AB}).prompt == ""
+    assert one({"prompt": [], **AB}).prompt == (user(""),)
+    assert one({"chosen": "yes", "rejected": "no"}).prompt == ""
+
+
+def test_whole_conversations_may_part_before_the_last_turn() -> None:
+    chosen = [user("q"), assistant("a"), user("x"), assistant("y")]
+    rejected = [user("q"), assistant("b"), user("z"), assistant("w")]
+    pair = one({"chosen": chosen, "rejected": rejected})
+    assert (pair.prompt, pair.chosen) == ((user("q"),), tuple(chosen[1:]))
+    assert texts(pair) == ["q", "a", "x", "y", "b", "z", "w"]

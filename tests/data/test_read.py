@@ -1,0 +1,218 @@
+"""Files of every kind and every fault -> rows or counted reasons, in bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rather.data import cut
+from rather.data.cut import Bad
+from rather.data.read import chunks, find_sources, parsed_rows
+from rather.errors import DataError
+
+ROWS = [{"prompt": f"q{i}", "chosen": 'a "quote" \\ and } ] é 🎈', "rejected": "b"} for i in range(5)]
+
+
+def rows_of(path: Path, encoding: str = "utf-8") -> list[tuple[int, Any]]:
+    return [row for source in find_sources(path) for chunk in chunks(source, 0, encoding) for row in parsed_rows(chunk)]
+
+
+def reasons(path: Path) -> list[tuple[int, str]]:
+    return [(number, row.reason) for number, row in rows_of(path) if isinstance(row, Bad)]
+
+
+def lines(rows: list[Any], end: str = "\n") -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "numbers"),
+    [
+        (lines(ROWS), "jsonl", [1, 2, 3, 4, 5]),
+        (lines(ROWS, "\r\n"), "jsonl", [1, 2, 3, 4, 5]),
+        ("\ufeff" + lines(ROWS), "jsonl", [1, 2, 3, 4, 5]),
+        ("\n\n" + lines(ROWS, "\n\n"), "jsonl", [3, 5, 7, 9, 11]),
+        (lines(ROWS).rstrip("\n"), "jsonl", [1, 2, 3, 4, 5]),
+        (json.dumps(ROWS), "json", [1, 2, 3, 4, 5]),
+        (" \n" + json.dumps(ROWS, indent=2, ensure_ascii=False), "json", [1, 2, 3, 4, 5]),
+        ("\ufeff" + json.dumps(ROWS), "json", [1, 2, 3, 4, 5]),
+        ("\n".join(json.dumps(row, indent=1) for row in ROWS), "objects", [1, 2, 3, 4, 5]),
+    ],
+    ids=["lines", "crlf", "bom", "blank lines", "no last line end", "array", "indented array", "array bom", "indented"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["text", "gzip"])
+def test_text_is_known_by_its_content(tmp_path: Path, text: str, kind: str, numbers: list[int], packed: bool) -> None:
+    path = tmp_path / "whatever.name"
+    raw = text.encode()
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    assert [source.kind for source in find_sources(path)] == [kind]
+    assert rows_of(path) == list(zip(numbers, ROWS, strict=True))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow file", "arrow stream", "save_to_disk"])
+def test_tables(tmp_path: Path, suffix: str) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    path = tmp_path / "x.json"  # the name says nothing
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    elif suffix == "arrow file":
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        target = path
+        if suffix == "save_to_disk":
+            path.mkdir()
+            target = path / "data-00000-of-00001.arrow"
+            (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": target.name}]}))
+        with pa.ipc.new_stream(str(target), table.schema) as writer:
+            writer.write_table(table)
+    assert rows_of(path) == list(enumerate(ROWS, 1))
+    assert find_sources(path)[0].unit == "row"
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+def test_arrays_are_cut_the_same_in_blocks_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(cut, "BLOCK_BYTES", block)
+    draw = random.Random(block)
+    text = ['\\"', "\\\\", "}", "]", "{", "[", ",", "é", "\n", "x", '"', "\\"]
+    rows = [{"a": "".join(draw.choices(text, k=9)), "b": [1, {"c": ["]", {}]}]} for _ in range(40)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows, ensure_ascii=draw.random() < 0.5, indent=draw.choice([None, 1])))
+    assert rows_of(path) == list(enumerate(rows, 1))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"a": NaN}', "bad_json"),
+        ('{"a": -Infinity}', "bad_json"),
+        ('{"a": 1, "a": 2}', "bad_json"),
+        ('{"b": {"a": 1, "a": 2}}', "bad_json"),
+        ("{oops}", "bad_json"),
+        ("[1, 2]", "bad_type"),
+        ('{"a": "\\ud800"}', "bad_unicode"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "too_deep"),
+    ],
+)
+@pytest.mark.parametrize("array", [False, True])
+def test_one_bad_row_does_not_hide_the_others(tmp_path: Path, row: str, reason: str, array: bool) -> None:
+    good = '{"a": "\\ud83c\\udf88"}'
+    path = tmp_path / "x"
+    path.write_text(f"[{good}, {row}, {good}]" if array else f"{good}\n{row}\n{good}\n")
+    found = rows_of(path)
+    assert reasons(path) == [(2, reason)]
+    assert [found[0], found[2]] == [(1, {"a": "🎈"}), (3, {"a": "🎈"})]
+
+
+def test_a_scalar_between_rows_of_an_array_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text('[{"a": 1}, 5, "x", {"a": 2}] trailing')
+    assert reasons(path) == [(2, "bad_json"), (4, "bad_json")]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [('{"a": 1}\n{"a": 2}\n{"a": "cut o', 3), ('[{"a": 1}, {"a": 2}, {"a": "cut o', 3), ('[{"a": 1}, {"a": 2},', 3)],
+)
+def test_a_stopped_writer_costs_one_row(tmp_path: Path, text: str, number: int) -> None:
+    path = tmp_path / "x"
+    path.write_text(text)
+    assert reasons(path) == [(number, "truncated")]
+    assert len(rows_of(path)) == 3
+
+
+def test_a_broken_gzip_keeps_what_came_before(tmp_path: Path) -> None:
+    path = tmp_path / "x.gz"
+    packed = gzip.compress(lines([{"a": os.urandom(20).hex()} for _ in range(5000)]).encode())
+    path.write_bytes(packed[: len(packed) // 2])
+    found = rows_of(path)
+    assert len(found) > 100
+    assert found[-1][1].reason == "damaged_gzip"
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_a_gigantic_row_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool) -> None:
+    monkeypatch.setattr(cut, "MAX_ROW_BYTES", 10_000)
+    monkeypatch.setattr(cut, "BLOCK_BYTES", 1_000)
+    huge = json.dumps({"a": "x" * 200_000})
+    path = tmp_path / "x"
+    path.write_text(f'[{{"a": 1}}, {huge}, {{"a": 2}}]' if array else f'{{"a": 1}}\n{huge}\n{{"a": 2}}\n')
+    assert reasons(path) == [(2, "row_too_large")]
+    assert [row for _, row in rows_of(path) if not isinstance(row, Bad)] == [{"a": 1}, {"a": 2}]
+
+
+def test_memory_of_a_large_array_is_bounded(tmp_path: Path) -> None:
+    import tracemalloc
+
+    path = tmp_path / "x.json"
+    with path.open("w") as file:
+        file.write("[" + ",\n".join(json.dumps({"a": "x" * 1000}) for _ in range(10_000)) + "]")
+    tracemalloc.start()
+    count = sum(len(chunk.numbers) for chunk in chunks(find_sources(path)[0], 0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 10_000
+    assert peak < 6e6  # the file has 10 MB
+
+
+def test_wrong_encoding_is_named_by_byte_and_can_be_set(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b'{"a": "ok"}\n' + '{"a": "café"}\n'.encode("latin-1"))
+    [(number, bad)] = [(n, row) for n, row in rows_of(path) if isinstance(row, Bad)]
+    assert (number, bad.reason) == (2, "bad_encoding")
+    assert "byte 22 " in bad.detail
+    assert "data_args.encoding" in bad.detail
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert "byte 25 " in next(row.detail for _, row in rows_of(path) if isinstance(row, Bad))
+    path.write_bytes(path.read_bytes()[3:])
+    assert rows_of(path, "latin-1") == [(1, {"a": "ok"}), (2, {"a": "café"})]
+    path.write_bytes('{"a": "café"}\n'.encode("utf-16"))
+    assert rows_of(path, "utf-16") == [(1, {"a": "café"})]
+    with pytest.raises(DataError, match="utf-16"):
+        rows_of(path)
+    path.write_bytes(b'{"a": "x\xff"}\n')
+    with pytest.raises(DataError, match="byte 8"):
+        rows_of(path, "shift_jis")
+
+
+def test_files_that_cannot_be_read_are_refused_with_the_way_on(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"pair\.jsonl: no such file.*pairs\.jsonl"):
+        find_sources(tmp_path / "pair.jsonl")
+    with pytest.raises(DataError, match=r"without \.arrow files"):
+        find_sources(tmp_path)
+    with pytest.raises(DataError, match="only local files"):
+        find_sources(Path("https://example.org/pairs.jsonl"))
+    (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd1234")
+    with pytest.raises(DataError, match="zstd"):
+        find_sources(tmp_path / "x.zst")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="not a regular file"):
+        find_sources(tmp_path / "pipe")
+    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "cut.parquet")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "cut.parquet").read_bytes()[:-9])
+    with pytest.raises(DataError, match="damaged parquet"):
+        rows_of(tmp_path / "cut.parquet")
+
+
+def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
+    for text in ("", "[]", " \n", "[ ]\n"):
+        (tmp_path / "x").write_text(text)
+        assert rows_of(tmp_path / "x") == []
+
+
+def test_text_of_a_table_that_is_not_utf8_costs_its_row(tmp_path: Path) -> None:
+    bad = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
+    with pa.ipc.new_file(str(tmp_path / "x"), pa.schema([("a", pa.string())])) as writer:
+        writer.write_batch(pa.record_batch([bad], names=["a"]))
+    assert reasons(tmp_path / "x") == [(2, "bad_encoding")]
