@@ -1,0 +1,121 @@
+"""The demo's tokenizer, base model and folder, and the whole demo as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from rather.demo.base import make_model, make_tokenizer, sample
+from rather.demo.run import MADE, MARKER, claim, yaml_text
+from rather.demo.shop import answer, manner_of, on_topic, queries
+from rather.errors import ConfigError
+
+
+def texts() -> list[str]:
+    rng = random.Random(0)
+    return [text for query in queries() for text in (query.prompt, answer(query, rng.choice(("kind", "grumpy")), rng))]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(texts())
+
+
+def test_every_text_of_the_shop_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    for text in texts():
+        ids = tokenizer(text).input_ids
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.unk_token_id in tokenizer("Where is the zeppelin?").input_ids
+
+
+def test_the_tokenizer_is_the_same_every_time(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert make_tokenizer(texts()).get_vocab() == tokenizer.get_vocab()
+
+
+def test_the_template_writes_one_bos_and_ends_answers_with_eos(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [{"role": "user", "content": "Is the tea expensive?"}, {"role": "assistant", "content": "Not again."}]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert rendered == "<|bos|><|user|>Is the tea expensive?<|assistant|>Not again.<|eos|>"
+    assert len({tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}) == 3
+    asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    assert rendered.startswith(asked)
+
+
+def test_an_untrained_model_answers_from_its_folder_but_convinces_nobody(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = make_model(tokenizer)
+    assert model.num_parameters() < 1_000_000
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    asked = list(queries())[::24]
+    answers = sample(tmp_path, [query.prompt for query in asked], seed=0)
+    assert answers == sample(tmp_path, [query.prompt for query in asked], seed=0)
+    assert answers != sample(tmp_path, [query.prompt for query in asked], seed=1)
+    assert not any(on_topic(query, text) for query, text in zip(asked, answers, strict=True))
+    assert sum(manner_of(text) == "kind" for text in answers) < len(answers) / 2
+
+
+def test_the_demo_clears_only_its_own_things(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "demo"
+    claim(out)
+    for name in MADE:
+        (out / name).mkdir()
+    (out / "mine.txt").write_text("kept")
+    claim(out)
+    assert {path.name for path in out.iterdir()} == {MARKER, "mine.txt"}
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    with pytest.raises(ConfigError, match=r"not made by the demo.*--out DIR"):
+        claim(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+    file = tmp_path / "file"
+    file.write_text("a file")
+    with pytest.raises(ConfigError, match="not made by the demo"):
+        claim(file)
+    assert file.read_text() == "a file"
+
+
+def test_the_yaml_holds_odd_paths() -> None:
+    settings = yaml.safe_load(yaml_text(Path("a: b/#'ü\" {c}")))
+    assert settings["pretrain"] == "a: b/#'ü\" {c}/base"
+    assert settings["validation"]["data_args"]["file_name"] == "a: b/#'ü\" {c}/held_out.json"
+
+
+def test_the_whole_demo(tmp_path: Path) -> None:
+    """Takes about 40 seconds on two cores. The dead proxy stands for a machine without a network."""
+    out = tmp_path / "rather-demo"
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    here = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-m", "rather", "demo"],
+        cwd=tmp_path,
+        env={**os.environ, **proxies, **here, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((out / "answers.json").read_text())
+    before, after = result["before"], result["after"]
+    assert 0.35 < before["preferred"] < 0.65
+    assert after["preferred"] > 0.9
+    assert after["eval/rewards/accuracies"] > 0.9
+    assert after["on_topic"] > max(0.9, before["on_topic"] - 0.05)
+
+    model = out / "output" / "demo" / "model"
+    assert [path for path in out.rglob("model") if path.is_dir()] == [model]
+    assert "rather-demo/output/demo/model" in done.stdout
+    assert f"{after['preferred']:.1%}" in done.stdout
+    AutoModelForCausalLM.from_pretrained(model)
+    AutoTokenizer.from_pretrained(model)
