@@ -1,0 +1,96 @@
+"""The same code on a CUDA device: kernels, precisions, a whole run, bits with `deterministic: true`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import FalconConfig, FalconForCausalLM
+
+from rather.checkpoint import open_checkpoint
+from rather.config.schema import ModelArgs
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.model.attention import IMPLEMENTATION
+from rather.model.load import load_policy
+from rather.model.policy import PolicyModel, pair_logps, response_logps
+from rather.pipeline import DPOPipeline
+from tests.model.test_families import FAMILIES, VOCAB, tiny
+from tests.padded import padded_logps, random_pairs
+from tests.tiny import make_config
+
+pytestmark = pytest.mark.gpu
+
+
+def both(family: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Padded and packed log-probs on the GPU, and the cosine of their gradients."""
+    pairs = random_pairs(5, VOCAB)
+    plain, ours = (tiny(family, dtype, attention).cuda() for attention in ("eager", IMPLEMENTATION))
+    want = padded_logps(plain, pairs)
+    got = torch.zeros_like(want)
+    for batch in pack(pairs, 90):
+        batch = batch.to("cuda")
+        got = got.index_add(0, batch.pair_P, pair_logps(response_logps(PolicyModel(ours)(batch), batch), batch))
+    (want[:, 0] - want[:, 1]).tanh().sum().backward()
+    (got[:, 0] - got[:, 1]).tanh().sum().backward()
+    flat = [torch.cat([p.grad.flatten().float() for p in m.parameters() if p.grad is not None]) for m in (plain, ours)]
+    return want.detach(), got.detach(), float(torch.cosine_similarity(*flat, dim=0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_padded_in_float32(family: str) -> None:
+    want, got, cosine = both(family, torch.float32)
+    assert torch.allclose(got, want, rtol=1e-5, atol=0)
+    assert cosine > 0.99999
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_is_as_good_as_padded_in_bfloat16(family: str) -> None:
+    exact, _, _ = both(family, torch.float32)
+    want, got, cosine = both(family, torch.bfloat16)
+    assert (got - exact).abs().max() <= 2 * (want - exact).abs().max() + 0.1
+    assert cosine > 0.98
+
+
+def test_falcon_is_refused(tmp_path: Path) -> None:
+    config = FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="falcon"):
+        load_policy(str(tmp_path), ModelArgs(), "cuda:0")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_run_learns(tmp_path: Path, dtype: str) -> None:
+    config = make_config(
+        tmp_path, max_steps=12, actor_train__model_args__dtype=dtype, actor_train__training_args__num_train_epochs=9.0
+    )
+    assert DPOPipeline(config).run() == 0
+    lines = metrics(config.run_dir)
+    assert lines[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert lines[-1]["eval/loss"] < 0.69
+    assert lines[-1]["eval/rewards/accuracies"] > 0.7
+
+
+def test_deterministic_gives_the_same_bits(tmp_path: Path) -> None:
+    tensors = []
+    for name, stop in (("whole", 12), ("cut", 5), ("cut", 12)):
+        config = make_config(
+            tmp_path,
+            exp_name=name,
+            max_steps=stop,
+            deterministic=True,
+            actor_train__training_args__num_train_epochs=9.0,
+            actor_train__training_args__lr_scheduler_type="constant",
+        )
+        assert DPOPipeline(config).run() == 0
+        tensors.append(open_checkpoint(config.run_dir / f"checkpoint-{stop}").tensors("model"))
+    whole, _, cut = tensors
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
