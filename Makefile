@@ -1,7 +1,7 @@
 # `make demo` and `make test` need only Python 3.11+, make and a package index: the .venv is made when there is none.
 #
 #   PYTHON=python3.12                           the interpreter of a new .venv; otherwise the first that serves
-#   TORCH="torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"
+#   TORCH="torch==2.13.0+cpu --extra-index-url <PyTorch's CPU index>"
 #                                               another PyTorch: a requirement, a wheel file, pip options
 #   ARGS="-k losses"                            further arguments of test, demo and bench
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf) are respected.
@@ -86,7 +86,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@[ -z "$(FRESH)" ] && $(PIP) --version >/dev/null 2>&1 || { $(FIND_PYTHON); \
 	  echo "Making $(VENV) with $$("$$found" --version)"; "$$found" -m venv --clear $(VENV); }
 	@echo "Downloading PyTorch ($(if $(TORCH),$(TORCH),$(PINNED_TORCH): 0.15 GB without CUDA; about 3 GB with it, the default on Linux)) and 0.15 GB of other packages; 1.4 GB on disk without CUDA."
-	@$(if $(TORCH),:,echo 'A machine without a GPU can take the small build: make install TORCH="$(PINNED_TORCH)+cpu --extra-index-url https://download.pytorch.org/whl/cpu"')
+	@$(if $(TORCH),:,echo "A machine without a GPU can take the small build: make install TORCH='$(PINNED_TORCH)+cpu --extra-index-url URL', with the URL of PyTorch's CPU index.")
 	@grep -v $(if $(TORCH),'^torch==','^$$') constraints.txt > $(VENV)/constraints.txt
 	@$(PIP) install --no-compile -c $(VENV)/constraints.txt $(if $(TORCH),$(TORCH),$(PINNED_TORCH))
 	@echo "Installing the other packages (a minute or two)"

@@ -57,7 +57,7 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Everything up to the first step, nothing trained.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do all but the first step; train nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where a run of this name exists.")] = False,
 ) -> None:
     """Train the policy. The same command goes on where an interrupted run stopped."""

@@ -5,6 +5,7 @@ Every per-pair metric is in one table. Weights are the pairs' own, so no number 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -68,4 +69,4 @@ class Window:
         self.skipped += skipped
 
     def means(self) -> dict[str, float]:
-        return {name: total / self.weight for name, total in self.sums.items()}
+        return {name: total / self.weight if self.weight else math.nan for name, total in self.sums.items()}

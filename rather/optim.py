@@ -25,7 +25,7 @@ class LossScale:
     patience: int = 2000
 
     def overflowed(self) -> None:
-        self.value, self.clean = max(1.0, self.value / 2), 0
+        self.value, self.clean = self.value / 2, 0
 
     def succeeded(self) -> None:
         self.clean += 1
@@ -119,7 +119,7 @@ class Optimizer:
         for name, master in self.masters.items():
             master.copy_(masters[name])
             self.parameters[name].copy_(master)
-            if updates:
+            if f"{name}.exp_avg" in moments:  # not there before the first update, nor for weights without gradients
                 self.adamw.state[master] = {
                     "step": torch.tensor(float(updates), device=master.device),
                     **{k: moments[f"{name}.{k}"].to(master.device) for k in ("exp_avg", "exp_avg_sq")},

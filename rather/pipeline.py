@@ -200,7 +200,8 @@ class DPOPipeline:
         progress.stale_evaluations += 1
         progress.stopped_early = progress.stale_evaluations == config.early_stopping_patience
         if progress.stopped_early:
-            log.info("stopping early: %s has not improved since step %d", config.metric_for_best_model, progress.best_step)
+            metric, best_step = config.metric_for_best_model, progress.best_step
+            log.info("stopping early: %s has not improved since step %d", metric, best_step)
         return progress.stopped_early
 
     # --- one step ---
@@ -250,7 +251,8 @@ class DPOPipeline:
         config, order = self.config, self.order
         by_epochs = order.steps(config.actor_train.training_args.num_train_epochs)
         if order.pairs_per_epoch < order.batch:
-            log.warning("%d pairs are fewer than one step takes (%d): steps are that small", order.pairs_per_epoch, order.batch)
+            pairs = order.pairs_per_epoch
+            log.warning("%d pairs are fewer than one step takes (%d): each epoch is one small step", pairs, order.batch)
         return min(by_epochs, config.max_steps or by_epochs)
 
     def _epoch(self) -> float:

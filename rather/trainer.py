@@ -67,7 +67,7 @@ class RankTrainer:
         for batch in batches:
             batch = batch.to(self.device)
             scored = self._score(batch, self._pair_logps(batch), reference)
-            (scored.losses @ batch.weight_P * (self.optimizer.scale / total_weight)).backward()  # type: ignore[no-untyped-call]
+            (scored.losses @ batch.weight_P * (self.optimizer.scale / (total_weight or 1.0))).backward()  # type: ignore[no-untyped-call]
             policy[batch.pair_P] = scored.x.policy.detach()
             sums = sums + weighted_sums(scored, batch.weight_P)
         assert isinstance(sums, Tensor)
@@ -130,7 +130,7 @@ class RankTrainer:
             optimizer.step(grad_norm)
             if optimizer.loss_scale:
                 optimizer.loss_scale.succeeded()
-        elif optimizer.loss_scale:
+        elif optimizer.loss_scale and optimizer.loss_scale.value > 1:
             optimizer.loss_scale.overflowed()
         else:
             raise NonFiniteError(

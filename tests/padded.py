@@ -1,4 +1,4 @@
-"""The plain padded computation that ours must equal: one row per answer, Hugging Face's own forward, full log-softmax."""
+"""The plain padded computation that ours must equal: one row per answer, Hugging Face's forward, full log-softmax."""
 
 from __future__ import annotations
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig
+from rather.model.attention import IMPLEMENTATION
+from rather.model.policy import PolicyModel
 
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -54,7 +56,11 @@ def make_pairs(file: Path, count: int, *, seed: int = 0) -> Path:
         return " ".join(draw.choices(pool, k=draw.randint(low, high)))
 
     rows = [
-        {"prompt": words(2, 9, WORDS), "chosen": " " + words(1, 12, WORDS[:40]), "rejected": " " + words(1, 12, WORDS[20:])}
+        {
+            "prompt": words(2, 9, WORDS),
+            "chosen": " " + words(1, 12, WORDS[:40]),
+            "rejected": " " + words(1, 12, WORDS[20:]),
+        }
         for _ in range(count)
     ]
     file.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
@@ -88,6 +94,33 @@ def make_config(folder: Path, **changes: Any) -> DPOConfig:
             section = section.setdefault(parent, {})
         section[last] = value
     return config_from_dict(values)
+
+
+def metrics(config: DPOConfig) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def tiny_policy(*, dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyModel:
+    """A random Llama in memory, wide enough that attention and head really matter."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**sizes, **changes})
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    return PolicyModel(model.eval())
 
 
 def in_child(work: Callable[..., Any], *args: Any) -> int:

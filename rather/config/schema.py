@@ -297,8 +297,8 @@ class StepKeys(Section):
         "Steps between evaluations, beside those before the first step, after each epoch and at the end.",
         ge=1,
     )
-    save_steps: int | None = knob(None, "Steps between checkpoints; else one at the end.", ge=1)
-    max_ckpt_to_keep: int = knob(0, "Newest checkpoints to keep; 0 keeps all.", ge=0)
+    save_steps: int | None = knob(100, "Steps between checkpoints, beside the last one; null: only that.", ge=1)
+    max_ckpt_to_keep: int = knob(3, "Newest checkpoints to keep; 0 keeps all.", ge=0)
     resume_from_checkpoint: bool | Text = knob(
         "auto",
         "auto or true: go on from the newest good checkpoint of the run folder; false: never; or a path.",

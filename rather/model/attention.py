@@ -77,15 +77,10 @@ def _visible(q: int, k: int, window: int | None, device: torch.device) -> Tensor
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # absent from torch's CPU-only use, so imported where it runs
 
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     # torch 2.13 refuses grouped heads without the flag, 2.11 does not know the flag and needs none.
-    options: dict[str, Any] = {"scale": scale}
-    known = inspect.signature(varlen_attn).parameters
-    if "enable_gqa" in known:
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    if "window_size" in known:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    else:
-        options["is_causal"] = True
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ def export_model(
     """Writes `weights` (names as in the policy) in the dtype of the source model. Complete or not there at all."""
     model = policy.causal_lm
     dtype = model.config.dtype
-    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary, state_dict=_state(policy, weights, dtype), max_shard_size="4GB")
+    with _any_generation_config(model, temporary / "generation_config.json"):
+        model.save_pretrained(temporary, state_dict=_state(policy, weights, dtype), max_shard_size="4GB")
     _name_dtype(temporary / "config.json", dtype)
     model.config.dtype = dtype  # save_pretrained overwrites it with the dtype it was trained in
     tokenizer.save_pretrained(temporary)
@@ -45,6 +47,18 @@ def _state(policy: PolicyModel, weights: Mapping[str, Tensor], dtype: torch.dtyp
     return state
 
 
+@contextmanager
+def _any_generation_config(model: Any, file: Path) -> Iterator[None]:
+    """Writes the source's own: save_pretrained refuses one that sets a temperature and does not sample, as many do."""
+    own = model.generation_config
+    model.generation_config = type(own)()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+    own.to_json_file(file)
+
+
 def _name_dtype(config_file: Path, dtype: torch.dtype) -> None:
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -52,7 +66,8 @@ def _name_dtype(config_file: Path, dtype: torch.dtype) -> None:
 
 
 def _replace(temporary: Path, folder: Path) -> None:
-    old = folder.with_name(f".old-{folder.name}-{os.getpid()}")
+    old = folder.with_name(f".old-{folder.name}")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)

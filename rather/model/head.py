@@ -34,7 +34,7 @@ def token_logps(
 
 
 class _TokenLogps(torch.autograd.Function):
-    """Its backward runs once: kept logits become their gradient in place."""
+    """Kept logits become their gradient in place; a second backward would compute them again."""
 
     @staticmethod
     def forward(
@@ -69,6 +69,7 @@ class _TokenLogps(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias) if bias is not None else None
         kept: list[Tensor] = ctx.kept[::-1]
+        ctx.kept = []
         for rows in _chunks(len(hidden), weight):
             logits = kept.pop() if kept else _logits(hidden[rows], weight, bias, ctx.scale, ctx.softcap)
             d_logits = _logits_gradient(logits, lse[rows], targets[rows], grad[rows], ctx.scale, ctx.softcap)

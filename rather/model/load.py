@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import disable_progress_bar
 
-from rather.config.schema import ModelArgs
+from rather.config.schema import ModelArgs, RoleConfig
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
@@ -18,8 +24,16 @@ from rather.model.policy import PolicyModel
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_of(role: RoleConfig) -> str:
+    """The device of a role on one device: the first of its device_mapping; the CPU where there is no GPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    number = (role.device_mapping or [0])[0]
+    if number >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device_mapping: GPU {number} is not here; the {torch.cuda.device_count()} found are counted from 0."
+        )
+    return f"cuda:{number}"
 
 
 def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
@@ -29,33 +43,31 @@ def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
 
 def load_policy(name: str, args: ModelArgs, device: str, *, recompute: bool = False) -> PolicyModel:
     """Weights on the device, dropout off, every weight present and finite, attention proven on this family."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     common: dict[str, Any] = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
-    try:
+    with _opening(f"model '{name}': its config"):
         config = AutoConfig.from_pretrained(name, **common)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model '{name}': cannot be opened: {_first_line(error)}") from error
     check_family(config)
     source_dtype = config.dtype or torch.float32
-    try:
+    with _opening(f"model '{name}': its weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=compute_dtype(args, device),
             attn_implementation=IMPLEMENTATION,
             use_safetensors=True,  # other formats unpickle
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told in the info, and refused below by name
             **common,
         )
-    except OSError as error:
-        raise ConfigError(f"model '{name}': its weights cannot be opened: {_first_line(error)}") from error
     causal_lm, info = loaded
     _refuse_partial(name, info)
     causal_lm.config.dtype = source_dtype
-    causal_lm.to(device).eval()  # eval mode everywhere: no dropout in policy or reference
-    _refuse_nonfinite(name, causal_lm)
-    if recompute:
-        _recompute_layers(causal_lm)
-    policy = PolicyModel(causal_lm)
+    _refuse_nonfinite(name, causal_lm.to(device))
+    policy = PolicyModel(causal_lm).eval()  # eval mode everywhere: no dropout in policy or reference
     check_model(policy)
+    if recompute:
+        _recompute_layers(name, causal_lm)
     return policy
 
 
@@ -68,13 +80,26 @@ def same_weights(a: str, b: str) -> bool:
     return a == b or (Path(a).exists() and Path(b).exists() and Path(a).resolve() == Path(b).resolve())
 
 
-def _recompute_layers(causal_lm: Any) -> None:
-    """Activation checkpointing per layer. transformers does it only in training mode, which is also what switches
-    dropout on: so the layer modules alone are put in training mode, their children stay in eval."""
-    causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in causal_lm.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+def _recompute_layers(name: str, causal_lm: Any) -> None:
+    """Activation checkpointing per layer. transformers' own works only in training mode, which switches dropout on."""
+    layers: list[Any] = [module for module in causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"model '{name}': its layers cannot recompute activations; "
+            "set actor_train.model_args.disable_gradient_checkpointing to true"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+@contextmanager
+def _opening(what: str) -> Iterator[None]:
+    """Whatever the libraries raise about a folder that they cannot use becomes one sentence."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"{what} cannot be opened: {' '.join(line.strip() for line in lines[:2])}") from error
 
 
 def _refuse_partial(name: str, info: dict[str, Any]) -> None:
@@ -91,7 +116,3 @@ def _refuse_nonfinite(name: str, causal_lm: Any) -> None:
     bad = [key for key, weight in causal_lm.named_parameters() if not torch.isfinite(weight).all()]
     if bad:
         raise ConfigError(f"model '{name}': weights that are not finite numbers: {', '.join(bad[:5])}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

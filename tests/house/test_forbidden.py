@@ -1,0 +1,110 @@
+"""Nothing in the package can run code out of a file, and nothing in the repository names one machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT, imports, python_files, text_files, tree, where
+
+CODE_FROM_FILES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "runpy"}
+FORBIDDEN_CALLS = {
+    "eval": "give the value a small grammar",
+    "exec": "write the code down",
+    "torch.load": "use safetensors",
+    "torch.save": "use safetensors",
+    "yaml.load": "use yaml.safe_load",
+    "yaml.unsafe_load": "use yaml.safe_load",
+    "hydra.utils.instantiate": "a config names values, not code",
+    "instantiate": "a config names values, not code",
+    "os.system": "use subprocess.run with a list",
+    "os.popen": "use subprocess.run with a list",
+}
+FORBIDDEN_KEYWORDS = {"trust_remote_code": True, "allow_pickle": True, "shell": True, "weights_only": False}
+MACHINE_PATH = re.compile(r"(?<![\w.:-])/(?:work|root|home|Users|opt|mnt)/[\w.]")
+BESIDE_THE_CHECKOUT = re.compile(r"\.\./shared")
+
+
+def calls_that_run_code(module: ast.Module) -> Iterator[tuple[ast.Call, str]]:
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        if name in FORBIDDEN_CALLS:
+            yield node, f"{name}(): {FORBIDDEN_CALLS[name]}"
+        for keyword in node.keywords:
+            value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            if keyword.arg in FORBIDDEN_KEYWORDS and value is FORBIDDEN_KEYWORDS[keyword.arg]:
+                yield node, f"{keyword.arg}={value}"
+
+
+def test_no_code_out_of_files() -> None:
+    found = [
+        f"{where(file, node)}: imports {name}"
+        for file in python_files("rather", "examples", "bench")
+        for name, node in imports(file)
+        if name.split(".")[0] in CODE_FROM_FILES
+    ]
+    found += [
+        f"{where(file, node)}: {what}"
+        for file in python_files("rather", "examples", "bench")
+        for node, what in calls_that_run_code(tree(file))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line", ["eval(text)", "torch.load(path)", "f(trust_remote_code=True)", "run(x, shell=True)"]
+)
+def test_the_rule_can_fail(line: str) -> None:
+    assert list(calls_that_run_code(ast.parse(line)))
+
+
+def test_target_is_named_only_to_refuse_it() -> None:
+    found = [
+        where(file, node)
+        for file in python_files("rather", "examples")
+        if file.relative_to(ROOT).parts[:2] != ("rather", "config")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Constant) and node.value == "_target_"
+    ]
+    assert not found, f"_target_ belongs to the config loader, which refuses it: {found}"
+    configs = [file for file in text_files() if file.suffix in {".yaml", ".yml"}]
+    assert not lines_with(re.compile("_target_"), configs)
+
+
+def lines_with(pattern: re.Pattern[str], files: list[Path]) -> list[str]:
+    return [
+        f"{where(file)}:{number}: {line.strip()}"
+        for file in files
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def readable() -> list[Path]:
+    return [file for file in text_files() if file.suffix not in {".gz", ".parquet", ".arrow", ".png", ".svg"}]
+
+
+def test_no_path_of_one_machine() -> None:
+    assert not lines_with(MACHINE_PATH, readable())
+    assert MACHINE_PATH.search("open('/home" + "/someone/data')")
+
+
+def test_only_ci_looks_beside_the_checkout() -> None:
+    others = [file for file in readable() if where(file) not in {".ci/run", "tests/house/test_forbidden.py"}]
+    assert not lines_with(BESIDE_THE_CHECKOUT, others)
+
+
+def test_tests_do_not_sleep() -> None:
+    sleeping = [
+        where(file, node)
+        for file in python_files("tests")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"time.sleep", "sleep"}
+    ]
+    assert not sleeping, f"wait for the event, not for the clock: {sleeping}"

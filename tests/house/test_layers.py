@@ -1,0 +1,125 @@
+"""Imports go down only, without circles, and each heavy dependency has one door."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT, imports, module_name, python_files, where
+
+# From the roof to the ground. Rooms on one floor may import each other as long as no circle closes.
+FLOORS = [
+    {"rather", "__main__"},
+    {"cli"},
+    {"demo"},
+    {"pipeline", "tracking", "card"},
+    {"cluster"},
+    {"trainer", "checkpoint", "reference"},
+    {"model", "optim"},
+    {"losses", "metrics", "data"},
+    {"batch", "config"},
+    {"errors", "signals"},
+]
+
+DOORS = {
+    "hydra": ("rather/config/load.py",),
+    "omegaconf": ("rather/config/load.py",),
+    # demo/base.py plays the user who brings a model: it makes one and asks it for answers.
+    "transformers": ("rather/model/", "rather/data/template.py", "rather/demo/base.py"),
+    "tensorboard": ("rather/tracking.py",),
+    "torch.utils.tensorboard": ("rather/tracking.py",),
+    "ray": (),
+}
+
+
+def room(module: str) -> str:
+    """`rather.data.pack` lies in the room `data`; the package itself is a room of its own, the roof."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def floor(module: str) -> int:
+    for number, rooms in enumerate(FLOORS):
+        if room(module) in rooms:
+            return number
+    raise AssertionError(f"{module}: room '{room(module)}' is on no floor; give it a place in FLOORS")
+
+
+def ours(file: Path, *, for_types: bool = True) -> list[tuple[str, ast.stmt]]:
+    found = imports(file, for_types=for_types)
+    return [(name, node) for name, node in found if name.split(".")[0] == "rather"]
+
+
+def test_every_room_has_a_floor() -> None:
+    for file in python_files("rather"):
+        floor(module_name(file))
+
+
+def test_imports_go_down() -> None:
+    rising = [
+        f"{where(file, node)}: {module_name(file)} -> {name} runs up"
+        for file in python_files("rather")
+        for name, node in ours(file)
+        if floor(name) < floor(module_name(file))
+    ]
+    assert not rising, "\n".join(rising)
+
+
+def test_imports_close_no_circle() -> None:
+    # A package's __init__ gathers the names of its own modules; it is no step of a circle.
+    graph = {
+        module_name(file): {name for name, _ in ours(file, for_types=False)}
+        for file in python_files("rather")
+        if file.name != "__init__.py"
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, "a circle: " + " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for target in sorted(graph.get(module, set())):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_heavy_dependency_has_one_door(library: str) -> None:
+    strangers = [
+        f"{where(file, node)}: imports {name}, allowed only in {', '.join(DOORS[library]) or 'no file'}"
+        for file in python_files("rather")
+        for name, node in imports(file, for_types=False)
+        if (name == library or name.startswith(library + "."))
+        and not where(file).startswith(DOORS[library] or ("-",))
+    ]
+    assert not strangers, "\n".join(strangers)
+
+
+def test_the_rules_can_fail() -> None:
+    assert floor("rather.cli") < floor("rather.trainer") < floor("rather.data.pack") < floor("rather.errors")
+    with pytest.raises(AssertionError, match="on no floor"):
+        floor("rather.attic")
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("rather", "torch transformers hydra pyarrow tensorboard"),
+        ("rather.config", "torch transformers pyarrow tensorboard ray"),
+        ("rather.losses", "transformers hydra pyarrow tensorboard ray"),
+        ("rather.cli", "torch transformers tensorboard ray"),
+    ],
+)
+def test_light_modules_stay_light(module: str, absent: str) -> None:
+    """In a fresh process: what this one has imported already must not count."""
+    probe = f"import sys, {module}; print(*[name for name in {absent.split()} if name in sys.modules])"
+    command = [sys.executable, "-c", probe]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.split(), f"import {module} also imports {done.stdout.strip()}"

@@ -1,0 +1,83 @@
+"""Attention over segments equals the definition, written out query by query in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rather.batch import Segments
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.model.attention import segment_attention
+from tests.padded import random_pairs
+
+HEADS, WIDTH = 4, 8
+
+
+def segments() -> tuple[Segments, int]:
+    (batch,) = pack(random_pairs(4, 50, seed=3, longest=9), budget=10**6)
+    return batch.segments, len(batch.ids_N)
+
+
+def by_hand(
+    query: Tensor, key: Tensor, value: Tensor, parts: Segments, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """[H, N, D]: each query over the keys it may see, the last of which is its own."""
+    group = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    out, first_key = [], 0
+    queries = iter(query.unbind(1))
+    for q_len, k_len in zip(parts.q_lens, parts.k_lens, strict=True):
+        index = parts.key_index_K[first_key : first_key + k_len]
+        first_key += k_len
+        for end in range(k_len - q_len + 1, k_len + 1):
+            seen = index[max(0, end - (window or end)) : end]
+            scores = torch.einsum("hd,hkd->hk", next(queries), key[:, seen]) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            out.append(torch.einsum("hk,hkd->hd", scores.softmax(-1), value[:, seen]))
+    return torch.stack(out, dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_equals_the_definition(dtype: torch.dtype, softcap: float | None, window: int | None, kv_heads: int) -> None:
+    parts, tokens = segments()
+    torch.manual_seed(0)
+    given = [torch.randn(1, heads, tokens, WIDTH).to(dtype) for heads in (HEADS, kv_heads, kv_heads)]
+    ours = [x.clone().requires_grad_() for x in given]
+    exact = [x[0].double().requires_grad_() for x in given]
+    got, weights = segment_attention(
+        nn.Identity(), *ours, None, segments=parts, scaling=0.5, sliding_window=window, softcap=softcap, dropout=0.0
+    )
+    want = by_hand(*exact, parts, 0.5, window, softcap)
+    assert weights is None
+    assert got.shape == (1, tokens, HEADS, WIDTH)
+    assert got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert torch.allclose(got[0].transpose(0, 1).double(), want, atol=tolerance)
+    slope = torch.randn_like(want)
+    got[0].transpose(0, 1).backward(slope.to(dtype))
+    want.backward(slope)
+    for one, other in zip(ours, exact, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(one.grad[0].double(), other.grad, atol=4 * tolerance)
+
+
+def test_the_usual_scale_without_one() -> None:
+    parts, tokens = segments()
+    q, k, v = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(3))
+    given, _ = segment_attention(nn.Identity(), q, k, v, None, segments=parts, scaling=WIDTH**-0.5)
+    without, _ = segment_attention(nn.Identity(), q, k, v, None, segments=parts)
+    assert torch.equal(given, without)
+
+
+def test_sinks_are_refused_by_name() -> None:
+    parts, tokens = segments()
+    q, k, v = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(3))
+    with pytest.raises(ConfigError, match=r"Linear: attention sinks are not supported"):
+        segment_attention(nn.Linear(1, 1), q, k, v, None, segments=parts, s_aux=torch.zeros(HEADS))

@@ -1,0 +1,157 @@
+"""The self-check: full-size configs are really proven on a shrunken twin, and what cannot be trained is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from rather.config.schema import ModelArgs
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.model import check
+from rather.model.attention import IMPLEMENTATION, segment_attention
+from rather.model.check import check_family, check_model
+from rather.model.load import load_policy
+from rather.model.policy import PolicyModel
+from tests.tiny import tiny_policy
+
+LONG_ROPE = {  # as in Phi-3-mini-128k: one factor for each of the 48 rotary frequencies
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 50 for i in range(48)],
+    "long_factor": [1.0 + i for i in range(48)],
+    "original_max_position_embeddings": 4096,
+}
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FULL_SIZE: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(),
+    "llama 3.1": LlamaConfig(num_key_value_heads=8, max_position_embeddings=131072, rope_parameters=LLAMA_3_ROPE),
+    "qwen2": Qwen2Config(),
+    "qwen2 with windows": Qwen2Config(use_sliding_window=True, max_window_layers=20),
+    "qwen3": Qwen3Config(),
+    "mistral": MistralConfig(),
+    "gemma2": Gemma2Config(),
+    "gemma3 text": Gemma3TextConfig(),
+    "gemma3 with images": Gemma3Config(),
+    "phi3": Phi3Config(),
+    "phi3 128k": Phi3Config(
+        sliding_window=262144,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_parameters=LONG_ROPE,
+    ),
+    "gpt2": GPT2Config(),
+    "gpt neox": GPTNeoXConfig(),
+    "smollm3": SmolLM3Config(),
+    "granite": GraniteConfig(logits_scaling=8.0, attention_multiplier=0.02, embedding_multiplier=12.0),
+    "olmo2": Olmo2Config(),
+}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_a_full_size_config_is_proven_on_its_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[PolicyModel] = []
+    compare = check._compare
+
+    def watched(policy: PolicyModel, family: str) -> None:
+        compare(policy, family)
+        compared.append(policy)
+
+    monkeypatch.setattr(check, "_compare", watched)
+    config = FULL_SIZE[name]
+    before = config.to_dict()
+    check_family(config)
+    assert config.to_dict() == before
+    (policy,) = compared
+    twin = policy.causal_lm.config
+    assert sum(p.numel() for p in policy.parameters()) < 300_000
+    assert getattr(twin, "sliding_window", None) in (None, 8)
+    assert set(getattr(twin, "layer_types", None) or []) == set(
+        getattr(config.get_text_config(), "layer_types", None) or []
+    )
+
+
+def blind(module: Any, query: Any, key: Any, value: Any, mask: Any, *, segments: Any, **options: Any) -> Any:
+    """Attention that forgets the windows, as a family would that does not hand them on."""
+    return segment_attention(module, query, key, value, mask, segments=segments, **{**options, "sliding_window": None})
+
+
+def test_a_family_that_differs_only_beyond_its_window_is_refused() -> None:
+    AttentionInterface.register(IMPLEMENTATION, blind)
+    try:
+        check_family(LlamaConfig())
+        with pytest.raises(ConfigError, match=r"'mistral' cannot be trained.*differ.*per token"):
+            check_family(MistralConfig())
+    finally:
+        AttentionInterface.register(IMPLEMENTATION, segment_attention)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_falcon_is_refused_with_its_name(tmp_path: Path, dtype: Any) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    FalconForCausalLM(FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"'falcon' cannot be trained.*padded forward"):
+        load_policy(str(tmp_path), ModelArgs(dtype=dtype), "cpu")
+
+
+def test_a_config_that_cannot_be_shrunk_is_left_to_the_check_of_its_weights() -> None:
+    check_family(PretrainedConfig())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_real_weights_pass_and_wrong_log_probs_do_not(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy(dtype=dtype)
+    check_model(policy)
+    assert policy.causal_lm.config._attn_implementation == IMPLEMENTATION
+    monkeypatch.setattr(policy, "scale", 1.5)
+    with pytest.raises(ConfigError, match="'llama' cannot be trained"):
+        check_model(policy)
+
+
+def test_log_probs_that_are_not_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy()
+    monkeypatch.setattr(policy, "scale", float("nan"))
+    with pytest.raises(ConfigError, match="'llama' cannot be trained"):
+        check_model(policy)
+
+
+def test_random_numbers_of_the_run_are_not_touched() -> None:
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    check_family(LlamaConfig())
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_the_pairs_reach_beyond_the_window() -> None:
+    (batch,) = pack(check._two_pairs(64), budget=10**6)
+    assert max(batch.segments.k_lens) > 4 * 8

@@ -1,0 +1,141 @@
+"""The exported folder opens with transformers alone and holds exactly what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rather.config.schema import DPOConfig, ModelArgs
+from rather.model.export import export_model
+from rather.model.load import load_policy
+from rather.pipeline import DPOPipeline
+from tests.tiny import make_config, make_model
+
+Trained = tuple[DPOConfig, DPOPipeline]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A short run of a model with tied embeddings; every weight moves."""
+    config = make_config(tmp_path_factory.mktemp("export"), max_steps=2, save_steps=1, save_best=True)
+    pipeline = DPOPipeline(config)
+    assert pipeline.run() == 0
+    return config, pipeline
+
+
+def test_opens_with_transformers_and_gives_the_trained_logits(trained: Trained) -> None:
+    config, pipeline = trained
+    folder = config.run_dir / "model"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("w1 w2 w30", return_tensors="pt")
+    assert ids["input_ids"].tolist() == [[1, 4, 5, 33]]
+    policy: Any = pipeline.actor_train.trainer.policy.causal_lm
+    policy.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert torch.allclose(model(**ids).logits, policy(**ids).logits, atol=1e-6)
+    base: Any = AutoModelForCausalLM.from_pretrained(config.actor_train.model_path)
+    assert all(not torch.equal(*pair) for pair in zip(model.parameters(), base.parameters(), strict=True))
+
+
+def test_tied_weights_are_stored_once(trained: Trained) -> None:
+    names = load_file(trained[0].run_dir / "model" / "model.safetensors").keys()
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_untied_weights_are_stored_both(tmp_path: Path) -> None:
+    policy = load_policy(str(make_model(tmp_path / "base", tie_word_embeddings=False)), ModelArgs(), "cpu")
+    names = dict(policy.named_parameters())
+    weights = {name: p.detach() + (1 if "lm_head" in name else 2) for name, p in names.items()}
+    export_model(policy, weights, AutoTokenizer.from_pretrained(tmp_path / "base"), tmp_path / "model", "card")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert {f"causal_lm.{name}" for name in stored} == names.keys()
+    for name, weight in stored.items():
+        assert torch.equal(weight, weights[f"causal_lm.{name}"])
+
+
+def test_the_model_card_says_what_it_is(trained: Trained) -> None:
+    config = trained[0]
+    card = (config.run_dir / "model" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    for fact in (config.exp_name, "sigmoid", config.actor_train.model_path, "40 in training, 8 per step, 2 steps"):
+        assert fact in card
+
+
+def test_no_file_of_the_run_holds_reference_weights(trained: Trained) -> None:
+    config, pipeline = trained
+    reference = list(pipeline.reference.trainer.weights().values())
+    files = [file for file in config.run_dir.rglob("*") if file.is_file()]
+    tensors = [file for file in files if file.suffix == ".safetensors"]
+    assert len(tensors) == 2 * 3 + 2  # model, optimizer and rng of two checkpoints; model; best model
+    assert all(file.suffix in (".json", ".jsonl", ".yaml", ".md", "") for file in set(files) - set(tensors))
+    for tensor in (tensor for file in tensors for tensor in load_file(file).values()):
+        assert not any(tensor.shape == w.shape and torch.equal(tensor.float(), w.float()) for w in reference)
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_dtype_of_the_source_whatever_it_was_trained_in(tmp_path: Path, source: torch.dtype, dtype: Any) -> None:
+    base = make_model(tmp_path / "base", dtype=source)
+    policy = load_policy(str(base), ModelArgs(dtype=dtype), "cpu")
+    masters = {name: p.detach().float() + 1e-3 for name, p in policy.named_parameters()}
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for name in ("first", "second"):  # exporting must not change what is exported next
+        export_model(policy, masters, tokenizer, tmp_path / name, "card")
+        stored = load_file(tmp_path / name / "model.safetensors")
+        for key, weight in stored.items():
+            assert torch.equal(weight, masters[f"causal_lm.{key}"].to(source))
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == str(source).removeprefix("torch.")
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype == source
+
+
+def test_sampling_settings_that_transformers_would_not_save(tmp_path: Path) -> None:
+    """Published models set a temperature beside do_sample: false; that must not cost the trained weights."""
+    base = make_model(tmp_path / "base")
+    settings = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False, "temperature": 0.7, "top_p": 0.9}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    policy = load_policy(str(base), ModelArgs(), "cpu")
+    export_model(policy, {}, AutoTokenizer.from_pretrained(base), tmp_path / "model", "card")
+    stored = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert {key: stored[key] for key in settings} == settings
+    assert policy.causal_lm.generation_config.temperature == 0.7
+
+
+def test_replaces_an_older_model_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Also not what an export that was killed had left."""
+    base = make_model(tmp_path / "base")
+    policy = load_policy(str(base), ModelArgs(), "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    out = tmp_path / "run"
+    for name in ("model", ".tmp-model", ".old-model"):
+        (out / name).mkdir(parents=True)
+        (out / name / "leftover").touch()
+    export_model(policy, {}, tokenizer, out / "model", "card")
+    assert [path.name for path in out.iterdir()] == ["model"]
+    assert not (out / "model" / "leftover").exists()
+    assert (out / "model" / "README.md").read_text() == "card"
+
+
+def test_large_models_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_model(tmp_path / "base")
+    policy = load_policy(str(base), ModelArgs(), "cpu")
+    save = policy.causal_lm.save_pretrained
+    sizes: list[str] = []
+
+    def small_shards(folder: Path, *, max_shard_size: str, **options: Any) -> None:
+        sizes.append(max_shard_size)
+        save(folder, max_shard_size="20KB", **options)
+
+    monkeypatch.setattr(policy.causal_lm, "save_pretrained", small_shards)
+    export_model(policy, {}, AutoTokenizer.from_pretrained(base), tmp_path / "model", "card")
+    assert sizes == ["4GB"]
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
+    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(map(torch.equal, opened.parameters(), policy.parameters()))

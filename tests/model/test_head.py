@@ -1,0 +1,145 @@
+"""The head: log-probs and gradients of a plain log-softmax, in chunks, with logits kept or computed again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from rather.model import head
+from rather.model.head import token_logps
+
+ROWS, WIDTH, VOCAB = 7, 5, 11
+TREATMENTS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "scaled": {"scale": 0.7},
+    "capped": {"softcap": 2.0},
+    "scaled and capped": {"scale": 1.7, "softcap": 3.0},
+}
+KEPT_OR_NOT = pytest.mark.parametrize("keep_bytes", [0, 1 << 30], ids=["recomputed", "kept"])
+
+
+def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = True, rows: int = ROWS) -> Any:
+    torch.manual_seed(1)
+    hidden = torch.randn(rows, WIDTH, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, WIDTH, dtype=dtype, requires_grad=True)
+    bias_V = torch.randn(VOCAB, dtype=dtype, requires_grad=True) if bias else None
+    return hidden, weight, bias_V, torch.randint(0, VOCAB, (rows,))
+
+
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float = 1.0, softcap: float = 0.0
+) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
+
+
+def gradients(logps: Tensor, tensors: Any) -> list[Tensor]:
+    """Of a weighted sum, so that each row counts differently."""
+    given = [t for t in tensors if t is not None and t.requires_grad]
+    return list(torch.autograd.grad((logps * torch.linspace(-1, 2, len(logps))).sum(), given))
+
+
+@pytest.fixture(params=[1, 3, ROWS], ids=lambda rows: f"chunks of {rows}")
+def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(head, "CHUNK_BYTES", request.param * VOCAB * 8)
+    return int(request.param)
+
+
+@KEPT_OR_NOT
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_equals_log_softmax(treatment: str, bias: bool, keep_bytes: int, chunk_rows: int) -> None:
+    *tensors, targets = inputs(bias=bias)
+    options = TREATMENTS[treatment]
+    want = plain(*tensors, targets, **options)
+    got = token_logps(*tensors, targets, **options, keep_bytes=keep_bytes)
+    assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(gradients(got, tensors), gradients(want, tensors), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@KEPT_OR_NOT
+@pytest.mark.parametrize("treatment", ["plain", "scaled and capped"])
+def test_gradcheck(treatment: str, keep_bytes: int, chunk_rows: int) -> None:
+    """By finite differences; gradcheck also runs backward several times on one graph."""
+    *tensors, targets = inputs()
+
+    def work(*tensors: Any) -> Tensor:
+        return token_logps(*tensors, targets, **TREATMENTS[treatment], keep_bytes=keep_bytes)
+
+    assert gradcheck(work, tensors)
+
+
+def test_kept_and_recomputed_logits_give_the_same_bits(chunk_rows: int) -> None:
+    *tensors, targets = inputs(torch.float32)
+    kept, recomputed = (token_logps(*tensors, targets, scale=0.9, softcap=4.0, keep_bytes=n) for n in (1 << 30, 0))
+    assert torch.equal(kept, recomputed)
+    assert all(map(torch.equal, gradients(kept, tensors), gradients(recomputed, tensors)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near_and_its_log_probs_are_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 32).to(dtype).requires_grad_()
+    weight = (torch.randn(97, 32) * 0.3).to(dtype).requires_grad_()
+    targets = torch.randint(0, 97, (40,))
+    got = token_logps(hidden, weight, None, targets)
+    want = plain(hidden.float(), weight.float(), None, targets)
+    assert got.dtype == torch.float32
+    assert torch.allclose(got, want, atol=0.03)
+    for ours, theirs in zip(gradients(got, (hidden, weight)), gradients(want, (hidden, weight)), strict=True):
+        assert torch.cosine_similarity(ours.float().flatten(), theirs.float().flatten(), dim=0) > 0.9999
+
+
+@KEPT_OR_NOT
+def test_no_rows_at_all(keep_bytes: int) -> None:
+    *tensors, targets = inputs(rows=0)
+    got = token_logps(*tensors, targets, keep_bytes=keep_bytes)
+    assert got.shape == (0,)
+    assert all(not g.any() for g in gradients(got, tensors))
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    hidden, weight, _, targets = inputs(bias=False)
+    whole = gradients(token_logps(hidden, weight, None, targets), (hidden, weight))[0]
+    weight.requires_grad_(False)
+    token_logps(hidden, weight, None, targets).backward(torch.linspace(-1, 2, ROWS, dtype=torch.float64))
+    assert weight.grad is None
+    assert torch.allclose(hidden.grad, whole, rtol=1e-5)
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Counts the chunks of logits that are in memory."""
+    made: list[weakref.ref[Tensor]] = []
+    compute = head._logits
+
+    def watched(*args: Any) -> Tensor:
+        logits = compute(*args)
+        made.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(head, "_logits", watched)
+    return lambda: sum(chunk() is not None for chunk in made)
+
+
+@pytest.mark.parametrize(("gradient", "keep_bytes", "left"), [(True, 1 << 30, 3), (True, 0, 0), (False, 1 << 30, 0)])
+def test_what_stays_in_memory(
+    monkeypatch: pytest.MonkeyPatch, alive: Any, gradient: bool, keep_bytes: int, left: int
+) -> None:
+    """Logits stay between forward and backward when they fit the budget, and never where there is no backward."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", 3 * VOCAB * 8)
+    *tensors, targets = inputs()
+    with torch.set_grad_enabled(gradient):
+        logps = token_logps(*tensors, targets, keep_bytes=keep_bytes)
+    assert alive() == left
+    if gradient:
+        logps.sum().backward()
+        assert alive() == 0

@@ -1,0 +1,168 @@
+"""A model folder becomes a policy in eval mode, or one sentence that says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, PretrainedConfig, T5Config
+
+from rather.config.schema import ModelArgs
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.model.load import load_policy, same_weights
+from rather.model.policy import PolicyModel
+from tests.padded import random_pairs
+from tests.tiny import make_model
+
+WEIGHTS = "model.safetensors"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+SMALL: dict[str, Any] = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "base")
+
+
+def with_weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def work(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        change(weights)
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return work
+
+
+def with_config(**changes: Any) -> Callable[[Path], None]:
+    def work(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return work
+
+
+def pickled(folder: Path) -> None:
+    """As in old repositories: weights that only torch.load reads."""
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+def cut(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:5000])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a weight is missing": (with_weights(lambda w: w.pop(QUERY)), rf"do not fill.*missing keys.*{QUERY}"),
+    "a weight has another shape": (
+        with_weights(lambda w: w.update({QUERY: torch.zeros(5, 5)})),
+        rf"do not fill.*mismatched keys.*{QUERY}",
+    ),
+    "a weight is NaN": (
+        with_weights(lambda w: w["model.norm.weight"].fill_(torch.nan)),
+        r"not finite numbers: model\.norm\.weight",
+    ),
+    "only pickled weights": (pickled, r"its weights cannot be opened.*model\.safetensors"),
+    "cut off": (cut, r"its weights cannot be opened.*incomplete"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"its config cannot be opened"),
+    "a broken config": (lambda folder: (folder / "config.json").write_text("{"), r"its config cannot be opened.*JSON"),
+    "an impossible config": (with_config(num_attention_heads=5), r"its config cannot be opened.*multiple"),
+    "an unknown family": (with_config(model_type="lama"), r"its config cannot be opened.*`lama`"),
+    "no causal language model": (
+        lambda folder: (folder / "config.json").write_text(json.dumps(T5Config().to_dict())),
+        r"its weights cannot be opened.*T5Config",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_folder_that_cannot_be_used_is_one_sentence(base: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(base, folder)
+    work, sentence = DAMAGE[damage]
+    work(folder)
+    with pytest.raises(ConfigError, match=f"(?s)model '{folder}'.*{sentence}") as caught:
+        load_policy(str(folder), ModelArgs(), "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_is_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_policy(str(tmp_path / "nowhere"), ModelArgs(), "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_runs_in_the_dtype_asked_for_and_remembers_that_of_its_source(base: Path, dtype: Any) -> None:
+    policy = load_policy(str(base), ModelArgs(dtype=dtype), "cpu")
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert {p.dtype for p in policy.parameters()} == {wanted}
+    assert policy.causal_lm.config.dtype == torch.float32
+    assert not any(module.training for module in policy.modules())
+
+
+def test_the_same_folder_by_two_names(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(base)
+    shutil.copytree(base, tmp_path / "copy")
+    assert same_weights(str(base), str(tmp_path / "link"))
+    assert same_weights("org/model", "org/model")
+    assert not same_weights(str(base), str(tmp_path / "copy"))
+    assert not same_weights("org/model", "org/other")
+
+
+# OPT calls dropout in the layer itself, GPT-2 in its parts; both have a tenth by default.
+DROPOUT: dict[str, tuple[type[Any], PretrainedConfig]] = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, **SMALL)),
+    "opt": (
+        OPTForCausalLM,
+        OPTConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            ffn_dim=24,
+            word_embed_proj_dim=16,
+            max_position_embeddings=64,
+            **SMALL,
+        ),
+    ),
+}
+
+
+def layer_runs(policy: PolicyModel) -> list[int]:
+    """Counts how often a part of the last layer runs."""
+    counter = [0]
+    (layer,) = (module for name, module in policy.named_modules() if name.endswith((".1.mlp", ".1.fc1")))
+    layer.register_forward_pre_hook(lambda *_: counter.__setitem__(0, counter[0] + 1))
+    return counter
+
+
+@pytest.mark.parametrize("family", ["llama", *DROPOUT])
+def test_recomputed_activations_change_nothing_and_are_recomputed(base: Path, tmp_path: Path, family: str) -> None:
+    folder = base
+    if family in DROPOUT:
+        model, config = DROPOUT[family]
+        model(config).save_pretrained(folder := tmp_path / family)
+    (batch,) = pack(random_pairs(4, 60), budget=10**6)
+    seen = []
+    for recompute in (False, True):
+        policy = load_policy(str(folder), ModelArgs(), "cpu", recompute=recompute)
+        counter = layer_runs(policy)
+        logps = policy(batch)
+        assert counter == [1]
+        logps.sum().backward()
+        assert counter == [2 if recompute else 1]
+        seen.append([logps, *(p.grad for p in policy.parameters())])
+        with torch.no_grad():
+            assert torch.equal(policy(batch), logps)  # no dropout
+    for kept, recomputed in zip(*seen, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+def test_a_model_whose_layers_cannot_recompute_says_so(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rather.model.load.GradientCheckpointingLayer", torch.nn.Conv3d)
+    with pytest.raises(ConfigError, match="disable_gradient_checkpointing to true"):
+        load_policy(str(base), ModelArgs(), "cpu", recompute=True)

@@ -1,0 +1,204 @@
+"""The commands: their help, what they print and write, and the exit code of every kind of failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from rather.cli import app
+from rather.cluster.worker import ActorWorker
+from rather.losses import Loss
+
+MUST_SHOW = """\
+pretrain: {folder}/base
+bata: 0.2
+label_smoothing: 0.7
+actor_train:
+  data_args:
+    file_name: {folder}/pairs.jsonl
+  training_args:
+    learning_rate: fast
+"""
+
+
+@pytest.fixture
+def yaml_file(shared: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A YAML as a user writes it; runs go to a folder of their own, the tokenised pairs are shared."""
+
+    def write(**changes: Any) -> Path:
+        values: dict[str, Any] = {
+            "exp_name": "run",
+            "output_dir": str(tmp_path / "out"),
+            "logging_dir": str(tmp_path / "logs"),
+            "pretrain": str(shared / "base"),
+            "sequence_length": 64,
+            "max_steps": 2,
+            "track_with": None,
+            "actor_train": {
+                "data_args": {
+                    "file_name": str(shared / "pairs.jsonl"),
+                    "cache_dir": str(shared / "output" / ".cache" / "data"),
+                },
+                "training_args": {"learning_rate": 1e-3, "per_device_train_batch_size": 8},
+            },
+            "validation": {"data_args": {"file_name": str(shared / "held_out.jsonl")}},
+        }
+        file = tmp_path / "dpo.yaml"
+        file.write_text(yaml.safe_dump({**values, **changes}))
+        return file
+
+    return write
+
+
+def rather(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+# --- help ---
+
+
+COMMANDS = ["", "train", "data", "eval", "demo", "config", *(f"config {x}" for x in ("show", "explain", "schema"))]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    result = rather(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.stdout
+    if command in ("train", "data", "eval", "config show", "config explain"):
+        assert f"Example: rather {command} " in result.stdout.replace("`", "")
+
+
+def test_help_names_all_commands() -> None:
+    text = rather("--help").stdout
+    assert all(name in text for name in ("train", "data", "eval", "config", "demo"))
+
+
+# --- configuration ---
+
+
+def test_three_problems_are_one_message_and_nothing_is_written(shared: Path, tmp_path: Path) -> None:
+    """Through a real process: exit code, stderr, no traceback, and without waiting for torch."""
+    file = tmp_path / "dpo.yaml"
+    file.write_text(MUST_SHOW.format(folder=shared))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "rather", "train", str(file)],
+        capture_output=True, text=True, cwd=tmp_path, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    bata, smoothing, rate = (
+        next(line for line in done.stderr.splitlines() if key in line)
+        for key in ("bata", "label_smoothing", "learning_rate")
+    )
+    assert "dpo.yaml:2" in bata
+    assert "did you mean 'beta'?" in bata
+    assert "dpo.yaml:3" in smoothing
+    assert "0.7" in smoothing
+    assert "0.5" in smoothing
+    assert "dpo.yaml:8" in rate
+    assert "fast" in rate
+    assert [path.name for path in tmp_path.iterdir()] == ["dpo.yaml"]
+
+
+def test_config_show_explain_schema_and_reference(yaml_file: Callable[..., Path]) -> None:
+    file = yaml_file(beta=0.3)
+    shown = rather("config", "show", file, "label_smoothing=0.1")
+    assert shown.exit_code == 0
+    (beta,) = [line for line in shown.stdout.splitlines() if line.startswith("beta")]
+    assert "0.3" in beta
+    assert "dpo.yaml" in beta
+    explained = rather("config", "explain", "actor_train.training_args.learning_rate", file)
+    assert explained.exit_code == 0
+    assert "Peak learning rate" in explained.stdout
+    assert "0.001" in explained.stdout
+    assert rather("config", "explain", "beta").exit_code == 0
+    schema = rather("config", "schema")
+    assert "actor_train" in json.loads(schema.stdout)["properties"]
+    assert "| `beta` |" in rather("config", "reference").stdout
+
+
+def test_an_unknown_key_cannot_be_explained() -> None:
+    result = rather("config", "explain", "bata")
+    assert result.exit_code == 2
+    assert "beta" in result.stderr
+
+
+# --- training and evaluation ---
+
+
+def test_train_then_evaluate(yaml_file: Callable[..., Path], shared: Path, tmp_path: Path) -> None:
+    """`rather eval` prints what the run's last evaluation wrote; of the base model, what its first did."""
+    file = yaml_file()
+    trained = rather("train", file)
+    assert trained.exit_code == 0, trained.output
+    run = tmp_path / "out" / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [{k: v for k, v in line.items() if k.startswith("eval/")} for line in lines if "eval/loss" in line]
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    result = rather("eval", file)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == pytest.approx(evaluations[-1], rel=1e-6)
+    base = rather("eval", file, "--model", shared / "base")
+    assert json.loads(base.stdout) == pytest.approx(evaluations[0], rel=1e-6)
+    nowhere = rather("eval", file, "--model", tmp_path / "nowhere")
+    assert (nowhere.exit_code, "nowhere" in nowhere.stderr) == (2, True)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert {path.name for path in (tmp_path / "logs" / "run").iterdir()} == {
+        "driver.log", "actor_train-0.log", "reference-0.log",
+    }  # fmt: skip
+    again = rather("train", file)
+    assert again.exit_code == 0
+    assert "is finished at step 2" in again.output
+    other_loss = rather("train", file, "beta=0.7", "max_steps=3")
+    assert other_loss.exit_code == 4
+    assert "belongs to another run" in other_loss.stderr
+    anew = rather("train", file, "beta=0.7", "--overwrite")
+    assert anew.exit_code == 0, anew.output
+
+
+def test_a_dry_run_writes_no_run(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
+    result = rather("train", yaml_file(), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "40 pairs, 2 steps of 8 pairs" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["dpo.yaml"]
+
+
+def test_data_shows_pairs(yaml_file: Callable[..., Path]) -> None:
+    result = rather("data", yaml_file(), "--show", "2")
+    assert result.exit_code == 0, result.output
+    assert "40" in result.stdout
+    assert "[[" in result.stdout  # what is scored, where there are no colours
+
+
+class NotANumber(ActorWorker):
+    def build_loss(self) -> Loss:
+        return lambda x: x.policy[:, 0] * float("nan")
+
+
+def test_exit_codes(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
+    missing_data = rather("train", yaml_file(), f"actor_train.data_args.file_name={tmp_path}/none.jsonl")
+    assert (missing_data.exit_code, "none.jsonl" in missing_data.stderr) == (3, True)
+    missing_model = rather("train", yaml_file(), f"pretrain={tmp_path}/none")
+    assert (missing_model.exit_code, "does not exist" in missing_model.stderr) == (2, True)
+    no_file = rather("train", tmp_path / "none.yaml")
+    assert (no_file.exit_code, "none.yaml" in no_file.stderr) == (2, True)
+    no_model_yet = rather("eval", yaml_file())
+    assert (no_model_yet.exit_code, "train first" in no_model_yet.stderr) == (2, True)
+    nothing_to_evaluate = rather("eval", yaml_file(validation={}))
+    assert (nothing_to_evaluate.exit_code, "held-out" in nothing_to_evaluate.stderr) == (2, True)
+    not_finite = rather("train", yaml_file(), "actor_train.worker_cls=tests.train.test_cli.NotANumber")
+    assert (not_finite.exit_code, "not finite" in not_finite.stderr) == (6, True)
+    wrong_loss = rather("train", yaml_file(), "pref_loss=sigmoyd")
+    assert (wrong_loss.exit_code, "did you mean 'sigmoid'?" in wrong_loss.stderr) == (2, True)

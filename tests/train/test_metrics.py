@@ -1,0 +1,70 @@
+"""Metrics are weighted means over pairs, whatever the pairs were batched with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rather.batch import PairLogps
+from rather.metrics import PER_PAIR, Scored, Window, rewards, weighted_sums
+
+BETA = 0.25
+POLICY = [[-10.0, -12.0], [-8.0, -7.0], [-6.0, -6.0], [-20.0, -11.0]]
+REFERENCE = [[-11.0, -11.0], [-8.0, -9.0], [-5.0, -5.0], [-20.0, -12.0]]
+LENGTH = [[5.0, 4.0], [4.0, 7.0], [3.0, 2.0], [8.0, 1.0]]
+LOSSES = [0.5, 0.9, math.log(2), 1.0]
+WEIGHTS = [1.0, 3.0, 0.5, 0.0]  # the last is a filler
+WANTED: dict[str, list[float]] = {  # of each pair, by hand
+    "loss": LOSSES,
+    "rewards/chosen": [0.25, 0.0, -0.25, 0.0],
+    "rewards/rejected": [-0.25, 0.5, -0.25, 0.25],
+    "rewards/accuracies": [1, 0, 0, 0],  # a tie is not won
+    "rewards/ties": [0, 0, 1, 0],
+    "rewards/margins": [0.5, -0.5, 0.0, -0.25],
+    "logps/chosen": [-10, -8, -6, -20],
+    "logps/rejected": [-12, -7, -6, -11],
+    "sft_loss": [2.0, 2.0, 2.0, 2.5],
+}
+
+
+def sums(places: Any) -> torch.Tensor:
+    """As one micro-batch of these pairs gives them."""
+    double = {"dtype": torch.float64}
+    policy, reference, length = (torch.tensor(x, **double)[places] for x in (POLICY, REFERENCE, LENGTH))
+    x = PairLogps(policy, reference, length)
+    scored = Scored(x, torch.tensor(LOSSES, **double)[places], rewards(x, BETA))
+    return weighted_sums(scored, torch.tensor(WEIGHTS, **double)[places])
+
+
+def test_each_metric_is_a_weighted_mean_over_pairs() -> None:
+    window = Window()
+    window.add(sums([0, 1, 2, 3]), pairs=3, tokens=40)
+    assert window.means().keys() == WANTED.keys() == PER_PAIR.keys()
+    for name, mean in window.means().items():
+        want = sum(w * v for w, v in zip(WEIGHTS, WANTED[name], strict=True)) / sum(WEIGHTS)
+        assert mean == pytest.approx(want, rel=1e-12, abs=1e-15), name
+
+
+def test_several_adds_equal_one() -> None:
+    whole, parts = Window(), Window()
+    whole.add(sums([0, 1, 2, 3]), pairs=3, tokens=40, skipped=1)
+    for places, pairs, tokens, skipped in (([2], 1, 9, 0), ([0, 3], 1, 11, 1), ([1], 1, 20, 0)):
+        parts.add(sums(places), pairs=pairs, tokens=tokens, skipped=skipped)
+    assert parts.means() == pytest.approx(whole.means(), rel=1e-12)
+    assert (parts.pairs, parts.tokens, parts.skipped) == (whole.pairs, whole.tokens, whole.skipped)
+
+
+def test_metrics_hold_no_graph() -> None:
+    policy = torch.tensor(POLICY, dtype=torch.float64, requires_grad=True)
+    x = PairLogps(policy, torch.tensor(REFERENCE).double(), torch.tensor(LENGTH).double())
+    scored = Scored(x, policy.sum(1), rewards(x, BETA))
+    assert not weighted_sums(scored, torch.ones(4, dtype=torch.float64)).requires_grad
+
+
+def test_no_weight_at_all_is_no_number_and_no_crash() -> None:
+    window = Window()
+    window.add(sums([3]), pairs=1, tokens=5)
+    assert all(math.isnan(mean) for mean in window.means().values())

@@ -1,0 +1,261 @@
+"""The optimizer: schedules as Hugging Face has them, AdamW as torch has it, and masters that lose no update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import get_scheduler
+
+from rather.config.schema import TrainingArgs
+from rather.optim import LossScale, Optimizer, schedule
+
+TOTAL, PEAK = 37, 3e-4
+
+
+def args(**changes: Any) -> TrainingArgs:
+    return TrainingArgs(**{"learning_rate": PEAK, **changes})
+
+
+def theirs(name: str, warmup: int, numbers: dict[str, float]) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = get_scheduler(name, optimizer, warmup, TOTAL, numbers)
+    rates = []
+    for _ in range(TOTAL):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 6])
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("constant_with_warmup", {}),
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_min_lr", {"min_lr": 1e-4}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 0.5}),
+        ("inverse_sqrt", {}),
+        ("inverse_sqrt", {"timescale": 12}),
+    ],
+)
+def test_schedules_equal_those_of_transformers(name: Any, numbers: dict[str, float], warmup: int) -> None:
+    rate = schedule(args(lr_scheduler_type=name, lr_scheduler_kwargs=numbers, warmup_steps=warmup), TOTAL)
+    assert [rate(updates) for updates in range(TOTAL)] == pytest.approx(theirs(name, warmup, numbers), rel=1e-12)
+
+
+def test_constant_warms_up_when_asked() -> None:
+    rate = schedule(args(lr_scheduler_type="constant", warmup_steps=4), TOTAL)
+    assert [rate(n) / PEAK for n in range(6)] == [0, 0.25, 0.5, 0.75, 1, 1]
+    assert schedule(args(lr_scheduler_type="constant"), TOTAL)(0) == PEAK
+
+
+def test_wsd_is_flat_and_then_linear_to_its_floor() -> None:
+    rate = schedule(args(lr_scheduler_type="wsd", warmup_steps=2), 42)  # a tenth of the 40 after the warm-up
+    assert [rate(n) / PEAK for n in range(42)] == pytest.approx([0, 0.5, *[1] * 37, 0.75, 0.5, 0.25])
+    numbers = {"num_decay_steps": 2, "min_lr_rate": 0.2}
+    rate = schedule(args(lr_scheduler_type="wsd", lr_scheduler_kwargs=numbers), 6)
+    assert [rate(n) / PEAK for n in range(7)] == pytest.approx([1, 1, 1, 1, 1, 0.6, 0.2])
+
+
+def test_linear_ends_at_a_floor() -> None:
+    rate = schedule(args(lr_scheduler_kwargs={"min_lr": PEAK / 2}), 4)
+    assert [rate(n) / PEAK for n in range(5)] == pytest.approx([1, 0.875, 0.75, 0.625, 0.5])
+
+
+def test_warm_up_by_ratio_rounds_up_and_steps_win() -> None:
+    rate = schedule(args(warmup_ratio=0.1), TOTAL)  # 3.7 -> 4
+    assert [rate(n) / PEAK for n in range(5)] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert schedule(args(warmup_ratio=0.5, warmup_steps=2), TOTAL)(2) == PEAK
+
+
+def test_past_the_horizon_the_rate_stays_down() -> None:
+    for name in ("linear", "cosine", "wsd"):
+        rate = schedule(args(lr_scheduler_type=name), 10)
+        assert rate(10) == rate(25) == 0
+
+
+# --- updates ---
+
+
+class Toy(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.matrix = nn.Parameter((torch.randn(6, 4) * spread).to(dtype))
+        self.vector = nn.Parameter((torch.randn(4) * spread).to(dtype))
+
+    def backward(self, gradients: list[Tensor]) -> None:
+        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+            (parameter * gradient).sum().backward()
+
+
+def optimizer_of(model: nn.Module, *, rate: float = 1e-2, max_grad_norm: float = 0.0, **changes: Any) -> Optimizer:
+    return Optimizer(
+        model.named_parameters(), args(**changes), schedule=lambda _: rate, max_grad_norm=max_grad_norm
+    )
+
+
+def gradients(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in ((6, 4), (4,))]
+
+
+def update(optimizer: Optimizer) -> None:
+    optimizer.step(float(optimizer.grad_norm()))
+    optimizer.zero_grad()
+
+
+NUMBERS = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e6])
+def test_float32_is_torch_adamw(max_grad_norm: float) -> None:
+    ours, other = Toy(), Toy()
+    optimizer = optimizer_of(ours, max_grad_norm=max_grad_norm, **NUMBERS)
+    groups = [{"params": [other.matrix], "weight_decay": 0.1}, {"params": [other.vector], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6)
+    for step in range(6):
+        ours.backward(gradients(step))
+        other.backward(gradients(step))
+        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), max_grad_norm or float("inf"))
+        assert float(optimizer.grad_norm()) == pytest.approx(float(norm), rel=1e-6)  # before clipping
+        update(optimizer)
+        adamw.step()
+        adamw.zero_grad()
+    assert optimizer.updates == 6
+    for one, another in zip(ours.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(one, another, rtol=1e-6, atol=1e-7)
+
+
+def test_weight_decay_is_for_matrices_only() -> None:
+    model = Toy()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = optimizer_of(model, weight_decay=0.5)
+    model.backward([torch.zeros(6, 4), torch.zeros(4)])
+    update(optimizer)
+    assert torch.allclose(model.matrix, before[0] * (1 - 1e-2 * 0.5))
+    assert torch.equal(model.vector, before[1])
+
+
+def test_frozen_weights_are_left_alone() -> None:
+    model = Toy()
+    model.matrix.requires_grad_(False)
+    optimizer = optimizer_of(model, weight_decay=0.5)
+    before = model.matrix.clone()
+    (model.vector * 2).sum().backward()
+    update(optimizer)
+    assert list(optimizer.masters) == ["vector"]
+    assert torch.equal(model.matrix, before)
+
+
+def test_bfloat16_at_a_small_rate_loses_updates_without_masters() -> None:
+    """2e-4 in all, of which each single step is far below half the spacing of bfloat16 numbers near 0.02."""
+    steps, rate = 400, 5e-7
+    ours, plain, exact = Toy(torch.bfloat16, 0.02), Toy(torch.bfloat16, 0.02), Toy(torch.bfloat16, 0.02).float()
+    start = [p.detach().clone() for p in ours.parameters()]
+    optimizer = optimizer_of(ours, rate=rate)
+    lossy, wide = (torch.optim.AdamW(m.parameters(), lr=rate, weight_decay=0.0, fused=True) for m in (plain, exact))
+    given = gradients(0, torch.bfloat16)
+    for _ in range(steps):
+        for model in (ours, plain, exact):
+            model.backward(given)
+        update(optimizer)
+        for adamw in (lossy, wide):
+            adamw.step()
+            adamw.zero_grad()
+    big = [p.abs() > 0.005 for p in start]
+    for mine, lost, true, before, large in zip(
+        ours.parameters(), plain.parameters(), exact.parameters(), start, big, strict=True
+    ):
+        assert torch.equal(lost[large], before[large])
+        assert (mine[large] != before[large]).any()
+        assert torch.equal(mine, true.bfloat16())  # the rounded image of float32 training
+        assert mine.dtype == torch.bfloat16
+
+
+def test_bfloat16_gradients_are_added_up_in_float32() -> None:
+    model = Toy(torch.bfloat16)
+    optimizer = optimizer_of(model)
+    model.backward([torch.ones(6, 4), torch.ones(4)])
+    for _ in range(256):
+        model.backward([torch.full((6, 4), 2.0**-9), torch.full((4,), 2.0**-9)])
+    assert [g.unique().tolist() for g in optimizer.gradients()] == [[1.5], [1.5]]
+    assert {g.dtype for g in optimizer.gradients()} == {torch.float32}
+    assert model.matrix.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_loaded_optimizer_goes_on_to_the_bit(dtype: torch.dtype) -> None:
+    model = Toy(dtype)
+    optimizer = optimizer_of(model, **NUMBERS)
+    for step in range(3):
+        model.backward(gradients(step))
+        update(optimizer)
+    saved = {name: p.detach().clone() for name, p in optimizer.masters.items()}
+    moments = {name: t.clone() for name, t in optimizer.moments().items()}
+    fresh = Toy(dtype)
+    other = optimizer_of(fresh, **NUMBERS)
+    other.load(saved, moments, optimizer.updates)
+    for step in range(3, 6):
+        for each, its in ((model, optimizer), (fresh, other)):
+            each.backward(gradients(step))
+            update(its)
+    assert other.updates == 6
+    for name, master in optimizer.masters.items():
+        assert torch.equal(other.masters[name], master)
+        assert torch.equal(other.parameters[name], optimizer.parameters[name])
+
+
+def test_a_weight_that_never_got_a_gradient_has_no_moments() -> None:
+    """As the image tower of a model that is trained on text: nothing is saved for it, and nothing is missed."""
+    model, fresh = Toy(), Toy()
+    optimizer, other = optimizer_of(model), optimizer_of(fresh)
+    model.vector.sum().backward()
+    update(optimizer)
+    assert optimizer.moments().keys() == {"vector.exp_avg", "vector.exp_avg_sq"}
+    moments = {name: t.clone() for name, t in optimizer.moments().items()}
+    other.load({name: p.detach() for name, p in optimizer.masters.items()}, moments, 1)
+    for each, its in ((model, optimizer), (fresh, other)):
+        each.vector.sum().backward()
+        update(its)
+    assert torch.equal(fresh.vector, model.vector)
+    assert torch.equal(fresh.matrix, model.matrix)
+
+
+def test_loss_scale_grows_after_patience() -> None:
+    scale = LossScale(value=8.0, patience=3)
+    for _ in range(2):
+        scale.succeeded()
+    assert scale.value == 8
+    scale.overflowed()
+    assert (scale.value, scale.clean) == (4, 0)
+    for _ in range(3):
+        scale.succeeded()
+    assert (scale.value, scale.clean) == (8, 0)
+
+
+def test_only_float16_has_a_loss_scale() -> None:
+    scales = [optimizer_of(Toy(dtype)).scale for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    assert scales == [1, 1, 2**16]
+
+
+def test_the_loss_scale_is_taken_out_again() -> None:
+    model, plain = Toy(torch.float16), Toy(torch.float16)
+    optimizer, other = optimizer_of(model, max_grad_norm=0.5), optimizer_of(plain, max_grad_norm=0.5)
+    assert optimizer.loss_scale
+    assert other.loss_scale
+    optimizer.loss_scale.value, other.loss_scale.value = 16.0, 1.0
+    given = gradients(1, torch.float16)
+    model.backward([16 * g for g in given])
+    plain.backward(given)
+    assert float(optimizer.grad_norm()) == pytest.approx(float(other.grad_norm()), rel=1e-6)
+    for its in (optimizer, other):
+        update(its)
+    for name, master in optimizer.masters.items():
+        assert torch.allclose(master, other.masters[name], rtol=1e-6)

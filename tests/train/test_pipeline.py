@@ -1,0 +1,488 @@
+"""The loop: when it evaluates, saves and stops, what it refuses, and that every setting has its effect."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rather.checkpoint import open_checkpoint
+from rather.cluster.worker import ActorWorker
+from rather.config.schema import DPOConfig
+from rather.errors import ConfigError, NonFiniteError
+from rather.losses import Loss
+from rather.pipeline import DPOPipeline
+from tests.tiny import make_config, make_model, make_pairs, metrics
+
+TRAINING = "actor_train__training_args__"
+EPOCHS = f"{TRAINING}num_train_epochs"  # 40 pairs in steps of 8: 5 steps an epoch
+
+
+@pytest.fixture(autouse=True)
+def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is half the time of a tiny run, and has tests of its own."""
+    for name in ("check_family", "check_model"):
+        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+
+
+def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
+    config = make_config(folder, exp_name=name, **changes)
+    assert DPOPipeline(config).run() == 0
+    return config, metrics(config)
+
+
+def evaluations(lines: list[dict[str, Any]]) -> list[int]:
+    return [line["step"] for line in lines if any(key.startswith("eval/") for key in line)]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted((path.name for path in folder.glob("checkpoint-*")), key=lambda name: int(name.split("-")[1]))
+
+
+# --- what a run writes ---
+
+TRAIN_KEYS = [
+    "step", "epoch", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/ties",
+    "rewards/margins", "logps/chosen", "logps/rejected", "sft_loss", "grad_norm", "lr", "pairs", "tokens",
+    "skipped_iter", "pairs_per_second", "tokens_per_second",
+]  # fmt: skip
+
+
+def test_a_plain_run(shared: Path) -> None:
+    config, lines = run(shared, "plain", max_steps=3)
+    first_evaluation, first, *_, last, last_evaluation = lines
+    assert list(first) == TRAIN_KEYS
+    assert set(first_evaluation) == {"step", "epoch", "eval/pairs"} | {f"eval/{key}" for key in TRAIN_KEYS[2:11]}
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3]
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert first_evaluation["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert (first_evaluation["eval/rewards/accuracies"], first_evaluation["eval/pairs"]) == (0, 9)
+    assert (first["pairs"], first["epoch"], last["epoch"]) == (8, 0.2, 0.6)
+    assert last_evaluation["eval/loss"] < first_evaluation["eval/loss"]
+    assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+    written = {path.name for path in config.run_dir.iterdir()} - {".lock"}
+    assert written == {"metrics.jsonl", "config.yaml", "data_report.json", "checkpoint-3", "LATEST", "model"}
+    assert json.loads((config.run_dir / "data_report.json").read_text())
+
+
+def test_the_data_ends_first(shared: Path) -> None:
+    """A final checkpoint and model all the same; the last step of an epoch is smaller and divides by its own count."""
+    config, lines = run(shared, "data-ends", max_steps=50, **{f"{TRAINING}per_device_train_batch_size": 12})
+    assert [line["pairs"] for line in lines if "loss" in line] == [12, 12, 12, 4]
+    assert checkpoints(config.run_dir) == ["checkpoint-4"]
+    assert (config.run_dir / "model").exists()
+
+
+def test_a_line_covers_the_steps_since_the_last(shared: Path) -> None:
+    _, every = run(shared, "every-line", max_steps=5)
+    _, some = run(shared, "some-lines", max_steps=5, logging_steps=2)
+    lines = [line for line in some if "loss" in line]
+    single = [line for line in every if "loss" in line]
+    assert [(line["step"], line["pairs"]) for line in lines] == [(2, 16), (4, 16), (5, 8)]
+    for key in ("loss", "rewards/margins", "sft_loss"):
+        assert lines[0][key] == pytest.approx((single[0][key] + single[1][key]) / 2, rel=1e-9)
+        assert lines[2][key] == single[4][key]
+
+
+# --- evaluation ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, [0, 5, 10]),
+        ({"eval_steps": 3}, [0, 3, 5, 6, 9, 10]),
+        ({"eval_steps": 5}, [0, 5, 10]),
+        ({"max_steps": 7}, [0, 5, 7]),
+    ],
+)
+def test_when_it_evaluates(shared: Path, changes: dict[str, Any], steps: list[int]) -> None:
+    """At the start, every eval_steps, after each epoch, at the end; never twice at one step."""
+    name = "evaluates-" + "-".join(f"{k}{v}" for k, v in changes.items())
+    _, lines = run(shared, name, **{EPOCHS: 2.0}, **changes)
+    assert evaluations(lines) == steps
+
+
+def test_without_evaluation_pairs_there_is_no_evaluation(shared: Path) -> None:
+    _, lines = run(shared, "no-evaluation", max_steps=1, validation={})
+    assert evaluations(lines) == []
+
+
+def test_several_named_sets(shared: Path) -> None:
+    other = make_pairs(shared / "other.jsonl", 5, seed=9)
+    held_out = shared / "held_out.jsonl"
+    sets = {"main": str(held_out), "other": str(other)}
+    _, named = run(shared, "named", max_steps=2, validation={"data_args": {"file_name": sets}})
+    _, plain = run(shared, "unnamed", max_steps=2)
+    assert [line["eval/main/loss"] for line in named if "eval/main/loss" in line] == [
+        line["eval/loss"] for line in plain if "eval/loss" in line
+    ]
+    assert named[0]["eval/other/pairs"] == 5
+    assert evaluations(named) == [0, 2]
+
+
+def test_a_held_out_split(shared: Path) -> None:
+    _, lines = run(shared, "split", validation={"data_args": {"split": 10}})
+    assert lines[0]["eval/pairs"] == 10
+    assert sum(line.get("pairs", 0) for line in lines) == 30
+
+
+def test_evaluation_chunks_do_not_matter(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(shared, exp_name="whole-set")
+    records = []
+    for chunk in (256, 4, 1):
+        monkeypatch.setattr("rather.pipeline.EVALUATION_CHUNK", chunk)
+        pipeline = DPOPipeline(config)
+        pipeline.initialize()
+        records += [pipeline.evaluate(), pipeline.evaluate()]
+    for record in records[1:]:
+        assert record == pytest.approx(records[0], rel=1e-6)
+
+
+class Scripted(DPOPipeline):
+    """Evaluations with given values, so that the best one is known."""
+
+    values: Iterator[float]
+    metric = "eval/loss"
+
+    def evaluate(self) -> dict[str, Any]:
+        return {self.metric: next(self.values)}
+
+
+def scripted(config: DPOConfig, *values: float, metric: str = "eval/loss") -> Scripted:
+    pipeline = Scripted(config)
+    pipeline.values, pipeline.metric = iter(values), metric
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best"),
+    [
+        ("eval/loss", (0.9, 0.5, 0.3, 0.3, 0.4), 2),
+        ("eval/rewards/accuracies", (0.1, 0.8, 0.6, 0.8, 0.2), 1),
+        ("eval/set/rewards/margins", (5.0, 1.0, 2.0, 3.0, 4.0), 0),
+    ],
+)
+def test_the_best_model_is_kept(shared: Path, metric: str, values: tuple[float, ...], best: int) -> None:
+    name = "best-" + metric.replace("/", "-")
+    every = {"eval_steps": 1, "save_steps": 1, "max_ckpt_to_keep": 0}
+    config = make_config(shared, exp_name=name, max_steps=4, save_best=True, metric_for_best_model=metric, **every)
+    assert scripted(config, *values, metric=metric).run() == 0
+    stored = load_file(config.run_dir / "best_model" / "model.safetensors")
+    if best:
+        wanted = open_checkpoint(config.run_dir / f"checkpoint-{best}").tensors("model")
+    else:
+        wanted = {f"causal_lm.{k}": v for k, v in load_file(shared / "base" / "model.safetensors").items()}
+    assert all(torch.equal(weight, wanted[f"causal_lm.{key}"]) for key, weight in stored.items())
+    assert f"{best} steps" in (config.run_dir / "best_model" / "README.md").read_text()
+
+
+def test_early_stopping_ends_the_run_for_good(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = {"max_steps": 9, EPOCHS: 2.0, "eval_steps": 1, "early_stopping_patience": 2}
+    config = make_config(shared, exp_name="early", **given)
+    with caplog.at_level(logging.INFO, "rather"):
+        assert scripted(config, 0.9, 0.5, 0.6, 0.5, 0.1).run() == 0
+        lines = metrics(config)
+        assert [line["step"] for line in lines if "lr" in line] == [1, 2, 3]
+        assert evaluations(lines) == [0, 1, 2, 3]
+        assert checkpoints(config.run_dir) == ["checkpoint-3"]
+        assert "stopping early: eval/loss has not improved since step 1" in caplog.text
+        model = config.run_dir / "model" / "model.safetensors"
+        trained = open_checkpoint(config.run_dir / "checkpoint-3").tensors("model")
+        assert all(torch.equal(w, trained[f"causal_lm.{k}"]) for k, w in load_file(model).items())
+        caplog.clear()
+        assert DPOPipeline(config).run() == 0
+    assert "is finished at step 3" in caplog.text
+    assert metrics(config) == lines
+
+
+def test_an_unknown_metric_is_named_with_those_that_exist(shared: Path) -> None:
+    config = make_config(shared, exp_name="no-metric", save_best=True, metric_for_best_model="eval/rewards/accuracy")
+    with pytest.raises(ConfigError, match=r"no 'eval/rewards/accuracy'; there are .*eval/rewards/accuracies"):
+        DPOPipeline(config).run()
+
+
+# --- checkpoints ---
+
+
+def test_old_checkpoints_go_and_copies_come(shared: Path, tmp_path: Path) -> None:
+    copies = {"checkpoint_config": {"type": "file_system", "output_dir": str(tmp_path / "copies")}}
+    config, _ = run(shared, "keep", max_steps=4, save_steps=1, max_ckpt_to_keep=2, **copies)
+    assert checkpoints(config.run_dir) == ["checkpoint-3", "checkpoint-4"]
+    copied = config.checkpoint_copy_dir
+    assert copied.is_relative_to(tmp_path / "copies")
+    assert checkpoints(copied) == ["checkpoint-3", "checkpoint-4"]
+    assert open_checkpoint(copied / "checkpoint-4").state == open_checkpoint(config.run_dir / "checkpoint-4").state
+    elsewhere = make_config(
+        shared, exp_name="from-copy", max_steps=5, resume_from_checkpoint=str(copied / "checkpoint-4")
+    )
+    assert DPOPipeline(elsewhere).run() == 0
+    assert metrics(elsewhere)[-1]["step"] == 5
+
+
+# --- roles and their workers ---
+
+
+class Loud(ActorWorker):
+    """A loss of the user's own."""
+
+    def build_loss(self) -> Loss:
+        return lambda x: x.policy.sum(1) * 0 + 7
+
+
+@pytest.mark.parametrize("given", [Loud, "tests.train.test_pipeline.Loud"], ids=["class", "path"])
+def test_a_worker_of_your_own(shared: Path, given: Any) -> None:
+    _, lines = run(shared, f"own-{isinstance(given, str)}", max_steps=1, actor_train__worker_cls=given)
+    assert [line.get("loss", line.get("eval/loss")) for line in lines] == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (dict, r"actor_train\.worker_cls.*is not a subclass"),
+        ("collections.OrderedDict", r"actor_train\.worker_cls.*is not a subclass"),
+        ("tests.train.test_pipeline.Quiet", r"'tests\.train\.test_pipeline\.Quiet' cannot be imported.*Quiet"),
+        ("no_such_module.Worker", r"'no_such_module\.Worker' cannot be imported"),
+    ],
+)
+def test_a_worker_that_is_none(shared: Path, given: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){sentence}"):
+        DPOPipeline(make_config(shared, exp_name="none", actor_train__worker_cls=given))
+
+
+class Perturbed(ActorWorker):
+    """Holds other weights than those it names."""
+
+    def initialize(self, total_steps: int, model: str | None = None) -> None:
+        super().initialize(total_steps, model)
+        with torch.no_grad():
+            next(self.trainer.policy.parameters()).mul_(1.01)
+
+
+class Shifted(Perturbed):
+    """Far enough to be seen in bfloat16 as well."""
+
+    def compute_log_probs(self, batches: Any) -> Tensor:
+        return super().compute_log_probs(batches) - 5
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_step_zero_finds_a_reference_with_other_weights(shared: Path, dtype: str) -> None:
+    worker = {"fp32": Perturbed, "bf16": Shifted}[dtype]
+    changes = {"actor_train__model_args__dtype": dtype, "reference__worker_cls": worker}
+    config = make_config(shared, exp_name=f"zero-{dtype}", **changes)
+    with pytest.raises(ConfigError, match=r"log-probs of the same weights \(.*base\) differ by .* per token") as caught:
+        DPOPipeline(config).run()
+    assert caught.value.exit_code == 2
+    assert checkpoints(config.run_dir) == []
+    assert not (config.run_dir / "model").exists()
+
+
+def test_a_reference_that_differs_by_intent_is_told_and_trained_against(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = make_model(shared / "other-base", seed=5)
+    with caplog.at_level(logging.INFO, "rather"):
+        _, lines = run(shared, "intent", max_steps=1, reference__model_args__model_name_or_path=str(other))
+    assert "the reference differs by intent" in caplog.text
+    assert lines[1]["loss"] != pytest.approx(math.log(2), rel=1e-4)
+    assert lines[1]["rewards/ties"] == 0
+
+
+def test_both_roles_follow_one_folder_under_two_names(shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(shared / "base")
+    worker = {"reference__worker_cls": Perturbed}
+    link = {"reference__model_args__model_name_or_path": str(tmp_path / "link")}
+    with pytest.raises(ConfigError, match="differ by"):
+        DPOPipeline(make_config(shared, exp_name="linked", **worker, **link)).run()
+
+
+# --- precision and devices ---
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_on_the_cpu(shared: Path, dtype: str) -> None:
+    changes = {"max_steps": 5, f"{TRAINING}learning_rate": 1e-3}
+    config, lines = run(shared, f"half-{dtype}", actor_train__model_args__dtype=dtype, **changes)
+    _, exact = run(shared, f"exact-{dtype}", **changes)
+    assert lines[1]["loss"] == pytest.approx(math.log(2), rel=1e-3)
+    assert lines[-1]["eval/loss"] == pytest.approx(exact[-1]["eval/loss"], rel=0.01)
+    assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]
+    state = open_checkpoint(config.run_dir / "checkpoint-5").state["trainer"]
+    assert ("loss_scale" in state) is (dtype == "fp16")
+    stored = load_file(config.run_dir / "model" / "model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.float32}  # as the source
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in stored.values())  # the masters, not their image
+
+
+class Overflowing(ActorWorker):
+    """Starts with a loss scale that float16 cannot hold."""
+
+    def initialize(self, total_steps: int, model: str | None = None) -> None:
+        super().initialize(total_steps, model)
+        if self.trainer.optimizer and self.trainer.optimizer.loss_scale:
+            self.trainer.optimizer.loss_scale.value = 2.0**29
+
+
+def test_an_overflow_moves_the_data_and_not_the_learning_rate(shared: Path) -> None:
+    changes = {"actor_train__model_args__dtype": "fp16", "actor_train__worker_cls": Overflowing}
+    config, lines = run(shared, "overflow", max_steps=20, **{EPOCHS: 4.0}, **changes)
+    train = [line for line in lines if "lr" in line]
+    skipped = [line["skipped_iter"] for line in train]
+    lost = sum(skipped)
+    assert 0 < lost < 20
+    assert skipped == [1] * lost + [0] * (20 - lost)
+    assert train[0]["grad_norm"] is None
+    assert train[0]["nonfinite"].keys() == {"grad_norm"}
+    assert [line["lr"] for line in train] == pytest.approx(
+        [1e-3 * (1 - max(0, step - lost) / 20) for step in range(20)]
+    )
+    state = open_checkpoint(config.run_dir / "checkpoint-20").state["trainer"]
+    assert state == {"updates": 20 - lost, "loss_scale": [2.0 ** (29 - lost), 20 - lost]}
+
+
+class NotANumber(ActorWorker):
+    def build_loss(self) -> Loss:
+        return lambda x: x.policy[:, 0] * math.nan
+
+
+def test_a_loss_that_is_no_number_stops_the_run(shared: Path) -> None:
+    config = make_config(shared, exp_name="nan", actor_train__worker_cls=NotANumber)
+    with pytest.raises(NonFiniteError):
+        DPOPipeline(config).run()
+    assert checkpoints(config.run_dir) == []
+
+
+def test_deterministic_kernels(shared: Path) -> None:
+    _, lines = run(shared, "deterministic", max_steps=2, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    _, plain = run(shared, "plain-kernels", max_steps=2)
+    assert [line.get("loss") for line in lines] == [line.get("loss") for line in plain]
+
+
+def test_more_than_one_device_is_refused(shared: Path) -> None:
+    with pytest.raises(ConfigError, match=r"names 2 devices \[0, 1\]; this version trains on one device: set"):
+        DPOPipeline(make_config(shared, actor_train__device_mapping=[0, 1]))
+    with pytest.raises(ConfigError, match=r"reference\.device_mapping is \[1\]"):
+        DPOPipeline(make_config(shared, actor_train__device_mapping=[0], reference__device_mapping=[1]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("role", ["actor_train", "reference"])
+def test_a_share_of_a_gpu_is_refused_on_the_cpu(shared: Path, role: str) -> None:
+    config = make_config(shared, exp_name="share", **{f"{role}__strategy_args__gpu_memory_utilization": 0.5})
+    with pytest.raises(ConfigError, match=rf"{role}\.strategy_args\.gpu_memory_utilization.*remove the key"):
+        DPOPipeline(config).run()
+
+
+# --- settings that must have an effect ---
+
+
+class Watching(ActorWorker):
+    """Remembers how many pairs each micro-batch without gradients had, and the environment."""
+
+    seen: dict[str, list[list[int]]]
+
+    def compute_log_probs(self, batches: Any) -> Tensor:
+        type(self).seen.setdefault(self.role, []).append([len(batch.pair_P) for batch in batches])
+        return super().compute_log_probs(batches)
+
+    def evaluate(self, batches: Any, reference: Tensor | None) -> Tensor:
+        type(self).seen.setdefault(self.role, []).append([len(batch.pair_P) for batch in batches])
+        return super().evaluate(batches, reference)
+
+    def build_loss(self) -> Loss:
+        type(self).environment = {key: value for key, value in os.environ.items() if key.startswith("TEST_RATHER")}
+        return super().build_loss()
+
+
+def test_infer_batch_size_changes_bins_and_no_result(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watching, "seen", {}, raising=False)
+    workers = {"actor_train__worker_cls": Watching, "reference__worker_cls": Watching, "max_steps": 2}
+    _, plain = run(shared, "bins", **workers)
+    assert Watching.seen == {"actor_train": [[9], [9]], "reference": [[9], [8], [8]]}
+    Watching.seen.clear()
+    sizes = {"actor_train__infer_batch_size": 5, "reference__infer_batch_size": 3}
+    _, smaller = run(shared, "smaller-bins", **workers, **sizes)
+    assert {len(bins) for bins in Watching.seen["actor_train"]} == {2}
+    assert {len(bins) for bins in Watching.seen["reference"]} == {3}
+    assert max(size for bins in Watching.seen["actor_train"] for size in bins) == 5
+    assert max(size for bins in Watching.seen["reference"] for size in bins) == 3
+    Watching.seen.clear()
+    _, budgeted = run(shared, "budget", **workers, actor_train__max_tokens_per_microbatch_in_infer=60)
+    assert min(len(bins) for bins in [*Watching.seen["actor_train"], *Watching.seen["reference"]]) > 2
+    for other in (smaller, budgeted):
+        for one, another in zip(plain, other, strict=True):
+            for key in one.keys() & {"loss", "eval/loss", "grad_norm", "eval/rewards/margins"}:
+                assert another[key] == pytest.approx(one[key], rel=1e-5, abs=1e-8)
+
+
+def test_environment_variables_reach_the_worker(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watching, "seen", {}, raising=False)
+    for name in ("TEST_RATHER_A", "TEST_RATHER_B"):
+        monkeypatch.setenv(name, "before")
+    own = {"actor_train__system_envs": {"TEST_RATHER_B": "role"}, "actor_train__worker_cls": Watching}
+    both = {"TEST_RATHER_A": "top", "TEST_RATHER_B": "top"}
+    run(shared, "environment", max_steps=1, system_envs=both, **own)
+    assert Watching.environment == {"TEST_RATHER_A": "top", "TEST_RATHER_B": "role"}
+
+
+def test_zeros_in_the_gradient_on_request(shared: Path) -> None:
+    _, lines = run(shared, "zeros", max_steps=1, **{f"{TRAINING}log_num_zeros_in_grad": True})
+    assert lines[1]["num_zeros_in_grad"] >= 0
+    assert "num_zeros_in_grad" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"beta": 0.5},
+        {"label_smoothing": 0.2},
+        {"ipo": True},
+        {"seed": 7},
+        {"max_grad_norm": 1e-3},
+        {f"{TRAINING}data_seed": 7},
+        {f"{TRAINING}learning_rate": 1e-4},
+        {f"{TRAINING}weight_decay": 0.5},
+        {f"{TRAINING}adam_beta1": 0.5},
+        {f"{TRAINING}adam_beta2": 0.5},
+        {f"{TRAINING}adam_epsilon": 1e-2},
+        {f"{TRAINING}lr_scheduler_type": "constant"},
+        {f"{TRAINING}warmup_steps": 2},
+        {f"{TRAINING}warmup_ratio": 0.5},
+        {f"{TRAINING}lr_scheduler_kwargs": {"min_lr": 5e-4}},
+        {f"{TRAINING}gradient_accumulation_steps": 2},
+        {"train_batch_size": 4, f"{TRAINING}per_device_train_batch_size": 4},
+        {"actor_train__data_args__weights": [2.0]},
+    ],
+    ids=lambda change: next(iter(change)).removeprefix(TRAINING),
+)
+def test_a_setting_changes_the_trained_weights(shared: Path, change: dict[str, Any]) -> None:
+    whole = shared / "output" / "compared"
+    if not whole.exists():
+        run(shared, "compared", max_steps=3, validation={})
+    name = "changed-" + next(iter(change))
+    config, _ = run(shared, name, max_steps=3, validation={}, **change)
+    plain, changed = (load_file(folder / "model" / "model.safetensors") for folder in (whole, config.run_dir))
+    assert any(not torch.allclose(plain[key], changed[key], rtol=1e-4, atol=1e-7) for key in plain)
+    shutil.rmtree(config.run_dir)
+
+
+def test_recomputation_changes_no_bit(shared: Path) -> None:
+    runs = [
+        run(shared, f"recompute-{off}", max_steps=3, actor_train__model_args__disable_gradient_checkpointing=off)
+        for off in (True, False)
+    ]
+    one, other = (load_file(config.run_dir / "model" / "model.safetensors") for config, _ in runs)
+    assert all(torch.equal(one[key], other[key]) for key in one)
