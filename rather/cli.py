@@ -162,7 +162,8 @@ def config_explain(
         from rather.config.load import load
         from rather.config.show import explain
 
-        typer.echo(explain(load(config, overrides or []) if config else None, key))
+        file, wanted = (Path(key), str(config)) if config and key.endswith(".yaml") else (config, key)  # either order
+        typer.echo(explain(load(file, overrides or []) if file else None, wanted))
         return 0
 
     raise typer.Exit(_guarded(work))

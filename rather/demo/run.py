@@ -53,9 +53,7 @@ def run_demo(out: Path, console: Console) -> int:
     started = time.monotonic()
     claim(out)
     hide_progress_bars()
-    torch.set_num_threads(
-        1
-    )  # so small a model gains little from a second, and is 3 times slower when the cores are busy
+    torch.set_num_threads(1)  # so small a model gains little from two, and is three times slower on busy cores
     training = [query for query in queries() if not query.held_out]
     held_out = [query for query in queries() if query.held_out]
     _title(console, "1. Preference pairs: kind rather than grumpy")
