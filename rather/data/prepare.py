@@ -74,7 +74,7 @@ def prepare(config: DPOConfig, *, console: Console | None = None, limits: Limits
     report: dict[str, Any] = {
         "tokenizer": actor.tokenizer_path,
         "sequence_length": config.sequence_length,
-        "train": {**told, **figures(train), "used": len(train)},
+        "train": told,
         "evals": {},
         "warnings": [],
     }
@@ -85,8 +85,8 @@ def prepare(config: DPOConfig, *, console: Console | None = None, limits: Limits
     _check(config, report)
     if config.validation.data_args.split is not None:
         train, evals[""] = held_out(train, config.validation.data_args.split, config.data_seed)
-        report["train"] |= {**figures(train), "used": len(train)}
         report["evals"][""] = {"pairs": len(evals[""]), "held_out_of": "train", **figures(evals[""])}
+    report["train"] |= {**figures(train), "used": len(train)}
     report["warnings"] += _warnings(config, train)
     return Prepared(train, evals, report)
 

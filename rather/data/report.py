@@ -179,7 +179,7 @@ def figures(pairs: PairDataset) -> dict[str, Any]:
         "total_tokens": int(pairs.tokens.sum()),
         "chosen_longer": round(float((lengths["chosen"] > lengths["rejected"]).mean()), 4),
         "rejected_longer": round(float((lengths["chosen"] < lengths["rejected"]).mean()), 4),
-        "prompts": len(np.unique(pairs.column("prompt_hash"))),
+        "prompts": 1 + int(np.count_nonzero(np.diff(np.sort(pairs.column("prompt_hash"))))),  # faster than np.unique
     }
 
 

@@ -120,7 +120,7 @@ def test_every_reason_has_a_meaning() -> None:
     from rather.data.report import MEANINGS
 
     source = "\n".join(file.read_text(encoding="utf-8") for file in python_files("rather/data"))
-    reasons = set(re.findall(r'(?:Bad|Note|_refuse)\(\s*"([a-z_]+)"', source))
+    reasons = set(re.findall(r'(?:Bad|Note|Refused|_refuse)\(\s*"([a-z_]+)"', source))
     assert "identical_text" in reasons
     assert reasons <= set(MEANINGS), reasons - set(MEANINGS)
 

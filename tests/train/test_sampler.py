@@ -80,6 +80,11 @@ def test_fractions_of_epochs(epochs: float, steps: int) -> None:
     assert Order(((0, 25, 1.0),), 5, 0).steps(epochs) == steps
 
 
+def test_rounding_makes_no_step() -> None:
+    """1.1 - 1 is a little more than 0.1 in floating point."""
+    assert Order(((0, 50, 1.0),), 5, 0).steps(1.1) == 11
+
+
 def test_a_set_smaller_than_one_step() -> None:
     order = Order(((0, 3, 1.0),), 64, 0)
     assert order.steps_per_epoch == 1
