@@ -16,6 +16,7 @@ from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.losses import Loss, configure, schema
+from rather.model.check import check_length
 from rather.model.export import export_model
 from rather.model.load import device_of, freeze, load_policy
 from rather.model.policy import PolicyModel
@@ -42,6 +43,7 @@ class ActorWorker:
         name = model or self.worker_config.model_path
         recompute = layout(self.worker_config).recompute
         policy = load_policy(name, args, self.device, recompute=recompute)
+        check_length(policy.causal_lm.config, self.config.sequence_length)
         self._tell(name, policy, recompute)
         if self.role != "actor_train":
             self.trainer = RankTrainer(freeze(policy))

@@ -354,9 +354,9 @@ class PairKeys(Section):
         "all", "Pairs that are made of several ranked answers to one prompt."
     )
     on_bad: Literal["drop", "error"] = knob(
-        "drop", "Bad rows are dropped and counted, or the first one ends the run."
+        "drop", "Bad rows are dropped and counted, or end the run once all are counted."
     )
-    max_bad_fraction: float = knob(0.05, "Largest share of bad rows that may be dropped.", ge=0, le=1)
+    max_bad_fraction: float = knob(0.05, "Largest share of bad rows that may be dropped; too long is not bad.", ge=0, le=1)
 
 
 class TrackingKeys(Section):

@@ -30,7 +30,7 @@ from rather.data.formats import Layout
 from rather.data.pairs import PairDataset, PairFile
 from rather.data.pool import Limits, tokenised
 from rather.data.read import Chunk, Source, chunks, find_sources
-from rather.data.report import Counts, as_lines, figures, leakage, share_dropped, with_paths
+from rather.data.report import TOO_LONG, Counts, as_lines, figures, leakage, share_dropped, with_paths
 from rather.data.template import ALIASES, TEMPLATES, choose_template, load_tokenizer
 from rather.data.tokens import Recipe
 from rather.errors import DataError
@@ -87,7 +87,7 @@ def prepare(config: DPOConfig, *, console: Console | None = None, limits: Limits
         train, evals[""] = held_out(train, config.validation.data_args.split, config.data_seed)
         report["evals"][""] = {"pairs": len(evals[""]), "held_out_of": "train", **figures(evals[""])}
     report["train"] |= {**figures(train), "used": len(train)}
-    report["warnings"] += _warnings(config, train)
+    report["warnings"] += _warnings(config, train, report["train"])
     return Prepared(train, evals, report)
 
 
@@ -119,7 +119,13 @@ def _mixed(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     return np.asarray(x ^ (x >> np.uint64(31)))
 
 
-def _warnings(config: DPOConfig, train: PairDataset) -> Iterator[str]:
+def _warnings(config: DPOConfig, train: PairDataset, told: dict[str, Any]) -> Iterator[str]:
+    too_long = sum(told["dropped"][kind]["count"] for kind in TOO_LONG if kind in told["dropped"])
+    if too_long > 0.05 * (too_long + told["pairs"]):
+        yield (
+            f"{too_long} of {too_long + told['pairs']} pairs are longer than sequence_length ({config.sequence_length}) "
+            "and dropped: raise it, or set data_args.overlong to truncate_prompt or truncate_response."
+        )
     if 0 < len(train) < config.global_batch():
         yield (
             f"the training set has {len(train)} pairs, fewer than the {config.global_batch()} of one optimizer step: "
@@ -140,8 +146,7 @@ def _check(config: DPOConfig, report: dict[str, Any]) -> None:
 def _problem(config: DPOConfig, told: dict[str, Any]) -> tuple[str, str] | None:
     """What is wrong with a set, and what to do about it."""
     bad, total = share_dropped(told)
-    too_long = "too_long" in told["dropped"] or "prompt_too_long" in told["dropped"]
-    if too_long and told["overlong"] == "error":
+    if told["overlong"] == "error" and any(kind in told["dropped"] for kind in TOO_LONG):
         return (
             f"pairs longer than sequence_length ({config.sequence_length}), and data_args.overlong is error.",
             "Raise sequence_length, or set overlong to drop, truncate_prompt or truncate_response.",
@@ -152,10 +157,9 @@ def _problem(config: DPOConfig, told: dict[str, Any]) -> tuple[str, str] | None:
     if bad and config.on_bad == "error":
         return f"{bad} bad rows, and on_bad is error.", "Repair them or set on_bad: drop."
     if bad / total > config.max_bad_fraction:
-        longer = " Longer pairs fit with a larger sequence_length or overlong: truncate_prompt." if too_long else ""
         return (
             f"{bad} of {total} ({bad / total:.1%}) cannot be used; max_bad_fraction is {config.max_bad_fraction:g}.",
-            f"Repair the rows, or raise max_bad_fraction.{longer}",
+            "Repair the rows, or raise max_bad_fraction.",
         )
     return None
 

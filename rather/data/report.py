@@ -197,10 +197,14 @@ def leakage(train: PairDataset, held: PairDataset, report: dict[str, Any]) -> di
     return {**report, "warned": warned}
 
 
+TOO_LONG = ("prompt_too_long", "too_long")
+
+
 def share_dropped(report: Mapping[str, Any]) -> tuple[int, int]:
-    """Dropped rows or pairs, and all there were."""
-    dropped = sum(entry["count"] for entry in report["dropped"].values())
-    return dropped, dropped + report["pairs"]
+    """Bad rows or pairs, and all there were. A pair that is only too long is not bad: overlong says what becomes of it."""
+    counts = {kind: entry["count"] for kind, entry in report["dropped"].items()}
+    bad = sum(count for kind, count in counts.items() if kind not in TOO_LONG)
+    return bad, sum(counts.values()) + report["pairs"]
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterable[str]:

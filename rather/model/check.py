@@ -40,6 +40,21 @@ def check_model(policy: PolicyModel) -> None:
     _compare(policy, policy.causal_lm.config.model_type)
 
 
+def check_length(config: PretrainedConfig, tokens: int) -> None:
+    """Refuses sequences longer than the positions of a family. Rotary ones have no end, but for longrope and dynamic
+    scaling: their frequencies change with the longest sequence of a micro-batch, so packing would change log-probs."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if rope := getattr(text, "rope_parameters", None):
+        limits = {"longrope": rope.get("original_max_position_embeddings"), "dynamic": limit}
+        limit = limits.get(rope.get("rope_type"))
+    if limit and tokens > limit:
+        raise ConfigError(
+            f"sequence_length: {tokens} exceeds the {limit} positions on which '{text.model_type}' can be trained; "
+            f"set it to at most {limit}"
+        )
+
+
 @torch.no_grad()
 def _compare(policy: PolicyModel, family: str) -> None:
     model = policy.causal_lm

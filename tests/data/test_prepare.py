@@ -114,6 +114,14 @@ def test_a_file_with_every_bad_row(config: Config, tmp_path: Path, console: Cons
     assert "pairs.jsonl:2" in shown
 
 
+def test_pairs_that_are_only_too_long_are_told_and_not_bad(config: Config, write: Write, console: Console) -> None:
+    rows = [{**GOOD, "prompt": f"the bread {i}"} for i in range(10)]
+    made = prepare(config(write([*rows, *({**GOOD, "chosen": "the bread " * n} for n in (200, 201, 202))])), console=console)
+    assert len(made.train) == 10
+    assert made.report["train"]["dropped"]["too_long"]["count"] == 3
+    assert any("3 of 13 pairs are longer than sequence_length" in text for text in made.report["warnings"])
+
+
 def test_too_many_bad_rows_end_the_run_with_the_table(config: Config, write: Write, console: Console) -> None:
     path = write([GOOD] * 18 + [{**GOOD, "rejected": GOOD["chosen"]}, {"prompt": "q", "chosen": "a", "reject": "b"}])
     with pytest.raises(BadRows, match=r"2 of 20 \(10.0%\).*max_bad_fraction is 0.05") as caught:

@@ -25,7 +25,6 @@ def config(tmp_path: Path, tokenizer: Path, pairs: Path, **data: Any) -> DPOConf
             "output_dir": str(tmp_path),
             "pretrain": str(tokenizer),
             "actor_train": {"data_args": {"file_name": str(pairs), **data}},
-            "max_bad_fraction": 0.5,
         }
     )
 

@@ -32,7 +32,7 @@ from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model import check
 from rather.model.attention import IMPLEMENTATION, segment_attention
-from rather.model.check import check_family, check_model
+from rather.model.check import check_family, check_length, check_model
 from rather.model.load import load_policy
 from rather.model.policy import PolicyModel
 from tests.tiny import tiny_policy
@@ -142,6 +142,26 @@ def test_log_probs_that_are_not_numbers_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(policy, "scale", float("nan"))
     with pytest.raises(ConfigError, match="'llama' cannot be trained"):
         check_model(policy)
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (FULL_SIZE["phi3 128k"], 4096),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), 2048),
+        (GPT2Config(), 1024),
+    ],
+    ids=["longrope", "dynamic", "learned"],
+)
+def test_sequences_beyond_the_positions_are_refused(config: PretrainedConfig, limit: int) -> None:
+    check_length(config, limit)
+    with pytest.raises(ConfigError, match=f"sequence_length: {limit + 1} .*{config.model_type}.* at most {limit}"):
+        check_length(config, limit + 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama 3.1", "gemma3 text", "gemma3 with images", "phi3"])
+def test_rotary_positions_have_no_end(name: str) -> None:
+    check_length(FULL_SIZE[name], 10**6)
 
 
 def test_random_numbers_of_the_run_are_not_touched() -> None:

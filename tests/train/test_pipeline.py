@@ -386,6 +386,12 @@ def test_a_share_of_a_gpu_is_refused_on_the_cpu(shared: Path, role: str) -> None
         DPOPipeline(config).run()
 
 
+def test_a_sequence_length_beyond_the_positions_of_the_model(shared: Path) -> None:
+    base = make_model(shared / "dynamic", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ConfigError, match=r"sequence_length: 129 exceeds the 128 positions"):
+        DPOPipeline(make_config(shared, exp_name="long", pretrain=str(base), sequence_length=129)).run()
+
+
 # --- settings that must have an effect ---
 
 
