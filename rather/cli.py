@@ -32,12 +32,10 @@ Overrides = Annotated[
 
 def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False) -> int:
     """Trains what the YAML says and returns the exit code."""
-    from rather.config.load import load_config
     from rather.data.show import print_report
     from rather.tracking import close_logging, setup_logging, worker_log
 
-    config = load_config(path, overrides)
-    os.environ.update(config.system_envs)
+    config = _settings(path, overrides)
     from rather.pipeline import DPOPipeline  # after the environment: torch reads some of it when imported
 
     if dry_run:
@@ -74,12 +72,11 @@ def data(
     """Prepare the pairs and show what the model will really see, and every dropped row with its reason."""
 
     def work() -> int:
-        from rather.config.load import load_config
+        settings = _settings(config, overrides or [])
         from rather.data.prepare import prepare
         from rather.data.show import print_report, show_pairs
         from rather.data.template import load_tokenizer
 
-        settings = load_config(config, overrides or [])
         prepared = prepare(settings)
         console = Console()
         print_report(prepared.report, console)
@@ -103,9 +100,7 @@ def evaluate(
     """Evaluate a model on the held-out pairs against the reference, and print the metrics as JSON."""
 
     def work() -> int:
-        from rather.config.load import load_config
-
-        settings = load_config(config, overrides or [])
+        settings = _settings(config, overrides or [])
         from rather.errors import ConfigError
         from rather.pipeline import DPOPipeline
 
@@ -185,13 +180,23 @@ def config_reference() -> None:
     typer.echo(reference_markdown(), nl=False)
 
 
+def _settings(path: Path, overrides: list[str]) -> Any:
+    """The config, and its environment set before torch is imported, which reads some of it only then."""
+    from rather.config.load import load_config
+
+    config = load_config(path, overrides)
+    os.environ.update(config.system_envs)
+    return config
+
+
 def _dry_run(pipeline: Any) -> int:
     """Loads data and models as a run would, then tells what it would do."""
     pipeline.initialize()
     first = next(pipeline.steps())
     typer.echo(
         f"{len(pipeline.data.train)} pairs, {pipeline.total_steps} steps of {pipeline.order.batch} pairs; the first "
-        f"packs {first.tokens} tokens into {len(first.policy)} micro-batches. Nothing was trained or written."
+        f"packs {first.tokens} tokens into {len(first.policy)} micro-batches. "
+        "Nothing was trained; only the data cache was written."
     )
     return 0
 

@@ -20,6 +20,7 @@ from rather.batch import PairBatch, TokenPair
 from rather.card import model_card
 from rather.checkpoint import Checkpoint
 from rather.cluster.local import local_cluster
+from rather.config.checks import device_problems
 from rather.config.load import dump_yaml
 from rather.config.schema import ActorConfig, DPOConfig, RoleConfig
 from rather.config.strategies import single_device_problem
@@ -39,6 +40,7 @@ from rather.trainer import StepResult
 log = logging.getLogger(__name__)
 
 AUTOMATIC_BUDGET = {"cpu": 4096, "cuda": 16384}  # tokens of a training micro-batch; twice as many without gradients
+FINISHED = ".finished"  # file in the run folder that tells the step of the exported model
 EVALUATION_CHUNK = 256  # pairs taken from disk at a time
 STEP_ZERO_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}  # log-prob per token
 
@@ -75,13 +77,18 @@ class DPOPipeline:
 
     def __init__(self, pipeline_config: DPOConfig) -> None:
         self.config = config = pipeline_config
+        problems = device_problems(config, "cuda" if torch.cuda.is_available() else "cpu")
         if problem := single_device_problem(config):
-            raise ConfigError(problem)
+            problems.append(problem)
+        if problems:
+            raise ConfigError(problems)
         configure(config.loss_name, config.loss_numbers)  # a wrong number should cost no work
         self.data: Prepared = prepare(config)
         if len(self.data.train) == 0:
             raise DataError("0 pairs to train on: every row was dropped, see the table above.")
         self.order = Order(tuple(self.data.train.parts), config.global_batch(), config.data_seed)
+        if self.order.pairs_per_epoch == 0:
+            raise DataError("actor_train.data_args.weights: they leave 0 pairs of each file; raise them.")
         self.total_steps = self._total_steps()
         self.actor_train = local_cluster("actor_train", config)
         self.reference = local_cluster("reference", config)
@@ -96,8 +103,11 @@ class DPOPipeline:
         with checkpoint.lock(run_dir), StopRequest() as self.stop:
             newest = self._checkpoint_to_resume()
             if newest and self._finished(newest):
-                log.info("%s is finished at step %d; raise max_steps to train on", run_dir, newest.step)
+                early = newest.state["progress"]["stopped_early"]
+                advice = "early stopping ended it" if early else "raise max_steps to train on"
+                log.info("%s is finished at step %d; %s", run_dir, newest.step, advice)
                 return 0
+            (run_dir / FINISHED).unlink(missing_ok=True)
             self.initialize(newest)
             self._write_run_files()
             with RunTracker(
@@ -109,6 +119,7 @@ class DPOPipeline:
                 self._train()
             if self.stop.signal is None:
                 self.actor_train.save_model(run_dir / "model", self.tokenizer, self._card())
+                (run_dir / FINISHED).write_text(f"{self.progress.step}\n", encoding="utf-8")
                 log.info("the aligned model is in %s", run_dir / "model")
             return self.stop.exit_code
 
@@ -118,8 +129,19 @@ class DPOPipeline:
         self.tokenizer = _tokenizer(self.config.actor_train)
         self.actor_train.initialize(self.total_steps, model)
         self.reference.initialize(self.total_steps)
+        self._refuse_foreign_tokens()
         if newest is not None:
             self._restore(newest)
+
+    def _refuse_foreign_tokens(self) -> None:
+        """An id beyond a model's embeddings would be an index error at best."""
+        largest = max(self.tokenizer.get_vocab().values())
+        for worker in (self.actor_train, self.reference):
+            if largest >= worker.embedding_rows():
+                raise ConfigError(
+                    f"{worker.role}: the tokenizer {self.config.actor_train.tokenizer_path} has ids up to {largest}, "
+                    f"the model {worker.embedding_rows()} embeddings; use the tokenizer that belongs to the model."
+                )
 
     def _train(self) -> None:
         config, progress = self.config, self.progress
@@ -135,6 +157,8 @@ class DPOPipeline:
                 self._track_training(result)
             if last or due(progress.step, config.eval_steps) or due(progress.step, self.order.steps_per_epoch):
                 last = self._evaluate_and_judge() or last
+                if last and progress.window.pairs:  # early stopping between two log lines
+                    self._track_training(result)
             if last or self.stop.signal or due(progress.step, config.save_steps):
                 self.save()
             if last or self.stop.signal:
@@ -298,7 +322,7 @@ class DPOPipeline:
 
     def _finished(self, newest: Checkpoint) -> bool:
         ended = newest.step >= self.total_steps or newest.state["progress"]["stopped_early"]
-        return ended and (self.config.run_dir / "model").exists()
+        return ended and (self.config.run_dir / FINISHED).exists()  # written after the export, removed before training
 
     def _metrics_position(self, newest: Checkpoint | None) -> int:
         """How much of metrics.jsonl the checkpoint stands for; one from another folder brings no lines along."""

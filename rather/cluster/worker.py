@@ -14,7 +14,6 @@ from torch import Tensor
 from rather.batch import PairBatch
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
-from rather.errors import ConfigError
 from rather.losses import Loss, configure, schema
 from rather.model.check import check_length
 from rather.model.export import export_model
@@ -75,6 +74,9 @@ class ActorWorker:
     def load_state(self, groups: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
         self.trainer.load_state(groups, numbers)
 
+    def embedding_rows(self) -> int:
+        return int(self.trainer.policy.causal_lm.get_input_embeddings().weight.shape[0])
+
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
         export_model(self.trainer.policy, self.trainer.weights(), tokenizer, folder, card)
 
@@ -91,10 +93,7 @@ class ActorWorker:
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        share = self.worker_config.strategy_args.gpu_memory_utilization
-        if share is not None:
-            if not torch.cuda.is_available():
-                raise ConfigError(
-                    f"{self.role}.strategy_args.gpu_memory_utilization: there is no GPU here; remove the key"
-                )
-            torch.cuda.set_per_process_memory_fraction(share)
+        roles = (self.config.actor_train, self.config.reference)
+        shares = [role.strategy_args.gpu_memory_utilization for role in roles]
+        if torch.cuda.is_available() and None not in shares:  # both roles live in this process
+            torch.cuda.set_per_process_memory_fraction(min(1.0, sum(share or 0.0 for share in shares)))

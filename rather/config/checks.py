@@ -42,14 +42,16 @@ def problems(config: DPOConfig) -> Iterator[Problem]:
 
 def device_problems(config: DPOConfig, kind: str) -> list[str]:
     """Settings that the device kind ("cpu" or "cuda") cannot honour; asked once the device is known."""
+    roles = {"actor_train": config.actor_train, "reference": config.reference}
+    shares = {name: role.strategy_args.gpu_memory_utilization for name, role in roles.items()}
+    given = {name: share for name, share in shares.items() if share is not None}
     if kind != "cpu":
-        return []
-    roles = (("actor_train", config.actor_train), ("reference", config.reference))
+        key = f"{next(iter(given), '')}.strategy_args.gpu_memory_utilization"
+        return [f"{key}: both roles share one GPU here; give each a share"] if len(given) == 1 else []
     return [
-        f"{name}.strategy_args.gpu_memory_utilization: {role.strategy_args.gpu_memory_utilization} is a "
-        "share of a GPU, and this run is on the CPU; remove the key"
-        for name, role in roles
-        if role.strategy_args.gpu_memory_utilization is not None
+        f"{name}.strategy_args.gpu_memory_utilization: {share} is a share of a GPU, and this run is on the CPU; "
+        "remove the key"
+        for name, share in given.items()
     ]
 
 
@@ -178,6 +180,13 @@ def _schedule(config: DPOConfig) -> Iterator[Problem]:
             )
     if all(name in training.lr_scheduler_kwargs for name in FLOOR):
         yield Problem(f"{path}.lr_scheduler_kwargs.min_lr_rate", "min_lr is given too; keep one of them")
+    limits = {"min_lr": training.learning_rate, "min_lr_rate": 1.0}
+    for name, most in limits.items():
+        if training.lr_scheduler_kwargs.get(name, 0.0) > most:
+            text = f"{training.lr_scheduler_kwargs[name]} is above {most}: the rate would rise at the end"
+            yield Problem(f"{path}.lr_scheduler_kwargs.{name}", text, (f"{path}.learning_rate",))
+    if training.lr_scheduler_kwargs.get("timescale") == 0:
+        yield Problem(f"{path}.lr_scheduler_kwargs.timescale", "0 is not a number > 0")
 
 
 def _layouts(config: DPOConfig) -> Iterator[Problem]:

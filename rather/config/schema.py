@@ -226,11 +226,15 @@ class RoleConfig(Section):
     def model_path(self) -> str:
         """Folder or hub name of the weights, `pretrain` taken in."""
         assert self.model_args.model_name_or_path is not None, "checked when the config was made"
-        return self.model_args.model_name_or_path
+        return _at_home(self.model_args.model_name_or_path)
 
     @property
     def tokenizer_path(self) -> str:
-        return self.model_args.tokenizer_name_or_path or self.model_path
+        return _at_home(self.model_args.tokenizer_name_or_path or self.model_path)
+
+
+def _at_home(name: str) -> str:
+    return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
 class ActorConfig(RoleConfig):
@@ -356,7 +360,9 @@ class PairKeys(Section):
     on_bad: Literal["drop", "error"] = knob(
         "drop", "Bad rows are dropped and counted, or end the run once all are counted."
     )
-    max_bad_fraction: float = knob(0.05, "Largest share of bad rows that may be dropped; too long is not bad.", ge=0, le=1)
+    max_bad_fraction: float = knob(
+        0.05, "Largest share of bad rows that may be dropped; too long is not bad.", ge=0, le=1
+    )
 
 
 class TrackingKeys(Section):
@@ -436,7 +442,10 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
     def checkpoint_copy_dir(self) -> Path:
         """Where checkpoints go a second time; the run folder itself when no other is given."""
         given = self.checkpoint_config.output_dir
-        return Path(given).expanduser() if given else self.run_dir
+        if not given:
+            return self.run_dir
+        folder = Path(given).expanduser()
+        return folder if folder.name == self.exp_name else folder / self.exp_name  # runs never share one
 
     @property
     def tensorboard_dir(self) -> Path:

@@ -123,8 +123,9 @@ def _warnings(config: DPOConfig, train: PairDataset, told: dict[str, Any]) -> It
     too_long = sum(told["dropped"][kind]["count"] for kind in TOO_LONG if kind in told["dropped"])
     if too_long > 0.05 * (too_long + told["pairs"]):
         yield (
-            f"{too_long} of {too_long + told['pairs']} pairs are longer than sequence_length ({config.sequence_length}) "
-            "and dropped: raise it, or set data_args.overlong to truncate_prompt or truncate_response."
+            f"{too_long} of {too_long + told['pairs']} pairs are longer than sequence_length "
+            f"({config.sequence_length}) and dropped: raise it, "
+            "or set data_args.overlong to truncate_prompt or truncate_response."
         )
     if 0 < len(train) < config.global_batch():
         yield (

@@ -201,7 +201,7 @@ TOO_LONG = ("prompt_too_long", "too_long")
 
 
 def share_dropped(report: Mapping[str, Any]) -> tuple[int, int]:
-    """Bad rows or pairs, and all there were. A pair that is only too long is not bad: overlong says what becomes of it."""
+    """Bad rows or pairs, and all there were. A pair that is only too long is not bad: overlong decides about it."""
     counts = {kind: entry["count"] for kind, entry in report["dropped"].items()}
     bad = sum(count for kind, count in counts.items() if kind not in TOO_LONG)
     return bad, sum(counts.values()) + report["pairs"]

@@ -66,16 +66,19 @@ class _TokenLogps(torch.autograd.Function):
         (grad,) = grads
         hidden, weight, bias, targets, lse = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias) if bias is not None else None
+        # In at least float32: chunks added up in bfloat16 would each be rounded to the size of the sum.
+        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None else None
         kept: list[Tensor] = ctx.kept[::-1]
         ctx.kept = []
         for rows in _chunks(len(hidden), weight):
             logits = kept.pop() if kept else _logits(hidden[rows], weight, bias, ctx.scale, ctx.softcap)
             d_logits = _logits_gradient(logits, lse[rows], targets[rows], grad[rows], ctx.scale, ctx.softcap)
             torch.mm(d_logits, weight, out=d_hidden[rows])
-            if d_weight is not None:
+            if d_weight is not None and d_weight.dtype == weight.dtype:
                 d_weight.addmm_(d_logits.t(), hidden[rows])
+            elif d_weight is not None:
+                d_weight += torch.mm(d_logits.t(), hidden[rows])
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
         return d_hidden, d_weight, d_bias, None, None, None, None

@@ -174,7 +174,11 @@ def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
     config = config_from_dict(smallest("reference.strategy_args.gpu_memory_utilization=0.4"))
     (line,) = device_problems(config, "cpu")
     assert line.startswith("reference.strategy_args.gpu_memory_utilization: 0.4")
-    assert device_problems(config, "cuda") == []
+    (line,) = device_problems(config, "cuda")
+    assert "both roles share one GPU" in line
+    share = "strategy_args.gpu_memory_utilization"
+    both = smallest(f"reference.{share}=0.4", f"actor_train.{share}=0.5")
+    assert device_problems(config_from_dict(both), "cuda") == []
 
 
 # --- what the schema says must be what the rest of the house knows ---

@@ -116,7 +116,8 @@ def test_a_file_with_every_bad_row(config: Config, tmp_path: Path, console: Cons
 
 def test_pairs_that_are_only_too_long_are_told_and_not_bad(config: Config, write: Write, console: Console) -> None:
     rows = [{**GOOD, "prompt": f"the bread {i}"} for i in range(10)]
-    made = prepare(config(write([*rows, *({**GOOD, "chosen": "the bread " * n} for n in (200, 201, 202))])), console=console)
+    rows += [{**GOOD, "chosen": "the bread " * count} for count in (200, 201, 202)]
+    made = prepare(config(write(rows)), console=console)
     assert len(made.train) == 10
     assert made.report["train"]["dropped"]["too_long"]["count"] == 3
     assert any("3 of 13 pairs are longer than sequence_length" in text for text in made.report["warnings"])

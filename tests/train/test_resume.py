@@ -132,3 +132,19 @@ def test_what_false_a_path_and_overwrite_mean(folder: Path) -> None:
 def test_another_run_is_not_continued(folder: Path, change: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=rf"(?s)belongs to another run.*{named}: .*then.*now"):
         DPOPipeline(make_config(folder, **{**RUN, "exp_name": "whole", "max_steps": 20, **change})).run()
+
+
+def test_killed_between_the_last_checkpoint_and_the_export(folder: Path) -> None:
+    """The old model of a shorter run must not pass for the result of the longer one."""
+    name = {"exp_name": "unexported"}
+    assert DPOPipeline(make_config(folder, **{**RUN, **name, "max_steps": 6})).run() == 0
+
+    class Dies(ActorWorker):
+        def save_model(self, *args: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        DPOPipeline(make_config(folder, **{**RUN, **name}, actor_train__worker_cls=Dies)).run()
+    before = (folder / "output" / "unexported" / "model" / "model.safetensors").read_bytes()
+    assert DPOPipeline(make_config(folder, **{**RUN, **name})).run() == 0
+    assert (folder / "output" / "unexported" / "model" / "model.safetensors").read_bytes() != before
