@@ -5,14 +5,17 @@ from __future__ import annotations
 from rather.config.schema import DPOConfig
 
 
-def model_card(config: DPOConfig, step: int, pairs: int) -> str:
+def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool) -> str:
     """Markdown with the front matter that model hubs read."""
     training = config.actor_train.training_args
-    numbers = ", ".join(f"{key} {value}" for key, value in config.loss_numbers.items() if value is not None)
+    settings = config.loss_numbers | config.loss_modifiers
+    numbers = ", ".join(f"{key} {value}" for key, value in settings.items())
+    names = " + ".join(config.loss_names)
+    reference = f"`{config.reference.model_path}`" if with_reference else "none"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [rather, preference-alignment, {config.loss_name}]
+tags: [rather, preference-alignment, {", ".join(config.loss_names)}]
 ---
 
 # {config.exp_name}
@@ -21,8 +24,8 @@ tags: [rather, preference-alignment, {config.loss_name}]
 
 | | |
 |---|---|
-| loss | {config.loss_name}{f" ({numbers})" if numbers else ""} |
-| reference | `{config.reference.model_path}` |
+| loss | {names}{f" ({numbers})" if numbers else ""} |
+| reference | {reference} |
 | pairs | {pairs} in training, {config.global_batch()} per step, {step} steps |
 | learning rate | {training.learning_rate} ({training.lr_scheduler_type}) |
 | sequence length | {config.sequence_length} |

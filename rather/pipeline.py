@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from rather import checkpoint
-from rather.batch import PairBatch, TokenPair
+from rather.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.card import model_card
 from rather.checkpoint import Checkpoint
 from rather.cluster.local import local_cluster
@@ -30,9 +30,9 @@ from rather.data.prepare import Prepared, prepare
 from rather.data.sampler import Order
 from rather.data.template import choose_template, load_tokenizer
 from rather.errors import CheckpointError, ConfigError, DataError
-from rather.losses import configure
 from rather.metrics import Window
 from rather.model.load import compute_dtype, device_of, same_weights
+from rather.objective import from_config
 from rather.signals import StopRequest
 from rather.tracking import RunTracker
 from rather.trainer import StepResult
@@ -82,19 +82,20 @@ class DPOPipeline:
             problems.append(problem)
         if problems:
             raise ConfigError(problems)
-        configure(config.loss_name, config.loss_numbers)  # a wrong number should cost no work
+        self.objective = from_config(config)  # a wrong number should cost no work
         self.data: Prepared = prepare(config)
         if len(self.data.train) == 0:
             raise DataError("0 pairs to train on: every row was dropped, see the table above.")
+        self._refuse_missing_columns()
         self.order = Order(tuple(self.data.train.parts), config.global_batch(), config.data_seed)
         if self.order.pairs_per_epoch == 0:
             raise DataError("actor_train.data_args.weights: they leave 0 pairs of each file; raise them.")
         self.total_steps = self._total_steps()
         self.actor_train = local_cluster("actor_train", config)
-        self.reference = local_cluster("reference", config)
+        self.reference = local_cluster("reference", config) if self.objective.needs_reference else None
         self.progress = Progress()
         self.seconds = 0.0  # spent in steps since the last log line
-        self._evaluation_reference: dict[str, list[Tensor]] = {}
+        self._evaluation_reference: dict[str, list[Columns]] = {}
 
     def run(self) -> int:
         """Trains and leaves the run folder complete. Returns the exit code."""
@@ -128,7 +129,8 @@ class DPOPipeline:
         torch.manual_seed(self.config.seed)
         self.tokenizer = _tokenizer(self.config.actor_train)
         self.actor_train.initialize(self.total_steps, model)
-        self.reference.initialize(self.total_steps)
+        if self.reference:
+            self.reference.initialize(self.total_steps)
         self._refuse_foreign_tokens()
         if newest is not None:
             self._restore(newest)
@@ -136,7 +138,7 @@ class DPOPipeline:
     def _refuse_foreign_tokens(self) -> None:
         """An id beyond a model's embeddings would be an index error at best."""
         largest = max(self.tokenizer.get_vocab().values())
-        for worker in (self.actor_train, self.reference):
+        for worker in filter(None, (self.actor_train, self.reference)):
             if largest >= worker.embedding_rows():
                 raise ConfigError(
                     f"{worker.role}: the tokenizer {self.config.actor_train.tokenizer_path} has ids up to {largest}, "
@@ -152,6 +154,8 @@ class DPOPipeline:
             if progress.step == 0:
                 self._check_step_zero(step, result, reference)
             self._count(step, result)
+            if config.sync_ref_model and due(progress.step, config.ref_model_sync_steps):
+                self._sync_reference()
             last = progress.step == self.total_steps
             if last or due(progress.step, config.logging_steps):
                 self._track_training(result)
@@ -170,10 +174,10 @@ class DPOPipeline:
             self._step_began = time.perf_counter()
             yield self._packed(self.data.train.take(self.order.step(number)), train=True)
 
-    def with_reference(self, steps: Iterable[Step]) -> Iterator[tuple[Step, Tensor]]:
-        """Each step with its [pairs, 2] reference log-probs."""
+    def with_reference(self, steps: Iterable[Step]) -> Iterator[tuple[Step, Columns | None]]:
+        """Each step with the reference log-probs of its pairs, where the loss has a reference."""
         for step in steps:
-            yield step, self.reference.compute_log_probs(step.reference)
+            yield step, self.reference.compute_log_probs(step.reference) if self.reference else None
 
     # --- evaluation ---
 
@@ -181,25 +185,30 @@ class DPOPipeline:
         """All evaluation sets, weighted by pairs, no remainder dropped. Empty without any set."""
         record: Record = {}
         for name, dataset in self.data.evals.items():
+            facts, policy, reference = self._evaluation_columns(name, dataset)
             window = Window()
-            for step, reference in self._evaluation_steps(name, dataset):
-                window.add(
-                    self.actor_train.evaluate(step.policy, reference), pairs=len(step.pairs), tokens=step.tokens
-                )
+            window.add(self.actor_train.score(facts, policy, reference), pairs=len(dataset), tokens=0)
             prefix = f"eval/{name}/" if name else "eval/"
             record |= {prefix + key: value for key, value in window.means().items()}
-            record[f"{prefix}pairs"] = window.pairs
+            record[f"{prefix}pairs"] = len(dataset)
         return record
 
-    def _evaluation_steps(self, name: str, dataset: PairDataset) -> Iterator[tuple[Step, Tensor]]:
-        """The reference is frozen, so its log-probs of an evaluation set are computed once in a run."""
+    def _evaluation_columns(self, name: str, dataset: PairDataset) -> tuple[PairFacts, Columns, Columns | None]:
+        """Facts and log-probs of a whole evaluation set: some losses sort it. A few numbers a pair, so memory is no matter.
+
+        A reference that stays frozen is asked once in a run.
+        """
+        facts: list[PairFacts] = []
+        policy: list[Columns] = []
         known = self._evaluation_reference.setdefault(name, [])
         for number, first in enumerate(range(0, len(dataset), EVALUATION_CHUNK)):
             pairs = dataset.take(range(first, min(first + EVALUATION_CHUNK, len(dataset))))
             step = self._packed(pairs, train=False)
-            if number == len(known):
+            facts.append(PairFacts.of_step(step.policy))
+            policy.append(self.actor_train.compute_log_probs(step.policy))
+            if self.reference and number == len(known):
                 known.append(self.reference.compute_log_probs(step.reference))
-            yield step, known[number]
+        return PairFacts.joined(facts), _joined(policy), _joined(known) if known else None
 
     def _evaluate_and_judge(self) -> bool:
         """Tracks an evaluation; keeps the best model; says whether early stopping ends the run."""
@@ -255,8 +264,16 @@ class DPOPipeline:
         self.tracker.log(record)
         self.progress.window, self.seconds = Window(), 0.0
 
-    def _check_step_zero(self, step: Step, result: StepResult, reference: Tensor) -> None:
-        """Untrained, a policy that names the reference's weights must have its log-probs: then the loss is ln 2."""
+    def _sync_reference(self) -> None:
+        """TR-DPO: the reference follows the policy; what was known of the old one is forgotten."""
+        assert self.reference is not None
+        self.reference.mix_weights(self.actor_train.weights(), self.config.ref_model_mixup_alpha)
+        self._evaluation_reference.clear()
+
+    def _check_step_zero(self, step: Step, result: StepResult, reference: Columns | None) -> None:
+        """Untrained, a policy that names the reference's weights must have its log-probs: then sigmoid's loss is ln 2."""
+        if reference is None:
+            return
         policy_model, reference_model = self.config.actor_train.model_path, self.config.reference.model_path
         roles = (self.config.actor_train, self.config.reference)
         dtypes = {compute_dtype(role.model_args, device_of(role)) for role in roles}
@@ -264,12 +281,23 @@ class DPOPipeline:
             log.info("the reference differs by intent: %s against %s", reference_model, policy_model)
             return
         lengths = torch.tensor([[_scored(p.chosen_scored), _scored(p.rejected_scored)] for p in step.pairs])
-        worst = float(((result.policy - reference).abs() / lengths).max())
+        worst = float(((result.policy - reference["sum"]).abs() / lengths).max())
         if not worst <= STEP_ZERO_TOLERANCE[dtypes.pop()]:
             raise ConfigError(
                 f"before any training, policy and reference log-probs of the same weights ({policy_model}) differ by "
                 f"{worst:.2g} per token: one of the two roles does not hold those weights. Nothing was saved."
             )
+
+    def _refuse_missing_columns(self) -> None:
+        """A loss that reads a column of the pairs needs it in every row."""
+        for column in sorted(self.objective.pair_columns):
+            for name, dataset in {"training": self.data.train, **self.data.evals}.items():
+                missing = int(np.isnan(dataset.column(column)).sum())
+                if missing:
+                    raise DataError(
+                        f"loss '{' + '.join(self.config.loss_names)}' reads the column {column}: {missing} of "
+                        f"{len(dataset)} {name or 'evaluation'} pairs have none."
+                    )
 
     def _total_steps(self) -> int:
         config, order = self.config, self.order
@@ -286,6 +314,8 @@ class DPOPipeline:
 
     def save(self) -> None:
         groups, numbers = self.actor_train.state()
+        if self.reference and self.config.sync_ref_model:
+            groups["reference"] = self.reference.weights()
         state = {
             "progress": asdict(self.progress),
             "trainer": numbers,
@@ -336,6 +366,8 @@ class DPOPipeline:
         groups = {"model": newest.tensors("model"), "rng": newest.tensors("rng")}
         groups["optimizer"] = newest.tensors("optimizer") if numbers["updates"] else {}
         self.actor_train.load_state(groups, numbers)
+        if self.reference and self.config.sync_ref_model:
+            self.reference.mix_weights(newest.tensors("reference"), 1.0)
         before = newest.state["schedule"]
         for key, value in self._schedule().items():
             if before.get(key) != value:
@@ -349,7 +381,12 @@ class DPOPipeline:
             "data": self.data.train.fingerprint,
             "model": config.actor_train.model_path,
             "reference": config.reference.model_path,
-            "loss": {"name": config.loss_name, **config.loss_numbers},
+            "loss": {"names": config.loss_names, "weights": config.loss_weights}
+            | config.loss_numbers
+            | config.loss_modifiers,
+            "synced reference": [config.ref_model_mixup_alpha, config.ref_model_sync_steps]
+            if config.sync_ref_model
+            else None,
             "seed": [config.seed, config.data_seed],
             "global batch": config.global_batch(),
         }
@@ -374,11 +411,16 @@ class DPOPipeline:
         (run_dir / "data_report.json").write_text(report + "\n", encoding="utf-8")
 
     def _card(self) -> str:
-        return model_card(self.config, self.progress.step, len(self.data.train))
+        with_reference = self.reference is not None
+        return model_card(self.config, self.progress.step, len(self.data.train), with_reference=with_reference)
 
 
 def due(step: int, every: int | None) -> bool:
     return bool(every) and step % (every or 1) == 0
+
+
+def _joined(parts: Sequence[Columns]) -> Columns:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _tokenizer(actor: ActorConfig) -> Any:

@@ -6,18 +6,18 @@ No files, no loop over steps, nothing about where the batches come from.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rather.batch import PairBatch, PairLogps
+from rather.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.errors import NonFiniteError
-from rather.losses import Loss
-from rather.metrics import Scored, rewards, weighted_sums
-from rather.model.policy import PolicyModel, pair_logps, response_logps
+from rather.metrics import Scored, weighted_sums
+from rather.model.policy import PolicyModel, pair_columns
+from rather.objective import PairLoss
 from rather.optim import Optimizer
 
 
@@ -25,7 +25,7 @@ from rather.optim import Optimizer
 class StepResult:
     """What a step tells the driver: a handful of numbers and two log-probs per pair."""
 
-    sums: Tensor  # metrics.weighted_sums over the step
+    sums: dict[str, float]  # metrics.weighted_sums over the step
     policy: Tensor  # [pairs, 2] log-probs before the update
     grad_norm: float
     lr: float
@@ -39,50 +39,56 @@ class RankTrainer:
     def __init__(
         self,
         policy: PolicyModel,
-        loss: Loss | None = None,
-        beta: float = 0.0,
+        loss: PairLoss,
         optimizer: Optimizer | None = None,
         *,
         count_zeros: bool = False,
     ) -> None:
-        self.policy, self.loss, self.beta, self.optimizer = policy, loss, beta, optimizer
+        self.policy, self.loss, self.optimizer = policy, loss, optimizer
         self.count_zeros = count_zeros
         self.device = str(next(policy.parameters()).device)
 
     @torch.no_grad()
-    def log_probs(self, batches: Sequence[PairBatch]) -> Tensor:
-        """[pairs, 2] summed log-probs of the pairs of all micro-batches, in their order within the step."""
-        out = torch.zeros(_pairs(batches), 2, dtype=torch.float64, device=self.device)
-        for batch in batches:
-            batch = batch.to(self.device)
-            out[batch.pair_P] = self._pair_logps(batch)
-        return out.cpu()
+    def log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        """What the loss asks of a model, of all pairs in their order within the step."""
+        return {name: column.cpu() for name, column in self._gathered(batches).items()}
 
-    def train_step(self, batches: Sequence[PairBatch], reference: Tensor | None) -> StepResult:
+    def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
         """One optimizer step: sum of weighted losses / sum of weights over all micro-batches, then one update."""
         assert self.optimizer is not None
-        total_weight = sum(float(batch.weight_P.sum()) for batch in batches)
-        policy = torch.zeros(_pairs(batches), 2, dtype=torch.float64, device=self.device)
-        sums: Tensor | float = 0.0
+        facts = PairFacts.of_step(batches).to(self.device)
+        total = float(facts.weight.sum()) or 1.0
+        known = _moved(reference, self.device)
+        if self.loss.whole_batch:
+            sums, policy, slopes = self._slopes(batches, facts, known, total)
+        else:
+            sums, policy, slopes = {}, torch.zeros_like(facts.length), {}
         for batch in batches:
             batch = batch.to(self.device)
-            scored = self._score(batch, self._pair_logps(batch), reference)
-            (scored.losses @ batch.weight_P * (self.optimizer.scale / (total_weight or 1.0))).backward()  # type: ignore[no-untyped-call]
-            policy[batch.pair_P] = scored.x.policy.detach()
-            sums = sums + weighted_sums(scored, batch.weight_P)
-        assert isinstance(sums, Tensor)
+            columns = pair_columns(self.policy, batch, self.loss.token_columns)
+            if slopes:
+                objective = sum((columns[name] * slopes[name][batch.pair_P]).sum() for name in slopes)
+                assert isinstance(objective, Tensor)
+            else:
+                scored = self._score(facts.at(batch.pair_P), columns, _rows(known, batch.pair_P), facts)
+                objective = scored.losses @ batch.weight_P / total
+                policy[batch.pair_P] = scored.x.policy.detach()
+                sums = _added(sums, weighted_sums(scored, batch.weight_P, self.loss))
+            (objective * self.optimizer.scale).backward()  # type: ignore[no-untyped-call]
         return self._update(sums, policy)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[PairBatch], reference: Tensor | None) -> Tensor:
-        """metrics.weighted_sums of the micro-batches, nothing trained."""
-        sums: Tensor | float = 0.0
-        for batch in batches:
-            batch = batch.to(self.device)
-            scored = self._score(batch, self._pair_logps(batch), reference)
-            sums = sums + weighted_sums(scored, batch.weight_P)
-        assert isinstance(sums, Tensor)
-        return sums.cpu()
+    def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
+        """metrics.weighted_sums of pairs whose log-probs are known: a whole evaluation set at once."""
+        facts = facts.to(self.device)
+        scored = self._score(facts, _moved(policy, self.device) or {}, _moved(reference, self.device), facts)
+        return _floats(weighted_sums(scored, facts.weight, self.loss))
+
+    def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
+        """Moves every weight by `share` of the way to `weights` (TR-DPO)."""
+        with torch.no_grad():
+            for name, parameter in self.policy.named_parameters():
+                parameter.copy_(torch.lerp(parameter.float(), weights[name].to(parameter.device).float(), share))
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Tensors by group, and numbers: all that a later step depends on."""
@@ -108,17 +114,37 @@ class RankTrainer:
         masters = self.optimizer.masters if self.optimizer else dict(self.policy.named_parameters())
         return {name: master.detach() for name, master in masters.items()}
 
-    def _pair_logps(self, batch: PairBatch) -> Tensor:
-        return pair_logps(response_logps(self.policy(batch), batch), batch)
+    def _gathered(self, batches: Sequence[PairBatch]) -> dict[str, Tensor]:
+        order = torch.argsort(torch.cat([batch.pair_P for batch in batches])).to(self.device)
+        parts = [pair_columns(self.policy, batch.to(self.device), self.loss.token_columns) for batch in batches]
+        return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
-    def _score(self, batch: PairBatch, policy: Tensor, reference: Tensor | None) -> Scored:
-        assert self.loss is not None
-        length = torch.stack([batch.length_R[batch.chosen_P], batch.length_R[batch.rejected_P]], dim=1)
-        known = None if reference is None else reference.to(self.device)[batch.pair_P]
-        x = PairLogps(policy, known, length)
-        return Scored(x, self.loss(x), rewards(x, self.beta))
+    def _slopes(
+        self, batches: Sequence[PairBatch], facts: PairFacts, reference: Columns | None, total: float
+    ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+        """For a loss over the whole batch: its metrics, and its gradient by every log-prob of the step.
 
-    def _update(self, sums: Tensor, policy: Tensor) -> StepResult:
+        One pass without gradients sees all pairs; the ordinary pass is then weighted by these slopes.
+        """
+        with torch.no_grad():
+            columns = self._gathered(batches)
+        leaves = {name: column.requires_grad_() for name, column in columns.items() if name != "squares"}
+        scored = self._score(facts, columns, reference, facts)
+        slopes = torch.autograd.grad(scored.losses @ facts.weight / total, list(leaves.values()))
+        sums = weighted_sums(scored, facts.weight, self.loss)
+        return sums, columns["sum"].detach(), dict(zip(leaves, slopes, strict=True))
+
+    def _score(self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts) -> Scored:
+        """Losses and rewards of some pairs; `step` holds all pairs they are averaged with."""
+        extra = {"margin": facts.margin, "mean_chosen_length": step.mean_chosen_length}
+        if self.loss.modifiers.soft_labels:
+            extra["soft_label"] = facts.soft_label
+        for role, columns in (("policy", policy), ("reference", reference or {})):
+            extra |= {f"{role}/{name}": column for name, column in columns.items()}
+        x = PairLogps(policy["sum"], reference["sum"] if reference else None, facts.length, extra)
+        return Scored(x, self.loss(x), self.loss.rewards(x))
+
+    def _update(self, sums: dict[str, Tensor], policy: Tensor) -> StepResult:
         """Clip and step, unless the gradient is not finite: float16 then halves its scale, anything else stops."""
         optimizer = self.optimizer
         assert optimizer is not None
@@ -138,7 +164,7 @@ class RankTrainer:
                 "Lower the learning rate, or train in bf16 or fp32."
             )
         optimizer.zero_grad()
-        return StepResult(sums.cpu(), policy.cpu(), grad_norm, lr, skipped, zeros)
+        return StepResult(_floats(sums), policy.cpu(), grad_norm, lr, skipped, zeros)
 
 
 def _rng_state() -> dict[str, Tensor]:
@@ -149,5 +175,17 @@ def _rng_state() -> dict[str, Tensor]:
     return states
 
 
-def _pairs(batches: Sequence[PairBatch]) -> int:
-    return sum(len(batch.pair_P) for batch in batches)
+def _moved(columns: Columns | None, device: str) -> Columns | None:
+    return None if columns is None else {name: column.to(device) for name, column in columns.items()}
+
+
+def _rows(columns: Columns | None, places: Tensor) -> Columns | None:
+    return None if columns is None else {name: column[places] for name, column in columns.items()}
+
+
+def _added(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one[name] + value if name in one else value for name, value in other.items()}
+
+
+def _floats(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

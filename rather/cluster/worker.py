@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rather.batch import PairBatch
+from rather.batch import Columns, PairBatch, PairFacts
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
-from rather.losses import Loss, configure, schema
 from rather.model.check import check_length
 from rather.model.export import export_model
 from rather.model.load import device_of, freeze, load_policy
 from rather.model.policy import PolicyModel
+from rather.objective import PairLoss, from_config
 from rather.optim import Optimizer, schedule
 from rather.trainer import RankTrainer, StepResult
 
@@ -32,8 +32,8 @@ class ActorWorker:
         self.device = device_of(self.worker_config)
         self.log = logging.getLogger(f"rather.worker.{role}-0")
 
-    def build_loss(self) -> Loss:
-        return configure(self.config.loss_name, self.config.loss_numbers)
+    def build_loss(self) -> PairLoss:
+        return from_config(self.config)
 
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         """Loads the model; `model` stands in for the configured one (evaluation of other weights)."""
@@ -45,7 +45,7 @@ class ActorWorker:
         check_length(policy.causal_lm.config, self.config.sequence_length)
         self._tell(name, policy, recompute)
         if self.role != "actor_train":
-            self.trainer = RankTrainer(freeze(policy))
+            self.trainer = RankTrainer(freeze(policy), self.build_loss())
             return
         training = self.config.actor_train.training_args
         optimizer = Optimizer(
@@ -54,19 +54,24 @@ class ActorWorker:
             schedule=schedule(training, total_steps),
             max_grad_norm=self.config.max_grad_norm,
         )
-        beta = self.config.beta or float(schema(self.config.loss_name)["beta"])
         self.trainer = RankTrainer(
-            policy, self.build_loss(), beta, optimizer, count_zeros=training.log_num_zeros_in_grad
+            policy, self.build_loss(), optimizer, count_zeros=training.log_num_zeros_in_grad
         )
 
-    def train_step(self, batches: Sequence[PairBatch], reference: Tensor | None) -> StepResult:
+    def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
         return self.trainer.train_step(batches, reference)
 
-    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Tensor:
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         return self.trainer.log_probs(batches)
 
-    def evaluate(self, batches: Sequence[PairBatch], reference: Tensor | None) -> Tensor:
-        return self.trainer.evaluate(batches, reference)
+    def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
+        return self.trainer.score(facts, policy, reference)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.trainer.weights()
+
+    def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
+        self.trainer.mix_weights(weights, share)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         return self.trainer.state()

@@ -102,6 +102,23 @@ def _loss(config: DPOConfig) -> Iterator[Problem]:
             f"asks for the loss ipo, pref_loss for '{config.pref_loss}'; keep one of them",
             ("pref_loss",),
         )
+    if config.loss_type and (config.ipo or "pref_loss" in config.model_fields_set):
+        text = f"'{config.loss_type}' and pref_loss or ipo are two ways to name the loss; keep one of them"
+        yield Problem("loss_type", text, ("pref_loss", "ipo"))
+    if config.loss_weights is not None and len(config.loss_weights) != len(config.loss_names):
+        text = f"{len(config.loss_weights)} weights for {len(config.loss_names)} losses; give one for each"
+        yield Problem("loss_weights", text, ("pref_loss",))
+    if config.use_ref_model is not None and config.use_ref_model is config.disable_reference_model:
+        text = f"{config.use_ref_model} contradicts disable_reference_model: {config.disable_reference_model}"
+        yield Problem("use_ref_model", text, ("disable_reference_model",))
+    if not config.sync_ref_model:
+        for key in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
+            if key in config.model_fields_set:
+                yield Problem(key, "nothing uses it; set sync_ref_model: true", ("sync_ref_model",))
+    if not config.apply_loss_mask and config.actor_train.data_args.score != "all":
+        if "score" in config.actor_train.data_args.model_fields_set:
+            text = "apply_loss_mask: false scores every token; keep one of them"
+            yield Problem("actor_train.data_args.score", text, ("apply_loss_mask",))
 
 
 def _clipping(config: DPOConfig) -> Iterator[Problem]:

@@ -315,25 +315,76 @@ class StepKeys(Section):
     )
 
 
+LOSS_NUMBERS = (
+    "beta",
+    "label_smoothing",
+    "gamma",
+    "gamma_beta_ratio",
+    "length_normalization",
+    "cpo_alpha",
+    "alphapo_alpha",
+    "odpo_alpha",
+    "discopop_tau",
+)
+LOSS_MODIFIERS = (
+    "rpo_alpha",
+    "pref_ftx",
+    "f_divergence_type",
+    "f_alpha_divergence_coef",
+    "ld_alpha",
+    "use_weighting",
+    "soft_labels",
+    "reference_free",
+)
+
+
 class LossKeys(Section):
     """Model, loss and step"""
 
     pretrain: Text | None = knob(None, "Model folder or hub name for every role that names none.")
-    pref_loss: Text = knob("sigmoid", "Name of the preference loss.")
+    pref_loss: Text | list[Text] = knob("sigmoid", "Name of the preference loss, or several that are added up.")
+    loss_weights: list[Positive] | None = knob(None, "One weight for each loss in pref_loss; else 1 for each.")
+    loss_type: Literal["dpo_loss", "simpo_loss"] | None = knob(
+        None, "ColossalChat's way to write pref_loss: sigmoid or pref_loss: simpo."
+    )
     beta: float | None = knob(
         None,
         "Strength of the pull towards the reference; else the loss's own default (0.1 for sigmoid).",
         gt=0,
         why="at 0 the preference has no effect, below it is reversed",
     )
-    label_smoothing: float = knob(
-        0.0,
-        "Share of pairs assumed to be labelled the wrong way round.",
+    label_smoothing: float | None = knob(
+        None,
+        "Share of pairs assumed to be labelled the wrong way round; else the loss's own default (0 for sigmoid).",
         ge=0,
         lt=0.5,
         why="at 0.5 the labels say nothing, above it they are reversed",
     )
     ipo: bool = knob(False, "Use the IPO loss; the same as pref_loss: ipo.")
+    gamma: float | None = knob(None, "Target margin in units of reward (SimPO's gamma); sigmoid takes it too.", ge=0)
+    gamma_beta_ratio: float | None = knob(None, "SimPO's margin as a multiple of beta, instead of gamma.", ge=0)
+    length_normalization: bool | None = knob(None, "Log-probs per token instead of sums; else the loss's own default.")
+    cpo_alpha: float | None = knob(None, "Weight of the likelihood term in cpo.", ge=0)
+    alphapo_alpha: float | None = knob(None, "Shape of alphapo's reward; 0 is SimPO's.")
+    odpo_alpha: float | None = knob(None, "Scale of the margin column in odpo.", ge=0)
+    discopop_tau: float | None = knob(None, "Temperature of the blend in discopop.", gt=0)
+    rpo_alpha: float | None = knob(None, "Adds so much chosen NLL, a mean over the tokens of the step (RPO).", ge=0)
+    pref_ftx: float | None = knob(None, "Adds so much chosen NLL, averaged within each answer first.", ge=0)
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None = knob(
+        None, "Divergence that holds the policy near the reference; else reverse_kl."
+    )
+    f_alpha_divergence_coef: float | None = knob(None, "Coefficient of f_divergence_type: alpha; else 0.5.")
+    ld_alpha: float | None = knob(
+        None, "Weight of log-probs past the length of the shorter answer (LD-DPO); 1 changes nothing.", ge=0, le=1
+    )
+    use_weighting: bool | None = knob(None, "Weight pairs by how likely the policy is to write them (WPO).")
+    soft_labels: bool | None = knob(None, "Take the column soft_label: the chance that chosen is the better answer.")
+    reference_free: bool | None = knob(None, "Compare with a uniform reference; no reference model is loaded.")
+    use_ref_model: bool | None = knob(None, "States whether a reference model is used; an error where the loss disagrees.")
+    disable_reference_model: bool | None = knob(None, "ColossalChat's opposite of use_ref_model.")
+    sync_ref_model: bool = knob(False, "Move the reference towards the policy during training (TR-DPO).")
+    ref_model_mixup_alpha: float = knob(0.6, "Share of the policy in the new reference.", gt=0, le=1)
+    ref_model_sync_steps: int = knob(512, "Steps between two moves of the reference.", ge=1)
     max_grad_norm: float = knob(1.0, "Gradients are scaled down to this norm; 0 never clips.", ge=0)
     train_batch_size: int | None = knob(
         None,
@@ -352,6 +403,7 @@ class PairKeys(Section):
         why="prompt and response need a token each",
     )
     global_template: Text | None = knob(None, "Chat template wherever data_args.template is not given.")
+    apply_loss_mask: bool = knob(True, "false scores every token, as data_args.score: all does (ColossalChat's switch).")
     chosen_key: Text = knob("chosen", "Column of the preferred answer.")
     rejected_key: Text = knob("rejected", "Column of the other answer.")
     ranked_pairs: Literal["all", "best_vs_rest", "best_vs_worst"] = knob(
@@ -422,13 +474,21 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
         return self._unresolved
 
     @property
-    def loss_name(self) -> str:
-        return "ipo" if self.ipo else self.pref_loss
+    def loss_names(self) -> list[str]:
+        """The losses asked for, in whichever of the ways to write them."""
+        if self.loss_type:
+            return ["sigmoid" if self.loss_type == "dpo_loss" else "simpo"]
+        return ["ipo"] if self.ipo else as_list(self.pref_loss)
 
     @property
-    def loss_numbers(self) -> dict[str, float | None]:
-        """What the user may have set for the loss; which of them it takes, its signature says."""
-        return {"beta": self.beta, "label_smoothing": self.label_smoothing}
+    def loss_numbers(self) -> dict[str, Any]:
+        """What the user set for the losses; which of them one takes, its signature says."""
+        return {name: getattr(self, name) for name in LOSS_NUMBERS if getattr(self, name) is not None}
+
+    @property
+    def loss_modifiers(self) -> dict[str, Any]:
+        """What the user set that composes with losses."""
+        return {name: getattr(self, name) for name in LOSS_MODIFIERS if getattr(self, name) is not None}
 
     @property
     def run_dir(self) -> Path:

@@ -43,7 +43,8 @@ class TextPair:
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
-    margin: float = 0.0
+    margin: float = math.nan
+    soft_label: float = math.nan
     id: str = ""
 
 
@@ -240,9 +241,10 @@ def _numbers(value: Any, where: str, count: int) -> list[float]:
     return [_number(entry, where) for entry in value]
 
 
-def _number(value: Any, where: str, at_least: float = -math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < at_least:
-        allowed = "" if at_least == -math.inf else f" of at least {at_least:g}"
+def _number(value: Any, where: str, low: float = -math.inf, high: float = math.inf) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high:
+        allowed = "" if low == -math.inf else f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
         raise Refused("bad_type", f"{where} must be a number{allowed}, found {kind_of(value)}")
     return float(value)
 
@@ -273,7 +275,7 @@ SHAPES = {
     "colossal": Shape(("context", *_ANSWERS), _context),
     "conversation": Shape(_ANSWERS, _conversation),
 }
-EXTRAS = ("weight", "margin", "id", "tools", "chat_template_kwargs")
+EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
 COLUMNS = frozenset(EXTRAS).union(*((*shape.needs, *shape.may) for shape in SHAPES.values()))
 
 
@@ -370,6 +372,8 @@ def _extras(row: Row) -> dict[str, Any]:
         extras["weight"] = _number(row["weight"], "weight", 0.0)
     if row.get("margin") is not None:
         extras["margin"] = _number(row["margin"], "margin")
+    if row.get("soft_label") is not None:
+        extras["soft_label"] = _number(row["soft_label"], "soft_label", 0.0, 1.0)
     if row.get("id") is not None:
         if isinstance(row["id"], bool) or not isinstance(row["id"], str | int):
             raise Refused("bad_type", f"id must be text or a whole number, found {kind_of(row['id'])}")

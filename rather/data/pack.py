@@ -49,6 +49,7 @@ def _packed(pairs: Sequence[TokenPair], places: Sequence[int]) -> PairBatch:
     rows: list[Ids] = []
     targets: list[Ids] = []
     lengths: list[int] = []
+    shared: list[NDArray[np.float64]] = []
     start = 0
     for place in places:
         pair = pairs[place]
@@ -61,11 +62,10 @@ def _packed(pairs: Sequence[TokenPair], places: Sequence[int]) -> PairBatch:
         q_lens += [p + c, r]
         k_lens += [p + c, p + r]
         keys += [chosen_at, rejected_at]
-        for at, response, scored in (
-            (chosen_at, pair.chosen, pair.chosen_scored),
-            (rejected_at, pair.rejected, pair.rejected_scored),
-        ):
-            hit = _positions(scored)
+        hits = _positions(pair.chosen_scored), _positions(pair.rejected_scored)
+        shorter = min(map(len, hits))
+        for at, response, hit in ((chosen_at, pair.chosen, hits[0]), (rejected_at, pair.rejected, hits[1])):
+            shared.append((np.arange(len(hit)) < shorter).astype(np.float64))
             assert (hit > 0).all(), "nothing predicts the first token"
             rows.append(at[hit - 1])  # the hidden state before a token predicts it
             targets.append(np.concatenate([pair.prompt, response])[hit].astype(np.int64))
@@ -79,10 +79,13 @@ def _packed(pairs: Sequence[TokenPair], places: Sequence[int]) -> PairBatch:
         rows_T=_tensor(np.concatenate(rows)),
         targets_T=_tensor(np.concatenate(targets)),
         response_T=_tensor(np.repeat(np.arange(2 * pair_count), lengths)),
+        shared_T=_tensor(np.concatenate(shared)),
         length_R=_tensor(np.asarray(lengths, dtype=np.float64)),
         chosen_P=_tensor(np.arange(0, 2 * pair_count, 2)),
         rejected_P=_tensor(np.arange(1, 2 * pair_count, 2)),
         weight_P=_tensor(np.asarray([pairs[place].weight for place in places], dtype=np.float64)),
+        margin_P=_tensor(np.asarray([pairs[place].margin for place in places], dtype=np.float64)),
+        soft_label_P=_tensor(np.asarray([pairs[place].soft_label for place in places], dtype=np.float64)),
         pair_P=_tensor(np.asarray(places, dtype=np.int64)),
     )
 

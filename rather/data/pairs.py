@@ -39,6 +39,7 @@ class _Batch:
         self.lists = {name: _lists(batch.column(name)) for name in LISTS}
         self.weight: NDArray[np.float64] = batch.column("weight").to_numpy()
         self.margin: NDArray[np.float64] = batch.column("margin").to_numpy()
+        self.soft_label: NDArray[np.float64] = batch.column("soft_label").to_numpy()
         self.ids = batch.column("id")
 
 
@@ -137,6 +138,7 @@ def _pair(batch: _Batch, i: int) -> TokenPair:
         _spans(rejected_scored),
         float(batch.weight[i]),
         float(batch.margin[i]),
+        float(batch.soft_label[i]),
         batch.ids[i].as_py(),
     )
 

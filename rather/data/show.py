@@ -95,7 +95,7 @@ def show_pairs(pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, c
     for number, pair in enumerate(pairs.take(range(count)), 1):
         about = f"pair {number}" + (f" · id {pair.id}" if pair.id else "")
         about += f" · weight {pair.weight:g}" if pair.weight != 1 else ""
-        about += f" · margin {pair.margin:g}" if pair.margin else ""
+        about += f" · margin {pair.margin:g}" if pair.margin == pair.margin else ""
         console.rule(escape(about), align="left")
         for side, answer, spans, colour in (
             ("chosen", pair.chosen, pair.chosen_scored, "green"),

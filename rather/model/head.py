@@ -25,12 +25,16 @@ def token_logps(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    squares: bool = False,
     keep_bytes: int = KEEP_BYTES,
-) -> Tensor:
-    """log p(target | hidden) per row, in float32. `scale` and `softcap` are the family's own treatment of logits."""
+) -> tuple[Tensor, Tensor]:
+    """log p(target | hidden) per row in float32 and, with `squares`, log sum of p^2 over the vocabulary, else nothing.
+
+    `scale` and `softcap` are the family's own treatment of logits.
+    """
     keep = torch.is_grad_enabled() and 0 < hidden_TD.shape[0] * _row_bytes(weight_VD) <= keep_bytes
-    logps: Tensor = _TokenLogps.apply(hidden_TD, weight_VD, bias_V, targets_T, scale, softcap, keep)
-    return logps
+    logps, squared = _TokenLogps.apply(hidden_TD, weight_VD, bias_V, targets_T, scale, softcap, squares, keep)
+    return logps, squared
 
 
 class _TokenLogps(torch.autograd.Function):
@@ -45,25 +49,30 @@ class _TokenLogps(torch.autograd.Function):
         targets: Tensor,
         scale: float,
         softcap: float | None,
+        squares: bool,
         keep: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logps = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         lse = torch.empty_like(logps)
+        squared = torch.empty_like(logps) if squares else logps.new_empty(0)
         kept: list[Tensor] = []
         for rows in _chunks(len(hidden), weight):
             logits = _logits(hidden[rows], weight, bias, scale, softcap)
             lse[rows] = torch.logsumexp(logits.to(exact), dim=-1)
             logps[rows] = logits.gather(1, targets[rows, None])[:, 0].to(exact) - lse[rows]
+            if squares:
+                squared[rows] = torch.logsumexp(2 * logits.to(exact), dim=-1) - 2 * lse[rows]
             if keep:
                 kept.append(logits)
         ctx.save_for_backward(hidden, weight, bias, targets, lse)
         ctx.kept, ctx.scale, ctx.softcap = kept, scale, softcap
-        return logps
+        ctx.mark_non_differentiable(squared)
+        return logps, squared
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
+        grad, _ = grads
         hidden, weight, bias, targets, lse = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         # In at least float32: chunks added up in bfloat16 would each be rounded to the size of the sum.
@@ -81,7 +90,7 @@ class _TokenLogps(torch.autograd.Function):
                 d_weight += torch.mm(d_logits.t(), hidden[rows])
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:

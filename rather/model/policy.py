@@ -6,6 +6,7 @@ on two numbers per pair.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class PolicyModel(nn.Module):
             getattr(config, "logits_scaling", None) or 1.0
         )
 
-    def forward(self, batch: PairBatch) -> Tensor:
-        """Log-prob of each scored token of the micro-batch, in float32."""
+    def forward(self, batch: PairBatch, *, squares: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-prob of each scored token of the micro-batch, in float32; with `squares` also log sum p^2 of each."""
         hidden = self.causal_lm.base_model(
             input_ids=batch.ids_N[None],
             position_ids=batch.positions_N[None],
@@ -44,15 +45,23 @@ class PolicyModel(nn.Module):
             batch.targets_T,
             scale=self.scale,
             softcap=self.softcap,
+            squares=squares,
         )
 
 
-def response_logps(token_logps_T: Tensor, batch: PairBatch) -> Tensor:
-    """Summed log-prob per response. In float64: a float32 sum of 600 tokens moves by 7e-4 with its order."""
-    sums = torch.zeros(len(batch.length_R), dtype=torch.float64, device=token_logps_T.device)
-    return sums.index_add(0, batch.response_T, token_logps_T.double())
+def pair_columns(policy: PolicyModel, batch: PairBatch, wanted: Collection[str] = ()) -> dict[str, Tensor]:
+    """The columns of a micro-batch: "sum" always, "shared" (within the shorter length) and "squares" when wanted."""
+    logps, squared = policy(batch, squares="squares" in wanted)
+    columns = {"sum": _per_pair(logps, batch)}
+    if "shared" in wanted:
+        columns["shared"] = _per_pair(logps * batch.shared_T, batch)
+    if "squares" in wanted:
+        columns["squares"] = _per_pair(squared, batch)
+    return columns
 
 
-def pair_logps(response_logps_R: Tensor, batch: PairBatch) -> Tensor:
-    """[P, 2], chosen first."""
-    return torch.stack([response_logps_R[batch.chosen_P], response_logps_R[batch.rejected_P]], dim=1)
+def _per_pair(values_T: Tensor, batch: PairBatch) -> Tensor:
+    """[P, 2] sums over each response, chosen first. In float64: a float32 sum of 600 tokens moves by 7e-4 with its order."""
+    sums = torch.zeros(len(batch.length_R), dtype=torch.float64, device=values_T.device)
+    sums = sums.index_add(0, batch.response_T, values_T.double())
+    return torch.stack([sums[batch.chosen_P], sums[batch.rejected_P]], dim=1)
