@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from rather.batch import PairLogps
 
-LARGEST_EXPONENT = 80.0  # past it exp() is cut off: its square must stay finite, and no gradient is worth more
+LARGEST_EXPONENT = 40.0  # past it exp() is cut off: its square, a slope of ipo, must stay finite in float32
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def cpo(x: PairLogps, *, beta: float = 0.1, cpo_alpha: float = 1.0, label_smooth
 
 @loss(reference=False, rewards=averages)
 def alphapo(x: PairLogps, *, beta: float = 2.5, gamma: float = 0.25, alphapo_alpha: float = 0.25) -> Tensor:
-    """AlphaPO (2501.03884 eq. 4): SimPO with the reward (1 - p^-alpha) / alpha, alpha = alphapo_alpha, of the average log-prob."""
+    """AlphaPO (2501.03884 eq. 4): SimPO with the reward (1 - p^-alpha) / alpha of the average log-prob's p."""
     average = averages(x)
     bent = average
     if alphapo_alpha:

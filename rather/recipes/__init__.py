@@ -22,7 +22,7 @@ class Recipe:
 
 def list_recipes() -> list[Recipe]:
     """All recipes by name."""
-    return [Recipe(path.stem, _title(path), path) for path in sorted(FOLDER.glob("*.yaml"))]
+    return [Recipe(path.stem, _title(path), path) for path in sorted(FOLDER.glob("*.yaml"), key=lambda path: path.stem)]
 
 
 def find_recipe(name: str) -> Recipe:

@@ -41,7 +41,7 @@ def recipes_show(name: RecipeName) -> None:
 @recipes_app.command("copy", epilog="Example: `rather recipes copy dpo my_run.yaml`")
 def recipes_copy(
     name: RecipeName,
-    file: Annotated[Path | None, typer.Argument(help="File or folder; else NAME.yaml here.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Argument(help="File or folder; else NAME.yaml.", show_default=False)] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file where it exists.")] = False,
 ) -> None:
     """Copy a recipe to a YAML file of your own, in which you name your model and your pairs."""

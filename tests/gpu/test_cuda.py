@@ -17,7 +17,7 @@ from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.load import load_policy
-from rather.model.policy import PolicyModel, pair_logps, response_logps
+from rather.model.policy import PolicyModel, pair_columns
 from rather.pipeline import DPOPipeline
 from tests.model.test_families import FAMILIES, VOCAB, tiny
 from tests.padded import padded_logps, random_pairs
@@ -34,7 +34,7 @@ def both(family: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, f
     got = torch.zeros_like(want)
     for batch in pack(pairs, 90):
         batch = batch.to("cuda")
-        got = got.index_add(0, batch.pair_P, pair_logps(response_logps(PolicyModel(ours)(batch), batch), batch))
+        got = got.index_add(0, batch.pair_P, pair_columns(PolicyModel(ours), batch)["sum"])
     (want[:, 0] - want[:, 1]).tanh().sum().backward()
     (got[:, 0] - got[:, 1]).tanh().sum().backward()
     flat = [torch.cat([p.grad.flatten().float() for p in m.parameters() if p.grad is not None]) for m in (plain, ours)]

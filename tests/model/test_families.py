@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rather.data.pack import pack
 from rather.model.attention import IMPLEMENTATION
-from rather.model.policy import PolicyModel, pair_logps, response_logps
+from rather.model.policy import PolicyModel, pair_columns
 from tests.padded import padded_logps, random_pairs
 
 VOCAB = 97
@@ -68,7 +68,7 @@ def packed(model: Any, pairs: Any, budget: int) -> torch.Tensor:
     policy = PolicyModel(model)
     out = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for batch in pack(pairs, budget):
-        out = out.index_add(0, batch.pair_P, pair_logps(response_logps(policy(batch), batch), batch))
+        out = out.index_add(0, batch.pair_P, pair_columns(policy, batch)["sum"])
     return out
 
 

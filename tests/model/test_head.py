@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from rather.model import head
-from rather.model.head import token_logps
 
 ROWS, WIDTH, VOCAB = 7, 5, 11
 TREATMENTS: dict[str, dict[str, float]] = {
@@ -38,6 +37,12 @@ def plain(
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
+
+
+def token_logps(*tensors: Any, **options: Any) -> Tensor:
+    logps, squares = head.token_logps(*tensors, **options)
+    assert len(squares) == 0  # nobody asked
+    return logps
 
 
 def gradients(logps: Tensor, tensors: Any) -> list[Tensor]:
@@ -75,6 +80,22 @@ def test_gradcheck(treatment: str, keep_bytes: int, chunk_rows: int) -> None:
         return token_logps(*tensors, targets, **TREATMENTS[treatment], keep_bytes=keep_bytes)
 
     assert gradcheck(work, tensors)
+
+
+@KEPT_OR_NOT
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_squares_on_request(treatment: str, keep_bytes: int, chunk_rows: int) -> None:
+    """log sum p^2 over the vocabulary, without a gradient and without a change to the log-probs'."""
+    *tensors, targets = inputs()
+    options: dict[str, Any] = {**TREATMENTS[treatment], "keep_bytes": keep_bytes}
+    logps, squares = head.token_logps(*tensors, targets, **options, squares=True)
+    each = [plain(*tensors, torch.full((ROWS,), word), **TREATMENTS[treatment]) for word in range(VOCAB)]
+    want = torch.stack(each).exp().square().sum(0).log()
+    assert torch.allclose(squares, want, rtol=1e-12)
+    assert not squares.requires_grad
+    bare = token_logps(*tensors, targets, **options)
+    assert torch.equal(logps, bare)
+    assert all(map(torch.equal, gradients(logps, tensors), gradients(bare, tensors)))
 
 
 def test_kept_and_recomputed_logits_give_the_same_bits(chunk_rows: int) -> None:

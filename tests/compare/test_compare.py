@@ -1,0 +1,205 @@
+"""`rather compare-losses`: the numbers of each loss by itself, the right weights, a drawing that stands alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from rather.batch import PairFacts, PairLogps
+from rather.compare.command import compare_losses_command
+from rather.compare.losses import LogProbs, Row, compare_losses, measure, rows_of
+from rather.compare.plot import curve, drawing, text_histogram, write_plot
+from rather.config.schema import DPOConfig
+from rather.errors import CheckpointError, ConfigError
+from rather.losses import LOSSES
+from rather.objective import configure
+from rather.pipeline import DPOPipeline
+from tests.tiny import make_config, make_model
+
+NAMESPACE = "http://www.w3.org/2000/svg"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> DPOConfig:
+    config = make_config(tmp_path_factory.mktemp("compare"), max_steps=3, save_steps=None)
+    DPOPipeline(config).run()
+    return config
+
+
+@pytest.fixture(scope="module")
+def log_probs(trained: DPOConfig) -> LogProbs:
+    return measure(trained)
+
+
+@pytest.fixture(scope="module")
+def rows(trained: DPOConfig, log_probs: LogProbs) -> list[Row]:
+    return rows_of(trained, log_probs)
+
+
+def some_pairs(policy: list[list[float]]) -> LogProbs:
+    """Two-token answers of a reference that gives every answer -10."""
+    sums = torch.tensor(policy, dtype=torch.float64)
+    ones = torch.ones(len(sums), dtype=torch.float64)
+    facts = PairFacts(torch.full_like(sums, 2.0), ones, ones, ones)
+    return LogProbs(facts, {"sum": sums}, {"sum": torch.full_like(sums, -10.0)})
+
+
+def test_values_are_those_of_each_loss(rows: list[Row], log_probs: LogProbs, trained: DPOConfig) -> None:
+    x = PairLogps(
+        log_probs.policy["sum"],
+        log_probs.reference["sum"],
+        log_probs.facts.length,
+        {"mean_chosen_length": log_probs.facts.length[:, 0].mean()},
+    )
+    assert [row.name for row in rows] == [f"this run: {trained.pref_loss}", *LOSSES]
+    for row in rows[1:]:
+        if row.name != "odpo":
+            assert row.value == pytest.approx(float(LOSSES[row.name].function(x).mean()), rel=1e-12), row.name
+            assert 0 <= row.saturated <= 1
+            assert row.gradient > 0
+    assert len(log_probs.margins) == 9
+    assert log_probs.margins.abs().min() > 0
+
+
+def test_the_run_itself_evaluates_to_the_same_loss(rows: list[Row], trained: DPOConfig) -> None:
+    pipeline = DPOPipeline(trained)
+    pipeline.initialize(model=str(trained.run_dir / "model"))
+    assert rows[0].value == pytest.approx(pipeline.evaluate()["eval/loss"], rel=1e-6)
+
+
+def test_gradient_is_what_differences_say(rows: list[Row], log_probs: LogProbs) -> None:
+    """Of each pair, the size of the change of the summed loss when one of its two log-probs moves."""
+    step = 1e-4
+    for row in rows:
+        if row.missing:
+            continue
+        sizes = []
+        for pair in range(len(log_probs.margins)):
+            parts = []
+            for side in (0, 1):
+                moved = []
+                for sign in (1, -1):
+                    sums = log_probs.policy["sum"].clone()
+                    sums[pair, side] += sign * step
+                    moved.append(float(row.objective(log_probs.pair_logps(row.objective, {"sum": sums})).sum()))
+                parts.append((moved[0] - moved[1]) / (2 * step))
+            sizes.append(math.hypot(*parts))
+        assert row.gradient == pytest.approx(sum(sizes) / len(sizes), rel=1e-4), row.name
+
+
+def test_odpo_without_margins_is_told(rows: list[Row]) -> None:
+    odpo = next(row for row in rows if row.name == "odpo")
+    assert odpo.missing == "9 of 9 pairs have no margin"
+    assert math.isnan(odpo.value)
+
+
+def test_saturation_counts_pairs_that_no_longer_teach(trained: DPOConfig) -> None:
+    x = some_pairs([[-10.0, -10.0], [-5.0, -70.0], [-1.0, -90.0], [-9.0, -11.0]])
+    found = {row.name: row for row in rows_of(trained, x)}
+    assert found["sigmoid"].saturated == 0.5  # margins of 65 and 89 nats at beta 0.1
+    assert found["hinge"].saturated == 0.5
+    assert found["sft"].saturated == 0  # its gradient is the same everywhere
+    assert found["simpo"].saturated == 0.5
+    assert not found["odpo"].missing
+
+
+def test_modifiers_of_the_run_are_part_of_its_row(tmp_path: Path) -> None:
+    config = make_config(tmp_path, ld_alpha=0.5, use_weighting=True, rpo_alpha=1.0, max_steps=1, save_steps=None)
+    DPOPipeline(config).run()
+    x = measure(config, pairs=5)
+    own, plain = rows_of(config, x)[:2]
+    assert own.numbers == {"ld_alpha": 0.5, "use_weighting": True, "rpo_alpha": 1.0}
+    assert own.value != plain.value
+    assert set(x.policy) == {"sum", "shared", "squares"}
+    assert len(x.margins) == 5
+    assert len(curve(own.objective, x)) == 81
+
+
+def test_losses_with_a_reference_are_compared_in_a_run_without_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path, pref_loss="simpo", max_steps=1, save_steps=None)
+    DPOPipeline(config).run()
+    found = {row.name: row for row in compare_losses(config, pairs=4)}
+    assert found["this run: simpo"].value == found["simpo"].value
+    assert found["sigmoid"].value != pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_weights_come_from_the_newest_checkpoint_or_as_named(trained: DPOConfig, log_probs: LogProbs) -> None:
+    base = measure(trained, trained.actor_train.model_path)
+    assert torch.equal(base.policy["sum"], base.reference["sum"])
+    result = measure(trained, str(trained.run_dir / "model"))
+    assert torch.allclose(result.policy["sum"], log_probs.policy["sum"])
+    assert not torch.allclose(result.policy["sum"], base.policy["sum"])
+
+
+def test_a_run_without_weights_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has neither a checkpoint nor a model yet.*--model"):
+        compare_losses(make_config(tmp_path))
+
+
+def test_weights_of_another_model_are_refused(trained: DPOConfig, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", hidden_size=16)
+    config = make_config(Path(trained.output_dir).parent, pretrain=str(other))
+    with pytest.raises(CheckpointError, match=r"do not fit .*other"):
+        measure(config)
+
+
+def test_curve_of_sigmoid_is_the_loss_at_each_margin(log_probs: LogProbs) -> None:
+    points = curve(configure(["sigmoid"], {}), log_probs)
+    for margin, loss in points:
+        assert loss == pytest.approx(math.log1p(math.exp(-0.1 * margin)), rel=1e-9)
+    assert points[0][0] <= float(log_probs.margins.min()) < float(log_probs.margins.max()) <= points[-1][0]
+    for name in ("aot", "aot_unpaired"):  # of one pair they are the same, whatever they sort
+        assert [loss for _, loss in curve(configure([name], {}), log_probs)] == pytest.approx([y for _, y in points])
+
+
+def numbers_of(tree: ElementTree.Element) -> Iterator[float]:
+    for line in tree.iter(f"{{{NAMESPACE}}}polyline"):
+        yield from map(float, re.split("[ ,]", line.attrib["points"]))
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html"])
+def test_drawing_is_well_formed_and_needs_nothing_else(
+    suffix: str, rows: list[Row], log_probs: LogProbs, tmp_path: Path
+) -> None:
+    file = tmp_path / f"losses{suffix}"
+    write_plot(file, rows, log_probs)
+    text = file.read_text(encoding="utf-8")
+    tree = ElementTree.fromstring(text)
+    assert len(list(tree.iter(f"{{{NAMESPACE}}}polyline"))) == len(rows) - 1  # odpo is not drawn
+    assert all(map(math.isfinite, numbers_of(tree)))
+    assert "://" not in text.replace(NAMESPACE, "")
+    assert not re.search(r"<script|href|src=|url\(|@import", text)
+    assert len(text) < 100_000
+
+
+def test_drawing_of_equal_models(rows: list[Row]) -> None:
+    equal = some_pairs([[-10.0, -10.0]] * 3)
+    ElementTree.fromstring(drawing(rows, equal))
+    assert text_histogram(equal.margins).startswith("-1 ")
+
+
+def test_command(trained: DPOConfig, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(compare_losses_command)
+    file, plot = tmp_path / "run.yaml", tmp_path / "losses.svg"
+    file.write_text(yaml.safe_dump(trained.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    runner = CliRunner()
+    done = runner.invoke(app, [str(file), "--pairs", "3", "--plot", str(plot)], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    assert all(f" {name} " in done.output for name in LOSSES)
+    assert "not computable: 3 of 3 pairs have no margin" in done.output
+    assert plot.exists()
+    wrong = runner.invoke(app, [str(file), "--plot", "losses.png"])
+    assert wrong.exit_code == 2
+    assert ".svg or .html" in wrong.output
+    equal = runner.invoke(app, [str(file), "--pairs", "3", "--model", trained.actor_train.model_path])
+    assert "equal to its reference" in equal.output

@@ -1,0 +1,181 @@
+"""However the pairs of a step are cut into micro-batches: the same gradient, the same metrics, for every loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rather.batch import PairBatch, PairFacts, PairLogps, TokenPair
+from rather.config.schema import TrainingArgs
+from rather.data.pack import pack
+from rather.losses import LOSSES
+from rather.model.policy import PolicyModel, pair_columns
+from rather.objective import PairLoss, configure
+from rather.optim import Optimizer
+from rather.trainer import RankTrainer
+from tests.padded import random_pairs
+from tests.tiny import tiny_policy
+
+VOCAB = 61
+OBJECTIVES: dict[str, PairLoss] = {
+    **{name: configure([name], {}) for name in LOSSES},
+    "rpo_alpha": configure(["sigmoid"], {}, modifiers={"rpo_alpha": 0.7}),
+    "pref_ftx": configure(["sigmoid"], {}, modifiers={"pref_ftx": 0.7}),
+    "ld_alpha": configure(["sigmoid"], {}, modifiers={"ld_alpha": 0.4}),
+    "aot ld_alpha": configure(["aot"], {}, modifiers={"ld_alpha": 0.4}),
+    "use_weighting": configure(["sigmoid"], {}, modifiers={"use_weighting": True}),
+    "use_weighting sft": configure(["simpo", "sft"], {}, modifiers={"use_weighting": True}),
+    "soft_labels": configure(["sigmoid"], {}, modifiers={"soft_labels": True}),
+    "sigmoid + sft": configure(["sigmoid", "sft"], {}, [1.0, 0.5]),
+    "aot + sft": configure(["aot", "sft"], {}, [1.0, 0.5]),
+}
+WAYS = [(micro, parts) for micro in (1, 2, 8) for parts in (1, 2, 4)]
+
+
+class Recording(Optimizer):
+    """Keeps the gradient instead of using it."""
+
+    def step(self, grad_norm: float) -> None:
+        self.seen = torch.cat([gradient.flatten().double() for gradient in self.gradients()])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    gradient: Tensor
+    sums: dict[str, float]
+    policy: Tensor
+
+
+def ragged_pairs(objective: PairLoss) -> list[TokenPair]:
+    """Eight pairs with margins and labels, and with weights where a pair can have one."""
+    draw = np.random.default_rng(3)
+    weights = np.ones(8) if objective.whole_batch else draw.uniform(0.2, 2, 8)
+    return [
+        replace(pair, weight=float(weight), margin=float(draw.uniform(0, 2)), soft_label=float(draw.uniform(0.5, 1)))
+        for pair, weight in zip(random_pairs(8, VOCAB, seed=4, longest=9), weights, strict=True)
+    ]
+
+
+def cut(pairs: Sequence[TokenPair], micro: int, parts: int) -> list[PairBatch]:
+    """Micro-batches of at most `micro` pairs, of each of `parts` equal shares of the step."""
+    share = len(pairs) // parts
+    return [
+        replace(batch, pair_P=batch.pair_P + first)
+        for first in range(0, len(pairs), share)
+        for batch in pack(pairs[first : first + share], 10**6, micro)
+    ]
+
+
+def small(dtype: torch.dtype) -> PolicyModel:
+    """One layer; in float64 all of it, though Hugging Face's norms are float32 whatever the weights are."""
+    policy = tiny_policy(dtype=dtype, num_hidden_layers=1)
+    for module in policy.modules() if dtype == torch.float64 else ():
+        if type(module).__name__ == "LlamaRMSNorm":
+            norm: Any = module
+            norm.forward = lambda h, norm=norm: (
+                norm.weight * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+            )
+    return policy
+
+
+@pytest.fixture(scope="module")
+def policies() -> dict[torch.dtype, PolicyModel]:
+    return {dtype: small(dtype) for dtype in (torch.float64, torch.float32)}
+
+
+def reference_of(policy: PolicyModel, objective: PairLoss, batches: Sequence[PairBatch]) -> Any:
+    """The policy's own log-probs, moved by known amounts."""
+    if not objective.needs_reference:
+        return None
+    draw = torch.Generator().manual_seed(5)
+    columns = RankTrainer(policy, objective).log_probs(batches)
+    return {name: column + torch.randn(column.shape, generator=draw).double() for name, column in columns.items()}
+
+
+def step(policy: PolicyModel, objective: PairLoss, batches: Sequence[PairBatch], reference: Any) -> Outcome:
+    optimizer = Recording(policy.named_parameters(), TrainingArgs(), schedule=lambda n: 0.0, max_grad_norm=0.0)
+    result = RankTrainer(policy, objective, optimizer).train_step(batches, reference)
+    return Outcome(optimizer.seen, result.sums, result.policy)
+
+
+def assert_same(one: Outcome, other: Outcome, tolerance: float) -> None:
+    assert (one.gradient - other.gradient).norm() <= tolerance * other.gradient.norm()
+    assert one.sums == pytest.approx(other.sums, rel=tolerance, abs=tolerance)
+    assert torch.allclose(one.policy, other.policy, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["f64", "f32"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_cut_does_not_matter(policies: Any, name: str, dtype: torch.dtype, tolerance: float) -> None:
+    objective, policy = OBJECTIVES[name], policies[dtype]
+    pairs = ragged_pairs(objective)
+    reference = reference_of(policy, objective, cut(pairs, 8, 1))
+    whole = step(policy, objective, cut(pairs, 8, 1), reference)
+    assert whole.gradient.norm() > 0
+    ways = WAYS[1:] if dtype == torch.float64 else [(1, 1), (2, 4)]
+    for micro, parts in ways:
+        batches = cut(pairs, micro, parts)
+        assert max(len(batch.pair_P) for batch in batches) == min(micro, 8 // parts)
+        assert_same(step(policy, objective, batches, reference), whole, tolerance)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_is_that_of_the_mean_loss(policies: Any, name: str) -> None:
+    """By one autograd graph over the whole step, without micro-batches, slopes or weighted sums."""
+    objective, policy = OBJECTIVES[name], policies[torch.float64]
+    pairs = ragged_pairs(objective)
+    (batch,) = cut(pairs, 8, 1)
+    reference = reference_of(policy, objective, [batch])
+    columns, facts = pair_columns(policy, batch, {"shared", "squares"}), PairFacts.of(batch)
+    extra = {
+        "margin": facts.margin,
+        "mean_chosen_length": (facts.length[:, 0] * facts.weight).sum() / facts.weight.sum(),
+        "policy/shared": columns["shared"],
+        "policy/squares": columns["squares"],
+    }
+    extra |= {"soft_label": facts.soft_label} if objective.modifiers.soft_labels else {}
+    extra |= {f"reference/{key}": column for key, column in (reference or {}).items()}
+    losses = objective(PairLogps(columns["sum"], reference and reference["sum"], facts.length, extra))
+    mean = (losses * facts.weight).sum() / facts.weight.sum()
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(policy.parameters()))])
+    got = step(policy, objective, cut(pairs, 2, 2), reference)
+    assert (got.gradient - wanted).norm() <= 1e-9 * wanted.norm()
+    assert got.sums["loss"] / got.sums["weight"] == pytest.approx(float(mean.detach()), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_bfloat16_policy_trains(name: str) -> None:
+    objective, policy = OBJECTIVES[name], small(torch.bfloat16)
+    batches = cut(ragged_pairs(objective), 2, 1)
+    outcome = step(policy, objective, batches, reference_of(policy, objective, batches))
+    assert outcome.policy.dtype == torch.float64
+    assert torch.isfinite(outcome.gradient).all()
+    assert outcome.gradient.norm() > 0
+    assert all(np.isfinite(value) for value in outcome.sums.values())
+
+
+def test_columns_are_those_of_a_plain_forward() -> None:
+    """Sums, sums within the shorter answer's length, and sums of log sum p^2, by one sequence at a time."""
+    policy = small(torch.float64)
+    pairs = ragged_pairs(OBJECTIVES["sigmoid"])
+    got = RankTrainer(policy, configure(["sigmoid"], {}, modifiers={"ld_alpha": 0.5, "use_weighting": True}))
+    columns = got.log_probs(cut(pairs, 2, 2))
+    policy.causal_lm.set_attn_implementation("sdpa")
+    for row, pair in enumerate(pairs):
+        shorter = min(len(pair.chosen), len(pair.rejected))
+        for side, answer in enumerate((pair.chosen, pair.rejected)):
+            ids = torch.from_numpy(np.concatenate([pair.prompt, answer]).astype(np.int64))
+            with torch.no_grad():
+                logits = policy.causal_lm(input_ids=ids[None]).logits[0, len(pair.prompt) - 1 : -1]
+            spread = torch.log_softmax(logits, dim=-1)
+            own = spread.gather(1, ids[len(pair.prompt) :, None])[:, 0]
+            squares = torch.log(spread.exp().square().sum(-1))
+            wanted = {"sum": own.sum(), "shared": own[:shorter].sum(), "squares": squares.sum()}
+            for name, value in wanted.items():
+                assert float(columns[name][row, side]) == pytest.approx(float(value), rel=1e-9), name

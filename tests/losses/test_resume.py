@@ -1,0 +1,149 @@
+"""Every loss, and a reference that moves, go on from a checkpoint to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rather.checkpoint import open_checkpoint
+from rather.errors import CheckpointError
+from rather.losses import LOSSES
+from rather.pipeline import DPOPipeline
+from tests.tiny import make_config, make_model, make_pairs, metrics
+
+TIMES = {"pairs_per_second", "tokens_per_second"}
+RUN: dict[str, Any] = {
+    "save_steps": 3,
+    "actor_train__training_args__num_train_epochs": 3.0,  # 4 steps an epoch: the cut is inside the first
+    "actor_train__training_args__per_device_train_batch_size": 3,
+    "actor_train__training_args__lr_scheduler_type": "constant",
+    "actor_train__training_args__learning_rate": 3e-3,
+}
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    **{name: {"pref_loss": name} for name in LOSSES},
+    "sigmoid and sft": {"pref_loss": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4},
+    "weighted": {"use_weighting": True, "rpo_alpha": 0.5, "f_divergence_type": "js"},
+    "soft labels": {"soft_labels": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer, and 12 pairs with a margin and a label each."""
+    folder = tmp_path_factory.mktemp("resume")
+    make_model(folder / "base", num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    draw = random.Random(0)
+    for name, count in (("pairs", 12), ("held_out", 4)):
+        file = make_pairs(folder / f"{name}.jsonl", count)
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        for row in rows:
+            row |= {"margin": draw.random(), "soft_label": 0.5 + draw.random() / 2}
+        file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return folder
+
+
+def train(folder: Path, name: str, **changes: Any) -> DPOPipeline:
+    pipeline = DPOPipeline(make_config(folder, **{**RUN, "exp_name": name, **changes}))
+    assert pipeline.run() == 0
+    return pipeline
+
+
+def lines(pipeline: DPOPipeline, after: int = 0) -> list[dict[str, Any]]:
+    every = [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(pipeline.config)]
+    return [line for line in every if line["step"] > after]
+
+
+def tensors(pipeline: DPOPipeline, step: int) -> dict[str, Tensor]:
+    saved = open_checkpoint(pipeline.config.run_dir / f"checkpoint-{step}")
+    groups = ["model", "optimizer", "rng", *(["reference"] if pipeline.config.sync_ref_model else [])]
+    return {f"{group}/{name}": tensor for group in groups for name, tensor in saved.tensors(group).items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_loss_goes_on_to_the_bit(folder: Path, name: str) -> None:
+    """Six steps, and the last three once more from the checkpoint between them."""
+    without_evaluation = {"validation__data_args__file_name": None}
+    changes = {"max_steps": 6, **without_evaluation, **OBJECTIVES[name]}
+    whole = train(folder, f"whole {name}".replace(" ", "-"), **changes)
+    middle = str(whole.config.run_dir / "checkpoint-3")
+    rest = train(folder, f"rest {name}".replace(" ", "-"), resume_from_checkpoint=middle, **changes)
+    assert [line["step"] for line in lines(rest)] == [4, 5, 6]
+    assert lines(rest) == lines(whole, after=3)
+    assert_same(tensors(rest, 6), tensors(whole, 6))
+    head = "model/causal_lm.model.embed_tokens.weight"
+    assert not torch.equal(tensors(whole, 3)[head], tensors(whole, 6)[head])
+
+
+@pytest.fixture(scope="module")
+def moving(folder: Path) -> DPOPipeline:
+    """TR-DPO over six steps, without a break."""
+    return train(folder, "moving", max_steps=6, eval_steps=3, **SYNCED)
+
+
+def test_a_moving_reference_goes_on_to_the_bit(folder: Path, moving: DPOPipeline) -> None:
+    """Stopped a step after a sync, and a step before one."""
+    train(folder, "stopped", max_steps=3, eval_steps=3, **SYNCED)
+    rest = train(folder, "stopped", max_steps=6, eval_steps=3, **SYNCED)
+    assert lines(rest) == lines(moving)
+    assert_same(tensors(rest, 6), tensors(moving, 6))
+
+
+def test_the_synced_reference_is_in_the_checkpoint(folder: Path, moving: DPOPipeline) -> None:
+    """After step 2 it was mixed once: 0.6 of the policy then, 0.4 of the base model."""
+    early = train(folder, "early", max_steps=2, **SYNCED)
+    saved, base = tensors(early, 2), dict(starting_model(early).named_parameters())
+    for name, start in base.items():
+        policy, reference = saved[f"model/{name}"], saved[f"reference/{name}"]
+        torch.testing.assert_close(reference, 0.4 * start.detach() + 0.6 * policy)
+        assert torch.equal(tensors(moving, 3)[f"reference/{name}"], reference)  # no sync at step 3
+    moved = [not torch.equal(tensors(moving, 6)[f"reference/{name}"], saved[f"reference/{name}"]) for name in base]
+    assert all(moved)
+
+
+def starting_model(pipeline: DPOPipeline) -> torch.nn.Module:
+    fresh = DPOPipeline(pipeline.config)
+    fresh.initialize()
+    return fresh.actor_train.trainer.policy
+
+
+def test_a_fixed_reference_is_not_saved(folder: Path) -> None:
+    fixed = train(folder, "fixed", max_steps=1)
+    with pytest.raises(CheckpointError, match="reference"):
+        open_checkpoint(fixed.config.run_dir / "checkpoint-1").tensors("reference")
+
+
+def test_evaluation_after_a_sync_uses_the_new_reference(folder: Path) -> None:
+    """With the whole policy mixed in, policy and reference are one model again: every log-ratio is 0."""
+    settings = {"max_steps": 4, "eval_steps": 1, **SYNCED, "ref_model_mixup_alpha": 1.0}
+    evaluated = lines(train(folder, "evaluated", **settings))
+    margins = {line["step"]: line["eval/rewards/margins"] for line in evaluated if "eval/loss" in line}
+    assert margins[2] == margins[4] == 0
+    assert abs(margins[1]) > 1e-4
+    assert abs(margins[3]) > 1e-4
+
+
+def test_training_after_a_sync_uses_the_new_reference(folder: Path) -> None:
+    synced = train(folder, "trained", **{"max_steps": 4, **SYNCED, "ref_model_mixup_alpha": 1.0})
+    margin = {line["step"]: line["rewards/margins"] for line in lines(synced) if "loss" in line}
+    assert margin[1] == margin[3] == 0
+    assert margin[2] != 0
+    assert margin[4] != 0
+
+
+def test_another_way_to_sync_is_another_run(folder: Path, moving: DPOPipeline) -> None:
+    for change in ({"ref_model_mixup_alpha": 0.5}, {"ref_model_sync_steps": 3}, {"sync_ref_model": False}):
+        settings = {**SYNCED, **change} if "sync_ref_model" not in change else {}
+        with pytest.raises(CheckpointError, match=r"synced reference: .* then, .* now"):
+            train(folder, "moving", max_steps=9, **settings)
