@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,7 @@ def pairs_at(policy: Any, reference: Any, length: Any) -> PairLogps:
     return PairLogps(numbers[0], numbers[1], numbers[2], extra)
 
 
+WILD = {"beta": 1.0, "discopop_tau": 2.0, "alphapo_alpha": 1.0}
 FAR = [1.0, 30.0, 39.0, 41.0, 60.0, 79.0, 81.0, 200.0, 1e4]
 EDGES = {
     "log-prob 0": pairs_at([[0, 0], [0, -3], [-3, 0]], [[0, 0], [-2, -2], [-2, -2]], [[3, 2], [3, 2], [3, 2]]),
@@ -197,9 +199,10 @@ EDGES = {
 
 @EACH
 def test_finite_at_the_edges(name: str, modifiers: dict[str, Any]) -> None:
-    """Also in the float32 of the tokens, where the gradient goes."""
-    objective = configure([name], {}, modifiers=modifiers)
-    for edge, x in EDGES.items():
+    """Also in the float32 of the tokens, where the gradient goes; and with larger numbers."""
+    wild = {number: value for number, value in WILD.items() if number in LOSSES[name].numbers}
+    for (edge, x), numbers in product(EDGES.items(), ({}, wild)):
+        objective = configure([name], numbers, modifiers=modifiers)
         if "soft_labels" not in modifiers:
             x = x._replace(extra={key: column for key, column in x.extra.items() if key != "soft_label"})
         leaf = x.policy.float().requires_grad_()
