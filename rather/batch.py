@@ -124,5 +124,13 @@ class PairFacts:
 
     @property
     def mean_chosen_length(self) -> Tensor:
-        """Scored tokens of a chosen answer, averaged over pairs by their weights."""
-        return (self.length[:, 0] @ self.weight) / self.weight.sum()
+        """Scored tokens of a chosen answer, averaged over pairs by their weights; 1 where nothing has weight."""
+        total = self.weight.sum()
+        return torch.where(total > 0, (self.length[:, 0] @ self.weight) / total.clamp(min=1e-300), 1.0)
+
+    def seen_by_a_loss(self, policy: Columns, reference: Columns | None, mean_chosen_length: Tensor) -> PairLogps:
+        """These pairs with their log-probs; the mean length is that of all pairs they are averaged with."""
+        extra = {"margin": self.margin, "soft_label": self.soft_label, "mean_chosen_length": mean_chosen_length}
+        for role, columns in (("policy", policy), ("reference", reference or {})):
+            extra |= {f"{role}/{name}": column for name, column in columns.items()}
+        return PairLogps(policy["sum"], reference["sum"] if reference else None, self.length, extra)

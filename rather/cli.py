@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from rather.errors import RatherError
+from rather.compare.command import compare_losses_command
+from rather.recipes.commands import recipes_app
+from rather.terminal import ConfigPath, Overrides, guarded
 
 app = typer.Typer(
     name="rather",
@@ -23,11 +23,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at a configuration: effective values, meanings, the schema.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-
-ConfigPath = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Overrides, such as beta=0.05 or max_steps=200.", show_default=False)
-]
+app.add_typer(recipes_app, name="recipes")
+app.command("compare-losses", epilog="Example: `rather compare-losses dpo.yaml --plot a.svg`")(compare_losses_command)
 
 
 def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False) -> int:
@@ -36,7 +33,10 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
     from rather.tracking import close_logging, setup_logging, worker_log
 
     config = _settings(path, overrides)
-    from rather.pipeline import DPOPipeline  # after the environment: torch reads some of it when imported
+    from rather.objective import from_config  # after the environment: torch reads some of it when imported
+    from rather.pipeline import DPOPipeline
+
+    from_config(config)  # its complaints, before any file is written
 
     if dry_run:
         return _dry_run(DPOPipeline(config))
@@ -60,7 +60,7 @@ def train(
 ) -> None:
     """Train the policy. The same command goes on where an interrupted run stopped."""
     given = [*(overrides or []), *(["overwrite=true"] if overwrite else [])]
-    raise typer.Exit(_guarded(lambda: train_from_config(config, given, dry_run=dry_run)))
+    raise typer.Exit(guarded(lambda: train_from_config(config, given, dry_run=dry_run)))
 
 
 @app.command(epilog="Example: `rather data dpo.yaml --show 3`")
@@ -86,7 +86,7 @@ def data(
             show_pairs(prepared.train, load_tokenizer(path, args.revision, args.trust_remote_code), show, console)
         return 0
 
-    raise typer.Exit(_guarded(work))
+    raise typer.Exit(guarded(work))
 
 
 @app.command("eval", epilog="Example: `rather eval dpo.yaml --model output/dpo/model`")
@@ -114,7 +114,7 @@ def evaluate(
         typer.echo(json.dumps(pipeline.evaluate(), indent=1))
         return 0
 
-    raise typer.Exit(_guarded(work))
+    raise typer.Exit(guarded(work))
 
 
 @app.command()
@@ -128,7 +128,7 @@ def demo(
 
         return run_demo(out, Console())
 
-    raise typer.Exit(_guarded(work))
+    raise typer.Exit(guarded(work))
 
 
 @config_app.command("show", epilog="Example: `rather config show dpo.yaml beta=0.05`")
@@ -142,7 +142,7 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
         typer.echo(show(load(config, overrides or [])))
         return 0
 
-    raise typer.Exit(_guarded(work))
+    raise typer.Exit(guarded(work))
 
 
 @config_app.command("explain", epilog="Example: `rather config explain beta dpo.yaml`")
@@ -161,7 +161,7 @@ def config_explain(
         typer.echo(explain(load(file, overrides or []) if file else None, wanted))
         return 0
 
-    raise typer.Exit(_guarded(work))
+    raise typer.Exit(guarded(work))
 
 
 @config_app.command("schema")
@@ -199,21 +199,6 @@ def _dry_run(pipeline: Any) -> int:
         "Nothing was trained; only the data cache was written."
     )
     return 0
-
-
-def _guarded(work: Callable[[], int]) -> int:
-    """Runs a command; turns our own errors into their message and exit code."""
-    try:
-        return work()
-    except RatherError as error:
-        typer.echo(f"rather: {error}", err=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        typer.echo("rather: interrupted", err=True)
-        return 130
-    except BrokenPipeError:  # `rather data ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def main() -> None:

@@ -111,6 +111,8 @@ class PairLoss:
         return frozenset(name for name, on in wanted.items() if on)
 
     def __call__(self, x: PairLogps) -> Tensor:
+        if not self.modifiers.soft_labels:
+            x = x._replace(extra={name: column for name, column in x.extra.items() if name != "soft_label"})
         total = sum(term.weight * term.rule.function(self._seen(term.rule, x), **term.numbers) for term in self.terms)
         assert isinstance(total, Tensor)
         if self.modifiers.use_weighting:
@@ -188,6 +190,12 @@ def configure(
     if problems:
         raise ConfigError(problems)
     return PairLoss(terms, chosen)
+
+
+def own_loss(function: Callable[[PairLogps], Tensor]) -> PairLoss:
+    """A user's own function of the pairs as an objective; it may compare with the reference."""
+    rule = Rule(function, True, log_ratios, divergence=False, soft_labels=False, whole_batch=False, extra=())
+    return PairLoss((Term(getattr(function, "__name__", "own"), rule, {}, 1.0),))
 
 
 def from_config(config: DPOConfig) -> PairLoss:

@@ -194,7 +194,7 @@ class DPOPipeline:
         return record
 
     def _evaluation_columns(self, name: str, dataset: PairDataset) -> tuple[PairFacts, Columns, Columns | None]:
-        """Facts and log-probs of a whole evaluation set: some losses sort it. A few numbers a pair, so memory is no matter.
+        """Facts and log-probs of a whole evaluation set, a few numbers a pair: some losses sort it.
 
         A reference that stays frozen is asked once in a run.
         """
@@ -271,7 +271,7 @@ class DPOPipeline:
         self._evaluation_reference.clear()
 
     def _check_step_zero(self, step: Step, result: StepResult, reference: Columns | None) -> None:
-        """Untrained, a policy that names the reference's weights must have its log-probs: then sigmoid's loss is ln 2."""
+        """Untrained, a policy that names the reference's weights must have its log-probs: sigmoid's loss is ln 2."""
         if reference is None:
             return
         policy_model, reference_model = self.config.actor_train.model_path, self.config.reference.model_path
@@ -289,7 +289,13 @@ class DPOPipeline:
             )
 
     def _refuse_missing_columns(self) -> None:
-        """A loss that reads a column of the pairs needs it in every row."""
+        """A loss that reads a column needs it in every row; one that sorts pairs has no use for weights."""
+        weights = [dataset.column("weight") for dataset in (self.data.train, *self.data.evals.values())]
+        if self.objective.whole_batch and any((column != 1).any() for column in weights):
+            raise DataError(
+                f"loss '{' + '.join(self.config.loss_names)}' sorts the pairs of a step: none has its own weight. "
+                "Remove the column weight, or map it away with data_args.columns."
+            )
         for column in sorted(self.objective.pair_columns):
             for name, dataset in {"training": self.data.train, **self.data.evals}.items():
                 missing = int(np.isnan(dataset.column(column)).sum())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rather.batch import Columns, PairBatch, PairFacts, PairLogps
+from rather.batch import Columns, PairBatch, PairFacts
 from rather.errors import NonFiniteError
 from rather.metrics import Scored, weighted_sums
 from rather.model.policy import PolicyModel, pair_columns
@@ -128,7 +128,7 @@ class RankTrainer:
         """
         with torch.no_grad():
             columns = self._gathered(batches)
-        leaves = {name: column.requires_grad_() for name, column in columns.items() if name != "squares"}
+        leaves = {name: column.requires_grad_() for name, column in columns.items()}
         scored = self._score(facts, columns, reference, facts)
         slopes = torch.autograd.grad(scored.losses @ facts.weight / total, list(leaves.values()))
         sums = weighted_sums(scored, facts.weight, self.loss)
@@ -136,12 +136,7 @@ class RankTrainer:
 
     def _score(self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts) -> Scored:
         """Losses and rewards of some pairs; `step` holds all pairs they are averaged with."""
-        extra = {"margin": facts.margin, "mean_chosen_length": step.mean_chosen_length}
-        if self.loss.modifiers.soft_labels:
-            extra["soft_label"] = facts.soft_label
-        for role, columns in (("policy", policy), ("reference", reference or {})):
-            extra |= {f"{role}/{name}": column for name, column in columns.items()}
-        x = PairLogps(policy["sum"], reference["sum"] if reference else None, facts.length, extra)
+        x = facts.seen_by_a_loss(policy, reference, step.mean_chosen_length)
         return Scored(x, self.loss(x), self.loss.rewards(x))
 
     def _update(self, sums: dict[str, Tensor], policy: Tensor) -> StepResult:

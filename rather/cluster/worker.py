@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rather.batch import Columns, PairBatch, PairFacts
+from rather.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.model.check import check_length
 from rather.model.export import export_model
 from rather.model.load import device_of, freeze, load_policy
 from rather.model.policy import PolicyModel
-from rather.objective import PairLoss, from_config
+from rather.objective import PairLoss, from_config, own_loss
 from rather.optim import Optimizer, schedule
 from rather.trainer import RankTrainer, StepResult
 
@@ -32,8 +32,13 @@ class ActorWorker:
         self.device = device_of(self.worker_config)
         self.log = logging.getLogger(f"rather.worker.{role}-0")
 
-    def build_loss(self) -> PairLoss:
+    def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
+        """The objective; a subclass may return its own, or a plain function: PairLogps -> one loss per pair."""
         return from_config(self.config)
+
+    def _objective(self) -> PairLoss:
+        loss = self.build_loss()
+        return loss if isinstance(loss, PairLoss) else own_loss(loss)
 
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         """Loads the model; `model` stands in for the configured one (evaluation of other weights)."""
@@ -45,7 +50,7 @@ class ActorWorker:
         check_length(policy.causal_lm.config, self.config.sequence_length)
         self._tell(name, policy, recompute)
         if self.role != "actor_train":
-            self.trainer = RankTrainer(freeze(policy), self.build_loss())
+            self.trainer = RankTrainer(freeze(policy), self._objective())
             return
         training = self.config.actor_train.training_args
         optimizer = Optimizer(
@@ -55,7 +60,7 @@ class ActorWorker:
             max_grad_norm=self.config.max_grad_norm,
         )
         self.trainer = RankTrainer(
-            policy, self.build_loss(), optimizer, count_zeros=training.log_num_zeros_in_grad
+            policy, self._objective(), optimizer, count_zeros=training.log_num_zeros_in_grad
         )
 
     def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:

@@ -42,15 +42,9 @@ class LogProbs:
         """[P]: log-ratio of the chosen answer minus that of the rejected one, in nats."""
         return gap(self.policy["sum"] - self.reference["sum"])
 
-    def pair_logps(self, objective: PairLoss, policy: Columns) -> PairLogps:
+    def pair_logps(self, policy: Columns) -> PairLogps:
         """As a training step would hand them to the objective, with these log-probs of the policy."""
-        facts = self.facts
-        extra = {"margin": facts.margin, "mean_chosen_length": facts.mean_chosen_length}
-        if objective.modifiers.soft_labels:
-            extra["soft_label"] = facts.soft_label
-        for role, columns in (("policy", policy), ("reference", self.reference)):
-            extra |= {f"{role}/{name}": column for name, column in columns.items()}
-        return PairLogps(policy["sum"], self.reference["sum"], facts.length, extra)
+        return self.facts.seen_by_a_loss(policy, self.reference, self.facts.mean_chosen_length)
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,7 @@ def _row(name: str, objective: PairLoss, numbers: Mapping[str, Any], x: LogProbs
 def slopes(objective: PairLoss, x: LogProbs, policy: Columns) -> tuple[Tensor, Tensor]:
     """Loss of each pair, and the norm of its gradient by the pair's two log-probs."""
     leaves = {name: policy[name].clone().requires_grad_() for name in PREFERENCE if name in policy}
-    losses = objective(x.pair_logps(objective, {**policy, **leaves}))
+    losses = objective(x.pair_logps({**policy, **leaves}))
     # LD-DPO spreads the gradient over a response's sum and the part within the shorter length: together they are it.
     parts = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
     gradient = torch.stack([part for part in parts if part is not None]).sum(dim=0)

@@ -108,7 +108,7 @@ def curve(objective: PairLoss, x: LogProbs) -> list[tuple[float, float]]:
     for margin in torch.linspace(*span(x.margins), POINTS, dtype=torch.float64).tolist():
         columns = {name: mean.reference[name] + margin * half for name in PREFERENCE if name in mean.reference}
         moved = {name: column.clamp(max=0.0) for name, column in columns.items()}
-        points.append((margin, float(objective(mean.pair_logps(objective, {**mean.policy, **moved})))))
+        points.append((margin, float(objective(mean.pair_logps({**mean.policy, **moved})))))
     return points
 
 

@@ -23,6 +23,13 @@ SCHEDULE_NUMBERS: dict[str, tuple[str, ...]] = {
 }
 
 
+# What rather.losses knows, told here so that a typo is found together with everything else, without importing torch.
+LOSS_NAMES = (
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "odpo", "sft", "orpo", "simpo", "cpo", "alphapo",
+)  # fmt: skip
+
+
 class Problem(NamedTuple):
     """What is wrong at a key, and the other keys that it depends on."""
 
@@ -96,13 +103,16 @@ def _evaluation(config: DPOConfig) -> Iterator[Problem]:
 
 
 def _loss(config: DPOConfig) -> Iterator[Problem]:
+    for name in config.loss_names:
+        if name not in LOSS_NAMES:
+            yield Problem("pref_loss", f"unknown loss '{name}'{did_you_mean(name, LOSS_NAMES)}")
     if config.ipo and config.pref_loss not in ("sigmoid", "ipo"):
         yield Problem(
             "ipo",
             f"asks for the loss ipo, pref_loss for '{config.pref_loss}'; keep one of them",
             ("pref_loss",),
         )
-    if config.loss_type and (config.ipo or "pref_loss" in config.model_fields_set):
+    if config.loss_type and (config.ipo or config.pref_loss not in ("sigmoid", *config.loss_names)):
         text = f"'{config.loss_type}' and pref_loss or ipo are two ways to name the loss; keep one of them"
         yield Problem("loss_type", text, ("pref_loss", "ipo"))
     if config.loss_weights is not None and len(config.loss_weights) != len(config.loss_names):
@@ -113,12 +123,12 @@ def _loss(config: DPOConfig) -> Iterator[Problem]:
         yield Problem("use_ref_model", text, ("disable_reference_model",))
     if not config.sync_ref_model:
         for key in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
-            if key in config.model_fields_set:
+            if getattr(config, key) != type(config).model_fields[key].default:
                 yield Problem(key, "nothing uses it; set sync_ref_model: true", ("sync_ref_model",))
-    if not config.apply_loss_mask and config.actor_train.data_args.score != "all":
-        if "score" in config.actor_train.data_args.model_fields_set:
-            text = "apply_loss_mask: false scores every token; keep one of them"
-            yield Problem("actor_train.data_args.score", text, ("apply_loss_mask",))
+    data = config.actor_train.data_args
+    if not config.apply_loss_mask and data.score != "all" and "score" in data.model_fields_set:
+        text = "apply_loss_mask: false scores every token; keep one of them"
+        yield Problem("actor_train.data_args.score", text, ("apply_loss_mask",))
 
 
 def _clipping(config: DPOConfig) -> Iterator[Problem]:

@@ -20,7 +20,8 @@ LAYOUT = ("strategy_name", "strategy_config", "tp_size", "pp_size", "cp_size")
 def complete(config: DPOConfig) -> dict[str, str]:
     """Fills a config in the making, before it is frozen for good. Returns key path -> the one it follows."""
     followed: dict[str, str] = {}
-    if not config.apply_loss_mask and _put(config, "actor_train.data_args.score", "all"):
+    score_is_free = "score" not in config.actor_train.data_args.model_fields_set
+    if not config.apply_loss_mask and score_is_free and _put(config, "actor_train.data_args.score", "all"):
         followed["actor_train.data_args.score"] = "apply_loss_mask"
     for path, source in _followers(config):
         if _put(config, path, value_at(config, source)):

@@ -43,7 +43,6 @@ OTHER_NAMES = {
     "per_device_eval_batch_size": "actor_train.infer_batch_size",
     "max_length": "sequence_length",
     "max_seq_len": "sequence_length",
-    "loss_type": "pref_loss",
     "loss": "pref_loss",
     "save_total_limit": "max_ckpt_to_keep",
     "report_to": "track_with",

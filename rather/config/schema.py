@@ -380,7 +380,7 @@ class LossKeys(Section):
     use_weighting: bool | None = knob(None, "Weight pairs by how likely the policy is to write them (WPO).")
     soft_labels: bool | None = knob(None, "Take the column soft_label: the chance that chosen is the better answer.")
     reference_free: bool | None = knob(None, "Compare with a uniform reference; no reference model is loaded.")
-    use_ref_model: bool | None = knob(None, "States whether a reference model is used; an error where the loss disagrees.")
+    use_ref_model: bool | None = knob(None, "States whether there is a reference model; the loss must agree.")
     disable_reference_model: bool | None = knob(None, "ColossalChat's opposite of use_ref_model.")
     sync_ref_model: bool = knob(False, "Move the reference towards the policy during training (TR-DPO).")
     ref_model_mixup_alpha: float = knob(0.6, "Share of the policy in the new reference.", gt=0, le=1)
@@ -403,7 +403,7 @@ class PairKeys(Section):
         why="prompt and response need a token each",
     )
     global_template: Text | None = knob(None, "Chat template wherever data_args.template is not given.")
-    apply_loss_mask: bool = knob(True, "false scores every token, as data_args.score: all does (ColossalChat's switch).")
+    apply_loss_mask: bool = knob(True, "ColossalChat's switch: false scores every token, as data_args.score: all.")
     chosen_key: Text = knob("chosen", "Column of the preferred answer.")
     rejected_key: Text = knob("rejected", "Column of the other answer.")
     ranked_pairs: Literal["all", "best_vs_rest", "best_vs_worst"] = knob(

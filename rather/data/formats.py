@@ -244,7 +244,8 @@ def _numbers(value: Any, where: str, count: int) -> list[float]:
 def _number(value: Any, where: str, low: float = -math.inf, high: float = math.inf) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high:
-        allowed = "" if low == -math.inf else f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
+        above = f" of at least {low:g}" if low > -math.inf else ""
+        allowed = f" from {low:g} to {high:g}" if high < math.inf else above
         raise Refused("bad_type", f"{where} must be a number{allowed}, found {kind_of(value)}")
     return float(value)
 

@@ -61,7 +61,7 @@ def pair_columns(policy: PolicyModel, batch: PairBatch, wanted: Collection[str] 
 
 
 def _per_pair(values_T: Tensor, batch: PairBatch) -> Tensor:
-    """[P, 2] sums over each response, chosen first. In float64: a float32 sum of 600 tokens moves by 7e-4 with its order."""
+    """[P, 2] sums over each response, in float64: a float32 sum of 600 tokens moves by 7e-4 with its order."""
     sums = torch.zeros(len(batch.length_R), dtype=torch.float64, device=values_T.device)
     sums = sums.index_add(0, batch.response_T, values_T.double())
     return torch.stack([sums[batch.chosen_P], sums[batch.rejected_P]], dim=1)

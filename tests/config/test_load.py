@@ -23,8 +23,8 @@ def test_the_smallest_file_is_enough(write) -> None:
     assert config.run_dir == Path("output/my-run")
     assert config.log_dir == config.tensorboard_dir == Path("output/logs/my-run")
     assert config.checkpoint_copy_dir == config.run_dir
-    assert config.loss_name == "sigmoid"
-    assert config.loss_numbers == {"beta": None, "label_smoothing": 0.0}
+    assert config.loss_names == ["sigmoid"]
+    assert config.loss_numbers == {}
     assert config.global_batch(dp=2) == 16
     assert config.data_seed == 42
     assert config.trackers == ["tensorboard"]

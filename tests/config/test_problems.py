@@ -32,7 +32,7 @@ def test_three_mistakes_are_one_message(write) -> None:
     assert caught.value.exit_code == 2
     assert caught.value.problems == [
         "bata (dpo.yaml:2): unknown key; did you mean 'beta'?",
-        "label_smoothing (dpo.yaml:3): 0.7 is not a number >= 0 and < 0.5: "
+        "label_smoothing (dpo.yaml:3): 0.7 is not a number >= 0 and < 0.5 or null: "
         "at 0.5 the labels say nothing, above it they are reversed",
         "actor_train.training_args.learning_rate (dpo.yaml:6): 'fast' is not a number >= 0, such as 1e-06",
     ]
@@ -68,7 +68,6 @@ TYPOS = [
     ("file_name", "actor_train.data_args.file_name"),
     ("dtype", "actor_train.model_args.dtype"),
     ("max_length", "sequence_length"),
-    ("loss_type", "pref_loss"),
     ("lr", "actor_train.training_args.learning_rate"),
     ("actor_train.trainig_args", "training_args"),
     ("actor_train.training_args.per_device_train_batch_siez", "per_device_train_batch_size"),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from rather.config.checks import device_problems
+from rather.config.checks import LOSS_NAMES, device_problems
 from rather.config.keys import table
 from rather.config.load import config_from_dict, load, load_config
-from rather.config.schema import Format, Schedule
+from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, Format, Schedule
 from rather.config.show import explain, json_schema, reference_markdown, show
 from rather.config.strategies import Layout, layout, single_device_problem
 from rather.errors import ConfigError
@@ -39,7 +40,7 @@ def test_explain_a_key(write) -> None:
     text = explain(load(write(), ["label_smoothing=0.1"]), "label_smoothing")
     assert "value    0.1  (command line)" in text
     assert "takes    a number >= 0 and < 0.5" in text
-    assert "default  0" in text
+    assert "default  null" in text
     assert "Share of pairs" in text
     assert "keys     learning_rate" in explain(None, "actor_train.training_args")
     with pytest.raises(ConfigError, match="bata: unknown key; did you mean 'beta'"):
@@ -189,3 +190,12 @@ def test_formats_and_schedules_are_those_that_exist() -> None:
     optim = pytest.importorskip("rather.optim")
     assert set(get_args(Format)) == {"auto", *formats.SHAPES}
     assert set(get_args(Schedule)) == set(optim.SHAPES)
+
+
+def test_losses_are_those_that_exist() -> None:
+    losses = pytest.importorskip("rather.losses")
+    assert sorted(LOSS_NAMES) == sorted(losses.LOSSES)
+    numbers = {number for rule in losses.LOSSES.values() for number in rule.numbers}
+    assert set(LOSS_NUMBERS) == numbers
+    objective = pytest.importorskip("rather.objective")
+    assert set(LOSS_MODIFIERS) == {field.name for field in fields(objective.Modifiers)}

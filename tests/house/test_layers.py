@@ -15,14 +15,14 @@ from tests.house.source import ROOT, imports, module_name, python_files, where
 FLOORS = [
     {"rather", "__main__"},
     {"cli"},
-    {"demo"},
+    {"demo", "compare", "recipes"},
     {"pipeline", "tracking", "card"},
     {"cluster"},
     {"trainer", "checkpoint", "reference"},
     {"model", "optim"},
-    {"losses", "metrics", "data"},
+    {"losses", "objective", "metrics", "data"},
     {"batch", "config"},
-    {"errors", "signals"},
+    {"errors", "signals", "terminal"},
 ]
 
 DOORS = {

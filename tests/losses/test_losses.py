@@ -383,7 +383,7 @@ def test_the_spellings_of_a_loss(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"ipo": True, "pref_loss": "simpo"}, "ipo: asks for the loss ipo"),
-        ({"loss_type": "simpo_loss", "pref_loss": "simpo"}, "loss_type.*two ways"),
+        ({"loss_type": "simpo_loss", "pref_loss": "orpo"}, "loss_type.*two ways"),
         ({"pref_loss": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_weights: 1 weights for 2 losses"),
         ({"loss_type": "simpo_loss", "length_normalization": False}, "length_normalization: loss 'simpo' takes"),
         ({"use_ref_model": True, "disable_reference_model": True}, "contradicts disable_reference_model"),

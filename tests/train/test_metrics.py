@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 import pytest
 import torch
 
 from rather.batch import PairLogps
-from rather.metrics import PER_PAIR, Scored, Window, rewards, weighted_sums
+from rather.metrics import PER_PAIR, WITH_REFERENCE, Scored, Window, weighted_sums
+from rather.objective import configure
 
-BETA = 0.25
+OBJECTIVE = configure(["sigmoid"], {"beta": 0.25})
 POLICY = [[-10.0, -12.0], [-8.0, -7.0], [-6.0, -6.0], [-20.0, -11.0]]
 REFERENCE = [[-11.0, -11.0], [-8.0, -9.0], [-5.0, -5.0], [-20.0, -12.0]]
 LENGTH = [[5.0, 4.0], [4.0, 7.0], [3.0, 2.0], [8.0, 1.0]]
@@ -27,23 +29,33 @@ WANTED: dict[str, list[float]] = {  # of each pair, by hand
     "logps/chosen": [-10, -8, -6, -20],
     "logps/rejected": [-12, -7, -6, -11],
     "sft_loss": [2.0, 2.0, 2.0, 2.5],
+    "lengths/chosen": [5, 4, 3, 8],
+    "lengths/rejected": [4, 7, 2, 1],
+    "logps/falling": [0, 0, 1, 0],
+    "kl": [0.0, 1.0, -1.0, 0.5],
 }
 
 
-def sums(places: Any) -> torch.Tensor:
+def sums(places: Any) -> dict[str, float]:
     """As one micro-batch of these pairs gives them."""
     double = {"dtype": torch.float64}
     policy, reference, length = (torch.tensor(x, **double)[places] for x in (POLICY, REFERENCE, LENGTH))
     x = PairLogps(policy, reference, length)
-    scored = Scored(x, torch.tensor(LOSSES, **double)[places], rewards(x, BETA))
-    return weighted_sums(scored, torch.tensor(WEIGHTS, **double)[places])
+    scored = Scored(x, torch.tensor(LOSSES, **double)[places], OBJECTIVE.rewards(x))
+    totals = weighted_sums(scored, torch.tensor(WEIGHTS, **double)[places], OBJECTIVE)
+    return {name: float(total) for name, total in totals.items()}
 
 
 def test_each_metric_is_a_weighted_mean_over_pairs() -> None:
     window = Window()
     window.add(sums([0, 1, 2, 3]), pairs=3, tokens=40)
-    assert window.means().keys() == WANTED.keys() == PER_PAIR.keys()
-    for name, mean in window.means().items():
+    means = window.means()
+    correlation = means.pop("rewards/length_correlation")
+    assert means.keys() == WANTED.keys() == PER_PAIR.keys() | WITH_REFERENCE.keys()
+    margins, longer = WANTED["rewards/margins"], [chosen - rejected for chosen, rejected in LENGTH]
+    repeated = [(m, d) for m, d, w in zip(margins, longer, WEIGHTS, strict=True) for _ in range(int(2 * w))]
+    assert correlation == pytest.approx(statistics.correlation(*zip(*repeated, strict=True)), rel=1e-9)
+    for name, mean in means.items():
         want = sum(w * v for w, v in zip(WEIGHTS, WANTED[name], strict=True)) / sum(WEIGHTS)
         assert mean == pytest.approx(want, rel=1e-12, abs=1e-15), name
 
@@ -60,11 +72,14 @@ def test_several_adds_equal_one() -> None:
 def test_metrics_hold_no_graph() -> None:
     policy = torch.tensor(POLICY, dtype=torch.float64, requires_grad=True)
     x = PairLogps(policy, torch.tensor(REFERENCE).double(), torch.tensor(LENGTH).double())
-    scored = Scored(x, policy.sum(1), rewards(x, BETA))
-    assert not weighted_sums(scored, torch.ones(4, dtype=torch.float64)).requires_grad
+    scored = Scored(x, policy.sum(1), OBJECTIVE.rewards(x))
+    totals = weighted_sums(scored, torch.ones(4, dtype=torch.float64), OBJECTIVE)
+    assert not any(total.requires_grad for total in totals.values())
 
 
 def test_no_weight_at_all_is_no_number_and_no_crash() -> None:
     window = Window()
     window.add(sums([3]), pairs=1, tokens=5)
-    assert all(math.isnan(mean) for mean in window.means().values())
+    means = window.means()
+    assert means.pop("rewards/length_correlation") == 0
+    assert all(math.isnan(mean) for mean in means.values())

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
+from rather.batch import Columns
 from rather.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, NonFiniteError
-from rather.losses import Loss
 from rather.pipeline import DPOPipeline
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
@@ -53,8 +52,8 @@ def checkpoints(folder: Path) -> list[str]:
 
 TRAIN_KEYS = [
     "step", "epoch", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/ties",
-    "rewards/margins", "logps/chosen", "logps/rejected", "sft_loss", "grad_norm", "lr", "pairs", "tokens",
-    "skipped_iter", "pairs_per_second", "tokens_per_second",
+    "rewards/margins", "logps/chosen", "logps/rejected", "sft_loss", "lengths/chosen", "lengths/rejected",
+    "logps/falling", "kl", "rewards/length_correlation", "grad_norm", "lr", "pairs", "tokens", "skipped_iter", "pairs_per_second", "tokens_per_second",
 ]  # fmt: skip
 
 
@@ -62,7 +61,7 @@ def test_a_plain_run(shared: Path) -> None:
     config, lines = run(shared, "plain", max_steps=3)
     first_evaluation, first, *_, last, last_evaluation = lines
     assert list(first) == TRAIN_KEYS
-    assert set(first_evaluation) == {"step", "epoch", "eval/pairs"} | {f"eval/{key}" for key in TRAIN_KEYS[2:11]}
+    assert set(first_evaluation) == {"step", "epoch", "eval/pairs"} | {f"eval/{key}" for key in TRAIN_KEYS[2:16]}
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 3]
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert first_evaluation["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
@@ -236,7 +235,7 @@ def test_old_checkpoints_go_and_copies_come(shared: Path, tmp_path: Path) -> Non
 class Loud(ActorWorker):
     """A loss of the user's own."""
 
-    def build_loss(self) -> Loss:
+    def build_loss(self) -> Any:
         return lambda x: x.policy.sum(1) * 0 + 7
 
 
@@ -272,8 +271,8 @@ class Perturbed(ActorWorker):
 class Shifted(Perturbed):
     """Far enough to be seen in bfloat16 as well."""
 
-    def compute_log_probs(self, batches: Any) -> Tensor:
-        return super().compute_log_probs(batches) - 5
+    def compute_log_probs(self, batches: Any) -> Columns:
+        return {name: column - 5 for name, column in super().compute_log_probs(batches).items()}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -352,7 +351,7 @@ def test_an_overflow_moves_the_data_and_not_the_learning_rate(shared: Path) -> N
 
 
 class NotANumber(ActorWorker):
-    def build_loss(self) -> Loss:
+    def build_loss(self) -> Any:
         return lambda x: x.policy[:, 0] * math.nan
 
 
@@ -400,15 +399,11 @@ class Watching(ActorWorker):
 
     seen: dict[str, list[list[int]]]
 
-    def compute_log_probs(self, batches: Any) -> Tensor:
+    def compute_log_probs(self, batches: Any) -> Columns:
         type(self).seen.setdefault(self.role, []).append([len(batch.pair_P) for batch in batches])
         return super().compute_log_probs(batches)
 
-    def evaluate(self, batches: Any, reference: Tensor | None) -> Tensor:
-        type(self).seen.setdefault(self.role, []).append([len(batch.pair_P) for batch in batches])
-        return super().evaluate(batches, reference)
-
-    def build_loss(self) -> Loss:
+    def build_loss(self) -> Any:
         type(self).environment = {key: value for key, value in os.environ.items() if key.startswith("TEST_RATHER")}
         return super().build_loss()
 

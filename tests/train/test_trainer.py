@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rather.batch import PairLogps, TokenPair
+from rather.batch import PairFacts, PairLogps, TokenPair
 from rather.config.schema import TrainingArgs
 from rather.data.pack import pack
 from rather.errors import NonFiniteError
-from rather.losses import Loss, configure
 from rather.metrics import Window
+from rather.objective import PairLoss, configure, own_loss
 from rather.optim import Optimizer
 from rather.trainer import RankTrainer
 from tests.padded import padded_logps, random_pairs
@@ -24,11 +24,11 @@ from tests.train.test_pack import ODD_PAIRS
 BETA = 0.3
 
 
-def trainer_of(dtype: torch.dtype = torch.float32, loss: Loss | None = None, **changes: Any) -> RankTrainer:
+def trainer_of(dtype: torch.dtype = torch.float32, loss: PairLoss | None = None, **changes: Any) -> RankTrainer:
     policy = tiny_policy(dtype=dtype)
     args = TrainingArgs(learning_rate=1e-3)
     optimizer = Optimizer(policy.named_parameters(), args, schedule=lambda n: 1e-3 / (n + 1), max_grad_norm=1.0)
-    return RankTrainer(policy, loss or configure("sigmoid", {"beta": BETA}), BETA, optimizer, **changes)
+    return RankTrainer(policy, loss or configure(["sigmoid"], {"beta": BETA}), optimizer, **changes)
 
 
 def pairs_of(count: int = 5, **changes: Any) -> list[TokenPair]:
@@ -53,7 +53,7 @@ def test_a_step_is_the_plain_padded_computation() -> None:
     plain.causal_lm.set_attn_implementation("eager")
     torch.manual_seed(1)
     reference = padded_logps(plain.causal_lm, pairs).detach() + torch.randn(len(pairs), 2)
-    result = trainer.train_step(pack(pairs, 60), reference)
+    result = trainer.train_step(pack(pairs, 60), {"sum": reference})
     policy = padded_logps(plain.causal_lm, pairs)
     margins = BETA * ((policy - reference)[:, 0] - (policy - reference)[:, 1])
     weight = torch.tensor([p.weight for p in pairs], dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_log_probs_are_in_the_order_of_the_step(budget: int) -> None:
     """Odd pairs too: no prompt, scored turns inside the prompt, nothing left of an answer."""
     pairs = [*pairs_of(6), *ODD_PAIRS]
     trainer = trainer_of()
-    got = trainer.log_probs(pack(pairs, budget))
+    got = trainer.log_probs(pack(pairs, budget))["sum"]
     trainer.policy.causal_lm.set_attn_implementation("eager")
     assert not got.requires_grad
     assert torch.allclose(got, padded_logps(trainer.policy.causal_lm, pairs).detach(), rtol=1e-5)
@@ -84,12 +84,14 @@ def test_log_probs_are_in_the_order_of_the_step(budget: int) -> None:
 def test_evaluation_trains_nothing_and_equals_the_metrics_of_a_step() -> None:
     pairs = pairs_of()
     trainer = trainer_of()
-    reference = trainer.log_probs(pack(pairs, 10**6)) - 0.5
+    known = trainer.log_probs(pack(pairs, 10**6))
+    reference = {"sum": known["sum"] - 0.5}
     before = everything(trainer)
-    sums = trainer.evaluate(pack(pairs, 40), reference)
+    batches = pack(pairs, 40)
+    sums = trainer.score(PairFacts.of_step(batches), trainer.log_probs(batches), reference)
     assert same(everything(trainer), before)
     assert all(p.grad is None for p in trainer.policy.parameters())
-    assert torch.allclose(trainer.train_step(pack(pairs, 90), reference).sums, sums, rtol=1e-6)
+    assert trainer.train_step(pack(pairs, 90), reference).sums == pytest.approx(sums, rel=1e-6, abs=1e-6)
     assert not same(everything(trainer), before)
 
 
@@ -100,10 +102,10 @@ def broken(x: PairLogps) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_no_number_stops_before_the_weights(dtype: torch.dtype) -> None:
     pairs = pairs_of(2)
-    trainer = trainer_of(dtype, broken)
+    trainer = trainer_of(dtype, own_loss(broken))
     before = everything(trainer)
     with pytest.raises(NonFiniteError, match=r"gradient is not finite.*weights were not touched") as caught:
-        trainer.train_step(pack(pairs, 10**6), torch.zeros(2, 2))
+        trainer.train_step(pack(pairs, 10**6), {"sum": torch.zeros(2, 2)})
     assert caught.value.exit_code == 6
     assert same(everything(trainer), before)
 
@@ -115,10 +117,10 @@ def overflowing(x: PairLogps) -> Tensor:
 
 def test_a_float16_overflow_skips_the_step_and_touches_nothing() -> None:
     pairs = pairs_of(2)
-    trainer = trainer_of(torch.float16, overflowing)
+    trainer = trainer_of(torch.float16, own_loss(overflowing))
     assert trainer.optimizer
     assert trainer.optimizer.loss_scale
-    batches, reference = pack(pairs, 10**6), torch.zeros(2, 2)
+    batches, reference = pack(pairs, 10**6), {"sum": torch.zeros(2, 2)}
     scales, results = [], []
     before = everything(trainer)
     while not results or results[-1].skipped:
@@ -136,8 +138,8 @@ def test_a_float16_overflow_skips_the_step_and_touches_nothing() -> None:
 
 
 def test_float16_that_no_scale_can_help_stops() -> None:
-    trainer = trainer_of(torch.float16, broken)
-    batches, reference = pack(pairs_of(2), 10**6), torch.zeros(2, 2)
+    trainer = trainer_of(torch.float16, own_loss(broken))
+    batches, reference = pack(pairs_of(2), 10**6), {"sum": torch.zeros(2, 2)}
     for _ in range(16):
         assert trainer.train_step(batches, reference).skipped
     with pytest.raises(NonFiniteError):
@@ -147,7 +149,7 @@ def test_float16_that_no_scale_can_help_stops() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_state_is_all_that_later_steps_depend_on(dtype: torch.dtype) -> None:
     pairs = pairs_of(4)
-    batches, reference = pack(pairs, 60), torch.randn(4, 2) - 20
+    batches, reference = pack(pairs, 60), {"sum": torch.randn(4, 2) - 20}
     trainer = trainer_of(dtype)
     for _ in range(2):
         trainer.train_step(batches, reference)
@@ -179,7 +181,7 @@ def test_zeros_in_the_gradient_are_counted_on_request() -> None:
     cut_off = torch.ones_like(weight)
     cut_off[: len(weight) // 4] = 0
     weight.register_hook(lambda gradient: gradient * cut_off)
-    result = trainer.train_step(pack(pairs_of(3), 10**6), torch.zeros(3, 2))
+    result = trainer.train_step(pack(pairs_of(3), 10**6), {"sum": torch.zeros(3, 2)})
     assert result.zeros_in_grad == weight.numel() // 4
 
 
@@ -187,6 +189,6 @@ def test_a_step_of_weightless_pairs_moves_nothing() -> None:
     pairs = [TokenPair(p.prompt, p.chosen, p.rejected, p.chosen_scored, p.rejected_scored, 0.0) for p in pairs_of(2)]
     trainer = trainer_of()
     before = dict(everything(trainer))
-    result = trainer.train_step(pack(pairs, 10**6), torch.zeros(2, 2))
+    result = trainer.train_step(pack(pairs, 10**6), {"sum": torch.zeros(2, 2)})
     assert result.grad_norm == 0
     assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
