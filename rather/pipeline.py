@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,10 +26,11 @@ from rather.data.pairs import PairDataset
 from rather.data.prepare import Prepared, prepare
 from rather.data.sampler import Order
 from rather.data.template import choose_template, load_tokenizer
-from rather.errors import CheckpointError, ConfigError, DataError
+from rather.errors import ConfigError, DataError
 from rather.metrics import Window
 from rather.model.load import compute_dtype, device_of, same_weights
 from rather.objective import from_config
+from rather.run_folder import FINISHED, checkpoint_to_resume, identity_of, metrics_position
 from rather.signals import StopRequest
 from rather.tracking import RunTracker
 from rather.trainer import StepResult
@@ -40,7 +38,6 @@ from rather.trainer import StepResult
 log = logging.getLogger(__name__)
 
 AUTOMATIC_BUDGET = {"cpu": 4096, "cuda": 16384}  # tokens of a training micro-batch; twice as many without gradients
-FINISHED = ".finished"  # file in the run folder that tells the step of the exported model
 EVALUATION_CHUNK = 256  # pairs taken from disk at a time
 STEP_ZERO_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}  # log-prob per token
 
@@ -87,6 +84,7 @@ class DPOPipeline:
         if len(self.data.train) == 0:
             raise DataError("0 pairs to train on: every row was dropped, see the table above.")
         self._refuse_missing_columns()
+        self.identity = identity_of(config, self.data.train.fingerprint)
         self.order = Order(tuple(self.data.train.parts), config.global_batch(), config.data_seed)
         if self.order.pairs_per_epoch == 0:
             raise DataError("actor_train.data_args.weights: they leave 0 pairs of each file; raise them.")
@@ -102,7 +100,7 @@ class DPOPipeline:
         run_dir = self.config.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         with checkpoint.lock(run_dir), StopRequest() as self.stop:
-            newest = self._checkpoint_to_resume()
+            newest = checkpoint_to_resume(self.config, self.identity)
             if newest and self._finished(newest):
                 early = newest.state["progress"]["stopped_early"]
                 advice = "early stopping ended it" if early else "raise max_steps to train on"
@@ -115,7 +113,7 @@ class DPOPipeline:
                 self.config,
                 total_steps=self.total_steps,
                 start_step=self.progress.step,
-                metrics_position=self._metrics_position(newest),
+                metrics_position=metrics_position(self.config, newest),
             ) as self.tracker:
                 self._train()
             if self.stop.signal is None:
@@ -326,7 +324,7 @@ class DPOPipeline:
             "progress": asdict(self.progress),
             "trainer": numbers,
             "metrics_bytes": self.tracker.position(),
-            "identity": self._identity(),
+            "identity": self.identity,
             "schedule": self._schedule(),
         }
         config = self.config
@@ -337,33 +335,9 @@ class DPOPipeline:
             checkpoint.copy_to(path, config.checkpoint_copy_dir)
             checkpoint.prune(config.checkpoint_copy_dir, config.max_ckpt_to_keep)
 
-    def _checkpoint_to_resume(self) -> Checkpoint | None:
-        config = self.config
-        wanted, run_dir = config.resume_from_checkpoint, config.run_dir
-        if config.overwrite:
-            _clear(run_dir)
-            return None
-        if wanted is False:
-            if _holds_a_run(run_dir):
-                raise ConfigError(
-                    f"resume_from_checkpoint: false, but {run_dir} holds a run. Go on with it (auto, or the path of a "
-                    "checkpoint), choose another exp_name, or start anew with --overwrite."
-                )
-            return None
-        newest_wanted = wanted is True or wanted == "auto"
-        newest = checkpoint.newest_good(run_dir) if newest_wanted else checkpoint.open_checkpoint(Path(str(wanted)))
-        if newest:
-            self._refuse_other_run(newest)
-        return newest
-
     def _finished(self, newest: Checkpoint) -> bool:
         ended = newest.step >= self.total_steps or newest.state["progress"]["stopped_early"]
-        return ended and (self.config.run_dir / FINISHED).exists()  # written after the export, removed before training
-
-    def _metrics_position(self, newest: Checkpoint | None) -> int:
-        """How much of metrics.jsonl the checkpoint stands for; one from another folder brings no lines along."""
-        own = newest is not None and newest.path.parent.resolve() == self.config.run_dir.resolve()
-        return int(newest.state["metrics_bytes"]) if newest and own else 0
+        return ended and (self.config.run_dir / FINISHED).exists()
 
     def _restore(self, newest: Checkpoint) -> None:
         saved = newest.state["progress"]
@@ -380,35 +354,9 @@ class DPOPipeline:
                 log.info("%s was %s up to here and is %s from now on", key, before.get(key), value)
         log.info("continuing %s from step %d of %d", newest.path, newest.step, self.total_steps)
 
-    def _identity(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and its continuation."""
-        config = self.config
-        return {
-            "data": self.data.train.fingerprint,
-            "model": config.actor_train.model_path,
-            "reference": config.reference.model_path,
-            "loss": {"names": config.loss_names, "weights": config.loss_weights}
-            | config.loss_numbers
-            | config.loss_modifiers,
-            "synced reference": [config.ref_model_mixup_alpha, config.ref_model_sync_steps]
-            if config.sync_ref_model
-            else None,
-            "seed": [config.seed, config.data_seed],
-            "global batch": config.global_batch(),
-        }
-
     def _schedule(self) -> dict[str, Any]:
         """What may change at a resume, and is told when it does."""
         return {"optimizer steps": self.total_steps, **self.config.actor_train.training_args.model_dump(mode="json")}
-
-    def _refuse_other_run(self, newest: Checkpoint) -> None:
-        before, now = newest.state["identity"], self._identity()
-        changed = [f"{key}: {before.get(key)} then, {now[key]} now" for key in now if before.get(key) != now[key]]
-        if changed:
-            raise CheckpointError(
-                f"{newest.path} belongs to another run:\n  " + "\n  ".join(changed) + "\n"
-                "Set them back, choose another exp_name, or start anew with --overwrite."
-            )
 
     def _write_run_files(self) -> None:
         run_dir = self.config.run_dir
@@ -449,19 +397,3 @@ def _automatic_budget() -> int:
 
 def _scored(spans: Sequence[tuple[int, int]]) -> int:
     return sum(end - first for first, end in spans)
-
-
-def _holds_a_run(run_dir: os.PathLike[str]) -> bool:
-    return any(name != ".lock" for name in os.listdir(run_dir))
-
-
-def _clear(run_dir: os.PathLike[str]) -> None:
-    for entry in os.scandir(run_dir):
-        if entry.name == ".lock":
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
-
-

@@ -16,7 +16,7 @@ FLOORS = [
     {"rather", "__main__"},
     {"cli"},
     {"demo", "compare", "recipes"},
-    {"pipeline", "tracking", "card"},
+    {"pipeline", "tracking", "card", "run_folder"},
     {"cluster"},
     {"trainer", "checkpoint", "reference"},
     {"model", "optim"},

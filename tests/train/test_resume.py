@@ -116,7 +116,10 @@ def test_what_false_a_path_and_overwrite_mean(folder: Path) -> None:
     elsewhere = make_config(folder, **{**again, "exp_name": "from-a-path"}, resume_from_checkpoint=checkpoint)
     assert DPOPipeline(elsewhere).run() == 0
     assert outcome(folder, "from-a-path")[2] == outcome(folder, "whole")[2]
+    note = folder / "output" / "ways" / "my notes.txt"
+    note.write_text("not written by a run")
     assert DPOPipeline(make_config(folder, **again, overwrite=True)).run() == 0
+    assert note.read_text() == "not written by a run"  # starting anew deletes what runs write, nothing else
     assert_same(outcome(folder, "ways"), outcome(folder, "whole"))
 
 

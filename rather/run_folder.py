@@ -1,0 +1,82 @@
+"""The run folder: which checkpoint goes on, whose it is, and what starting anew may delete."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rather import checkpoint
+from rather.checkpoint import Checkpoint
+from rather.config.schema import DPOConfig
+from rather.errors import CheckpointError, ConfigError
+
+FINISHED = ".finished"  # tells the step of the exported model: written after the export, removed before training
+OWN_NAMES = (
+    "metrics.jsonl", "config.yaml", "data_report.json", "checkpoint-*", ".tmp-*", ".old-*", "LATEST", "model",
+    "best_model", FINISHED,
+)  # fmt: skip
+
+
+def checkpoint_to_resume(config: DPOConfig, identity: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint that this run continues, or None for a fresh start, as resume_from_checkpoint says."""
+    wanted, run_dir = config.resume_from_checkpoint, config.run_dir
+    if config.overwrite:
+        _clear(run_dir)
+        return None
+    if wanted is False:
+        if _own_files(run_dir):
+            raise ConfigError(
+                f"resume_from_checkpoint: false, but {run_dir} holds a run. Go on with it (auto, or the path of a "
+                "checkpoint), choose another exp_name, or start anew with --overwrite."
+            )
+        return None
+    newest_wanted = wanted is True or wanted == "auto"
+    newest = checkpoint.newest_good(run_dir) if newest_wanted else checkpoint.open_checkpoint(Path(str(wanted)))
+    if newest:
+        _refuse_other_run(newest, identity)
+    return newest
+
+
+def identity_of(config: DPOConfig, data: str) -> dict[str, Any]:
+    """What must not change between a checkpoint and its continuation; `data` is the pairs' fingerprint."""
+    synced = [config.ref_model_mixup_alpha, config.ref_model_sync_steps] if config.sync_ref_model else None
+    losses = {"names": config.loss_names, "weights": config.loss_weights}
+    return {
+        "data": data,
+        "model": config.actor_train.model_path,
+        "reference": config.reference.model_path,
+        "loss": losses | config.loss_numbers | config.loss_modifiers,
+        "synced reference": synced,
+        "seed": [config.seed, config.data_seed],
+        "global batch": config.global_batch(),
+    }
+
+
+def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> int:
+    """How much of metrics.jsonl the checkpoint stands for; one from another folder brings no lines along."""
+    own = newest is not None and newest.path.parent.resolve() == config.run_dir.resolve()
+    return int(newest.state["metrics_bytes"]) if newest and own else 0
+
+
+def _refuse_other_run(newest: Checkpoint, now: dict[str, Any]) -> None:
+    before = newest.state["identity"]
+    changed = [f"{key}: {before.get(key)} then, {now[key]} now" for key in now if before.get(key) != now[key]]
+    if changed:
+        raise CheckpointError(
+            f"{newest.path} belongs to another run:\n  " + "\n  ".join(changed) + "\n"
+            "Set them back, choose another exp_name, or start anew with --overwrite."
+        )
+
+
+def _own_files(run_dir: Path) -> list[Path]:
+    return [path for pattern in OWN_NAMES for path in run_dir.glob(pattern)]
+
+
+def _clear(run_dir: Path) -> None:
+    """Removes what a run writes, and nothing else that may lie in the folder."""
+    for path in _own_files(run_dir):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
