@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from rich.console import Console
 from rather.compare.command import compare_losses_command
 from rather.recipes.commands import recipes_app
 from rather.terminal import ConfigPath, Overrides, guarded
+from rather.terminal import settings as settings_of
 
 app = typer.Typer(
     name="rather",
@@ -32,11 +32,9 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
     from rather.data.show import print_report
     from rather.tracking import close_logging, setup_logging, worker_log
 
-    config = _settings(path, overrides)
-    from rather.objective import from_config  # after the environment: torch reads some of it when imported
-    from rather.pipeline import DPOPipeline
-
-    from_config(config)  # its complaints, before any file is written
+    config = settings_of(path, overrides)
+    from rather.data.prepare import BadRows
+    from rather.pipeline import DPOPipeline, write_report
 
     if dry_run:
         return _dry_run(DPOPipeline(config))
@@ -47,6 +45,9 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
         pipeline = DPOPipeline(config)
         print_report(pipeline.data.report, Console(stderr=True))
         return pipeline.run()
+    except BadRows as refused:
+        write_report(config.run_dir, refused.report)
+        raise
     finally:
         close_logging()
 
@@ -72,7 +73,7 @@ def data(
     """Prepare the pairs and show what the model will really see, and every dropped row with its reason."""
 
     def work() -> int:
-        settings = _settings(config, overrides or [])
+        settings = settings_of(config, overrides or [])
         from rather.data.prepare import prepare
         from rather.data.show import print_report, show_pairs
         from rather.data.template import load_tokenizer
@@ -100,7 +101,7 @@ def evaluate(
     """Evaluate a model on the held-out pairs against the reference, and print the metrics as JSON."""
 
     def work() -> int:
-        settings = _settings(config, overrides or [])
+        settings = settings_of(config, overrides or [])
         from rather.errors import ConfigError
         from rather.pipeline import DPOPipeline
 
@@ -180,17 +181,11 @@ def config_reference() -> None:
     typer.echo(reference_markdown(), nl=False)
 
 
-def _settings(path: Path, overrides: list[str]) -> Any:
-    """The config, and its environment set before torch is imported, which reads some of it only then."""
-    from rather.config.load import load_config
-
-    config = load_config(path, overrides)
-    os.environ.update(config.system_envs)
-    return config
-
-
 def _dry_run(pipeline: Any) -> int:
     """Loads data and models as a run would, then tells what it would do."""
+    from rather.data.show import print_report
+
+    print_report(pipeline.data.report, Console(stderr=True))
     pipeline.initialize()
     first = next(pipeline.steps())
     typer.echo(

@@ -33,12 +33,6 @@ class CheckpointError(RatherError):
     exit_code = 4
 
 
-class WorkerError(RatherError):
-    """A worker failed; names role, rank and first cause."""
-
-    exit_code = 5
-
-
 class NonFiniteError(RatherError):
     """The loss or the gradient stopped being a number."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -100,6 +100,11 @@ class PairLoss:
         """Columns of the data that it reads."""
         read = {name for term in self.terms for name in term.rule.extra}
         return frozenset(read | ({"soft_label"} if self.modifiers.soft_labels else set()))
+
+    def description(self) -> dict[str, Any]:
+        """Names, weights and effective numbers, as plain values: two objectives with one description are the same."""
+        terms = [[term.name, term.weight, {**term.rule.numbers, **term.numbers}] for term in self.terms]
+        return {"losses": terms, **asdict(self.modifiers)}
 
     @property
     def own_metrics(self) -> frozenset[str]:

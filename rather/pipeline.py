@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,13 +86,15 @@ class DPOPipeline:
         if len(self.data.train) == 0:
             raise DataError("0 pairs to train on: every row was dropped, see the table above.")
         self._refuse_missing_columns()
-        self.identity = identity_of(config, self.data.train.fingerprint)
+        self.identity = identity_of(config, self.objective, self.data.train)
         self.order = Order(tuple(self.data.train.parts), config.global_batch(), config.data_seed)
         if self.order.pairs_per_epoch == 0:
             raise DataError("actor_train.data_args.weights: they leave 0 pairs of each file; raise them.")
         self.total_steps = self._total_steps()
         self.actor_train = local_cluster("actor_train", config)
         self.reference = local_cluster("reference", config) if self.objective.needs_reference else None
+        if not self.reference and config.reference.model_fields_set:
+            log.info("the loss compares with no reference: the section `reference` is not used")
         self.progress = Progress()
         self.seconds = 0.0  # spent in steps since the last log line
         self._evaluation_reference: dict[str, list[Columns]] = {}
@@ -103,7 +107,7 @@ class DPOPipeline:
             newest = checkpoint_to_resume(self.config, self.identity)
             if newest and self._finished(newest):
                 early = newest.state["progress"]["stopped_early"]
-                advice = "early stopping ended it" if early else "raise max_steps to train on"
+                advice = "early stopping ended it" if early else "raise max_steps or num_train_epochs to train on"
                 log.info("%s is finished at step %d; %s", run_dir, newest.step, advice)
                 return 0
             (run_dir / FINISHED).unlink(missing_ok=True)
@@ -135,11 +139,11 @@ class DPOPipeline:
 
     def _refuse_foreign_tokens(self) -> None:
         """An id beyond a model's embeddings would be an index error at best."""
-        largest = max(self.tokenizer.get_vocab().values())
+        largest = max(dataset.largest_id for dataset in (self.data.train, *self.data.evals.values()))
         for worker in filter(None, (self.actor_train, self.reference)):
             if largest >= worker.embedding_rows():
                 raise ConfigError(
-                    f"{worker.role}: the tokenizer {self.config.actor_train.tokenizer_path} has ids up to {largest}, "
+                    f"{worker.role}: the tokenizer {self.config.actor_train.tokenizer_path} gives ids up to {largest}, "
                     f"the model {worker.embedding_rows()} embeddings; use the tokenizer that belongs to the model."
                 )
 
@@ -223,13 +227,15 @@ class DPOPipeline:
                 f"metric_for_best_model: there is no '{config.metric_for_best_model}'; there are {', '.join(record)}"
             )
         lower_is_better = config.metric_for_best_model.endswith("loss")
-        if progress.best is None or (value < progress.best if lower_is_better else value > progress.best):
+        known = progress.best is not None and not math.isnan(progress.best)
+        if not known or (value < progress.best if lower_is_better else value > progress.best):  # type: ignore[operator]
             progress.best, progress.best_step, progress.stale_evaluations = value, progress.step, 0
             if config.save_best:
                 self.actor_train.save_model(config.run_dir / "best_model", self.tokenizer, self._card())
             return False
         progress.stale_evaluations += 1
-        progress.stopped_early = progress.stale_evaluations == config.early_stopping_patience
+        patience = config.early_stopping_patience
+        progress.stopped_early = patience is not None and progress.stale_evaluations >= patience
         if progress.stopped_early:
             metric, best_step = config.metric_for_best_model, progress.best_step
             log.info("stopping early: %s has not improved since step %d", metric, best_step)
@@ -275,7 +281,8 @@ class DPOPipeline:
         policy_model, reference_model = self.config.actor_train.model_path, self.config.reference.model_path
         roles = (self.config.actor_train, self.config.reference)
         dtypes = {compute_dtype(role.model_args, device_of(role)) for role in roles}
-        if not same_weights(policy_model, reference_model) or len(dtypes) > 1:
+        revisions = {role.model_args.revision for role in roles}
+        if not same_weights(policy_model, reference_model) or len(dtypes) > 1 or len(revisions) > 1:
             log.info("the reference differs by intent: %s against %s", reference_model, policy_model)
             return
         lengths = torch.tensor([[_scored(p.chosen_scored), _scored(p.rejected_scored)] for p in step.pairs])
@@ -356,17 +363,26 @@ class DPOPipeline:
 
     def _schedule(self) -> dict[str, Any]:
         """What may change at a resume, and is told when it does."""
-        return {"optimizer steps": self.total_steps, **self.config.actor_train.training_args.model_dump(mode="json")}
+        actor = self.config.actor_train
+        free = {"max_grad_norm": self.config.max_grad_norm, "dtype": actor.model_args.dtype}
+        return {"optimizer steps": self.total_steps, **actor.training_args.model_dump(mode="json"), **free}
 
     def _write_run_files(self) -> None:
         run_dir = self.config.run_dir
-        (run_dir / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
-        report = json.dumps(self.data.report, indent=1, ensure_ascii=False)
-        (run_dir / "data_report.json").write_text(report + "\n", encoding="utf-8")
+        resumable = self.config.model_copy(update={"overwrite": False})  # trained by this file, the run goes on
+        (run_dir / "config.yaml").write_text(dump_yaml(resumable), encoding="utf-8")
+        write_report(run_dir, self.data.report)
 
     def _card(self) -> str:
         with_reference = self.reference is not None
         return model_card(self.config, self.progress.step, len(self.data.train), with_reference=with_reference)
+
+
+def write_report(run_dir: Path, report: Mapping[str, Any]) -> None:
+    """data_report.json; also of data that was refused."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    (run_dir / "data_report.json").write_text(text + "\n", encoding="utf-8")
 
 
 def due(step: int, every: int | None) -> bool:

@@ -9,7 +9,9 @@ from typing import Any
 from rather import checkpoint
 from rather.checkpoint import Checkpoint
 from rather.config.schema import DPOConfig
+from rather.data.pairs import PairDataset
 from rather.errors import CheckpointError, ConfigError
+from rather.objective import PairLoss
 
 FINISHED = ".finished"  # tells the step of the exported model: written after the export, removed before training
 OWN_NAMES = (
@@ -25,28 +27,29 @@ def checkpoint_to_resume(config: DPOConfig, identity: dict[str, Any]) -> Checkpo
         _clear(run_dir)
         return None
     if wanted is False:
-        if _own_files(run_dir):
+        if any(path.name != "data_report.json" for path in _own_files(run_dir)):  # refused data leaves that too
             raise ConfigError(
                 f"resume_from_checkpoint: false, but {run_dir} holds a run. Go on with it (auto, or the path of a "
                 "checkpoint), choose another exp_name, or start anew with --overwrite."
             )
         return None
-    newest_wanted = wanted is True or wanted == "auto"
-    newest = checkpoint.newest_good(run_dir) if newest_wanted else checkpoint.open_checkpoint(Path(str(wanted)))
+    if wanted is True or wanted == "auto":
+        newest = checkpoint.newest_good(run_dir)
+    else:
+        newest = checkpoint.open_checkpoint(Path(wanted).expanduser())
     if newest:
         _refuse_other_run(newest, identity)
     return newest
 
 
-def identity_of(config: DPOConfig, data: str) -> dict[str, Any]:
-    """What must not change between a checkpoint and its continuation; `data` is the pairs' fingerprint."""
+def identity_of(config: DPOConfig, objective: PairLoss, data: PairDataset) -> dict[str, Any]:
+    """What must not change between a checkpoint and its continuation."""
     synced = [config.ref_model_mixup_alpha, config.ref_model_sync_steps] if config.sync_ref_model else None
-    losses = {"names": config.loss_names, "weights": config.loss_weights}
+    roles = {"model": config.actor_train, "reference": config.reference}
     return {
-        "data": data,
-        "model": config.actor_train.model_path,
-        "reference": config.reference.model_path,
-        "loss": losses | config.loss_numbers | config.loss_modifiers,
+        "data": {"pairs": data.fingerprint, "parts": [list(part) for part in data.parts]},
+        **{name: [role.model_path, role.model_args.revision] for name, role in roles.items()},
+        "loss": objective.description(),
         "synced reference": synced,
         "seed": [config.seed, config.data_seed],
         "global batch": config.global_batch(),
@@ -54,9 +57,11 @@ def identity_of(config: DPOConfig, data: str) -> dict[str, Any]:
 
 
 def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> int:
-    """How much of metrics.jsonl the checkpoint stands for; one from another folder brings no lines along."""
-    own = newest is not None and newest.path.parent.resolve() == config.run_dir.resolve()
-    return int(newest.state["metrics_bytes"]) if newest and own else 0
+    """How much of metrics.jsonl the checkpoint stands for. A checkpoint of another run brings no lines along."""
+    file = config.run_dir / "metrics.jsonl"
+    if newest is None or (newest.path.parent.resolve() != config.run_dir.resolve() and not file.exists()):
+        return 0
+    return int(newest.state["metrics_bytes"])
 
 
 def _refuse_other_run(newest: Checkpoint, now: dict[str, Any]) -> None:

@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rather.errors import RatherError
+from rather.errors import ConfigError, RatherError
+
+if TYPE_CHECKING:
+    from rather.config.schema import DPOConfig
 
 ConfigPath = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides, such as beta=0.05 or max_steps=200.", show_default=False)
 ]
+
+
+def settings(path: Path, overrides: list[str]) -> DPOConfig:
+    """The config, its environment set before torch is imported (which reads some of it only then), its loss checked."""
+    from rather.config.load import load
+    from rather.config.paths import check_paths
+
+    loaded = load(path, overrides)
+    check_paths(loaded.config, loaded.sources)
+    os.environ.update(loaded.config.system_envs)
+    from rather.objective import from_config
+
+    try:
+        from_config(loaded.config)
+    except ConfigError as error:
+        raise ConfigError([_with_source(problem, loaded.sources) for problem in error.problems]) from error
+    return loaded.config
+
+
+def _with_source(problem: str, sources: Mapping[str, str]) -> str:
+    """`gamma: ...` -> `gamma (dpo.yaml:7): ...`"""
+    keys, colon, text = problem.partition(": ")
+    places = [sources[key] for key in keys.split(", ") if sources.get(key, "default") != "default"]
+    return f"{keys} ({', '.join(places)}){colon}{text}" if places else problem
 
 
 def guarded(work: Callable[[], int]) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from rather.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
+from rather.errors import ConfigError
 from rather.model.check import check_length
 from rather.model.export import export_model
 from rather.model.load import device_of, freeze, load_policy
@@ -38,12 +39,19 @@ class ActorWorker:
 
     def _objective(self) -> PairLoss:
         loss = self.build_loss()
-        return loss if isinstance(loss, PairLoss) else own_loss(loss)
+        if isinstance(loss, PairLoss):
+            return loss
+        if self.config.loss_modifiers:
+            named = ", ".join(self.config.loss_modifiers)
+            raise ConfigError(f"{named}: a plain function from build_loss takes no modifiers; return a PairLoss")
+        return own_loss(loss)
 
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         """Loads the model; `model` stands in for the configured one (evaluation of other weights)."""
         self._prepare_process()
         args = self.worker_config.model_args
+        if model:  # a revision belongs to the configured model
+            args = args.model_copy(update={"revision": None})
         name = model or self.worker_config.model_path
         recompute = layout(self.worker_config).recompute
         policy = load_policy(name, args, self.device, recompute=recompute)
@@ -94,6 +102,8 @@ class ActorWorker:
         weights = sum(p.numel() for p in policy.parameters())
         dtype = str(policy.causal_lm.dtype).removeprefix("torch.")
         extra = ", activations recomputed" if recompute else ""
+        if strategy := self.worker_config.strategy_args.strategy_name:
+            extra += f"; {strategy} has nothing to divide on one device"
         self.log.info("%s: %s, %.4gM weights in %s on %s%s", self.role, name, weights / 1e6, dtype, self.device, extra)
 
     def _prepare_process(self) -> None:
@@ -103,6 +113,8 @@ class ActorWorker:
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        if self.device.startswith("cuda"):
+            torch.cuda.set_device(self.device)
         roles = (self.config.actor_train, self.config.reference)
         shares = [role.strategy_args.gpu_memory_utilization for role in roles]
         if torch.cuda.is_available() and None not in shares:  # both roles live in this process

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rather.terminal import ConfigPath, Overrides, guarded
+from rather.terminal import settings as settings_of
 
 if TYPE_CHECKING:
     from rather.compare.losses import LogProbs, Row
@@ -39,9 +40,8 @@ def compare_losses_command(
     """Evaluate every loss on the same log-probs of a trained model: value, gradient, share of saturated pairs."""
 
     def work() -> int:
-        from rather.config.load import load_config
 
-        settings = load_config(config, overrides or [])
+        settings = settings_of(config, overrides or [])
         from rather.compare.losses import measure, rows_of
         from rather.compare.plot import check_kind, write_plot
 

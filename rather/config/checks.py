@@ -95,11 +95,23 @@ def _evaluation(config: DPOConfig) -> Iterator[Problem]:
         for key in (key for key, on in asked.items() if on):
             text = "needs evaluation pairs; set validation.data_args.file_name or validation.data_args.split"
             yield Problem(key, text, others)
+    prefixes = ["eval/"] if "" in data.sets or data.split is not None else [f"eval/{name}/" for name in data.sets]
+    metric = config.metric_for_best_model
+    if (asked["save_best"] or asked["early_stopping_patience"]) and prefixes and not _measured(metric, prefixes):
+        text = f"'{metric}' is not measured; there are {', '.join(prefix + 'loss' for prefix in prefixes)} and so on"
+        yield Problem("metric_for_best_model", text, others)
     if config.metric_for_best_model != "eval/loss" and not (
         asked["save_best"] or asked["early_stopping_patience"]
     ):
         text = "nothing uses it; set save_best: true or early_stopping_patience"
         yield Problem("metric_for_best_model", text, ("save_best", "early_stopping_patience"))
+
+
+def _measured(metric: str, prefixes: list[str]) -> bool:
+    """Whether a metric belongs to an evaluation set. `rewards/...` and the like have a slash of their own."""
+    own = ("rewards", "logps", "lengths")
+    rests = [metric.removeprefix(prefix) for prefix in prefixes if metric.startswith(prefix)]
+    return any("/" not in rest or rest.partition("/")[0] in own for rest in rests)
 
 
 def _loss(config: DPOConfig) -> Iterator[Problem]:
@@ -125,10 +137,10 @@ def _loss(config: DPOConfig) -> Iterator[Problem]:
         for key in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
             if getattr(config, key) != type(config).model_fields[key].default:
                 yield Problem(key, "nothing uses it; set sync_ref_model: true", ("sync_ref_model",))
-    data = config.actor_train.data_args
-    if not config.apply_loss_mask and data.score != "all" and "score" in data.model_fields_set:
-        text = "apply_loss_mask: false scores every token; keep one of them"
-        yield Problem("actor_train.data_args.score", text, ("apply_loss_mask",))
+    for key, data in (("actor_train", config.actor_train.data_args), ("validation", config.validation.data_args)):
+        if not config.apply_loss_mask and data.score != "all" and "score" in data.model_fields_set:
+            text = "apply_loss_mask: false scores every token; keep one of them"
+            yield Problem(f"{key}.data_args.score", text, ("apply_loss_mask",))
 
 
 def _clipping(config: DPOConfig) -> Iterator[Problem]:
@@ -207,6 +219,8 @@ def _schedule(config: DPOConfig) -> Iterator[Problem]:
             )
     if all(name in training.lr_scheduler_kwargs for name in FLOOR):
         yield Problem(f"{path}.lr_scheduler_kwargs.min_lr_rate", "min_lr is given too; keep one of them")
+    if kind == "cosine_with_min_lr" and not any(name in training.lr_scheduler_kwargs for name in FLOOR):
+        yield Problem(f"{path}.lr_scheduler_type", "cosine_with_min_lr needs lr_scheduler_kwargs.min_lr or min_lr_rate")
     limits = {"min_lr": training.learning_rate, "min_lr_rate": 1.0}
     for name, most in limits.items():
         if training.lr_scheduler_kwargs.get(name, 0.0) > most:

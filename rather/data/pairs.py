@@ -114,6 +114,13 @@ class PairDataset:
     def lengths(self, name: str) -> NDArray[np.int32]:
         return self._of_rows(self.file.lengths(name))
 
+    @cached_property
+    def largest_id(self) -> int:
+        """The largest token id of the file."""
+        batches = [self.file.batch(i) for i in range(self.file.reader.num_record_batches)]
+        columns = [batch.lists[name].values for batch in batches for name in ("prompt", "chosen", "rejected")]
+        return max((int(column.max()) for column in columns if len(column)), default=0)
+
     def _of_rows(self, values: NDArray[Any]) -> NDArray[Any]:
         return values if self.rows is None else values[self.rows]
 

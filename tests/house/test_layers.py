@@ -16,13 +16,13 @@ FLOORS = [
     {"rather", "__main__"},
     {"cli"},
     {"demo", "compare", "recipes"},
-    {"pipeline", "tracking", "card", "run_folder"},
+    {"pipeline", "tracking", "card", "run_folder", "terminal"},
     {"cluster"},
-    {"trainer", "checkpoint", "reference"},
+    {"trainer", "checkpoint"},
     {"model", "optim"},
     {"losses", "objective", "metrics", "data"},
     {"batch", "config"},
-    {"errors", "signals", "terminal"},
+    {"errors", "signals"},
 ]
 
 DOORS = {

@@ -201,3 +201,34 @@ def test_exit_codes(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
     assert (not_finite.exit_code, "not finite" in not_finite.stderr) == (6, True)
     wrong_loss = rather("train", yaml_file(), "pref_loss=sigmoyd")
     assert (wrong_loss.exit_code, "did you mean 'sigmoid'?" in wrong_loss.stderr) == (2, True)
+
+
+def test_what_a_loss_refuses_has_its_line_and_costs_nothing(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
+    result = rather("train", yaml_file(pref_loss="hinge", gamma=1.0, f_divergence_type="js", soft_labels=True))
+    assert result.exit_code == 2
+    assert "gamma (dpo.yaml:" in result.output
+    assert "loss 'hinge' takes beta; it has no gamma" in result.output
+    assert "soft_labels (dpo.yaml:" in result.output
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "logs").exists()
+
+
+def test_refused_data_leaves_its_report(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
+    rows = [{"prompt": "w1", "chosen": " w2", "rejected": f" w{i}"} for i in range(2, 9)]
+    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file, bad = yaml_file(), f"actor_train.data_args.file_name={tmp_path / 'bad.jsonl'}"
+    assert rather("train", file, bad).exit_code == 3
+    report = json.loads((tmp_path / "out" / "run" / "data_report.json").read_text())
+    assert report["train"]["dropped"]["identical_text"]["count"] == 1
+    assert rather("train", file, "resume_from_checkpoint=false").exit_code == 0  # that was no run yet
+    assert rather("train", file, "resume_from_checkpoint=false").exit_code == 2
+
+
+def test_the_written_config_trains_on(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
+    """config.yaml of a run that was started anew must not start anew again."""
+    assert rather("train", yaml_file(max_steps=1), "--overwrite").exit_code == 0
+    written = tmp_path / "out" / "run" / "config.yaml"
+    again = rather("train", written, "max_steps=2")
+    assert again.exit_code == 0, again.output
+    lines = (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == [1, 2]

@@ -170,7 +170,7 @@ def scripted(config: DPOConfig, *values: float, metric: str = "eval/loss") -> Sc
     [
         ("eval/loss", (0.9, 0.5, 0.3, 0.3, 0.4), 2),
         ("eval/rewards/accuracies", (0.1, 0.8, 0.6, 0.8, 0.2), 1),
-        ("eval/set/rewards/margins", (5.0, 1.0, 2.0, 3.0, 4.0), 0),
+        ("eval/rewards/margins", (5.0, 1.0, 2.0, 3.0, 4.0), 0),
     ],
 )
 def test_the_best_model_is_kept(shared: Path, metric: str, values: tuple[float, ...], best: int) -> None:

@@ -151,3 +151,17 @@ def test_killed_between_the_last_checkpoint_and_the_export(folder: Path) -> None
     before = (folder / "output" / "unexported" / "model" / "model.safetensors").read_bytes()
     assert DPOPipeline(make_config(folder, **{**RUN, **name})).run() == 0
     assert (folder / "output" / "unexported" / "model" / "model.safetensors").read_bytes() != before
+
+
+def test_going_on_from_a_copy_keeps_the_lines(folder: Path) -> None:
+    copies = {"checkpoint_config__output_dir": str(folder / "copies"), "exp_name": "copied"}
+    assert DPOPipeline(make_config(folder, **{**RUN, **copies})).run() == 0
+    copy = str(folder / "copies" / "copied" / "checkpoint-5")
+    assert DPOPipeline(make_config(folder, **{**RUN, **copies}, resume_from_checkpoint=copy)).run() == 0
+    assert_same(outcome(folder, "copied"), outcome(folder, "whole"))
+
+
+def test_other_mixing_weights_are_another_run(folder: Path) -> None:
+    changes = {**RUN, "exp_name": "whole", "max_steps": 20, "actor_train__data_args__weights": [0.5]}
+    with pytest.raises(CheckpointError, match=r"(?s)belongs to another run.*data: "):
+        DPOPipeline(make_config(folder, **changes)).run()
