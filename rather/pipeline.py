@@ -283,7 +283,8 @@ class DPOPipeline:
         dtypes = {compute_dtype(role.model_args, device_of(role)) for role in roles}
         revisions = {role.model_args.revision for role in roles}
         if not same_weights(policy_model, reference_model) or len(dtypes) > 1 or len(revisions) > 1:
-            log.info("the reference differs by intent: %s against %s", reference_model, policy_model)
+            told = [(role.model_path, role.model_args.revision, role.model_args.dtype) for role in roles]
+            log.info("policy %s and reference %s differ by intent: no check at step 0", *told)
             return
         lengths = torch.tensor([[_scored(p.chosen_scored), _scored(p.rejected_scored)] for p in step.pairs])
         worst = float(((result.policy - reference["sum"]).abs() / lengths).max())

@@ -135,8 +135,11 @@ class DataArgs(Section):
     def locate(self, name: str) -> Path:
         """A file as the user means it: relative names are tried in dataset_dir, then from here."""
         path = Path(name).expanduser()
-        inside = Path(self.dataset_dir).expanduser() / path if self.dataset_dir else path
-        return inside if inside.exists() or not path.exists() else path
+        if not self.dataset_dir:
+            return path
+        folder = Path(self.dataset_dir).expanduser()
+        typed_whole = path.exists() or path.is_relative_to(folder)  # `data/x.json` beside `dataset_dir: data`
+        return path if typed_whole and not (folder / path).exists() else folder / path
 
 
 class TrainDataArgs(DataArgs):

@@ -492,6 +492,7 @@ def test_dataset_dir_comes_first(tmp_path: Path, monkeypatch) -> None:
         smallest("actor_train.data_args={file_name: [a.json, data/b.json], dataset_dir: data}")
     )
     args = data.actor_train.data_args
-    assert args.files == [Path("data/a.json"), Path("data/data/b.json")]
-    (tmp_path / "data/b.json").write_text("[]")
-    assert args.files[1] == Path("data/b.json")
+    assert args.files == [Path("data/a.json"), Path("data/b.json")]
+    (tmp_path / "data/data").mkdir()
+    (tmp_path / "data/data/b.json").write_text("[]")
+    assert args.files[1] == Path("data/data/b.json")

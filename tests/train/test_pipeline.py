@@ -294,7 +294,7 @@ def test_a_reference_that_differs_by_intent_is_told_and_trained_against(
     other = make_model(shared / "other-base", seed=5)
     with caplog.at_level(logging.INFO, "rather"):
         _, lines = run(shared, "intent", max_steps=1, reference__model_args__model_name_or_path=str(other))
-    assert "the reference differs by intent" in caplog.text
+    assert "differ by intent" in caplog.text
     assert lines[1]["loss"] != pytest.approx(math.log(2), rel=1e-4)
     assert lines[1]["rewards/ties"] == 0
 
