@@ -34,7 +34,10 @@ class LossScale:
 
 
 class Optimizer:
-    """One optimizer over named parameters. `updates` counts the steps really taken; the learning rate follows it."""
+    """One optimizer over named parameters. `updates` counts the steps really taken; the learning rate follows it.
+
+    `exact` holds float32 weights for masters to start from, where the parameters are already rounded.
+    """
 
     def __init__(
         self,
@@ -43,10 +46,12 @@ class Optimizer:
         *,
         schedule: Callable[[int], float],
         max_grad_norm: float,
+        exact: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        start = {**self.parameters, **(exact or {})}
         self.masters = {
-            name: p if p.dtype in (torch.float32, torch.float64) else nn.Parameter(p.detach().float())
+            name: p if p.dtype in (torch.float32, torch.float64) else nn.Parameter(start[name].detach().float())
             for name, p in self.parameters.items()
         }
         self.schedule, self.max_grad_norm = schedule, max_grad_norm

@@ -54,10 +54,11 @@ class ActorWorker:
             args = args.model_copy(update={"revision": None})
         name = model or self.worker_config.model_path
         recompute = layout(self.worker_config).recompute
-        policy = load_policy(name, args, self.device, recompute=recompute)
+        trains = self.role == "actor_train"
+        policy = load_policy(name, args, self.device, recompute=recompute, exact=trains)
         check_length(policy.causal_lm.config, self.config.sequence_length)
         self._tell(name, policy, recompute)
-        if self.role != "actor_train":
+        if not trains:
             self.trainer = RankTrainer(freeze(policy), self._objective())
             return
         training = self.config.actor_train.training_args
@@ -66,7 +67,9 @@ class ActorWorker:
             training,
             schedule=schedule(training, total_steps),
             max_grad_norm=self.config.max_grad_norm,
+            exact=policy.exact,
         )
+        policy.exact = {}  # the optimizer's masters now
         self.trainer = RankTrainer(
             policy, self._objective(), optimizer, count_zeros=training.log_num_zeros_in_grad
         )

@@ -41,19 +41,25 @@ def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
     return DTYPES[args.dtype or ("bf16" if device.startswith("cuda") else "fp32")]
 
 
-def load_policy(name: str, args: ModelArgs, device: str, *, recompute: bool = False) -> PolicyModel:
-    """Weights on the device, dropout off, every weight present and finite, attention proven on this family."""
+def load_policy(
+    name: str, args: ModelArgs, device: str, *, recompute: bool = False, exact: bool = False
+) -> PolicyModel:
+    """Weights on the device, dropout off, every weight present and finite, attention proven on this family.
+
+    With `exact`, weights that half precision would round are kept beside it, for an optimizer to start from.
+    """
     if not sys.stderr.isatty():
         disable_progress_bar()
     common: dict[str, Any] = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
     with _opening(f"model '{name}': its config"):
         config = AutoConfig.from_pretrained(name, **common)
     check_family(config)
-    source_dtype = config.dtype or torch.float32
+    source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
+    rounded = exact and compute in (torch.bfloat16, torch.float16) and source_dtype != compute
     with _opening(f"model '{name}': its weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
-            dtype=compute_dtype(args, device),
+            dtype=torch.float32 if rounded else compute,
             attn_implementation=IMPLEMENTATION,
             use_safetensors=True,  # other formats unpickle
             output_loading_info=True,
@@ -65,6 +71,10 @@ def load_policy(name: str, args: ModelArgs, device: str, *, recompute: bool = Fa
     causal_lm.config.dtype = source_dtype
     _refuse_nonfinite(name, causal_lm.to(device))
     policy = PolicyModel(causal_lm).eval()  # eval mode everywhere: no dropout in policy or reference
+    if rounded:
+        policy.exact = {key: parameter.detach() for key, parameter in policy.named_parameters()}
+        for parameter in policy.parameters():  # not `.to`, which would round the rotary buffers as well
+            parameter.data = parameter.data.to(compute)
     check_model(policy)
     if recompute:
         _recompute_layers(name, causal_lm)

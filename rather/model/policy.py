@@ -22,6 +22,7 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.exact: dict[str, Tensor] = {}  # source weights in float32, where this model holds them rounded
         config = causal_lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.

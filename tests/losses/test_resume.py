@@ -106,7 +106,7 @@ def test_the_synced_reference_is_in_the_checkpoint(folder: Path, moving: DPOPipe
     saved, base = tensors(early, 2), dict(starting_model(early).named_parameters())
     for name, start in base.items():
         policy, reference = saved[f"model/{name}"], saved[f"reference/{name}"]
-        torch.testing.assert_close(reference, 0.4 * start.detach() + 0.6 * policy)
+        torch.testing.assert_close(reference, 0.4 * start.detach().cpu().to(reference) + 0.6 * policy.to(reference))
         assert torch.equal(tensors(moving, 3)[f"reference/{name}"], reference)  # no sync at step 3
     moved = [not torch.equal(tensors(moving, 6)[f"reference/{name}"], saved[f"reference/{name}"]) for name in base]
     assert all(moved)
