@@ -124,6 +124,8 @@ class DPOPipeline:
                 self.actor_train.save_model(run_dir / "model", self.tokenizer, self._card())
                 (run_dir / FINISHED).write_text(f"{self.progress.step}\n", encoding="utf-8")
                 log.info("the aligned model is in %s", run_dir / "model")
+            else:
+                log.info("stopped and saved at step %d; the same command goes on from there", self.progress.step)
             return self.stop.exit_code
 
     def initialize(self, newest: Checkpoint | None = None, model: str | None = None) -> None:
@@ -227,8 +229,8 @@ class DPOPipeline:
                 f"metric_for_best_model: there is no '{config.metric_for_best_model}'; there are {', '.join(record)}"
             )
         lower_is_better = config.metric_for_best_model.endswith("loss")
-        known = progress.best is not None and not math.isnan(progress.best)
-        if not known or (value < progress.best if lower_is_better else value > progress.best):  # type: ignore[operator]
+        best = math.nan if progress.best is None else progress.best
+        if math.isnan(best) or (value < best if lower_is_better else value > best):
             progress.best, progress.best_step, progress.stale_evaluations = value, progress.step, 0
             if config.save_best:
                 self.actor_train.save_model(config.run_dir / "best_model", self.tokenizer, self._card())

@@ -20,6 +20,15 @@ from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 
 WORDS = [f"w{i}" for i in range(60)]
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
 
 
 def make_model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Path:
@@ -31,20 +40,9 @@ def make_model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(vocabulary),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": True,
-    }
+    own = {"vocab_size": len(vocabulary), "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).to(dtype).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, **own, **changes})).to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -103,18 +101,8 @@ def metrics(config: DPOConfig) -> list[dict[str, Any]]:
 
 def tiny_policy(*, dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyModel:
     """A random Llama in memory, wide enough that attention and head really matter."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": True,
-    }
     torch.manual_seed(0)
-    config = LlamaConfig(**{**sizes, **changes})
+    config = LlamaConfig(**{**SIZES, "vocab_size": 61, **changes})
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
