@@ -1,14 +1,14 @@
 """The types that travel: a tokenised pair, a packed micro-batch of pairs, and the log-probs of its pairs.
 
-Shape suffixes: N tokens, S segments, K gathered keys, T scored tokens, R responses, P pairs.
+Shape suffixes: N tokens, S segments, K gathered keys, U scored tokens, T where each of them counts, P pairs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class TokenPair:
 
     @property
     def tokens(self) -> int:
-        """What the pair costs in a micro-batch: the prompt counts once."""
+        """What the pair costs in a micro-batch at most: the prompt counts once, whatever else could be shared."""
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
 
 
@@ -47,36 +47,71 @@ class Segments:
     """What each token may see: query segments lie one after another, keys are gathered by index.
 
     A segment of q queries sees k keys, causal from the bottom right; `key_index_K` lists the keys of all segments.
+    The lengths as numbers are for a loop over segments, the int32 tensors for a kernel that takes all at once.
     """
 
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]
     key_index_K: Tensor
+    order_K: Tensor  # int32: the places of key_index_K, sorted by the token that they name ...
+    start_N: Tensor  # ... and where in them each token's begin; [N + 1]. For the gradient of the gather
+    cu_q: Tensor  # [S + 1]
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+    @staticmethod
+    def of(q_lens: Sequence[int], k_lens: Sequence[int], key_index_K: Tensor) -> Segments:
+        keys = key_index_K.numpy()
+        order = torch.from_numpy(keys.argsort(kind="stable").astype(np.int32))
+        uses = np.bincount(keys, minlength=sum(q_lens))
+        start, cu_q, cu_k = (_running_sum(np.asarray(lens)) for lens in (uses, q_lens, k_lens))
+        return Segments(tuple(q_lens), tuple(k_lens), key_index_K, order, start, cu_q, cu_k, max(q_lens), max(k_lens))
+
+
+def _running_sum(lengths: NDArray[np.int64]) -> Tensor:
+    sums = np.zeros(len(lengths) + 1, dtype=np.int32)
+    sums[1:] = lengths.cumsum()
+    return torch.from_numpy(sums)
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """One micro-batch: each prompt once, then each of its responses; positions restart after the prompt."""
+    """One micro-batch. What several sequences begin with lies there once, and positions count within a sequence.
+
+    So one scored token may count in several pairs: the model computes the U different ones, T says where each counts.
+    """
 
     ids_N: Tensor
     positions_N: Tensor
     segments: Segments
-    rows_T: Tensor  # the hidden row that predicts target T
-    targets_T: Tensor
-    response_T: Tensor  # the response that scored token T belongs to
+    rows_U: Tensor  # the hidden row that predicts target U
+    targets_U: Tensor
+    token_T: Tensor  # which of U
+    cell_T: Tensor  # for which response: 2 x the pair's place in this batch, + 1 for the rejected one
     shared_T: Tensor  # 1 within the scored length of the pair's shorter response, else 0
-    length_R: Tensor  # scored tokens of each response
-    chosen_P: Tensor  # indices of responses
-    rejected_P: Tensor
+    length_P2: Tensor  # scored tokens of each response
     weight_P: Tensor  # 1, the user's weight, or 0 for a filler: the only mask on pairs anywhere
     margin_P: Tensor
     soft_label_P: Tensor
     pair_P: Tensor  # the pair's place in its optimizer step, to meet its reference log-probs
+    real_tokens: int  # of the N, the others only fill the batch up to its size
 
     def to(self, device: str) -> PairBatch:
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "segments"}
-        segments = replace(self.segments, key_index_K=self.segments.key_index_K.to(device))
-        return replace(self, segments=segments, **moved)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> PairBatch:
+        """In memory from which a GPU copies while it computes."""
+        return self._each(Tensor.pin_memory) if torch.cuda.is_available() else self
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PairBatch:
+        segments = replace(self.segments, **_tensors(self.segments, change))
+        return replace(self, segments=segments, **_tensors(self, change))
+
+
+def _tensors(item: PairBatch | Segments, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    values = {field.name: getattr(item, field.name) for field in fields(item)}
+    return {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 # Name -> [P, 2]: "sum" of log-probs, and what a loss asks for beside it. What crosses between the roles.
@@ -103,8 +138,7 @@ class PairFacts:
 
     @staticmethod
     def of(batch: PairBatch) -> PairFacts:
-        length = torch.stack([batch.length_R[batch.chosen_P], batch.length_R[batch.rejected_P]], dim=1)
-        return PairFacts(length, batch.weight_P, batch.margin_P, batch.soft_label_P)
+        return PairFacts(batch.length_P2, batch.weight_P, batch.margin_P, batch.soft_label_P)
 
     @staticmethod
     def of_step(batches: Sequence[PairBatch]) -> PairFacts:
@@ -120,7 +154,7 @@ class PairFacts:
         return PairFacts(*(getattr(self, f.name)[places] for f in fields(PairFacts)))
 
     def to(self, device: str) -> PairFacts:
-        return PairFacts(*(getattr(self, f.name).to(device) for f in fields(PairFacts)))
+        return PairFacts(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(PairFacts)))
 
     @property
     def mean_chosen_length(self) -> Tensor:

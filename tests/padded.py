@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rather.batch import TokenPair
+from rather.batch import Span, TokenPair
 
 
 def random_pairs(count: int, vocab: int, *, seed: int = 0, longest: int = 24) -> list[TokenPair]:
@@ -26,6 +27,30 @@ def random_pairs(count: int, vocab: int, *, seed: int = 0, longest: int = 24) ->
         spans = ((p, p + len(chosen)),), ((p, p + len(rejected)),)
         pairs.append(TokenPair(prompt, chosen, rejected, *spans, id=str(i)))
     return pairs
+
+
+def ranked_pairs(vocab: int, *, seed: int = 0) -> list[TokenPair]:
+    """Pairs that share what can be shared, between single ones: four answers to one prompt in all six pairs.
+
+    One answer begins another, two begin alike; a turn inside the prompt is scored too. The last pair repeats a prompt
+    with the same chosen answer.
+    """
+    random = np.random.default_rng(seed)
+
+    def ids(length: int) -> Any:
+        return random.integers(3, vocab, size=length).astype(np.int32)
+
+    pairs = []
+    for single, length in zip(random_pairs(3, vocab, seed=seed, longest=9), (9, 4, 6), strict=True):
+        prompt, longest = ids(length), ids(8)
+        answers = [longest[:3], longest, np.concatenate([longest[:5], ids(4)]), ids(5)]
+        for better in range(4):
+            for worse in range(better + 1, 4):
+                chosen, rejected = answers[better], answers[worse]
+                spans = [((1, 3), (length, length + len(answer))) for answer in (chosen, rejected)]
+                pairs.append(TokenPair(prompt, chosen, rejected, *spans, id=f"{length}: {better} over {worse}"))
+        pairs.append(single)
+    return [*pairs, replace(pairs[0], rejected=ids(6), rejected_scored=((1, 3), (9, 15)))]
 
 
 def padded_logps(causal_lm: Any, pairs: Sequence[TokenPair]) -> Tensor:
@@ -47,3 +72,22 @@ def padded_logps(causal_lm: Any, pairs: Sequence[TokenPair]) -> Tensor:
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logps = torch.log_softmax(logits.to(wide), dim=-1).gather(2, ids[:, 1:, None])[..., 0].double()
     return torch.where(scored[:, 1:], logps, 0.0).sum(1).view(len(pairs), 2)
+
+
+def plain_columns(causal_lm: Any, pairs: Sequence[TokenPair]) -> dict[str, Tensor]:
+    """[P, 2] sums, sums within the shorter answer's length, and sums of log sum p^2, by one sequence at a time."""
+    columns: dict[str, list[Tensor]] = {"sum": [], "shared": [], "squares": []}
+    for pair in pairs:
+        hits = [_hits(spans) for spans in (pair.chosen_scored, pair.rejected_scored)]
+        for answer, hit in zip((pair.chosen, pair.rejected), hits, strict=True):
+            ids = torch.from_numpy(np.concatenate([pair.prompt, answer]).astype(np.int64))
+            spread = torch.log_softmax(causal_lm(input_ids=ids[None]).logits[0], dim=-1)[hit - 1]
+            own = spread.gather(1, ids[hit, None])[:, 0]
+            columns["sum"].append(own.sum())
+            columns["shared"].append(own[: min(map(len, hits))].sum())
+            columns["squares"].append(torch.log(spread.exp().square().sum(-1)).sum())
+    return {name: torch.stack(values).view(-1, 2) for name, values in columns.items()}
+
+
+def _hits(spans: Sequence[Span]) -> Tensor:
+    return torch.cat([torch.arange(first, end) for first, end in spans])

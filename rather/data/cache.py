@@ -104,9 +104,9 @@ class Cache:
                     path.unlink()
 
     def sha(self, path: Path) -> str:
-        """The hash of a file's content, remembered by size and time of change."""
+        """The hash of a file's content, remembered by size, time of change and inode."""
         status = path.stat()
-        key, stamp = str(path), [status.st_size, status.st_mtime_ns]
+        key, stamp = str(path), [status.st_size, status.st_mtime_ns, status.st_ino]
         known = self._remembered()
         if known.get(key, [None])[0] != stamp:
             known[key] = [stamp, file_sha(path)]

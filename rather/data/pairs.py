@@ -97,6 +97,13 @@ class PairDataset:
         )
         return np.asarray(self._of_rows(np.atleast_1d(total)))
 
+    @cached_property
+    def groups(self) -> NDArray[np.int64] | None:
+        """The first pair of each row of the data files that gave any; None where none gave more than one."""
+        new_source, new_number = (np.diff(self.column(name), prepend=-1) != 0 for name in ("source", "number"))
+        first = np.flatnonzero(new_source | new_number)
+        return first if len(first) < len(self) else None
+
     def take(self, indices: Iterable[int] | NDArray[np.int64]) -> list[TokenPair]:
         wanted = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):

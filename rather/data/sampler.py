@@ -7,8 +7,11 @@ number of workers, sees the same pairs in the same order.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,42 +19,108 @@ from numpy.typing import NDArray
 Part = tuple[int, int, float]  # first row, end row, mixing weight
 
 
-@dataclass(frozen=True)
+class _Epoch(NamedTuple):
+    rows: NDArray[np.int64]  # all of them in order
+    cuts: NDArray[np.int64]  # where in them each step begins, and the end
+
+
+@dataclass(frozen=True, eq=False)
 class Order:
-    """Which pairs each optimizer step takes. A step never crosses an epoch; the last of an epoch may be smaller."""
+    """Which pairs each optimizer step takes. A step never crosses an epoch; the last of an epoch may be smaller.
+
+    `groups` are the first rows of groups that stay together: groups are drawn instead of rows, and a step takes
+    whole ones until the next would be too much. So steps differ in their pairs, and epochs in their steps.
+    """
 
     parts: tuple[Part, ...]
     batch: int
     seed: int
+    groups: NDArray[np.int64] | None = None
 
-    @property
-    def pairs_per_epoch(self) -> int:
-        return sum(_drawn(part) for part in self.parts)
+    def pairs_in(self, epoch: int) -> int:
+        """With groups and fractional weights, epochs draw different groups."""
+        return sum(map(_drawn, self.parts)) if self.groups is None else len(self.epoch(epoch))
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return math.ceil(self.pairs_per_epoch / self.batch)
+    def steps_in(self, epoch: int) -> int:
+        if self.groups is None:
+            return math.ceil(self.pairs_in(0) / self.batch)
+        if epoch not in self._known_steps:
+            self._known_steps[epoch] = len(self._epoch(epoch).cuts) - 1
+        return self._known_steps[epoch]
 
-    def steps(self, epochs: float) -> int:
-        """Optimizer steps in so many epochs, which may be fractional."""
-        whole = int(epochs)
-        rest = math.ceil((epochs - whole) * self.pairs_per_epoch / self.batch - 1e-9)
-        return whole * self.steps_per_epoch + rest
+    def steps(self, epochs: float, limit: float = math.inf) -> int:
+        """Optimizer steps in so many epochs, which may be fractional; no more than `limit` of them are counted."""
+        whole, before = int(epochs), 0
+        for epoch in range(whole):
+            before += self.steps_in(epoch)
+            if before >= limit:
+                break
+        if before < limit and epochs > whole:
+            wanted = (epochs - whole) * self.pairs_in(whole) - 1e-9 * self.batch  # 1.1 - 1 is more than 0.1
+            before += int(np.searchsorted(self._epoch(whole).cuts, wanted))
+        return int(min(before, limit))
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """All rows of one epoch in order. A part of weight 2 comes twice, one of 0.5 gives a fresh half each epoch."""
-        return _epoch(self.parts, self.seed, epoch)
+        return self._epoch(epoch).rows
 
     def step(self, step: int) -> NDArray[np.int64]:
         """Rows of the optimizer step that follows `step` finished ones."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        return self.epoch(epoch)[place * self.batch : (place + 1) * self.batch]
+        epoch, place = self.place(step)
+        rows, cuts = self._epoch(epoch)
+        return rows[cuts[place] : cuts[place + 1]]
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The epoch of the step that follows `step` finished ones, and its number within the epoch."""
+        if self.groups is None:
+            return divmod(step, self.steps_in(0))
+        epoch = 0
+        while step >= self.steps_in(epoch):
+            step -= self.steps_in(epoch)
+            epoch += 1
+        return epoch, step
+
+    def epoch_at(self, step: int) -> float:
+        """How many epochs `step` finished steps are."""
+        if self.groups is None or step == 0:
+            return step / self.steps_in(0)
+        epoch, place = self.place(step - 1)
+        return epoch + (place + 1) / self.steps_in(epoch)
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether the last of `step` finished steps was the last of an epoch."""
+        epoch, place = self.place(step)
+        return place == 0 and epoch > 0
+
+    @cached_property
+    def _known_steps(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _epoch(self) -> Callable[[int], _Epoch]:
+        return lru_cache(maxsize=2)(self._drawn_epoch)  # at its end, the next is asked for too
+
+    def _drawn_epoch(self, epoch: int) -> _Epoch:
+        random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        if self.groups is None:
+            rows = random.permutation(np.concatenate([_draw(part, random) for part in self.parts]))
+            return _Epoch(rows, np.append(np.arange(0, len(rows), self.batch), len(rows)))
+        parts = [(*np.searchsorted(self.groups, part[:2]).tolist(), part[2]) for part in self.parts]
+        drawn = random.permutation(np.concatenate([_draw(part, random) for part in parts]))
+        rows_end = max(end for _, end, _ in self.parts)
+        sizes = np.diff(self.groups, append=rows_end)[drawn]
+        ends = sizes.cumsum()
+        rows = np.arange(sizes.sum()) + (self.groups[drawn] - ends + sizes).repeat(sizes)
+        return _Epoch(rows, _whole_groups(ends.tolist(), self.batch))
 
 
-@lru_cache(maxsize=2)  # every step of an epoch asks for it, and at its end also for the next
-def _epoch(parts: tuple[Part, ...], seed: int, epoch: int) -> NDArray[np.int64]:
-    random = np.random.Generator(np.random.PCG64([seed, epoch]))
-    return random.permutation(np.concatenate([_draw(part, random) for part in parts]))
+def _whole_groups(ends: list[int], batch: int) -> NDArray[np.int64]:
+    """Where steps of whole groups begin, and the end: as many groups as a batch holds, and at least one."""
+    cuts, taken = [0], 0
+    while taken < len(ends):
+        taken = max(taken + 1, bisect_right(ends, cuts[-1] + batch, lo=taken))
+        cuts.append(ends[taken - 1])
+    return np.asarray(cuts, dtype=np.int64)
 
 
 def _drawn(part: Part) -> int:

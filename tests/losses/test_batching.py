@@ -13,13 +13,13 @@ from torch import Tensor
 
 from rather.batch import PairBatch, PairFacts, PairLogps, TokenPair
 from rather.config.schema import TrainingArgs
-from rather.data.pack import pack
+from rather.data.pack import fill, pack
 from rather.losses import LOSSES
 from rather.model.policy import PolicyModel, pair_columns
 from rather.objective import PairLoss, configure
 from rather.optim import Optimizer
 from rather.trainer import RankTrainer
-from tests.padded import random_pairs
+from tests.padded import plain_columns, random_pairs, ranked_pairs
 from tests.tiny import tiny_policy
 
 VOCAB = 61
@@ -160,22 +160,47 @@ def test_a_bfloat16_policy_trains(name: str) -> None:
     assert all(np.isfinite(value) for value in outcome.sums.values())
 
 
+EVERYTHING = configure(["sigmoid"], {}, modifiers={"ld_alpha": 0.5, "use_weighting": True})
+
+
 def test_columns_are_those_of_a_plain_forward() -> None:
-    """Sums, sums within the shorter answer's length, and sums of log sum p^2, by one sequence at a time."""
-    policy = small(torch.float64)
-    pairs = ragged_pairs(OBJECTIVES["sigmoid"])
-    got = RankTrainer(policy, configure(["sigmoid"], {}, modifiers={"ld_alpha": 0.5, "use_weighting": True}))
-    columns = got.log_probs(cut(pairs, 2, 2))
+    policy, pairs = small(torch.float64), ragged_pairs(OBJECTIVES["sigmoid"])
+    columns = RankTrainer(policy, EVERYTHING).log_probs(cut(pairs, 2, 2))
     policy.causal_lm.set_attn_implementation("sdpa")
-    for row, pair in enumerate(pairs):
-        shorter = min(len(pair.chosen), len(pair.rejected))
-        for side, answer in enumerate((pair.chosen, pair.rejected)):
-            ids = torch.from_numpy(np.concatenate([pair.prompt, answer]).astype(np.int64))
-            with torch.no_grad():
-                logits = policy.causal_lm(input_ids=ids[None]).logits[0, len(pair.prompt) - 1 : -1]
-            spread = torch.log_softmax(logits, dim=-1)
-            own = spread.gather(1, ids[len(pair.prompt) :, None])[:, 0]
-            squares = torch.log(spread.exp().square().sum(-1))
-            wanted = {"sum": own.sum(), "shared": own[:shorter].sum(), "squares": squares.sum()}
-            for name, value in wanted.items():
-                assert float(columns[name][row, side]) == pytest.approx(float(value), rel=1e-9), name
+    with torch.no_grad():
+        wanted = plain_columns(policy.causal_lm, pairs)
+    for name, column in wanted.items():
+        assert torch.allclose(columns[name], column, rtol=1e-9, atol=0), name
+
+
+@pytest.mark.parametrize("limits", [{"budget": 10**6}, {"budget": 45}, {"budget": 1}, {"budget": 96, "ladder": 32}])
+def test_what_is_shared_counts_as_if_it_were_not(limits: dict[str, int]) -> None:
+    """Log-probs, both columns beside them and gradients, in float64; nothing is differentiated by "squares"."""
+    policy, plain = small(torch.float64), small(torch.float64)
+    plain.causal_lm.set_attn_implementation("sdpa")
+    pairs = ranked_pairs(VOCAB)
+    wanted = plain_columns(plain.causal_lm, pairs)
+    slopes = {name: torch.randn(len(pairs), 2, dtype=torch.float64) for name in ("sum", "shared")}
+    sum((wanted[name] * slopes[name]).sum() for name in slopes).backward()  # type: ignore[union-attr]
+    batches = pack(pairs, **limits)
+    for batch in batches:
+        columns = pair_columns(policy, batch, {"shared", "squares"})
+        for name, column in columns.items():
+            assert torch.allclose(column, wanted[name][batch.pair_P], rtol=1e-12, atol=1e-12), name
+        sum((columns[name] * slopes[name][batch.pair_P]).sum() for name in slopes).backward()  # type: ignore[union-attr]
+    for (name, one), other in zip(policy.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (one.grad - other.grad).norm() <= 1e-12 * other.grad.norm(), name
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "aot", "use_weighting", "ld_alpha"])
+def test_fillers_and_empty_batches_change_nothing(policies: Any, name: str) -> None:
+    objective, policy = OBJECTIVES[name], policies[torch.float64]
+    pairs = ragged_pairs(objective)
+    whole = cut(pairs, 8, 1)
+    reference = reference_of(policy, objective, whole)
+    filled = pack(pairs, 10**6, ladder=512, ranks=len(pairs) + 1)
+    assert fill(filled) < 0.1
+    assert any(len(batch.pair_P) == 0 for batch in filled)
+    assert_same(step(policy, objective, filled, reference), step(policy, objective, whole, reference), 1e-9)
