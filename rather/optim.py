@@ -1,19 +1,22 @@
-"""AdamW with exact float32 master weights, schedules as pure functions of the updates done, clipping.
+"""AdamW that loses no update, schedules as pure functions of the updates done, clipping.
 
-Weights in half precision are the rounded image of their masters: at a learning rate of 1e-6 an update is far below
-the spacing of bfloat16 numbers and would be lost. Their gradients are added up in float32 as well.
+Weights in half precision are the rounded image of float32 masters: at a learning rate of 1e-6 an update is far below
+the spacing of bfloat16 numbers and would be lost. Their gradients are added up in float32 as well. `lean` gives the
+masters up and rounds at random instead. What is kept for each parameter: adamw.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from rather.adamw import Lean, Split, State, Update, Wide
 from rather.config.schema import TrainingArgs
+from rather.errors import ConfigError
 
 
 @dataclass
@@ -36,7 +39,9 @@ class LossScale:
 class Optimizer:
     """One optimizer over named parameters. `updates` counts the steps really taken; the learning rate follows it.
 
-    `exact` holds float32 weights for masters to start from, where the parameters are already rounded.
+    `exact` holds float32 weights for masters to start from, where the parameters are already rounded. `lean` (whose
+    rounding `seed` decides) is for bfloat16 parameters. `wide_gradients: false` adds up micro-batches in bfloat16, as
+    lean does unless told.
     """
 
     def __init__(
@@ -47,29 +52,21 @@ class Optimizer:
         schedule: Callable[[int], float],
         max_grad_norm: float,
         exact: Mapping[str, Tensor] | None = None,
+        lean: bool = False,
+        wide_gradients: bool | None = None,
+        seed: int = 0,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
-        start = {**self.parameters, **(exact or {})}
-        self.masters = {
-            name: p if p.dtype in (torch.float32, torch.float64) else nn.Parameter(start[name].detach().float())
+        self.args, self.schedule, self.max_grad_norm, self.seed = args, schedule, max_grad_norm, seed
+        wide = not lean if wide_gradients is None else wide_gradients
+        self._states = {
+            name: _state(name, p, args.weight_decay, lean=lean, wide_gradients=wide, start=(exact or {}).get(name))
             for name, p in self.parameters.items()
         }
-        self.schedule, self.max_grad_norm = schedule, max_grad_norm
+        self.masters: Mapping[str, Tensor] = _Masters(self._states)
         self.updates = 0
         half = any(p.dtype == torch.float16 for p in self.parameters.values())
         self.loss_scale = LossScale() if half else None
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.register_post_accumulate_grad_hook(_accumulate_into(self.masters[name]))  # type: ignore[no-untyped-call]
-        decayed = [p for p in self.masters.values() if p.ndim >= 2]
-        others = [p for p in self.masters.values() if p.ndim < 2]  # norms and biases, as everywhere
-        self.adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=args.learning_rate,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-            fused=True,
-        )
 
     @property
     def lr(self) -> float:
@@ -82,7 +79,7 @@ class Optimizer:
         return self.loss_scale.value if self.loss_scale else 1.0
 
     def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.masters.values() if p.grad is not None]
+        return [g for state in self._states.values() if (g := state.gradient) is not None]
 
     def grad_norm(self) -> Tensor:
         """Norm of the whole gradient before clipping, loss scale removed."""
@@ -90,57 +87,103 @@ class Optimizer:
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm / self.scale
 
+    @torch.no_grad()
     def step(self, grad_norm: float) -> None:
         """One update; the caller has seen that `grad_norm` is finite."""
         clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
-        if clip / self.scale != 1.0:
-            torch._foreach_mul_(self.gradients(), clip / self.scale)
-        for group in self.adamw.param_groups:
-            group["lr"] = self.lr
-        self.adamw.step()
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
-                    parameter.copy_(self.masters[name])
+        args = self.args
+        update = Update(
+            number=self.updates,
+            lr=self.lr,
+            beta1=args.adam_beta1,
+            beta2=args.adam_beta2,
+            eps=args.adam_epsilon,
+            gradient_scale=clip / self.scale,
+            seed=self.seed,
+        )
+        moved = [state for state in self._states.values() if state.gradient is not None]
+        if wide := [state for state in moved if isinstance(state, Wide)]:
+            Wide.update(wide, update)
+        if split := [state for state in moved if isinstance(state, Split)]:
+            Split.update(split, update)
+        if lean := [state for state in moved if isinstance(state, Lean)]:
+            Lean.update(lean, update)
+        for state in moved:
+            state.steps += 1
         self.updates += 1
 
+    def narrow_gradients(self) -> bool:
+        """Adds up micro-batches in the parameters' own precision; False where that is so already.
+
+        Not for float16, whose range the sum of scaled gradients would leave.
+        """
+        narrowed = [state.narrow_gradient() for state in self._states.values() if self.loss_scale is None]
+        return any(narrowed)
+
     def zero_grad(self) -> None:
-        for master in self.masters.values():
-            master.grad = None
+        for state in self._states.values():
+            state.forget_gradient()
 
     def moments(self) -> dict[str, Tensor]:
-        """`<parameter>.exp_avg` and `.exp_avg_sq`: with the masters all that an update depends on."""
-        state = self.adamw.state
-        return {
-            f"{name}.{kind}": state[master][kind]
-            for name, master in self.masters.items()
-            if master in state
-            for kind in ("exp_avg", "exp_avg_sq")
-        }
+        """`<parameter>.exp_avg`, `.exp_avg_sq` and so on: with the masters all that an update depends on.
+
+        Weights that never had a gradient have none; those that missed some updates have also `<parameter>.step`.
+        """
+        found: dict[str, Tensor] = {}
+        for name, state in self._states.items():
+            if state.steps:
+                found |= {f"{name}.{kind}": tensor for kind, tensor in state.moments().items()}
+            if 0 < state.steps < self.updates:
+                found[f"{name}.step"] = torch.tensor(state.steps)
+        return found
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], updates: int) -> None:
+        self._refuse_other_precision(moments)
         self.updates = updates
-        for name, master in self.masters.items():
-            master.copy_(masters[name])
-            self.parameters[name].copy_(master)
-            if f"{name}.exp_avg" in moments:  # not there before the first update, nor for weights without gradients
-                self.adamw.state[master] = {
-                    "step": torch.tensor(float(updates), device=master.device),
-                    **{k: moments[f"{name}.{k}"].to(master.device) for k in ("exp_avg", "exp_avg_sq")},
-                }
+        for name, state in self._states.items():
+            state.load_master(masters[name])
+            own = {kind: moments[f"{name}.{kind}"] for kind in state.moments() if f"{name}.{kind}" in moments}
+            state.load_moments(own, int(moments.get(f"{name}.step", updates)) if own else 0)
+
+    def _refuse_other_precision(self, moments: Mapping[str, Tensor]) -> None:
+        """Lean moments have bases. What they lack, a continued run would not get back."""
+        for name, state in self._states.items():
+            then, now = f"{name}.exp_avg_base" in moments, isinstance(state, Lean)
+            if f"{name}.exp_avg" in moments and then != now:
+                kinds = {True: "lean", False: "exact"}
+                raise ConfigError(
+                    f"precision: {kinds[now]}, but the checkpoint was written with {kinds[then]}; type "
+                    f"precision={kinds[then]} to go on from it, or start anew with --overwrite or another exp_name"
+                )
 
 
-def _accumulate_into(master: nn.Parameter) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad += parameter.grad
-        parameter.grad = None
+class _Masters(Mapping[str, Tensor]):
+    """Float32 weights by name, each made when it is asked for: all at once may not fit beside the model."""
 
-    return hook
+    def __init__(self, states: Mapping[str, State]) -> None:
+        self._states = states
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._states[name].master()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+def _state(
+    name: str, parameter: nn.Parameter, decay: float, *, lean: bool, wide_gradients: bool, start: Tensor | None
+) -> State:
+    """What a parameter's dtype needs. Norms and biases do not decay, as everywhere."""
+    decay = decay if parameter.ndim >= 2 else 0.0
+    if parameter.dtype != torch.bfloat16:
+        return Wide(name, parameter, decay=decay, start=start)
+    if lean:
+        return Lean(name, parameter, decay=decay, wide_gradient=wide_gradients)
+    return Split(name, parameter, decay=decay, wide_gradient=wide_gradients, start=start)
 
 
 def schedule(args: TrainingArgs, total_steps: int) -> Callable[[int], float]:

@@ -1,4 +1,4 @@
-"""The optimizer: schedules as Hugging Face has them, AdamW as torch has it, and masters that lose no update."""
+"""The optimizer: schedules as Hugging Face has them, AdamW as torch has it, masters that lose no update, lean state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
+from rather import adamw
+from rather.adamw import decoded, decoded_signed, encode, encode_signed, join, split
 from rather.config.schema import TrainingArgs
+from rather.errors import ConfigError
 from rather.optim import LossScale, Optimizer, schedule
 
 TOTAL, PEAK = 37, 3e-4
@@ -95,9 +98,13 @@ class Toy(nn.Module):
             (parameter * gradient).sum().backward()
 
 
+OPTIONS = {"lean", "wide_gradients", "seed", "exact"}
+
+
 def optimizer_of(model: nn.Module, *, rate: float = 1e-2, max_grad_norm: float = 0.0, **changes: Any) -> Optimizer:
+    options = {name: changes.pop(name) for name in OPTIONS & changes.keys()}
     return Optimizer(
-        model.named_parameters(), args(**changes), schedule=lambda _: rate, max_grad_norm=max_grad_norm
+        model.named_parameters(), args(**changes), schedule=lambda _: rate, max_grad_norm=max_grad_norm, **options
     )
 
 
@@ -166,9 +173,9 @@ def test_bfloat16_at_a_small_rate_loses_updates_without_masters() -> None:
         for model in (ours, plain, exact):
             model.backward(given)
         update(optimizer)
-        for adamw in (lossy, wide):
-            adamw.step()
-            adamw.zero_grad()
+        for each in (lossy, wide):
+            each.step()
+            each.zero_grad()
     big = [p.abs() > 0.005 for p in start]
     for mine, lost, true, before, large in zip(
         ours.parameters(), plain.parameters(), exact.parameters(), start, big, strict=True
@@ -177,6 +184,80 @@ def test_bfloat16_at_a_small_rate_loses_updates_without_masters() -> None:
         assert (mine[large] != before[large]).any()
         assert torch.equal(mine, true.bfloat16())  # the rounded image of float32 training
         assert mine.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+@pytest.mark.parametrize("rate", [5e-7, 1e-5, 1e-3])
+def test_split_masters_have_the_bits_of_float32_training(
+    rate: float, max_grad_norm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adamw, "CHUNK", 16)  # two pieces of the matrix
+    ours, wide = Toy(torch.bfloat16, 0.02), Toy(torch.bfloat16, 0.02).float()
+    single = Toy(torch.bfloat16, 0.02).float()
+    optimizer = optimizer_of(ours, rate=rate, max_grad_norm=max_grad_norm, **NUMBERS)
+    exact = optimizer_of(wide, rate=rate, max_grad_norm=max_grad_norm, **NUMBERS)
+    groups = [{"params": [single.matrix], "weight_decay": 0.1}, {"params": [single.vector], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=rate, betas=(0.8, 0.95), eps=1e-6, foreach=False, fused=False)
+    for step in range(50):
+        for model in (ours, wide, single):
+            model.backward(gradients(step, torch.bfloat16))
+        torch.nn.utils.clip_grad_norm_(single.parameters(), max_grad_norm or float("inf"))
+        for each in (optimizer, exact):
+            update(each)
+        plain.step()
+        plain.zero_grad()
+    for name, parameter in single.named_parameters():
+        assert torch.equal(optimizer.masters[name], exact.masters[name])
+        assert torch.allclose(optimizer.masters[name], parameter, rtol=1e-6, atol=50 * rate * 1e-6)
+        assert torch.equal(ours.get_parameter(name), exact.masters[name].bfloat16())
+
+
+def any_floats(count: int) -> Tensor:
+    """Every sign, exponent and mantissa short of the largest, halves between bfloat16 numbers among them."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 0x7F7F0000, (count,), generator=generator, dtype=torch.int32)
+    bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000
+    return torch.where(torch.arange(count) % 2 == 0, 1.0, -1.0) * bits.view(torch.float32)
+
+
+def test_a_bfloat16_number_and_its_remainder_are_a_float32_number() -> None:
+    values = any_floats(99_999)
+    upper, lower = torch.zeros_like(values, dtype=torch.bfloat16), torch.zeros_like(values, dtype=torch.int16)
+    split(values, upper, lower)
+    assert torch.equal(join(upper, lower).view(torch.int32), values.view(torch.int32))
+    halves = (values.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(upper[~halves], values.bfloat16()[~halves])
+
+
+def test_a_start_does_not_move_the_weights_that_the_reference_has() -> None:
+    """Halves are rounded to even by whoever rounds a model: the policy keeps that, its master gives in."""
+    values = any_floats(600).view(100, 6)
+    model = nn.ParameterDict({"w": nn.Parameter(values.bfloat16())})
+    optimizer = optimizer_of(model, exact={"w": values})
+    assert torch.equal(model["w"], values.bfloat16())
+    off = (optimizer.masters["w"].view(torch.int32) - values.view(torch.int32)).abs()
+    assert off.max() == 1
+    halves = (values.view(torch.int32) & 0xFFFF) == 0x8000
+    assert not off[~halves].any()
+    before = optimizer.masters["w"].clone()
+    optimizer.load({"w": before}, {}, 0)
+    assert torch.equal(optimizer.masters["w"], before)
+    assert torch.equal(model["w"], values.bfloat16())
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_narrow_gradients_stay_in_bfloat16(lean: bool) -> None:
+    model = Toy(torch.bfloat16)
+    optimizer = optimizer_of(model, lean=lean, wide_gradients=None if lean else False)
+    for _ in range(2):
+        model.backward(gradients(0, torch.bfloat16))
+    assert {g.dtype for g in optimizer.gradients()} == {torch.bfloat16}
+    doubled = torch.cat([2 * g.flatten().double() for g in gradients(0, torch.bfloat16)])
+    assert float(optimizer.grad_norm()) == pytest.approx(float(doubled.norm()), rel=1e-6)
+    before = model.matrix.detach().clone()
+    update(optimizer)
+    assert (model.matrix != before).any()
+    assert optimizer.gradients() == []
 
 
 def test_bfloat16_gradients_are_added_up_in_float32() -> None:
@@ -190,17 +271,26 @@ def test_bfloat16_gradients_are_added_up_in_float32() -> None:
     assert model.matrix.grad is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_loaded_optimizer_goes_on_to_the_bit(dtype: torch.dtype) -> None:
+FORMS = [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize(("dtype", "lean"), FORMS)
+def test_a_loaded_optimizer_goes_on_to_the_bit(dtype: torch.dtype, lean: bool) -> None:
+    """Also for a weight that missed an update: its bias correction counts its own."""
     model = Toy(dtype)
-    optimizer = optimizer_of(model, **NUMBERS)
+    optimizer = optimizer_of(model, lean=lean, **NUMBERS)
     for step in range(3):
-        model.backward(gradients(step))
+        if step == 1:
+            model.matrix.sum().backward()
+        else:
+            model.backward(gradients(step))
         update(optimizer)
     saved = {name: p.detach().clone() for name, p in optimizer.masters.items()}
     moments = {name: t.clone() for name, t in optimizer.moments().items()}
     fresh = Toy(dtype)
-    other = optimizer_of(fresh, **NUMBERS)
+    other = optimizer_of(fresh, lean=lean, **NUMBERS)
+    assert moments["vector.step"] == 2
+    assert "matrix.step" not in moments
     other.load(saved, moments, optimizer.updates)
     for step in range(3, 6):
         for each, its in ((model, optimizer), (fresh, other)):
@@ -261,3 +351,108 @@ def test_the_loss_scale_is_taken_out_again(max_grad_norm: float) -> None:
     assert optimizer.moments().keys() == other.moments().keys()
     for name, moment in optimizer.moments().items():  # AdamW's first step alone would hide the scale
         assert torch.allclose(moment, other.moments()[name], rtol=1e-5)
+
+
+# --- lean ---
+
+
+def noise(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 1 << 20, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+def coded(values: Tensor, noise: Tensor, *, signed: bool) -> Tensor:
+    """Through the bytes and back."""
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    bases = torch.zeros(-(-len(values) // adamw.BLOCK), dtype=torch.int16)
+    (encode_signed if signed else encode)(values, noise, codes, bases)
+    return (decoded_signed if signed else decoded)(codes, bases)
+
+
+@pytest.mark.parametrize(("signed", "octaves"), [(True, 15.5), (False, 31.5)])
+def test_lean_moments_are_right_to_an_eighth_and_on_average(signed: bool, octaves: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.exp2(-octaves * torch.rand(1000, generator=generator)) * 1e-6
+    values[::7] = 0
+    if signed:
+        values[::2] *= -1
+    rounded = torch.stack([coded(values, noise(1000, seed), signed=signed) for seed in range(400)])
+    inside = values != 0
+    assert ((rounded - values)[:, inside].abs() <= values[inside].abs() / 8).all()
+    assert torch.allclose(rounded.mean(0)[inside], values[inside], rtol=0.02)
+    if signed:
+        assert not rounded[:, ~inside].any()
+    assert not coded(torch.zeros(300), noise(300), signed=signed).any()
+
+
+def test_lean_moments_far_below_the_largest() -> None:
+    """A first moment becomes 0, a second stays positive: the update is small, not huge."""
+    values = torch.full((256,), 2.0**-40)
+    values[0] = 1.0
+    assert coded(values, noise(256), signed=True)[1:].unique().tolist() == [0]
+    (smallest,) = coded(values, noise(256), signed=False)[1:].unique().tolist()
+    assert 2.0**-33 < smallest < 2.0**-31
+
+
+def test_a_slow_second_moment_needs_rounding_at_random() -> None:
+    """It moves by 0.1 % a step, a byte by 6 to 12 %: rounded to the nearest it would stay where it is."""
+    exact, nearest, random = (torch.full((2048,), 1e-8) for _ in range(3))
+    half = torch.full((2048,), 1 << 19, dtype=torch.int32)
+    for step in range(1000):
+        exact = 0.999 * exact + 0.001 * 4e-8
+        nearest = coded(0.999 * nearest + 0.001 * 4e-8, half, signed=False)
+        random = coded(0.999 * random + 0.001 * 4e-8, noise(2048, step), signed=False)
+    assert nearest.max() < 1.1e-8
+    assert float(random.mean()) == pytest.approx(float(exact.mean()), rel=0.02)
+    assert random.std() < 0.25 * random.mean()
+
+
+def test_lean_weights_move_by_the_right_mean() -> None:
+    """400 updates of 5e-7, each far below half the spacing of bfloat16 numbers near 0.02."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.full((64, 64), 0.02, dtype=torch.bfloat16))})
+    optimizer = optimizer_of(model, rate=5e-7, lean=True, seed=3)
+    start = float(model["w"].detach().double().mean())
+    for _ in range(400):
+        model["w"].sum().backward()
+        update(optimizer)
+    assert float(model["w"].detach().double().mean()) == pytest.approx(start - 2e-4, abs=1e-5)
+
+
+def regression(*, lean: bool, steps: int = 300, seed: int = 0) -> tuple[float, Optimizer]:
+    """Mean squared error at the end of fitting a linear map, from about 1, on batches drawn anew."""
+    generator = torch.Generator().manual_seed(5)
+    truth = torch.randn(48, 32, generator=generator) / 48**0.5
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(48, 32, dtype=torch.bfloat16))})
+    optimizer = optimizer_of(model, rate=3e-3, max_grad_norm=1.0, lean=lean, seed=seed)
+    for _ in range(steps):
+        x = torch.randn(64, 48, generator=generator)
+        (x @ model["w"].float() - x @ truth).square().mean().backward()
+        update(optimizer)
+    return float((model["w"].detach().float() - truth).square().sum() / 32), optimizer
+
+
+def test_lean_learns_as_exact_does() -> None:
+    exact, _ = regression(lean=False)
+    lean, optimizer = regression(lean=True)
+    assert exact < 1e-3
+    assert lean < 2e-3
+    assert sum(t.nbytes for t in optimizer.moments().values()) < 2.1 * 48 * 32
+
+
+def test_lean_noise_follows_the_seed_alone() -> None:
+    one, same, other = (
+        {name: m.clone() for name, m in regression(lean=True, steps=5, seed=seed)[1].masters.items()}
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(one["w"], same["w"])
+    assert not torch.equal(one["w"], other["w"])
+
+
+@pytest.mark.parametrize(("then", "now"), [("lean", "exact"), ("exact", "lean")])
+def test_another_precision_does_not_go_on(then: str, now: str) -> None:
+    model, fresh = Toy(torch.bfloat16), Toy(torch.bfloat16)
+    optimizer, other = optimizer_of(model, lean=then == "lean"), optimizer_of(fresh, lean=now == "lean")
+    model.backward(gradients(0))
+    update(optimizer)
+    with pytest.raises(ConfigError, match=f"precision: {now}, but .* written with {then}; type precision={then}"):
+        other.load(optimizer.masters, optimizer.moments(), 1)
+    assert torch.equal(fresh.matrix, Toy(torch.bfloat16).matrix)
