@@ -6,8 +6,6 @@ precision runs one variable-length kernel; everything else (CPU, float32, soft-c
 
 from __future__ import annotations
 
-import inspect
-import itertools
 from typing import Any
 
 import torch
@@ -39,16 +37,27 @@ def segment_attention(
     if s_aux is not None:
         raise ConfigError(f"{type(module).__name__}: attention sinks are not supported; use a model without them")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    key = key.index_select(2, segments.key_index_K)
-    value = value.index_select(2, segments.key_index_K)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not softcap:
         return _varlen(query, key, value, segments, scale, sliding_window), None
+    return _one_by_one(query, key, value, segments, scale, sliding_window, softcap), None
+
+
+# --- CPU, float32, soft-caps: one segment after another ---
+
+
+# The lengths are Python numbers: each micro-batch would be compiled anew.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None, cap: float | None
+) -> Tensor:
+    key = key.index_select(2, segments.key_index_K)
+    value = value.index_select(2, segments.key_index_K)
     queries = query.split(list(segments.q_lens), dim=2)
     keys = key.split(list(segments.k_lens), dim=2)
     values = value.split(list(segments.k_lens), dim=2)
-    attend = _soft_capped if softcap else _attend
-    out = [attend(q, k, v, scale, sliding_window, softcap) for q, k, v in zip(queries, keys, values, strict=True)]
-    return torch.cat(out, dim=2).transpose(1, 2), None
+    attend = _soft_capped if cap else _attend
+    out = [attend(q, k, v, scale, window, cap) for q, k, v in zip(queries, keys, values, strict=True)]
+    return torch.cat(out, dim=2).transpose(1, 2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, _softcap: float | None) -> Tensor:
@@ -74,30 +83,122 @@ def _visible(q: int, k: int, window: int | None, device: torch.device) -> Tensor
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # absent from torch's CPU-only use, so imported where it runs
+# --- CUDA: one kernel for all segments ---
 
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    # torch 2.13 refuses grouped heads without the flag, 2.11 does not know the flag and needs none.
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-    out = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        _cumulative(segments.q_lens, query.device),
-        _cumulative(segments.k_lens, query.device),
-        max(segments.q_lens),
-        max(segments.k_lens),
-        **options,
-    )
-    assert isinstance(out, Tensor)
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, s: Segments, scale: float, window: int | None) -> Tensor:
+    left = -1 if window is None else window - 1
+    by_token = [x[0].transpose(0, 1) for x in (query, key, value)]
+    places = (s.key_index_K, s.order_K, s.start_N, s.cu_q, s.cu_k)
+    out: Tensor = torch.ops.rather.segment_attention(*by_token, *places, s.max_q, s.max_k, scale, left)[0]
     return out[None]
 
 
-def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+# Gather and kernel are one operator, so that a compiler sees neither the number of gathered keys nor the sum over
+# their gradients, which it would turn into slow atomic additions. torch's own `varlen_attn` calls the same kernels;
+# its grouped heads are spelled differently from release to release, the operators below are not.
+@torch.library.custom_op("rather::segment_attention", mutates_args=(), device_types="cuda")
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_index: Tensor,
+    order: Tensor,
+    start: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    left: int,
+) -> tuple[Tensor, Tensor]:
+    """query [N, H, D], key and value [N, Hkv, D] -> out [N, H, D], log-sum-exp [H, N]."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query.contiguous(),
+        key.index_select(0, key_index),
+        value.index_select(0, key_index),
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        0.0,
+        left < 0,  # causal; else the window's right end, 0, says so
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=0,
+    )
+    return out, lse
 
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_places: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(
+        (heads, tokens), dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("rather::segment_attention_backward", mutates_args=(), device_types="cuda")
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_index: Tensor,
+    order: Tensor,
+    start: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from rather.model.kernels import sum_by_key
+
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+    d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
+        grad.contiguous(),
+        query.contiguous(),
+        key.index_select(0, key_index),
+        value.index_select(0, key_index),
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        0.0,
+        left < 0,
+        no_dropout,
+        no_dropout,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=0,
+    )
+    return d_query, sum_by_key(d_key, order, start), sum_by_key(d_value, order, start)
+
+
+@_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))  # type: ignore[return-value]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *places, max_q, max_k, scale, left = inputs
+    ctx.save_for_backward(query, key, value, *output, *places)
+    ctx.numbers = (max_q, max_k, scale, left)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = torch.ops.rather.segment_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+    return (*gradients, *[None] * 9)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
 
 AttentionInterface.register(IMPLEMENTATION, segment_attention)
 # Segments say what each token sees: transformers must build no mask of its own from the positions.

@@ -64,7 +64,8 @@ def _compare(policy: PolicyModel, family: str) -> None:
         padded = torch.cat([_padded(model, pair) for pair in pairs])
         model.set_attn_implementation(IMPLEMENTATION)
         (batch,) = pack(pairs, budget=10**6)
-        packed = policy(batch.to(str(model.device)))[0].double()
+        batch = batch.to(str(model.device))
+        packed = policy(batch)[0][batch.token_T].double()
     except Exception as error:
         raise ConfigError(
             f"model family '{family}' cannot be trained: it does not take packed pairs ({error})"

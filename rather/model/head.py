@@ -1,20 +1,21 @@
 """Hidden rows -> log-probs of their target tokens, without holding the logits longer than needed.
 
 Only rows that predict a scored token come here. Forward keeps the logits when they fit the budget and turns them
-into their own gradient in place (3 matrix products); past the budget it keeps one number per row and computes the
-logits again, chunk by chunk (4 products). Log-sum-exp and sums are in float32 (float64 stays float64).
+into their own gradient in place (3 matrix products); past the budget it keeps two numbers per row and computes the
+logits again, chunk by chunk (4 products). Log-sum-exp and sums are in float32 (float64 stays float64). On CUDA two
+Triton kernels read the logits once each; elsewhere torch does the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 << 20  # logits worked on at a time
-KEEP_BYTES = 2 << 30  # logits kept from forward to backward
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits worked on at a time
+KEEP_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # logits kept from forward to backward, unless told otherwise
 
 
 def token_logps(
@@ -26,19 +27,37 @@ def token_logps(
     scale: float = 1.0,
     softcap: float | None = None,
     squares: bool = False,
-    keep_bytes: int = KEEP_BYTES,
+    keep_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(target | hidden) per row in float32 and, with `squares`, log sum of p^2 over the vocabulary, else nothing.
 
     `scale` and `softcap` are the family's own treatment of logits.
     """
-    keep = torch.is_grad_enabled() and 0 < hidden_TD.shape[0] * _row_bytes(weight_VD) <= keep_bytes
-    logps, squared = _TokenLogps.apply(hidden_TD, weight_VD, bias_V, targets_T, scale, softcap, squares, keep)
+    budget = KEEP_BYTES[hidden_TD.device.type] if keep_bytes is None else keep_bytes
+    keep = torch.is_grad_enabled() and 0 < hidden_TD.shape[0] * _row_bytes(weight_VD) <= budget
+    logps, squared = _TokenLogps.apply(
+        hidden_TD, weight_VD, bias_V, targets_T, _Treatment(scale, softcap), squares, keep
+    )
     return logps, squared
 
 
+class _Treatment(NamedTuple):
+    """What a family does with hidden @ weight before its softmax."""
+
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits = torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+
 class _TokenLogps(torch.autograd.Function):
-    """Kept logits become their gradient in place; a second backward would compute them again."""
+    """Kept logits become their gradient in place; a second backward (zero-bubble schedules) computes them again."""
 
     @staticmethod
     def forward(
@@ -47,82 +66,139 @@ class _TokenLogps(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        scale: float,
-        softcap: float | None,
+        treatment: _Treatment,
         squares: bool,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logps = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-        lse = torch.empty_like(logps)
+        lse, largest = torch.empty_like(logps), torch.empty_like(logps)
         squared = torch.empty_like(logps) if squares else logps.new_empty(0)
+        rows_of = _chunks(len(hidden), weight, whole=keep and hidden.is_cuda)
         kept: list[Tensor] = []
-        for rows in _chunks(len(hidden), weight):
-            logits = _logits(hidden[rows], weight, bias, scale, softcap)
-            lse[rows] = torch.logsumexp(logits.to(exact), dim=-1)
-            logps[rows] = logits.gather(1, targets[rows, None])[:, 0].to(exact) - lse[rows]
-            if squares:
-                squared[rows] = torch.logsumexp(2 * logits.to(exact), dim=-1) - 2 * lse[rows]
+        for rows in rows_of:
+            logits = treatment.logits(hidden[rows], weight, bias)
+            if _fused(logits, treatment):
+                from rather.model.kernels import row_statistics
+
+                row_statistics(logits, targets[rows], logps[rows], lse[rows], squared[rows] if squares else None)
+            else:
+                logits = _statistics(logits, targets[rows], logps[rows], lse[rows], largest[rows], treatment)
+                if squares:
+                    squared[rows] = _log_sum_of_squares(logits, lse[rows], largest[rows], treatment)
             if keep:
                 kept.append(logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse)
-        ctx.kept, ctx.scale, ctx.softcap = kept, scale, softcap
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, largest)
+        ctx.kept, ctx.treatment = kept, treatment
         ctx.mark_non_differentiable(squared)
         return logps, squared
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, _ = grads
-        hidden, weight, bias, targets, lse = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, largest = ctx.saved_tensors
+        treatment: _Treatment = ctx.treatment
         d_hidden = torch.empty_like(hidden)
-        # In at least float32: chunks added up in bfloat16 would each be rounded to the size of the sum.
-        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
+        d_weight: Tensor | None = None
         d_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None else None
         kept: list[Tensor] = ctx.kept[::-1]
         ctx.kept = []
-        for rows in _chunks(len(hidden), weight):
-            logits = kept.pop() if kept else _logits(hidden[rows], weight, bias, ctx.scale, ctx.softcap)
-            d_logits = _logits_gradient(logits, lse[rows], targets[rows], grad[rows], ctx.scale, ctx.softcap)
+        rows_of = _chunks(len(hidden), weight, whole=bool(kept) and hidden.is_cuda)
+        for rows in rows_of:
+            was_kept = bool(kept)
+            logits = kept.pop() if was_kept else treatment.logits(hidden[rows], weight, bias)
+            if _fused(logits, treatment):
+                from rather.model.kernels import logits_gradient_
+
+                d_logits = logits_gradient_(logits, lse[rows], targets[rows], grad[rows], treatment.scale)
+            else:
+                if not was_kept and _raises(logits, treatment):
+                    _raise(logits, largest[rows])
+                d_logits = _gradient(logits, lse[rows], largest[rows], targets[rows], grad[rows], treatment)
             torch.mm(d_logits, weight, out=d_hidden[rows])
-            if d_weight is not None and d_weight.dtype == weight.dtype:
-                d_weight.addmm_(d_logits.t(), hidden[rows])
-            elif d_weight is not None:
-                d_weight += torch.mm(d_logits.t(), hidden[rows])
+            if ctx.needs_input_grad[1]:
+                d_weight = _added(d_weight, d_logits, hidden[rows], lse.dtype, whole=rows == slice(0, len(hidden)))
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        if ctx.needs_input_grad[1] and d_weight is None:  # no rows at all
+            d_weight = torch.zeros_like(weight)
+        return d_hidden, d_weight, d_bias, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    logits = torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
-    if scale != 1.0:
-        logits.mul_(scale)
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
+def _added(d_weight: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torch.dtype, *, whole: bool) -> Tensor:
+    """d_weight + d_logits^T hidden. Chunks add up in at least float32: bfloat16 would round each to the sum's size."""
+    if d_weight is None and (whole or hidden.dtype == wide):
+        return torch.mm(d_logits.t(), hidden)
+    if d_weight is None:
+        return torch.mm(d_logits.t(), hidden).to(wide)
+    if hidden.dtype == wide:
+        return d_weight.addmm_(d_logits.t(), hidden)
+    return d_weight.add_(torch.mm(d_logits.t(), hidden))
+
+
+def _fused(logits: Tensor, treatment: _Treatment) -> bool:
+    return logits.is_cuda and treatment.softcap is None and logits.dtype != torch.float64
+
+
+# --- the same in torch ---
+
+
+def _raises(logits: Tensor, treatment: _Treatment) -> bool:
+    """May exponentials take the place of the logits? An exp is dear on a CPU; a soft-cap's slope needs the logits."""
+    return treatment.softcap is None and logits.dtype in (torch.float32, torch.float64)
+
+
+def _raise(logits: Tensor, largest: Tensor) -> Tensor:
+    return logits.sub_(largest[:, None]).exp_()
+
+
+def _statistics(
+    logits: Tensor, targets: Tensor, logps: Tensor, lse: Tensor, largest: Tensor, treatment: _Treatment
+) -> Tensor:
+    """Fills in the numbers of each row; returns the logits, as exponentials where that is possible."""
+    at_target = logits.gather(1, targets[:, None])[:, 0].to(lse.dtype)
+    largest.copy_(logits.amax(dim=-1))
+    if _raises(logits, treatment):
+        lse.copy_(_raise(logits, largest).sum(dim=-1).log_().add_(largest))
+    else:
+        lse.copy_(torch.logsumexp(logits.to(lse.dtype), dim=-1))
+    torch.sub(at_target, lse, out=logps)
     return logits
 
 
-def _logits_gradient(
-    logits: Tensor, lse: Tensor, targets: Tensor, grad: Tensor, scale: float, softcap: float | None
+def _log_sum_of_squares(logits: Tensor, lse: Tensor, largest: Tensor, treatment: _Treatment) -> Tensor:
+    if _raises(logits, treatment):
+        return logits.square().sum(dim=-1).log_() + 2 * (largest - lse)
+    return torch.logsumexp(2 * logits.to(lse.dtype), dim=-1) - 2 * lse
+
+
+def _gradient(
+    logits: Tensor, lse: Tensor, largest: Tensor, targets: Tensor, grad: Tensor, treatment: _Treatment
 ) -> Tensor:
-    """Turns logits into d loss / d (hidden @ weight) in place: grad * (one-hot - softmax), then the chain back."""
-    slope = None if softcap is None else 1 - (logits / softcap) ** 2  # tanh' at the capped logit
-    wide = logits.to(lse.dtype)  # the same memory when logits are already wide
-    d_logits = wide.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
+    """Turns logits (or their exponentials) into d loss / d (hidden @ weight) in place.
+
+    That is grad * (one-hot - softmax), then the chain back through soft-cap and scale.
+    """
+    slope = None
+    if _raises(logits, treatment):
+        d_logits = logits.mul_((-grad * (largest - lse).exp())[:, None])
+    else:
+        if treatment.softcap is not None:
+            slope = 1 - (logits / treatment.softcap) ** 2  # tanh' at the capped logit
+        d_logits = logits.to(lse.dtype).sub_(lse[:, None]).exp_().mul_(-grad[:, None])
     d_logits.scatter_add_(1, targets[:, None], grad[:, None])
     if slope is not None:
         d_logits.mul_(slope)
-    if scale != 1.0:
-        d_logits.mul_(scale)
-    return logits.copy_(d_logits)
+    if treatment.scale != 1.0:
+        d_logits.mul_(treatment.scale)
+    return d_logits.to(logits.dtype)
 
 
-def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:
-    size = max(1, CHUNK_BYTES // _row_bytes(weight))
-    return (slice(first, min(first + size, rows)) for first in range(0, rows, size))
+def _chunks(rows: int, weight: Tensor, *, whole: bool) -> Iterator[slice]:
+    """On CUDA, logits that are kept anyway are made by one product."""
+    size = rows if whole else CHUNK_BYTES[weight.device.type] // _row_bytes(weight)
+    return (slice(first, min(first + size, rows)) for first in range(0, rows, max(1, size)))
 
 
 def _row_bytes(weight: Tensor) -> int:
     return weight.shape[0] * weight.element_size()
-
-

@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from rather.config.schema import ModelArgs, RoleConfig
@@ -41,9 +38,7 @@ def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
     return DTYPES[args.dtype or ("bf16" if device.startswith("cuda") else "fp32")]
 
 
-def load_policy(
-    name: str, args: ModelArgs, device: str, *, recompute: bool = False, exact: bool = False
-) -> PolicyModel:
+def load_policy(name: str, args: ModelArgs, device: str, *, exact: bool = False) -> PolicyModel:
     """Weights on the device, dropout off, every weight present and finite, attention proven on this family.
 
     With `exact`, weights that half precision would round are kept beside it, for an optimizer to start from.
@@ -76,8 +71,6 @@ def load_policy(
         for parameter in policy.parameters():  # not `.to`, which would round the rotary buffers as well
             parameter.data = parameter.data.to(compute)
     check_model(policy)
-    if recompute:
-        _recompute_layers(name, causal_lm)
     return policy
 
 
@@ -88,18 +81,6 @@ def freeze(policy: PolicyModel) -> PolicyModel:
 def same_weights(a: str, b: str) -> bool:
     """Do two names mean the same folder or hub model?"""
     return a == b or (Path(a).exists() and Path(b).exists() and Path(a).resolve() == Path(b).resolve())
-
-
-def _recompute_layers(name: str, causal_lm: Any) -> None:
-    """Activation checkpointing per layer. transformers' own works only in training mode, which switches dropout on."""
-    layers: list[Any] = [module for module in causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            f"model '{name}': its layers cannot recompute activations; "
-            "set actor_train.model_args.disable_gradient_checkpointing to true"
-        )
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager

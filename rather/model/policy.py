@@ -34,16 +34,19 @@ class PolicyModel(nn.Module):
         """Log-prob of each scored token of the micro-batch, in float32; with `squares` also log sum p^2 of each."""
         hidden = self.causal_lm.base_model(
             input_ids=batch.ids_N[None],
+            # Segments say what each token sees. A mask of four dimensions is taken as it is; without one, transformers
+            # would look for packed sequences in the positions, and wait for the device to do so.
+            attention_mask=batch.ids_N.new_ones((1, 1, 1, 1), dtype=torch.bool),
             position_ids=batch.positions_N[None],
             segments=batch.segments,
             use_cache=False,
         ).last_hidden_state[0]
         head = self.causal_lm.get_output_embeddings()
         return token_logps(
-            hidden.index_select(0, batch.rows_T),
+            hidden.index_select(0, batch.rows_U),
             head.weight,
             head.bias,
-            batch.targets_T,
+            batch.targets_U,
             scale=self.scale,
             softcap=self.softcap,
             squares=squares,
@@ -53,16 +56,16 @@ class PolicyModel(nn.Module):
 def pair_columns(policy: PolicyModel, batch: PairBatch, wanted: Collection[str] = ()) -> dict[str, Tensor]:
     """The columns of a micro-batch: "sum" always, "shared" (within the shorter length) and "squares" when wanted."""
     logps, squared = policy(batch, squares="squares" in wanted)
-    columns = {"sum": _per_pair(logps, batch)}
+    counted = logps.double().index_select(0, batch.token_T)
+    columns = {"sum": _per_pair(counted, batch)}
     if "shared" in wanted:
-        columns["shared"] = _per_pair(logps * batch.shared_T, batch)
+        columns["shared"] = _per_pair(counted * batch.shared_T, batch)
     if "squares" in wanted:
-        columns["squares"] = _per_pair(squared, batch)
+        columns["squares"] = _per_pair(squared.double().index_select(0, batch.token_T), batch)
     return columns
 
 
 def _per_pair(values_T: Tensor, batch: PairBatch) -> Tensor:
     """[P, 2] sums over each response, in float64: a float32 sum of 600 tokens moves by 7e-4 with its order."""
-    sums = torch.zeros(len(batch.length_R), dtype=torch.float64, device=values_T.device)
-    sums = sums.index_add(0, batch.response_T, values_T.double())
-    return torch.stack([sums[batch.chosen_P], sums[batch.rejected_P]], dim=1)
+    sums = torch.zeros(batch.length_P2.numel(), dtype=torch.float64, device=values_T.device)
+    return sums.index_add(0, batch.cell_T, values_T).view(-1, 2)

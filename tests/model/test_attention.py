@@ -71,7 +71,7 @@ def test_equals_the_definition(dtype: torch.dtype, softcap: float | None, window
 @pytest.mark.parametrize("window", [4, 5, 6])
 def test_a_window_as_long_as_the_sequence(window: int) -> None:
     """Plain causal attention serves from the length of the sequence on, and not one token before."""
-    parts = Segments((5,), (5,), torch.arange(5))
+    parts = Segments.of((5,), (5,), torch.arange(5))
     q, k, v = (torch.randn(1, HEADS, 5, WIDTH) for _ in range(3))
     got, _ = segment_attention(nn.Identity(), q, k, v, None, segments=parts, scaling=1.0, sliding_window=window)
     assert torch.allclose(got[0].transpose(0, 1), by_hand(q[0], k[0], v[0], parts, 1.0, window, None), atol=1e-5)

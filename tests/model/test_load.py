@@ -11,19 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, PretrainedConfig, T5Config
+from transformers import T5Config
 
 from rather.config.schema import ModelArgs
-from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.load import load_policy, same_weights
-from rather.model.policy import PolicyModel
-from tests.padded import random_pairs
 from tests.tiny import make_model
 
 WEIGHTS = "model.safetensors"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
-SMALL: dict[str, Any] = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -115,54 +111,3 @@ def test_the_same_folder_by_two_names(base: Path, tmp_path: Path) -> None:
 
 
 # OPT calls dropout in the layer itself, GPT-2 in its parts; both have a tenth by default.
-DROPOUT: dict[str, tuple[type[Any], PretrainedConfig]] = {
-    "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, **SMALL)),
-    "opt": (
-        OPTForCausalLM,
-        OPTConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            ffn_dim=24,
-            word_embed_proj_dim=16,
-            max_position_embeddings=64,
-            **SMALL,
-        ),
-    ),
-}
-
-
-def layer_runs(policy: PolicyModel) -> list[int]:
-    """Counts how often a part of the last layer runs."""
-    counter = [0]
-    (layer,) = (module for name, module in policy.named_modules() if name.endswith((".1.mlp", ".1.fc1")))
-    layer.register_forward_pre_hook(lambda *_: counter.__setitem__(0, counter[0] + 1))
-    return counter
-
-
-@pytest.mark.parametrize("family", ["llama", *DROPOUT])
-def test_recomputed_activations_change_nothing_and_are_recomputed(base: Path, tmp_path: Path, family: str) -> None:
-    folder = base
-    if family in DROPOUT:
-        model, config = DROPOUT[family]
-        model(config).save_pretrained(folder := tmp_path / family)
-    (batch,) = pack(random_pairs(4, 60), budget=10**6)
-    seen = []
-    for recompute in (False, True):
-        policy = load_policy(str(folder), ModelArgs(), "cpu", recompute=recompute)
-        counter = layer_runs(policy)
-        logps, _ = policy(batch)
-        assert counter == [1]
-        logps.sum().backward()
-        assert counter == [2 if recompute else 1]
-        seen.append([logps, *(p.grad for p in policy.parameters())])
-        with torch.no_grad():
-            assert torch.equal(policy(batch)[0], logps)  # no dropout
-    for kept, recomputed in zip(*seen, strict=True):
-        assert torch.equal(kept, recomputed)
-
-
-def test_a_model_whose_layers_cannot_recompute_says_so(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rather.model.load.GradientCheckpointingLayer", torch.nn.Conv3d)
-    with pytest.raises(ConfigError, match="disable_gradient_checkpointing to true"):
-        load_policy(str(base), ModelArgs(), "cpu", recompute=True)

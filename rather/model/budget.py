@@ -1,0 +1,99 @@
+"""How many tokens a training micro-batch may have, and what becomes of its activations, so that a step fits the device.
+
+Measured, not computed: two small rehearsals of forward and backward give the memory per token of this very model,
+kernels and precision. Neither choice changes a result; they cost or save time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rather.batch import PairBatch, TokenPair
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.model.layers import LEVELS, Recompute, arrange_layers
+from rather.model.policy import PolicyModel
+
+TOKENS = {"cpu": 4096, "cuda": 32768}  # of a training micro-batch where nothing is told: no larger one is faster
+LEAST = 4096  # a GPU is badly used below; recomputing activations is then the better choice
+LADDER = {"cpu": 0, "cuda": 512}  # micro-batches are filled up to multiples of it, where shapes are compiled
+REHEARSED = (2048, 4096)
+SHARE = 0.94  # of the free memory that is planned with: what is left covers fragments
+
+
+class NoRoom(ConfigError):
+    """Not even the smallest useful micro-batch fits."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens of a micro-batch and how its activations are treated."""
+
+    tokens: int
+    recompute: Recompute
+
+
+def choose_budget(
+    policy: PolicyModel,
+    rehearse: Callable[[PairBatch], None],
+    *,
+    tokens: int | None,
+    recompute: Recompute | None,
+    offload: bool,
+    compiled: bool,
+    largest_pair: int,
+) -> Budget:
+    """Takes what is told; chooses the rest as fast as fits. Leaves the layers arranged accordingly."""
+    device = policy.causal_lm.device.type
+    wanted = tokens or TOKENS[device]
+    if device == "cpu" or (tokens and recompute):
+        arrange_layers(policy, recompute=recompute or "none", offload=offload, compiled=compiled)
+        return Budget(wanted, recompute or "none")
+    needed = max(tokens or min(LEAST, wanted), largest_pair)
+    for level in (recompute,) if recompute else LEVELS:
+        arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
+        fitting = _tokens_that_fit(policy, rehearse)
+        if fitting >= needed:
+            return Budget(min(wanted, fitting), level)
+    raise NoRoom(
+        f"the policy does not fit: beside its weights and optimizer there is room for micro-batches of {fitting} "
+        f"tokens, {needed} are needed ({largest_pair} by the longest pair). Lower sequence_length, set "
+        "precision=lean, let the reference come from its cache, or use more devices."
+    )
+
+
+def _tokens_that_fit(policy: PolicyModel, rehearse: Callable[[PairBatch], None]) -> int:
+    """By a line through the peaks of two rehearsals; 0 where even these do not fit."""
+    torch.cuda.empty_cache()
+    resting = torch.cuda.memory_allocated()
+    room = SHARE * torch.cuda.mem_get_info()[0]  # with an empty cache: all that others have not taken
+    peaks = []
+    try:
+        for batch in _rehearsals(policy):
+            rehearse(batch)  # the first time compiles, which takes memory of its own
+            torch.cuda.reset_peak_memory_stats()
+            rehearse(batch)
+            peaks.append(torch.cuda.max_memory_allocated() - resting)
+    except torch.OutOfMemoryError:
+        return 0
+    finally:
+        torch.cuda.empty_cache()
+    each = max(1.0, (peaks[1] - peaks[0]) / (REHEARSED[1] - REHEARSED[0]))
+    fitting = int((room - peaks[0]) / each) + REHEARSED[0]
+    return max(0, fitting // LADDER["cuda"] * LADDER["cuda"])
+
+
+def _rehearsals(policy: PolicyModel) -> Iterator[PairBatch]:
+    """Micro-batches of pairs whose tokens are nearly all scored: no real ones need more memory."""
+    random = np.random.default_rng(0)
+    vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
+    for tokens in REHEARSED:
+        pairs = []
+        for _ in range(tokens // 1024):
+            prompt, chosen, rejected = (random.integers(0, vocabulary, n).astype(np.int32) for n in (8, 508, 508))
+            pairs.append(TokenPair(prompt, chosen, rejected, ((8, 516),), ((8, 516),)))
+        yield from pack(pairs, tokens, ladder=LADDER["cuda"])

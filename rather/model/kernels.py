@@ -1,0 +1,101 @@
+"""Triton kernels of the model path, for CUDA: what torch would do in several passes over large tensors.
+
+Imported only where CUDA tensors come: Triton has no other use here. The same arithmetic in plain torch stands in
+head.py, and serves on a CPU.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+VOCABULARY_BLOCK = 8192
+
+
+@triton.jit
+def _sum_by_key_kernel(source, order, start, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in range(tl.load(start + token), tl.load(start + token + 1)):
+        row = tl.load(order + place).to(tl.int64)
+        total += tl.load(source + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * WIDTH + columns, total, mask=columns < WIDTH)
+
+
+def sum_by_key(gathered_K: Tensor, order_K: Tensor, start_N: Tensor) -> Tensor:
+    """Gradient of a gather: for each token the sum, in float32, of all places that it was gathered to.
+
+    `order_K` lists the places token by token, `start_N` where each token's begin. No atomics: the same bits always.
+    """
+    gathered_K = gathered_K.contiguous()
+    tokens, width = len(start_N) - 1, gathered_K[0].numel()
+    out = gathered_K.new_empty((tokens, *gathered_K.shape[1:]))
+    block = triton.next_power_of_2(width)
+    _sum_by_key_kernel[(tokens,)](gathered_K, order_K, start_N, out, WIDTH=width, BLOCK=block)
+    return out
+
+
+@triton.jit
+def _row_statistics_kernel(
+    logits, targets, logps, lse, squared, vocabulary, stride, SQUARES: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    columns = tl.arange(0, BLOCK)
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    total_squares = tl.zeros((), tl.float32)
+    for first in range(0, vocabulary, BLOCK):
+        x = tl.load(logits + first + columns, mask=first + columns < vocabulary, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(x, 0))
+        shrink = tl.exp(largest - larger)
+        e = tl.exp(x - larger)
+        total = total * shrink + tl.sum(e, 0)
+        if SQUARES:
+            total_squares = total_squares * shrink * shrink + tl.sum(e * e, 0)
+        largest = larger
+    log_sum = largest + tl.log(total)
+    target = tl.load(logits + tl.load(targets + row)).to(tl.float32)
+    tl.store(lse + row, log_sum)
+    tl.store(logps + row, target - log_sum)
+    if SQUARES:
+        tl.store(squared + row, 2 * largest + tl.log(total_squares) - 2 * log_sum)
+
+
+def row_statistics(logits: Tensor, targets: Tensor, logps: Tensor, lse: Tensor, squared: Tensor | None) -> None:
+    """One pass over the logits: log-sum-exp, log-prob of the target, and log sum p^2 where `squared` is given."""
+    rows, vocabulary = logits.shape
+    if rows:
+        arguments: tuple[Any, ...] = (logits, targets, logps, lse, lse if squared is None else squared, vocabulary)
+        _row_statistics_kernel[(rows,)](
+            *arguments, logits.stride(0), SQUARES=squared is not None, BLOCK=VOCABULARY_BLOCK, num_warps=16
+        )
+
+
+@triton.jit
+def _logits_gradient_kernel(logits, lse, targets, grad, vocabulary, stride, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    logits += row.to(tl.int64) * stride
+    g = tl.load(grad + row) * scale
+    x = tl.load(logits + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
+    p = tl.exp(x - tl.load(lse + row))
+    hit = columns == tl.load(targets + row)
+    tl.store(logits + columns, g * (hit.to(tl.float32) - p), mask=columns < vocabulary)
+
+
+def logits_gradient_(logits: Tensor, lse: Tensor, targets: Tensor, grad: Tensor, scale: float) -> Tensor:
+    """Logits -> grad * scale * (one-hot - softmax), in place."""
+    rows, vocabulary = logits.shape
+    if rows:
+        grid = (triton.cdiv(vocabulary, VOCABULARY_BLOCK), rows)
+        _logits_gradient_kernel[grid](
+            logits, lse, targets, grad, vocabulary, logits.stride(0), scale, BLOCK=VOCABULARY_BLOCK, num_warps=8
+        )
+    return logits

@@ -1,0 +1,84 @@
+"""How the decoder layers run: activations kept, computed again or moved to the host; compiled or not.
+
+Compilation is regional: one layer class is compiled once, with the number of tokens left open, and all layers of
+policy and reference share it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rather.errors import ConfigError
+from rather.model.policy import PolicyModel
+
+Recompute = Literal["none", "selective", "full"]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")  # ever less memory, ever more time
+
+log = logging.getLogger(__name__)
+
+
+def arrange_layers(
+    policy: PolicyModel, *, recompute: Recompute = "none", offload: bool = False, compiled: bool = False
+) -> None:
+    """Sets how the layers run from now on; calling it again replaces what was set before."""
+    layers: list[Any] = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+    family = policy.causal_lm.config.model_type
+    if not layers and (recompute != "none" or offload):
+        raise ConfigError(
+            f"model family '{family}': its layers cannot recompute activations; "
+            "set actor_train.model_args.disable_gradient_checkpointing to true"
+        )
+    if not layers and compiled:
+        log.warning("model family '%s' does not mark its layers: it runs without torch.compile", family)
+    for layer in layers:
+        layer.forward = MethodType(_run(type(layer).forward, recompute, offload, compiled), layer)
+
+
+@cache  # all layers of a class get the same function, and with it the same compiled code
+def _run(forward: Callable[..., Any], recompute: Recompute, offload: bool, compiled: bool) -> Callable[..., Any]:
+    run = forward
+    if recompute != "none":
+        # Not transformers' own checkpointing, which works only in training mode, and that switches dropout on.
+        contexts: Any = {"context_fn": _keep_narrow_results} if recompute == "selective" else {}
+        run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **contexts)
+    if compiled:
+        run = torch.compile(run, dynamic=True)
+    if offload:
+        run = _with_activations_on_the_host(run)
+    return run
+
+
+def _keep_narrow_results() -> Contexts:
+    """Keeps what attention gives and every matrix product that is not much wider than what went into it.
+
+    The wide ones open the MLP: most of the memory, and the cheapest to compute again per byte.
+    """
+    contexts: Contexts = create_selective_checkpoint_contexts(_keeps)
+    return contexts
+
+
+def _keeps(_context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if operator == torch.ops.rather.segment_attention.default:
+        return CheckpointPolicy.MUST_SAVE
+    if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        inner, outer = args[-1].shape
+        return CheckpointPolicy.MUST_SAVE if outer <= 2 * inner else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _with_activations_on_the_host(run: Callable[..., Any]) -> Callable[..., Any]:
+    def offloading(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return run(*args, **kwargs)
+
+    return offloading

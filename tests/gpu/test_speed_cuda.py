@@ -1,0 +1,192 @@
+"""The quick paths of a CUDA device give the numbers of the plain ones: attention, head, compilation, planning."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rather.batch import PairBatch
+from rather.config.schema import TrainingArgs
+from rather.data.pack import pack
+from rather.model import attention, head
+from rather.model.attention import IMPLEMENTATION
+from rather.model.budget import choose_budget
+from rather.model.layers import LEVELS, Recompute, arrange_layers
+from rather.model.policy import PolicyModel
+from rather.objective import configure
+from rather.optim import Optimizer, schedule
+from rather.pipeline import DPOPipeline
+from rather.trainer import RankTrainer
+from tests.padded import random_pairs
+from tests.tiny import make_config
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+
+
+def qwen(dtype: torch.dtype = BF16, **sizes: Any) -> PolicyModel:
+    torch.manual_seed(0)
+    defaults = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 997}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**{**defaults, **heads, **sizes}, initializer_range=0.08)
+    config._attn_implementation = IMPLEMENTATION
+    return PolicyModel(Qwen2ForCausalLM(config).to("cuda", dtype).eval())
+
+
+def batches(count: int = 24, budget: int = 512) -> list[PairBatch]:
+    return [batch.to("cuda") for batch in pack(random_pairs(count, 990), budget, ladder=64)]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_attention_operator_equals_the_loop(kv_heads: int, window: int | None) -> None:
+    torch.manual_seed(1)
+    (batch,) = batches(9, 10**6)
+    tokens = len(batch.ids_N)
+    made = [torch.randn(1, heads, tokens, 32, device="cuda") for heads in (4, kv_heads, kv_heads)]
+    weight = torch.randn(1, tokens, 4, 32, device="cuda")
+
+    def run(dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.to(BF16).to(dtype).requires_grad_() for x in made]
+        out, _ = attention.segment_attention(
+            torch.nn.Identity(), *inputs, None, segments=batch.segments, sliding_window=window
+        )
+        (out * weight.to(dtype)).sum().backward()
+        return [out.detach().float(), *(x.grad.float() for x in inputs)]
+
+    for quick, plain in zip(run(BF16), run(torch.float32), strict=True):
+        assert (quick - plain).norm() / plain.norm() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+def test_the_head_kernels_equal_torch(
+    scale: float, kept: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(2)
+    rows, width, vocabulary = 37, 64, 20_011
+    hidden = torch.randn(rows, width, device="cuda").to(dtype)
+    weight = (torch.randn(vocabulary, width, device="cuda") * 0.3).to(dtype)
+    targets = torch.randint(0, vocabulary, (rows,), device="cuda")
+    monkeypatch.setitem(head.CHUNK_BYTES, "cuda", 10 * vocabulary * 4)
+
+    def run(fused: bool) -> list[torch.Tensor]:
+        if not fused:
+            monkeypatch.setattr(head, "_fused", lambda *_: False)
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        options = {"scale": scale, "squares": True, "keep_bytes": 1 << 40 if kept else 0}
+        logps, squares = head.token_logps(h, w, None, targets, **options)  # type: ignore[arg-type]
+        (logps * torch.linspace(-1, 2, rows, device="cuda")).sum().backward()
+        return [logps.detach(), squares, h.grad.float(), w.grad.float()]
+
+    bound = 1e-5 if dtype == torch.float32 else 0.01
+    for quick, plain in zip(run(True), run(False), strict=True):
+        assert (quick - plain).norm() / plain.norm() < bound
+
+
+def numbers(policy: PolicyModel, parts: list[PairBatch]) -> list[torch.Tensor]:
+    policy.zero_grad()
+    logps = []
+    for batch in parts:
+        logp, _ = policy(batch)
+        (logp * torch.linspace(-1, 1, len(logp), device="cuda")).sum().backward()
+        logps.append(logp.detach())
+    return [torch.cat(logps), *(p.grad.float().flatten() for p in policy.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_layers_give_the_plain_numbers(level: Recompute) -> None:
+    """bfloat16 within the rounding that the plain path itself shows against float32."""
+    parts = batches()
+    exact, plain = numbers(qwen(torch.float32), parts), numbers(qwen(), parts)
+    policy = qwen()
+    arrange_layers(policy, recompute=level, compiled=True)
+    compiled = numbers(policy, parts)
+    for got, want, true in zip(compiled, plain, exact, strict=True):
+        rounding = (want - true).norm() / true.norm()
+        assert (got - true).norm() / true.norm() <= 1.5 * rounding + 1e-3
+    seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    more = numbers(policy, batches(40, 640))
+    assert more[0].isfinite().all()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == seen  # other sizes, the same code
+
+
+def test_compiled_in_float32_equals_plain() -> None:
+    parts = batches()
+    plain, policy = numbers(qwen(torch.float32), parts), qwen(torch.float32)
+    arrange_layers(policy, compiled=True)
+    for got, want in zip(numbers(policy, parts), plain, strict=True):
+        assert (got - want).norm() / want.norm() < 1e-5
+
+
+def trainer(policy: PolicyModel) -> RankTrainer:
+    args = TrainingArgs(learning_rate=1e-4)
+    optimizer = Optimizer(policy.named_parameters(), args, schedule=schedule(args, 10), max_grad_norm=1.0)
+    return RankTrainer(policy, configure(["sigmoid"], {}), optimizer)
+
+
+def test_one_host_synchronisation_a_step() -> None:
+    policy, reference = trainer(qwen()), RankTrainer(qwen().requires_grad_(False), configure(["sigmoid"], {}))
+    parts = [batch.pinned() for batch in pack(random_pairs(24, 990), 512, ladder=64)]
+    for _ in range(2):
+        policy.train_step(parts, reference.log_probs(parts))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            policy.train_step(parts, reference.log_probs(parts))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+    assert len(waits) == 1, waits
+
+
+def test_the_planner_recomputes_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = trainer(qwen(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
+    options: dict[str, Any] = {"tokens": None, "recompute": None, "offload": False, "compiled": False}
+    chosen = choose_budget(work.policy, work.rehearse, **options, largest_pair=100)
+    assert (chosen.tokens, chosen.recompute) == (32768, "none")
+    rooms = {level: _need(work, level) for level in LEVELS}
+    assert rooms["full"] < rooms["selective"] < rooms["none"]
+    for level in LEVELS:
+        room = int(1.2 * rooms[level])
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda room=room: (room, room))
+        assert choose_budget(work.policy, work.rehearse, **options, largest_pair=100).recompute == level
+
+
+def _need(work: RankTrainer, level: Recompute) -> int:
+    """Bytes of a micro-batch of about 4096 scored tokens."""
+    arrange_layers(work.policy, recompute=level)
+    (batch,) = pack(random_pairs(200, 990), 10**6, ladder=4096)[:1]
+    resting = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work.rehearse(batch)
+    return torch.cuda.max_memory_allocated() - resting
+
+
+def test_step_zero_is_ln_2_to_the_bit_where_both_sides_run_the_same_bins() -> None:
+    policy, reference = trainer(qwen()), RankTrainer(qwen().requires_grad_(False), configure(["sigmoid"], {}))
+    parts = pack(random_pairs(24, 990), 512, ladder=64)
+    result = policy.train_step(parts, reference.log_probs(parts))
+    loss = result.sums["loss"] / result.sums["weight"]
+    assert loss == pytest.approx(float(torch.tensor(2.0, dtype=torch.float64).log()), abs=1e-15)
+
+
+@pytest.mark.parametrize("precision", ["exact", "lean"])
+def test_a_compiled_run_learns(tmp_path: Path, precision: str) -> None:
+    config = make_config(
+        tmp_path,
+        compile="on",
+        precision=precision,
+        max_steps=12,
+        actor_train__training_args__num_train_epochs=9.0,
+    )
+    assert DPOPipeline(config).run() == 0

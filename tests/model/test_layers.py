@@ -1,0 +1,158 @@
+"""How layers run changes memory and time, never a number: recomputed, in part or whole, offloaded, compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PretrainedConfig,
+)
+
+from rather.batch import PairBatch
+from rather.config.schema import ModelArgs
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.model.attention import IMPLEMENTATION
+from rather.model.budget import Budget, choose_budget
+from rather.model.layers import LEVELS, Recompute, arrange_layers
+from rather.model.load import load_policy
+from rather.model.policy import PolicyModel
+from tests.padded import random_pairs
+from tests.tiny import make_model
+
+SMALL: dict[str, Any] = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "base")
+
+
+def one_batch() -> PairBatch:
+    (batch,) = pack(random_pairs(4, 60), budget=10**6)
+    return batch
+
+
+DROPOUT: dict[str, tuple[type[Any], PretrainedConfig]] = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, **SMALL)),
+    "opt": (
+        OPTForCausalLM,
+        OPTConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            ffn_dim=24,
+            word_embed_proj_dim=16,
+            max_position_embeddings=64,
+            **SMALL,
+        ),
+    ),
+}
+
+
+def policy_of(family: str, base: Path, tmp_path: Path) -> PolicyModel:
+    folder = base
+    if family in DROPOUT:
+        model, config = DROPOUT[family]
+        model(config).save_pretrained(folder := tmp_path / family)
+    return load_policy(str(folder), ModelArgs(), "cpu")
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by the width of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widths: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.widths.append(args[-1].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def seen(policy: PolicyModel, batch: PairBatch) -> list[torch.Tensor]:
+    policy.zero_grad()
+    logps, _ = policy(batch)
+    (logps * torch.linspace(-1, 1, len(logps))).sum().backward()
+    return [logps.detach(), *(p.grad.clone() for p in policy.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("family", ["llama", *DROPOUT])
+def test_no_bit_changes(base: Path, tmp_path: Path, family: str, level: Recompute, offload: bool) -> None:
+    policy, batch = policy_of(family, base, tmp_path), one_batch()
+    plain = seen(policy, batch)
+    arrange_layers(policy, recompute=level, offload=offload)
+    assert all(map(torch.equal, plain, seen(policy, batch)))
+    with torch.no_grad():
+        assert torch.equal(policy(batch)[0], plain[0])  # no dropout
+
+
+def test_selective_repeats_the_wide_products_alone_and_full_repeats_all() -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, **SMALL
+    )
+    config._attn_implementation = IMPLEMENTATION
+    policy, batch = PolicyModel(LlamaForCausalLM(config).eval()), one_batch()
+    counts = {}
+    for level in LEVELS:
+        arrange_layers(policy, recompute=level)
+        logps, _ = policy(batch)
+        with Products() as products:
+            logps.sum().backward()
+        counts[level] = products.widths
+    wide = config.intermediate_size
+    repeated = 2 * config.num_hidden_layers  # gate and up of each layer
+    assert len(counts["selective"]) == len(counts["none"]) + repeated
+    assert counts["selective"].count(wide) == counts["none"].count(wide) + repeated
+    assert len(counts["full"]) > len(counts["selective"]) + config.num_hidden_layers
+
+
+def test_recomputing_keeps_less(base: Path) -> None:
+    """Bytes that the graph holds between forward and backward."""
+    policy, batch = load_policy(str(base), ModelArgs(), "cpu"), one_batch()
+    held = {}
+    for level in LEVELS:
+        arrange_layers(policy, recompute=level)
+        kept: dict[int, int] = {}
+
+        def pack_hook(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+            policy(batch)
+        held[level] = sum(kept.values())
+    assert held["full"] < held["none"]
+
+
+def test_a_family_whose_layers_cannot_recompute_says_so(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_policy(str(base), ModelArgs(), "cpu")
+    monkeypatch.setattr("rather.model.layers.GradientCheckpointingLayer", torch.nn.Conv3d)
+    with pytest.raises(ConfigError, match="disable_gradient_checkpointing to true"):
+        arrange_layers(policy, recompute="full")
+    arrange_layers(policy, compiled=True)  # told in the log, and runs as it is
+    seen(policy, one_batch())
+
+
+def test_on_a_cpu_what_is_told_holds_and_the_rest_is_kept_in_memory(base: Path) -> None:
+    policy = load_policy(str(base), ModelArgs(), "cpu")
+
+    def never(_: PairBatch) -> None:
+        raise AssertionError("a CPU has memory enough")
+
+    rest: dict[str, Any] = {"offload": False, "compiled": False, "largest_pair": 9000}
+    assert choose_budget(policy, never, tokens=None, recompute=None, **rest) == Budget(4096, "none")
+    assert choose_budget(policy, never, tokens=700, recompute="full", **rest) == Budget(700, "full")
