@@ -13,10 +13,12 @@ from rather.data.pairs import PairDataset
 from rather.errors import CheckpointError, ConfigError
 from rather.objective import PairLoss
 
+REFERENCE_LOG = "reference.log"  # the reference log-probs that the run used
+RUN_REPORT = "report.json"
 FINISHED = ".finished"  # tells the step of the exported model: written after the export, removed before training
 OWN_NAMES = (
     "metrics.jsonl", "config.yaml", "data_report.json", "checkpoint-*", ".tmp-*", ".old-*", "LATEST", "model",
-    "best_model", FINISHED,
+    "best_model", REFERENCE_LOG, RUN_REPORT, FINISHED,
 )  # fmt: skip
 
 
@@ -53,6 +55,7 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: PairDataset) -> di
         "synced reference": synced,
         "seed": [config.seed, config.data_seed],
         "global batch": config.global_batch(),
+        "grouped responses": True if config.group_responses and data.groups is not None else None,
     }
 
 
@@ -62,6 +65,19 @@ def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> int:
     if newest is None or (newest.path.parent.resolve() != config.run_dir.resolve() and not file.exists()):
         return 0
     return int(newest.state["metrics_bytes"])
+
+
+def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:
+    """Where the run keeps the reference log-probs it used: begun anew with it, gone on with from a checkpoint.
+
+    A checkpoint of another run comes with the values that lie beside it.
+    """
+    file = config.run_dir / REFERENCE_LOG
+    if newest is None:
+        file.unlink(missing_ok=True)
+    elif (beside := newest.path.parent / REFERENCE_LOG).exists() and beside.resolve() != file.resolve():
+        shutil.copyfile(beside, file)
+    return file
 
 
 def _refuse_other_run(newest: Checkpoint, now: dict[str, Any]) -> None:

@@ -50,14 +50,15 @@ class RankTrainer:
 
     @torch.no_grad()
     def log_probs(self, batches: Sequence[PairBatch]) -> Columns:
-        """What the loss asks of a model, of all pairs in their order within the step."""
-        return {name: column.cpu() for name, column in self._gathered(batches).items()}
+        """What the loss asks of a model, of all pairs in their order within the step. On the device: nobody waits."""
+        return self._gathered(batches)
 
     def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
         """One optimizer step: sum of weighted losses / sum of weights over all micro-batches, then one update."""
         assert self.optimizer is not None
-        facts = PairFacts.of_step(batches).to(self.device)
+        facts = PairFacts.of_step(batches)
         total = float(facts.weight.sum()) or 1.0
+        facts = facts.to(self.device)
         known = _moved(reference, self.device)
         if self.loss.whole_batch:
             sums, policy, slopes = self._slopes(batches, facts, known, total)
@@ -76,6 +77,16 @@ class RankTrainer:
                 sums = _added(sums, weighted_sums(scored, batch.weight_P, self.loss))
             (objective * self.optimizer.scale).backward()  # type: ignore[no-untyped-call]
         return self._update(sums, policy)
+
+    def rehearse(self, batch: PairBatch) -> None:
+        """Forward and backward without an update: shows what memory a micro-batch takes."""
+        assert self.optimizer is not None
+        pair_columns(self.policy, batch.to(self.device))["sum"].sum().backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()
+
+    def narrow_gradients(self) -> bool:
+        """Adds up gradients in the weights' own precision from now on; False where that is so already."""
+        return self.optimizer is not None and self.optimizer.narrow_gradients()
 
     @torch.no_grad()
     def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
@@ -97,7 +108,7 @@ class RankTrainer:
         numbers: dict[str, Any] = {"updates": optimizer.updates}
         if optimizer.loss_scale:
             numbers["loss_scale"] = [optimizer.loss_scale.value, optimizer.loss_scale.clean]
-        masters = {name: master.detach() for name, master in optimizer.masters.items()}
+        masters = {name: master.cpu() for name, master in optimizer.masters.items()}
         return {"model": masters, "optimizer": optimizer.moments(), "rng": _rng_state()}, numbers
 
     def load_state(self, groups: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
@@ -109,13 +120,14 @@ class RankTrainer:
         if torch.cuda.is_available() and "cuda" in groups["rng"]:
             torch.cuda.set_rng_state(groups["rng"]["cuda"])
 
-    def weights(self) -> dict[str, Tensor]:
-        """The policy's weights as exactly as they are known."""
-        masters = self.optimizer.masters if self.optimizer else dict(self.policy.named_parameters())
-        return {name: master.detach() for name, master in masters.items()}
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy's weights as exactly as they are known; each is made when it is asked for."""
+        if self.optimizer:
+            return self.optimizer.masters
+        return {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
 
     def _gathered(self, batches: Sequence[PairBatch]) -> dict[str, Tensor]:
-        order = torch.argsort(torch.cat([batch.pair_P for batch in batches])).to(self.device)
+        order = torch.argsort(torch.cat([batch.pair_P for batch in batches])).to(self.device, non_blocking=True)
         parts = [pair_columns(self.policy, batch.to(self.device), self.loss.token_columns) for batch in batches]
         return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
@@ -143,9 +155,11 @@ class RankTrainer:
         """Clip and step, unless the gradient is not finite: float16 then halves its scale, anything else stops."""
         optimizer = self.optimizer
         assert optimizer is not None
-        grad_norm = float(optimizer.grad_norm())  # the one host synchronisation of a step
+        told = [optimizer.grad_norm(), *sums.values(), *self._zeros_in_gradients()]
+        # The one host synchronisation of a step.
+        numbers = torch.cat([torch.stack(told), policy.flatten()]).cpu()
+        grad_norm, *values = numbers[: len(told)].tolist()
         lr = optimizer.lr
-        zeros = sum(int((g == 0).sum()) for g in optimizer.gradients()) if self.count_zeros else None
         skipped = 0 if math.isfinite(grad_norm) else 1
         if not skipped:
             optimizer.step(grad_norm)
@@ -159,7 +173,14 @@ class RankTrainer:
                 "Lower the learning rate, or train in bf16 or fp32."
             )
         optimizer.zero_grad()
-        return StepResult(_floats(sums), policy.cpu(), grad_norm, lr, skipped, zeros)
+        zeros = int(values[-1]) if self.count_zeros else None
+        named = dict(zip(sums, values, strict=False))
+        return StepResult(named, numbers[len(told) :].view_as(policy), grad_norm, lr, skipped, zeros)
+
+    def _zeros_in_gradients(self) -> list[Tensor]:
+        if not self.count_zeros or self.optimizer is None:
+            return []
+        return [torch.stack([(g == 0).sum() for g in self.optimizer.gradients()]).sum().double()]
 
 
 def _rng_state() -> dict[str, Tensor]:
@@ -171,7 +192,7 @@ def _rng_state() -> dict[str, Tensor]:
 
 
 def _moved(columns: Columns | None, device: str) -> Columns | None:
-    return None if columns is None else {name: column.to(device) for name, column in columns.items()}
+    return None if columns is None else {name: column.to(device, non_blocking=True) for name, column in columns.items()}
 
 
 def _rows(columns: Columns | None, places: Tensor) -> Columns | None:

@@ -15,13 +15,18 @@ from rather.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
+from rather.model.budget import NoRoom, choose_budget
 from rather.model.check import check_length
 from rather.model.export import export_model
+from rather.model.layers import arrange_layers
 from rather.model.load import device_of, freeze, load_policy
 from rather.model.policy import PolicyModel
 from rather.objective import PairLoss, from_config, own_loss
 from rather.optim import Optimizer, schedule
 from rather.trainer import RankTrainer, StepResult
+
+COMMON_SPEED = 3e14  # FLOP/s of a GPU without compilation
+WORTH_COMPILING = 600.0  # seconds of training
 
 
 class ActorWorker:
@@ -53,12 +58,13 @@ class ActorWorker:
         if model:  # a revision belongs to the configured model
             args = args.model_copy(update={"revision": None})
         name = model or self.worker_config.model_path
-        recompute = layout(self.worker_config).recompute
-        trains = self.role == "actor_train"
-        policy = load_policy(name, args, self.device, recompute=recompute, exact=trains)
+        trains, lean = self.role == "actor_train", self.config.precision == "lean"
+        policy = load_policy(name, args, self.device, exact=trains and not lean)
         check_length(policy.causal_lm.config, self.config.sequence_length)
-        self._tell(name, policy, recompute)
+        self.compiled = self._compiles(policy, total_steps)
+        self._tell(name, policy)
         if not trains:
+            arrange_layers(policy, compiled=self.compiled)
             self.trainer = RankTrainer(freeze(policy), self._objective())
             return
         training = self.config.actor_train.training_args
@@ -68,11 +74,36 @@ class ActorWorker:
             schedule=schedule(training, total_steps),
             max_grad_norm=self.config.max_grad_norm,
             exact=policy.exact,
+            lean=lean,
+            seed=self.config.seed,
         )
         policy.exact = {}  # the optimizer's masters now
         self.trainer = RankTrainer(
             policy, self._objective(), optimizer, count_zeros=training.log_num_zeros_in_grad
         )
+
+    def plan(self, largest_pair: int) -> int:
+        """Tokens of a training micro-batch, as told or as many as fit; arranges the layers for them."""
+        asked = layout(self.worker_config)
+        options: dict[str, Any] = {
+            "tokens": self.config.actor_train.max_tokens_per_microbatch_in_train,
+            "recompute": asked.recompute,
+            "offload": asked.offload,
+            "compiled": self.compiled,
+            "largest_pair": largest_pair,
+        }
+        trainer = self.trainer
+        try:
+            budget = choose_budget(trainer.policy, trainer.rehearse, **options)
+        except NoRoom:
+            if not trainer.narrow_gradients():
+                raise
+            self.log.info("gradients are added up in bfloat16: in float32 no micro-batch would fit")
+            budget = choose_budget(trainer.policy, trainer.rehearse, **options)
+        told = {"none": "kept", "selective": "in part recomputed", "full": "recomputed"}[budget.recompute]
+        host = ", on the host" if asked.offload else ""
+        self.log.info("micro-batches of up to %d tokens, activations %s%s", budget.tokens, told, host)
+        return budget.tokens
 
     def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
         return self.trainer.train_step(batches, reference)
@@ -83,7 +114,7 @@ class ActorWorker:
     def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
         return self.trainer.score(facts, policy, reference)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         return self.trainer.weights()
 
     def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
@@ -101,10 +132,19 @@ class ActorWorker:
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
         export_model(self.trainer.policy, self.trainer.weights(), tokenizer, folder, card)
 
-    def _tell(self, name: str, policy: PolicyModel, recompute: bool) -> None:
+    def _compiles(self, policy: PolicyModel, total_steps: int) -> bool:
+        """Compiling takes a minute or two; auto is for runs that are likely to take many."""
+        wanted = self.config.compile
+        if wanted != "auto" or not self.device.startswith("cuda") or layout(self.worker_config).offload:
+            return wanted == "on"
+        weights = sum(p.numel() for p in policy.parameters())
+        tokens = total_steps * self.config.global_batch() * self.config.sequence_length
+        return 6.0 * weights * tokens / COMMON_SPEED > WORTH_COMPILING
+
+    def _tell(self, name: str, policy: PolicyModel) -> None:
         weights = sum(p.numel() for p in policy.parameters())
         dtype = str(policy.causal_lm.dtype).removeprefix("torch.")
-        extra = ", activations recomputed" if recompute else ""
+        extra = "; layers are compiled, which takes a minute or two at the first steps" if self.compiled else ""
         if strategy := self.worker_config.strategy_args.strategy_name:
             extra += f"; {strategy} has nothing to divide on one device"
         self.log.info("%s: %s, %.4gM weights in %s on %s%s", self.role, name, weights / 1e6, dtype, self.device, extra)

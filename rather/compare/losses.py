@@ -21,8 +21,9 @@ from rather.data.pack import pack
 from rather.data.prepare import Prepared
 from rather.errors import CheckpointError, ConfigError
 from rather.losses import LOSSES, averages, gap
+from rather.model.budget import TOKENS
 from rather.objective import PairLoss, configure, from_config
-from rather.pipeline import AUTOMATIC_BUDGET, EVALUATION_CHUNK, DPOPipeline
+from rather.pipeline import EVALUATION_CHUNK, DPOPipeline
 
 PAIRS = 512
 SATURATED = 0.01  # share of the gradient at zero margin below which a pair counts as learnt
@@ -166,7 +167,7 @@ def _spread(data: Prepared, count: int) -> list[TokenPair]:
 
 
 def _packed(pairs: Sequence[TokenPair], role: RoleConfig) -> list[PairBatch]:
-    automatic = 2 * AUTOMATIC_BUDGET["cuda" if torch.cuda.is_available() else "cpu"]
+    automatic = 2 * TOKENS["cuda" if torch.cuda.is_available() else "cpu"]
     return pack(pairs, role.max_tokens_per_microbatch_in_infer or automatic, role.infer_batch_size)
 
 

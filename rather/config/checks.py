@@ -41,8 +41,8 @@ class Problem(NamedTuple):
 def problems(config: DPOConfig) -> Iterator[Problem]:
     """Everything that cannot be done together, in the order of a YAML file."""
     for check in (
-        _resume, _evaluation, _loss, _clipping, _tracking, _columns,
-        _models, _files, _schedule, _layouts, _devices, _batch, _reference, _environments,
+        _resume, _evaluation, _loss, _clipping, _precision, _tracking, _columns,
+        _models, _files, _schedule, _layouts, _devices, _batch, _reference, _reference_cache, _environments,
     ):  # fmt: skip
         yield from check(config)
 
@@ -55,11 +55,17 @@ def device_problems(config: DPOConfig, kind: str) -> list[str]:
     if kind != "cpu":
         key = f"{next(iter(given), '')}.strategy_args.gpu_memory_utilization"
         return [f"{key}: both roles share one GPU here; give each a share"] if len(given) == 1 else []
-    return [
+    found = [
         f"{name}.strategy_args.gpu_memory_utilization: {share} is a share of a GPU, and this run is on the CPU; "
         "remove the key"
         for name, share in given.items()
     ]
+    if config.compile == "on":
+        found.append("compile: on is for a GPU, and this run is on the CPU; set compile=auto")
+    if config.precision == "lean" and config.actor_train.model_args.dtype is None:
+        key = "actor_train.model_args.dtype"
+        found.append(f"precision: lean keeps weights in bf16, and a CPU run has fp32 unless told; type {key}=bf16")
+    return found
 
 
 def data_parallel(config: DPOConfig) -> int:
@@ -148,6 +154,13 @@ def _clipping(config: DPOConfig) -> Iterator[Problem]:
     if own is not None and own != config.max_grad_norm:
         text = f"{own} differs from max_grad_norm at the top level ({config.max_grad_norm}); keep one of them"
         yield Problem("actor_train.training_args.max_grad_norm", text, ("max_grad_norm",))
+
+
+def _precision(config: DPOConfig) -> Iterator[Problem]:
+    key, dtype = "actor_train.model_args.dtype", config.actor_train.model_args.dtype
+    if config.precision == "lean" and dtype not in (None, "bf16"):
+        text = f"lean keeps weights in bf16, and {key} is {dtype}; type {key}=bf16 or precision=exact"
+        yield Problem("precision", text, (key,))
 
 
 def _tracking(config: DPOConfig) -> Iterator[Problem]:
@@ -240,10 +253,11 @@ def _layouts(config: DPOConfig) -> Iterator[Problem]:
                 f"{name}.strategy_args.{key}", text, (f"{name}.strategy_args", f"{name}.device_mapping")
             )
     actor = config.actor_train
-    if (
-        actor.strategy_args.strategy_config.get("recompute_granularity")
-        and actor.model_args.disable_gradient_checkpointing
-    ):
+    details = actor.strategy_args.strategy_config
+    if details.get("offload_activations") and config.compile == "on":
+        key = "actor_train.strategy_args.strategy_config.offload_activations"
+        yield Problem(key, "compiled layers keep their activations on the GPU; set compile=off", ("compile",))
+    if details.get("recompute_granularity") and actor.model_args.disable_gradient_checkpointing:
         text = (
             "true keeps activations, strategy_config.recompute_granularity recomputes them; keep one of them"
         )
@@ -309,6 +323,23 @@ def _reference(config: DPOConfig) -> Iterator[Problem]:
     if said.disable_gradient_checkpointing is False:
         key = "reference.model_args.disable_gradient_checkpointing"
         yield Problem(key, "the reference has no backward pass; set it to true or remove it")
+
+
+def _reference_cache(config: DPOConfig) -> Iterator[Problem]:
+    cache = config.reference.cache
+    off = {
+        "reference.cache.enabled is false": not cache.enabled,
+        "sync_ref_model moves the reference, so that no log-prob of it lasts": config.sync_ref_model,
+        "reference.worker_cls may compute anything, so that its log-probs are not cached": config.reference.worker_cls,
+    }
+    for why in [why for why, holds in off.items() if holds][:1]:
+        for name in ("path", "per_token", "recheck"):
+            if getattr(cache, name) != type(cache).model_fields[name].default:
+                others = ("reference.cache.enabled", "sync_ref_model", "reference.worker_cls")
+                yield Problem(f"reference.cache.{name}", f"nothing uses it: {why}; remove one of them", others)
+    if cache.enabled and cache.per_token is False and config.ld_alpha not in (None, 1):
+        text = "ld_alpha reads the log-probs of tokens; set it to true or remove it"
+        yield Problem("reference.cache.per_token", text, ("ld_alpha",))
 
 
 def _environments(config: DPOConfig) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from rather.config.values import (
     HeldOut,
     Metric,
     NotNegative,
+    OnOffAuto,
     Positive,
     RunName,
     Section,
@@ -61,7 +62,9 @@ class ModelArgs(Section):
         None, "Kind of model; causal language models are the only one."
     )
     disable_gradient_checkpointing: bool | None = knob(
-        None, "false recomputes activations in the backward pass to save memory; true or null keeps them."
+        None,
+        "false recomputes activations in the backward pass to save memory, true keeps them; else they are kept as far "
+        "as the GPU's memory allows.",
     )
     trust_remote_code: bool = knob(
         False, "Run Python code that comes with the model; only for models you know."
@@ -254,8 +257,23 @@ class ActorConfig(RoleConfig):
         return True
 
 
+class ReferenceCache(Section):
+    """Log-probs of the frozen model, computed once for all runs over the same weights and tokens."""
+
+    enabled: bool = knob(True, "Keep the reference's log-probs on disk and take them from there.")
+    path: Folder | None = knob(None, "Folder of the log-probs; else <output_dir>/.cache/reference.")
+    per_token: bool | None = knob(
+        None, "Also keep each token's log-prob, for losses that read it; else only when the loss of this run does."
+    )
+    recheck: int = knob(
+        0, "So many cached pairs are computed again at the start and compared; any difference ends the run.", ge=0
+    )
+
+
 class ReferenceConfig(RoleConfig):
     """The frozen model; what is not given follows actor_train."""
+
+    cache: ReferenceCache = knob(ReferenceCache, "Its log-probs on disk.")
 
 
 class ValidationConfig(Section):
@@ -289,6 +307,10 @@ class RunKeys(Section):
         "./output/logs", "Log and TensorBoard files are written to <logging_dir>/<exp_name>."
     )
     overwrite: bool = knob(False, "Start anew where a run of this name exists.")
+    compile: OnOffAuto = knob(
+        "auto",
+        "torch.compile the layers on a GPU: on, off, or auto: where the run is long enough to pay for its start.",
+    )
     deterministic: bool = knob(
         False, "Deterministic kernels on a GPU, slower; a CPU run repeats to the bit anyway."
     )
@@ -389,6 +411,11 @@ class LossKeys(Section):
     ref_model_mixup_alpha: float = knob(0.6, "Share of the policy in the new reference.", gt=0, le=1)
     ref_model_sync_steps: int = knob(512, "Steps between two moves of the reference.", ge=1)
     max_grad_norm: float = knob(1.0, "Gradients are scaled down to this norm; 0 never clips.", ge=0)
+    precision: Literal["exact", "lean"] = knob(
+        "exact",
+        "exact: the optimizer loses nothing of float32 weights and moments. lean: a third of its memory, for bf16 "
+        "only: weights rounded at random and moments of 8 bits.",
+    )
     train_batch_size: int | None = knob(
         None,
         "Pairs of one optimizer step over all devices; sizes of actor_train.training_args must fit it.",
@@ -411,6 +438,9 @@ class PairKeys(Section):
     rejected_key: Text = knob("rejected", "Column of the other answer.")
     ranked_pairs: Literal["all", "best_vs_rest", "best_vs_worst"] = knob(
         "all", "Pairs that are made of several ranked answers to one prompt."
+    )
+    group_responses: bool = knob(
+        True, "All pairs of one ranked row go into one step, so that each answer is computed once."
     )
     on_bad: Literal["drop", "error"] = knob(
         "drop", "Bad rows are dropped and counted, or end the run once all are counted."
@@ -529,6 +559,10 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
 
     def data_cache_dir(self, data: DataArgs) -> Path:
         return Path(data.cache_dir or Path(self.output_dir) / ".cache" / "data").expanduser()
+
+    @property
+    def reference_cache_dir(self) -> Path:
+        return Path(self.reference.cache.path or Path(self.output_dir) / ".cache" / "reference").expanduser()
 
     def global_batch(self, dp: int = 1) -> int:
         """Pairs of one optimizer step."""

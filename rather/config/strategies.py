@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rather.errors import ConfigError
 
@@ -35,7 +35,8 @@ DEGREES = {
     "pp": ("pp_size", "pipeline_model_parallel_size"),
     "cp": ("cp_size", "context_parallel_size"),
 }
-SWITCHES = ("use_distributed_optimizer", "sequence_parallel")
+SWITCHES = ("use_distributed_optimizer", "sequence_parallel", "offload_activations")
+RECOMPUTED = ("selective", "full")
 STRATEGY_KEYS = (
     *(name for names in DEGREES.values() for name in names),
     "expert_model_parallel_size",
@@ -46,13 +47,17 @@ STRATEGY_KEYS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How a role lies on its dp x tp x pp x cp devices; `recompute` trades time for activation memory."""
+    """How a role lies on its dp x tp x pp x cp devices, and what becomes of its activations.
+
+    `recompute` trades time for memory; None leaves the choice to what fits. `offload` moves activations to the host.
+    """
 
     dp: int
     tp: int
     pp: int
     cp: int
-    recompute: bool
+    recompute: Literal["none", "selective", "full"] | None
+    offload: bool
     name: str
 
 
@@ -100,11 +105,7 @@ def _key_problem(key: str, value: Any) -> str | None:
     if key in SWITCHES:
         return None if isinstance(value, bool) else f"{value!r} is not true or false"
     if key == "recompute_granularity":
-        return (
-            None
-            if value in ("full", None)
-            else f"{value!r} is not 'full' or null; partial recomputation is not offered"
-        )
+        return None if value in (*RECOMPUTED, None) else f"{value!r} is not 'full', 'selective' or null"
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return f"{value!r} is not a whole number >= 1"
     if key == "expert_model_parallel_size" and value != 1:
@@ -135,10 +136,12 @@ def layout(role: RoleConfig, devices: int | None = None) -> Layout:
     if found:
         raise ConfigError([f"strategy_args.{key}: {text}" for key, text in found])
     tp, pp, cp = (_degree(args, axis) for axis in DEGREES)
-    recompute = args.strategy_config.get("recompute_granularity") == "full" or (
-        role.trains and role.model_args.disable_gradient_checkpointing is False
-    )
-    return Layout(count // (tp * pp * cp), tp, pp, cp, recompute, args.strategy_name or "ddp")
+    recompute = args.strategy_config.get("recompute_granularity")
+    told = role.model_args.disable_gradient_checkpointing
+    if recompute is None and role.trains and told is not None:
+        recompute = "none" if told else "full"
+    offload = bool(args.strategy_config.get("offload_activations"))
+    return Layout(count // (tp * pp * cp), tp, pp, cp, recompute, offload, args.strategy_name or "ddp")
 
 
 def single_device_problem(config: DPOConfig) -> str | None:

@@ -196,3 +196,11 @@ HeldOut = Annotated[float | int | None, AfterValidator(held_out)]
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+
+
+def _on_or_off(value: Any) -> Any:
+    """YAML reads a bare on or off as true or false."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+OnOffAuto = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]

@@ -170,6 +170,11 @@ COMBINATIONS = [
         "actor_train.training_args.max_grad_norm",
         "differs",
     ),
+    (
+        ["precision=lean", "actor_train.model_args.dtype=fp16"],
+        "precision",
+        "lean keeps weights in bf16, and actor_train.model_args.dtype is fp16",
+    ),
     (["save_best=true"], "save_best", "validation.data_args.split"),
     (["early_stopping_patience=2"], "early_stopping_patience", "needs evaluation pairs"),
     (["eval_steps=10"], "eval_steps", "needs evaluation pairs"),
@@ -239,9 +244,14 @@ COMBINATIONS = [
         "set it to 1",
     ),
     (
-        ["actor_train.strategy_args.strategy_config.recompute_granularity=selective"],
+        ["actor_train.strategy_args.strategy_config.recompute_granularity=some"],
         "actor_train.strategy_args.strategy_config.recompute_granularity",
-        "'selective' is not 'full' or null",
+        "'some' is not 'full', 'selective' or null",
+    ),
+    (
+        ["actor_train.strategy_args.strategy_config.offload_activations=true", "compile=on"],
+        "actor_train.strategy_args.strategy_config.offload_activations",
+        "set compile=off",
     ),
     (
         [

@@ -93,8 +93,8 @@ def test_the_quick_start_is_ten_lines_and_its_files_are_there(monkeypatch) -> No
 
 def test_the_big_example_is_read_as_written() -> None:
     config = load_config(BIG, check_paths=False)
-    assert layout(config.actor_train) == Layout(8, 1, 1, 1, True, "megatron_train")
-    assert layout(config.reference) == Layout(8, 1, 1, 1, False, "megatron_infer")
+    assert layout(config.actor_train) == Layout(8, 1, 1, 1, "full", False, "megatron_train")
+    assert layout(config.reference) == Layout(8, 1, 1, 1, None, False, "megatron_infer")
     assert config.global_batch(8) == 128
     assert str(config.checkpoint_copy_dir) == "output/models/qwen2.5-3B-dpo-config"
     assert "names 8 devices" in (single_device_problem(config) or "")
@@ -129,11 +129,11 @@ def test_sizes_have_many_names() -> None:
         "actor_train.strategy_args={tp_size: 2, strategy_config: {tensor_model_parallel_size: 2}}",
     ):
         config = config_from_dict(smallest(setting, "actor_train.device_mapping=0-7"))
-        assert layout(config.actor_train) == Layout(4, 2, 1, 1, False, "ddp")
+        assert layout(config.actor_train) == Layout(4, 2, 1, 1, None, False, "ddp")
     config = config_from_dict(
         smallest("actor_train.strategy_args={pp_size: 2, cp_size: 2}", "actor_train.device_mapping=0-7")
     )
-    assert layout(config.reference) == Layout(2, 1, 2, 2, False, "ddp")
+    assert layout(config.reference) == Layout(2, 1, 2, 2, None, False, "ddp")
 
 
 def test_layout_for_another_number_of_devices() -> None:
@@ -146,12 +146,28 @@ def test_layout_for_another_number_of_devices() -> None:
 
 
 def test_recomputation_by_either_key() -> None:
-    for setting in (
-        "actor_train.model_args.disable_gradient_checkpointing=false",
-        "actor_train.strategy_args.strategy_config.recompute_granularity=full",
-    ):
-        assert layout(config_from_dict(smallest(setting)).actor_train).recompute
-    assert not layout(config_from_dict(smallest()).actor_train).recompute
+    details = "actor_train.strategy_args.strategy_config"
+    for setting, level in {
+        "actor_train.model_args.disable_gradient_checkpointing=false": "full",
+        "actor_train.model_args.disable_gradient_checkpointing=true": "none",
+        f"{details}.recompute_granularity=full": "full",
+        f"{details}.recompute_granularity=selective": "selective",
+        "seed=1": None,  # whatever fits
+    }.items():
+        assert layout(config_from_dict(smallest(setting)).actor_train).recompute == level
+    assert layout(config_from_dict(smallest(f"{details}.offload_activations=true")).actor_train).offload
+
+
+@pytest.mark.parametrize(("written", "read"), [("on", "on"), ("true", "on"), ("off", "off"), ("auto", "auto")])
+def test_a_bare_on_is_no_boolean(written: str, read: str) -> None:
+    assert config_from_dict(smallest(f"compile={written}")).compile == read
+
+
+def test_compiling_is_for_a_gpu() -> None:
+    config = config_from_dict(smallest("compile=on"))
+    (line,) = device_problems(config, "cpu")
+    assert line.startswith("compile: on")
+    assert device_problems(config, "cuda") == []
 
 
 @pytest.mark.parametrize(
@@ -180,6 +196,14 @@ def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
     share = "strategy_args.gpu_memory_utilization"
     both = smallest(f"reference.{share}=0.4", f"actor_train.{share}=0.5")
     assert device_problems(config_from_dict(both), "cuda") == []
+
+
+def test_lean_on_a_cpu_must_be_told_its_dtype() -> None:
+    (line,) = device_problems(config_from_dict(smallest("precision=lean")), "cpu")
+    assert line.startswith("precision: lean")
+    assert line.endswith("type actor_train.model_args.dtype=bf16")
+    told = config_from_dict(smallest("precision=lean", "actor_train.model_args.dtype=bf16"))
+    assert device_problems(told, "cpu") == device_problems(config_from_dict(smallest("precision=lean")), "cuda") == []
 
 
 # --- what the schema says must be what the rest of the house knows ---

@@ -16,13 +16,13 @@ FLOORS = [
     {"rather", "__main__"},
     {"cli"},
     {"demo", "compare", "recipes"},
-    {"pipeline", "tracking", "card", "run_folder", "terminal"},
+    {"pipeline", "reference", "tracking", "card", "run_folder", "terminal"},
     {"cluster"},
     {"trainer", "checkpoint"},
-    {"model", "optim"},
+    {"model", "optim", "adamw", "kernels"},
     {"losses", "objective", "metrics", "data"},
     {"batch", "config"},
-    {"errors", "signals"},
+    {"errors", "signals", "store", "ahead"},
 ]
 
 DOORS = {
