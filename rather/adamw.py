@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -55,7 +56,8 @@ class State(ABC):
         self._sum: Tensor | None = None
         self._sums = wide_gradient and parameter.dtype in (torch.bfloat16, torch.float16)
         if self._sums:
-            self._hook = parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+            # A weak reference: the garbage collector does not see hooks, and would never free what they hold.
+            self._hook = parameter.register_post_accumulate_grad_hook(_adds(weakref.ref(self)))  # type: ignore[no-untyped-call]
 
     @property
     def gradient(self) -> Tensor | None:
@@ -72,14 +74,12 @@ class State(ABC):
     def forget_gradient(self) -> None:
         self._sum = self.parameter.grad = None
 
-    def _add(self, parameter: Tensor) -> None:
+    def add_gradient(self) -> None:
         """Micro-batches are added up in float32."""
-        assert parameter.grad is not None
-        if self._sum is None:
-            self._sum = parameter.grad.float()
-        else:
-            self._sum += parameter.grad
-        parameter.grad = None
+        grad = self.parameter.grad
+        assert grad is not None
+        self._sum = grad.float() if self._sum is None else self._sum.add_(grad)
+        self.parameter.grad = None
 
     @abstractmethod
     def master(self) -> Tensor:
@@ -100,6 +100,15 @@ class State(ABC):
                 own.copy_(moments[kind])
             else:
                 own.zero_()
+
+
+def _adds(state: weakref.ref[State]) -> Callable[[Tensor], None]:
+    def hook(_parameter: Tensor) -> None:
+        alive = state()
+        if alive is not None:
+            alive.add_gradient()
+
+    return hook
 
 
 class Wide(State):

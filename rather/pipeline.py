@@ -9,7 +9,7 @@ import resource
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 
 EVALUATION_CHUNK = 256  # pairs taken from disk at a time
 MANY_PAIRS = 100_000  # to look for them in the cache takes seconds (20 us each)
+SMALLEST_BUDGET = 512  # tokens of a micro-batch that running out of memory leads to
 STEPS_AHEAD = 2  # steps that are packed before they are needed
 STEP_ZERO_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}  # log-prob per token
 
@@ -273,7 +274,7 @@ class DPOPipeline:
             self._evaluate_and_judge()
         with closing(self.with_reference(() if progress.stopped_early else self.steps())) as steps:
             for step, reference in steps:
-                result = self.actor_train.train_step(step.policy, reference)
+                result = self._trained(step, reference)
                 if progress.step == 0:
                     self._check_step_zero(step, result, reference)
                 self._count(step, result)
@@ -292,6 +293,20 @@ class DPOPipeline:
                     self.save()
                 if last or self.stop.signal:
                     break
+
+    def _trained(self, step: Step, reference: Columns | None) -> StepResult:
+        """One optimizer step; where memory falls short, again with smaller micro-batches: the result is the same."""
+        while True:
+            try:
+                return self.actor_train.train_step(step.policy, reference)
+            except torch.OutOfMemoryError as error:
+                if self.budget < 2 * SMALLEST_BUDGET:
+                    raise
+                shortage = str(error).splitlines()[0]
+            self.actor_train.forget()  # here, where the exception no longer holds what filled the memory
+            self.budget //= 2
+            log.warning("%s From now on micro-batches have up to %d tokens.", shortage, self.budget)
+            step = replace(step, policy=pack(step.pairs, self.budget, ladder=LADDER[_kind()]))
 
     @cached_property
     def budget(self) -> int:

@@ -79,9 +79,12 @@ class RankTrainer:
         return self._update(sums, policy)
 
     def rehearse(self, batch: PairBatch) -> None:
-        """Forward and backward without an update: shows what memory a micro-batch takes."""
-        assert self.optimizer is not None
+        """Forward and backward without an update: shows what memory a micro-batch takes. `forget` ends it."""
         pair_columns(self.policy, batch.to(self.device))["sum"].sum().backward()  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """Gradients of a step that will not be finished."""
+        assert self.optimizer is not None
         self.optimizer.zero_grad()
 
     def narrow_gradients(self) -> bool:

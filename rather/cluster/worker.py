@@ -94,12 +94,12 @@ class ActorWorker:
         }
         trainer = self.trainer
         try:
-            budget = choose_budget(trainer.policy, trainer.rehearse, **options)
+            budget = choose_budget(trainer.policy, trainer, **options)
         except NoRoom:
             if not trainer.narrow_gradients():
                 raise
             self.log.info("gradients are added up in bfloat16: in float32 no micro-batch would fit")
-            budget = choose_budget(trainer.policy, trainer.rehearse, **options)
+            budget = choose_budget(trainer.policy, trainer, **options)
         told = {"none": "kept", "selective": "in part recomputed", "full": "recomputed"}[budget.recompute]
         host = ", on the host" if asked.offload else ""
         self.log.info("micro-batches of up to %d tokens, activations %s%s", budget.tokens, told, host)
@@ -107,6 +107,11 @@ class ActorWorker:
 
     def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
         return self.trainer.train_step(batches, reference)
+
+    def forget(self) -> None:
+        """What a step that ran out of memory left behind."""
+        self.trainer.forget()
+        torch.cuda.empty_cache()
 
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         return self.trainer.log_probs(batches)
@@ -158,6 +163,7 @@ class ActorWorker:
             torch.use_deterministic_algorithms(True)
         if self.device.startswith("cuda"):
             torch.cuda.set_device(self.device)
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # micro-batches differ in size
         roles = (self.config.actor_train, self.config.reference)
         shares = [role.strategy_args.gpu_memory_utilization for role in roles]
         if torch.cuda.is_available() and None not in shares:  # both roles live in this process

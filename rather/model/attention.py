@@ -52,9 +52,9 @@ def _one_by_one(
 ) -> Tensor:
     key = key.index_select(2, segments.key_index_K)
     value = value.index_select(2, segments.key_index_K)
-    queries = query.split(list(segments.q_lens), dim=2)
-    keys = key.split(list(segments.k_lens), dim=2)
-    values = value.split(list(segments.k_lens), dim=2)
+    queries = query.split(segments.q_lens, dim=2)
+    keys = key.split(segments.k_lens, dim=2)
+    values = value.split(segments.k_lens, dim=2)
     attend = _soft_capped if cap else _attend
     out = [attend(q, k, v, scale, window, cap) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(out, dim=2).transpose(1, 2)

@@ -6,8 +6,9 @@ kernels and precision. Neither choice changes a result; they cost or save time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +30,14 @@ class NoRoom(ConfigError):
     """Not even the smallest useful micro-batch fits."""
 
 
+class Rehearsing(Protocol):
+    """What can run a micro-batch without an update, and forget it."""
+
+    def rehearse(self, batch: PairBatch) -> None: ...
+
+    def forget(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Budget:
     """Tokens of a micro-batch and how its activations are treated."""
@@ -39,7 +48,7 @@ class Budget:
 
 def choose_budget(
     policy: PolicyModel,
-    rehearse: Callable[[PairBatch], None],
+    trainer: Rehearsing,
     *,
     tokens: int | None,
     recompute: Recompute | None,
@@ -56,7 +65,7 @@ def choose_budget(
     needed = max(tokens or min(LEAST, wanted), largest_pair)
     for level in (recompute,) if recompute else LEVELS:
         arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
-        fitting = _tokens_that_fit(policy, rehearse)
+        fitting = _tokens_that_fit(policy, trainer)
         if fitting >= needed:
             return Budget(min(wanted, fitting), level)
     raise NoRoom(
@@ -66,7 +75,7 @@ def choose_budget(
     )
 
 
-def _tokens_that_fit(policy: PolicyModel, rehearse: Callable[[PairBatch], None]) -> int:
+def _tokens_that_fit(policy: PolicyModel, trainer: Rehearsing) -> int:
     """By a line through the peaks of two rehearsals; 0 where even these do not fit."""
     torch.cuda.empty_cache()
     resting = torch.cuda.memory_allocated()
@@ -74,13 +83,14 @@ def _tokens_that_fit(policy: PolicyModel, rehearse: Callable[[PairBatch], None])
     peaks = []
     try:
         for batch in _rehearsals(policy):
-            rehearse(batch)  # the first time compiles, which takes memory of its own
+            trainer.rehearse(batch)  # compiles, and leaves gradients, beside which all further micro-batches run
             torch.cuda.reset_peak_memory_stats()
-            rehearse(batch)
+            trainer.rehearse(batch)
             peaks.append(torch.cuda.max_memory_allocated() - resting)
     except torch.OutOfMemoryError:
         return 0
     finally:
+        trainer.forget()
         torch.cuda.empty_cache()
     each = max(1.0, (peaks[1] - peaks[0]) / (REHEARSED[1] - REHEARSED[0]))
     fitting = int((room - peaks[0]) / each) + REHEARSED[0]

@@ -152,14 +152,14 @@ def test_one_host_synchronisation_a_step() -> None:
 def test_the_planner_recomputes_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     work = trainer(qwen(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
     options: dict[str, Any] = {"tokens": None, "recompute": None, "offload": False, "compiled": False}
-    chosen = choose_budget(work.policy, work.rehearse, **options, largest_pair=100)
+    chosen = choose_budget(work.policy, work, **options, largest_pair=100)
     assert (chosen.tokens, chosen.recompute) == (32768, "none")
     rooms = {level: _need(work, level) for level in LEVELS}
     assert rooms["full"] < rooms["selective"] < rooms["none"]
     for level in LEVELS:
         room = int(1.2 * rooms[level])
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda room=room: (room, room))
-        assert choose_budget(work.policy, work.rehearse, **options, largest_pair=100).recompute == level
+        assert choose_budget(work.policy, work, **options, largest_pair=100).recompute == level
 
 
 def _need(work: RankTrainer, level: Recompute) -> int:
@@ -167,8 +167,10 @@ def _need(work: RankTrainer, level: Recompute) -> int:
     arrange_layers(work.policy, recompute=level)
     (batch,) = pack(random_pairs(200, 990), 10**6, ladder=4096)[:1]
     resting = torch.cuda.memory_allocated()
+    work.rehearse(batch)
     torch.cuda.reset_peak_memory_stats()
     work.rehearse(batch)
+    work.forget()
     return torch.cuda.max_memory_allocated() - resting
 
 

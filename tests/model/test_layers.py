@@ -147,12 +147,19 @@ def test_a_family_whose_layers_cannot_recompute_says_so(base: Path, monkeypatch:
     seen(policy, one_batch())
 
 
+class Never:
+    """A CPU has memory enough."""
+
+    def rehearse(self, batch: PairBatch) -> None:
+        raise AssertionError
+
+    def forget(self) -> None:
+        raise AssertionError
+
+
 def test_on_a_cpu_what_is_told_holds_and_the_rest_is_kept_in_memory(base: Path) -> None:
     policy = load_policy(str(base), ModelArgs(), "cpu")
 
-    def never(_: PairBatch) -> None:
-        raise AssertionError("a CPU has memory enough")
-
     rest: dict[str, Any] = {"offload": False, "compiled": False, "largest_pair": 9000}
-    assert choose_budget(policy, never, tokens=None, recompute=None, **rest) == Budget(4096, "none")
-    assert choose_budget(policy, never, tokens=700, recompute="full", **rest) == Budget(700, "full")
+    assert choose_budget(policy, Never(), tokens=None, recompute=None, **rest) == Budget(4096, "none")
+    assert choose_budget(policy, Never(), tokens=700, recompute="full", **rest) == Budget(700, "full")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -456,3 +458,14 @@ def test_another_precision_does_not_go_on(then: str, now: str) -> None:
     with pytest.raises(ConfigError, match=f"precision: {now}, but .* written with {then}; type precision={then}"):
         other.load(optimizer.masters, optimizer.moments(), 1)
     assert torch.equal(fresh.matrix, Toy(torch.bfloat16).matrix)
+
+
+def test_an_optimizer_that_is_gone_frees_its_memory() -> None:
+    """Hooks hold no parameter: the garbage collector cannot look into them."""
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    args = TrainingArgs()
+    optimizer = Optimizer([("w", parameter)], args, schedule=lambda _: 0.1, max_grad_norm=1.0)
+    gone = weakref.ref(parameter)
+    del optimizer, parameter
+    gc.collect()
+    assert gone() is None

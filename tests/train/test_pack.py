@@ -137,8 +137,8 @@ def test_pairs_that_share_nothing_lie_as_they_come() -> None:
     assert batch.ids_N.tolist() == np.concatenate(parts).tolist()
     assert batch.token_T.tolist() == list(range(len(batch.rows_U)))
     lengths = [(len(p.prompt), len(p.chosen), len(p.rejected)) for p in pairs]
-    assert batch.segments.q_lens == tuple(q for p, c, r in lengths for q in (p + c, r))
-    assert batch.segments.k_lens == tuple(k for p, c, r in lengths for k in (p + c, p + r))
+    assert batch.segments.q_lens == [q for p, c, r in lengths for q in (p + c, r)]
+    assert batch.segments.k_lens == [k for p, c, r in lengths for k in (p + c, p + r)]
 
 
 def test_a_group_larger_than_the_budget_is_split_by_pairs() -> None:

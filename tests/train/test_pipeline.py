@@ -21,6 +21,7 @@ from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, NonFiniteError
 from rather.pipeline import DPOPipeline
+from rather.trainer import StepResult
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
 TRAINING = "actor_train__training_args__"
@@ -324,6 +325,34 @@ def test_half_precision_trains_from_the_exact_weights(shared: Path) -> None:
         assert torch.equal(parameter.cpu(), source[name.removeprefix("causal_lm.")].bfloat16())
     assert {buffer.dtype for buffer in trainer.policy.buffers()} == {torch.float32}
     assert trainer.policy.exact == {}
+
+
+# --- memory ---
+
+
+class Short(ActorWorker):
+    """Runs out of memory after a backward pass, wherever a step has few micro-batches."""
+
+    def train_step(self, batches: Any, reference: Any) -> StepResult:
+        if len(batches) < 3:
+            self.trainer.rehearse(batches[0])
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().train_step(batches, reference)
+
+
+def test_a_step_that_runs_out_of_memory_is_done_in_smaller_pieces(
+    shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rather.pipeline.SMALLEST_BUDGET", 8)
+    _, plain = run(shared, "enough", max_steps=3)
+    _, short = run(shared, "short", max_steps=3, actor_train__worker_cls=Short)
+    assert "Tried to allocate 2.00 GiB. From now on micro-batches have up to" in caplog.text
+    for one, other in zip(plain, short, strict=True):
+        assert one.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-6)
+        assert one.get("grad_norm", 0) == pytest.approx(other.get("grad_norm", 0), rel=1e-5)
+    monkeypatch.setattr("rather.pipeline.SMALLEST_BUDGET", 10**6)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(shared, "too-short", max_steps=3, actor_train__worker_cls=Short)
 
 
 # --- precision and devices ---
