@@ -105,3 +105,18 @@ def test_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert lines[0].strip() == "title"
     assert [cell.strip() for cell in lines[4].strip("│").split("│")] == ["long", "1,234", "0.123", "-"]
     assert [cell.strip() for cell in lines[5].strip("│").split("│")] == ["four", "-", "7", "OOM"]
+
+
+def test_the_page_shows_the_results() -> None:
+    """docs/speed.md holds the tables that bench/results gives, and the README its ratios."""
+    import page
+
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.filled(text) == text
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for model in page.MODELS:
+        cells = page.read(f"gpu_vs_trl_{model}.json")
+        best = cells["TRL, best", "ultrafeedback", "online"]
+        for reference in ("online", "cached"):
+            ratio = page.times(cells["ours", "ultrafeedback", reference], best)
+            assert f"{float(ratio):.1f}" in readme
