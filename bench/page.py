@@ -36,7 +36,8 @@ def filled(page: str) -> str:
 
 
 def tables() -> dict[str, str]:
-    return {"gpu": "\n".join(gpu_table()), "cpu": "\n".join(cpu_table())}
+    made = {"gpu": gpu_table(), "cpu": cpu_table(), "growth": growth_table()}
+    return {name: "\n".join(lines) for name, lines in made.items()}
 
 
 def gpu_table() -> Iterator[str]:
@@ -68,6 +69,13 @@ def cpu_table() -> Iterator[str]:
                 f"| {LENGTHS[lengths]} | {reference} | {mine['pairs_per_second']:.2f} | {times(mine, default)} | "
                 f"{times(mine, best)} | {mine['peak_gib']:.1f} / {memory(best, digits=1)} |"
             )
+
+
+def growth_table() -> Iterator[str]:
+    found = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
+    yield from heading("pairs", "driver, us a token", "with training, us a token", "driver's memory, MiB")
+    for row in found["results"]:
+        yield f"| {row['pairs']:,} | {row['driver_us']:.2f} | {row['training_us']:.1f} | {row['process_mib']:.0f} |"
 
 
 def heading(*names: str) -> tuple[str, str]:

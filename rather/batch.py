@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,11 +48,10 @@ class Segments:
     """What each token may see: query segments lie one after another, keys are gathered by index.
 
     A segment of q queries sees k keys, causal from the bottom right; `key_index_K` lists the keys of all segments.
-    The lengths as numbers are for a loop over segments, the int32 tensors for a kernel that takes all at once.
+    The int32 tensors are for a kernel that takes all segments at once, the lengths as numbers for a loop over them.
+    These are no fields, for compiled code would be made anew for every new list of numbers.
     """
 
-    q_lens: tuple[int, ...]
-    k_lens: tuple[int, ...]
     key_index_K: Tensor
     order_K: Tensor  # int32: the places of key_index_K, sorted by the token that they name ...
     start_N: Tensor  # ... and where in them each token's begin; [N + 1]. For the gradient of the gather
@@ -66,7 +66,15 @@ class Segments:
         order = torch.from_numpy(keys.argsort(kind="stable").astype(np.int32))
         uses = np.bincount(keys, minlength=sum(q_lens))
         start, cu_q, cu_k = (_running_sum(np.asarray(lens)) for lens in (uses, q_lens, k_lens))
-        return Segments(tuple(q_lens), tuple(k_lens), key_index_K, order, start, cu_q, cu_k, max(q_lens), max(k_lens))
+        return Segments(key_index_K, order, start, cu_q, cu_k, max(q_lens), max(k_lens))
+
+    @cached_property
+    def q_lens(self) -> list[int]:
+        return np.diff(self.cu_q.cpu().numpy()).tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def k_lens(self) -> list[int]:
+        return np.diff(self.cu_k.cpu().numpy()).tolist()  # type: ignore[no-any-return]
 
 
 def _running_sum(lengths: NDArray[np.int64]) -> Tensor:

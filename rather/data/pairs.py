@@ -70,6 +70,21 @@ class PairFile:
         parts = [self.reader.get_batch(i).column(name).to_numpy() for i in range(self.reader.num_record_batches)]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
+    def begins_a_row(self) -> NDArray[np.bool_]:
+        """Of each pair, whether it is the first of its row in the data files."""
+        parts: list[NDArray[np.bool_]] = []
+        before: list[Any] = [None, None]
+        for i in range(self.reader.num_record_batches):
+            batch = self.reader.get_batch(i)
+            begins = np.zeros(batch.num_rows, bool)
+            for place, name in enumerate(("source", "number")):
+                values = batch.column(name).to_numpy()
+                begins[1:] |= values[1:] != values[:-1]
+                begins[:1] |= values[:1] != before[place]
+                before[place] = values[-1] if len(values) else before[place]
+            parts.append(begins)
+        return np.concatenate(parts) if parts else np.empty(0, bool)
+
     def lengths(self, name: str) -> NDArray[np.int32]:
         """How long each row of a list column is."""
         parts = [np.diff(self.batch(i).lists[name].offsets) for i in range(self.reader.num_record_batches)]
@@ -100,9 +115,10 @@ class PairDataset:
     @cached_property
     def groups(self) -> NDArray[np.int64] | None:
         """The first pair of each row of the data files that gave any; None where none gave more than one."""
-        new_source, new_number = (np.diff(self.column(name), prepend=-1) != 0 for name in ("source", "number"))
-        first = np.flatnonzero(new_source | new_number)
-        return first if len(first) < len(self) else None
+        begins = self.file.begins_a_row()
+        if self.rows is not None:
+            begins = np.diff(np.cumsum(begins, dtype=np.int32)[self.rows], prepend=-1) != 0
+        return None if begins.all() else np.flatnonzero(begins)
 
     def take(self, indices: Iterable[int] | NDArray[np.int64]) -> list[TokenPair]:
         wanted = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64)
