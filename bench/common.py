@@ -375,8 +375,7 @@ def ours(shape: Shape, device: str, *, reference: bool = True, lean: bool = Fals
     from rather.trainer import RankTrainer
 
     torch.set_flush_denormal(True)
-    if device.startswith("cuda"):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the workers
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     policy = PolicyModel(shape.model(dtype, device, IMPLEMENTATION))
     loss = configure(["sigmoid"], {"beta": 0.1})

@@ -157,13 +157,14 @@ class ActorWorker:
     def _prepare_process(self) -> None:
         """Settings of the whole process, before the model comes."""
         os.environ.update(self.config.envs(self.worker_config))
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # micro-batches differ in size
         torch.set_flush_denormal(True)  # tiny gradients become denormal and slow a CPU step tenfold
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         if self.device.startswith("cuda"):
             torch.cuda.set_device(self.device)
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # micro-batches differ in size
         roles = (self.config.actor_train, self.config.reference)
         shares = [role.strategy_args.gpu_memory_utilization for role in roles]
         if torch.cuda.is_available() and None not in shares:  # both roles live in this process
