@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,7 @@ def test_partly_filled_by_a_shorter_run(folder: Path) -> None:
 
 
 def test_two_runs_fill_it_at_the_same_time(folder: Path) -> None:
+    os.mkfifo(folder / "meeting")
     with ThreadPoolExecutor(2) as both:
         codes = list(both.map(lambda seed: in_child(train, folder, seed), (1, 2)))
     assert codes == [0, 0]
@@ -147,6 +149,15 @@ def test_two_runs_fill_it_at_the_same_time(folder: Path) -> None:
 
 
 def train(folder: Path, seed: int) -> int:
+    """Opens the cache, then waits until the other run has opened it too."""
+    opened = ReferenceLogps.open
+
+    def meeting(self: ReferenceLogps, own_file: Path | None = None) -> None:
+        opened(self, own_file)
+        with (folder / "meeting").open("w" if seed == 1 else "r"):  # blocks until the other end is open
+            pass
+
+    ReferenceLogps.open = meeting  # type: ignore[method-assign]
     return DPOPipeline(make_config(folder, exp_name=f"seed-{seed}", seed=seed)).run()
 
 
