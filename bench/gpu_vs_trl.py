@@ -89,7 +89,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lean", action="store_true", help="ours with precision: lean")
     parser.add_argument("--eager", action="store_true", help="ours without torch.compile")
     parser.add_argument("--budget", type=int, help="tokens of our micro-batches; else chosen by memory")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="else chosen by memory")
+    parser.add_argument("--recompute", choices=("none", "half", "selective", "full"), help="else chosen by memory")
     parser.add_argument("--steps", type=int, help="measured steps of ours")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -126,7 +126,7 @@ def our_cells(args: argparse.Namespace, work: dict[str, list[Any]]) -> Iterator[
 
             def measure(cell: Cell = cell, steps: list[Any] = steps) -> None:
                 nonlocal engine
-                engine = prepared(args, engine, cell.reference, work)
+                engine = prepared(args, engine, cell.reference, steps)
                 run_ours(args, engine, cell, steps)
 
             yield or_failed(cell, measure)
@@ -134,18 +134,15 @@ def our_cells(args: argparse.Namespace, work: dict[str, list[Any]]) -> Iterator[
                 engine = None
         if engine:
             engine.forget_reference()
-            engine.budget = 0
 
 
-def prepared(args: argparse.Namespace, engine: Ours | None, reference: str, work: dict[str, list[Any]]) -> Ours:
-    """An engine with its micro-batches planned; planned again where the reference left the memory."""
+def prepared(args: argparse.Namespace, engine: Ours | None, reference: str, steps: Sequence[Step]) -> Ours:
+    """An engine with its micro-batches planned for these pairs and the memory that is free now."""
     if engine is None:
         compiled, online = not args.eager, reference == "online"
         engine = ours(SHAPES[args.model], "cuda", reference=online, lean=args.lean, compiled=compiled)
-    if not engine.budget:
-        steps = [step for each in work.values() for step in each]
-        engine.plan(steps, tokens=args.budget, recompute=args.recompute)
-        free()
+    engine.plan(steps, tokens=args.budget, recompute=args.recompute)
+    free()
     return engine
 
 

@@ -27,6 +27,7 @@ from rather.trainer import RankTrainer, StepResult
 
 COMMON_SPEED = 3e14  # FLOP/s of a GPU without compilation
 WORTH_COMPILING = 600.0  # seconds of training
+RECOMPUTED = {"none": "kept", "half": "mostly kept", "selective": "in part recomputed", "full": "recomputed"}
 
 
 class ActorWorker:
@@ -100,7 +101,7 @@ class ActorWorker:
                 raise
             self.log.info("gradients are added up in bfloat16: in float32 no micro-batch would fit")
             budget = choose_budget(trainer.policy, trainer, **options)
-        told = {"none": "kept", "selective": "in part recomputed", "full": "recomputed"}[budget.recompute]
+        told = RECOMPUTED[budget.recompute]
         host = ", on the host" if asked.offload else ""
         self.log.info("micro-batches of up to %d tokens, activations %s%s", budget.tokens, told, host)
         return budget.tokens

@@ -36,7 +36,7 @@ DEGREES = {
     "cp": ("cp_size", "context_parallel_size"),
 }
 SWITCHES = ("use_distributed_optimizer", "sequence_parallel", "offload_activations")
-RECOMPUTED = ("selective", "full")
+RECOMPUTED = ("half", "selective", "full")
 STRATEGY_KEYS = (
     *(name for names in DEGREES.values() for name in names),
     "expert_model_parallel_size",
@@ -56,7 +56,7 @@ class Layout:
     tp: int
     pp: int
     cp: int
-    recompute: Literal["none", "selective", "full"] | None
+    recompute: Literal["none", "half", "selective", "full"] | None
     offload: bool
     name: str
 
@@ -105,7 +105,7 @@ def _key_problem(key: str, value: Any) -> str | None:
     if key in SWITCHES:
         return None if isinstance(value, bool) else f"{value!r} is not true or false"
     if key == "recompute_granularity":
-        return None if value in (*RECOMPUTED, None) else f"{value!r} is not 'full', 'selective' or null"
+        return None if value in (*RECOMPUTED, None) else f"{value!r} is not 'full', 'selective', 'half' or null"
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return f"{value!r} is not a whole number >= 1"
     if key == "expert_model_parallel_size" and value != 1:

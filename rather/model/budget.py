@@ -20,7 +20,7 @@ from rather.model.layers import LEVELS, Recompute, arrange_layers
 from rather.model.policy import PolicyModel
 
 TOKENS = {"cpu": 4096, "cuda": 32768}  # of a training micro-batch where nothing is told: no larger one is faster
-LEAST = 4096  # a GPU is badly used below; recomputing activations is then the better choice
+LEAST = 3072  # a GPU is badly used below; recomputing activations is then the better choice
 LADDER = {"cpu": 0, "cuda": 512}  # micro-batches are filled up to multiples of it, where shapes are compiled
 REHEARSED = (2048, 4096)
 SHARE = 0.94  # of the free memory that is planned with: what is left covers fragments

@@ -20,9 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rather.errors import ConfigError
 from rather.model.policy import PolicyModel
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "half", "selective", "full"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")  # ever less memory, ever more time
+LEVELS: tuple[Recompute, ...] = ("none", "half", "selective", "full")  # ever less memory, ever more time
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ def _run(forward: Callable[..., Any], recompute: Recompute, offload: bool, compi
     run = forward
     if recompute != "none":
         # Not transformers' own checkpointing, which works only in training mode, and that switches dropout on.
-        contexts: Any = {"context_fn": _keep_narrow_results} if recompute == "selective" else {}
+        keeping = {"half": _keep_half_of_the_wide, "selective": _keep_narrow_results}
+        contexts: Any = {"context_fn": keeping[recompute]} if recompute in keeping else {}
         run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **contexts)
     if compiled:
         run = torch.compile(run, dynamic=True)
@@ -63,17 +64,32 @@ def _keep_narrow_results() -> Contexts:
 
     The wide ones open the MLP: most of the memory, and the cheapest to compute again per byte.
     """
-    contexts: Contexts = create_selective_checkpoint_contexts(_keeps)
-    return contexts
+    return _keeping(lambda _number: False)
 
 
-def _keeps(_context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if operator == torch.ops.rather.segment_attention.default:
-        return CheckpointPolicy.MUST_SAVE
-    if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+def _keep_half_of_the_wide() -> Contexts:
+    """Keeps also every second wide product."""
+    return _keeping(lambda number: number % 2 == 1)
+
+
+def _keeping(keeps_wide: Callable[[int], bool]) -> Contexts:
+    """`keeps_wide` is asked for each wide product by its number within the layer."""
+    seen = {False: 0, True: 0}  # in the first run, and in the one that recomputes
+
+    def policy(context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if operator == torch.ops.rather.segment_attention.default:
+            return CheckpointPolicy.MUST_SAVE
+        if operator not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         inner, outer = args[-1].shape
-        return CheckpointPolicy.MUST_SAVE if outer <= 2 * inner else CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+        if outer <= 2 * inner:
+            return CheckpointPolicy.MUST_SAVE
+        seen[context.is_recompute] += 1
+        keep = keeps_wide(seen[context.is_recompute])
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)
+    return contexts
 
 
 def _with_activations_on_the_host(run: Callable[..., Any]) -> Callable[..., Any]:

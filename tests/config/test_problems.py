@@ -246,7 +246,7 @@ COMBINATIONS = [
     (
         ["actor_train.strategy_args.strategy_config.recompute_granularity=some"],
         "actor_train.strategy_args.strategy_config.recompute_granularity",
-        "'some' is not 'full', 'selective' or null",
+        "'some' is not 'full', 'selective', 'half' or null",
     ),
     (
         ["actor_train.strategy_args.strategy_config.offload_activations=true", "compile=on"],

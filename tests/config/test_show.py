@@ -152,6 +152,7 @@ def test_recomputation_by_either_key() -> None:
         "actor_train.model_args.disable_gradient_checkpointing=true": "none",
         f"{details}.recompute_granularity=full": "full",
         f"{details}.recompute_granularity=selective": "selective",
+        f"{details}.recompute_granularity=half": "half",
         "seed=1": None,  # whatever fits
     }.items():
         assert layout(config_from_dict(smallest(setting)).actor_train).recompute == level

@@ -115,6 +115,8 @@ def test_selective_repeats_the_wide_products_alone_and_full_repeats_all() -> Non
         counts[level] = products.widths
     wide = config.intermediate_size
     repeated = 2 * config.num_hidden_layers  # gate and up of each layer
+    assert len(counts["half"]) == len(counts["none"]) + repeated // 2
+    assert counts["half"].count(wide) == counts["none"].count(wide) + repeated // 2
     assert len(counts["selective"]) == len(counts["none"]) + repeated
     assert counts["selective"].count(wide) == counts["none"].count(wide) + repeated
     assert len(counts["full"]) > len(counts["selective"]) + config.num_hidden_layers
