@@ -97,9 +97,7 @@ def pairs_of(step: Step) -> list[TokenPair]:
 
 def _pair(prompt: Ids, chosen: Ids, rejected: Ids) -> TokenPair:
     start = len(prompt)
-    return TokenPair(
-        prompt, chosen, rejected, ((start, start + len(chosen)),), ((start, start + len(rejected)),)
-    )
+    return TokenPair(prompt, chosen, rejected, ((start, start + len(chosen)),), ((start, start + len(rejected)),))
 
 
 # --- models and their FLOPs ---
@@ -314,10 +312,14 @@ class Ours:
 
     def plan(self, steps: Iterable[Step], *, tokens: int | None = None, recompute: Any = None) -> None:
         """Tokens of a micro-batch and what becomes of activations: as told, else as fast as the memory allows."""
-        from rather.model.budget import LADDER, NoRoom, choose_budget
+        from rather.data.pack import pack
+        from rather.model.budget import LADDER, PARKING_PAYS, NoRoom, choose_budget
 
+        steps = list(steps)
         largest = max(pair.tokens for step in steps for pair in pairs_of(step))
         options: dict[str, Any] = {"tokens": tokens, "recompute": recompute, "offload": False, "largest_pair": largest}
+        in_a_step = sum(batch.real_tokens for batch in pack(pairs_of(steps[0]), 32768))
+        options["make_room"] = self.reference.park if self.reference and in_a_step > PARKING_PAYS else None
         trainer, gradients = self.policy, ""
         try:
             budget = choose_budget(trainer.policy, trainer, compiled=self.compiled, **options)
@@ -327,7 +329,8 @@ class Ours:
             gradients = ", bf16 gradients"
             budget = choose_budget(trainer.policy, trainer, compiled=self.compiled, **options)
         self.budget, self.ladder = budget.tokens, LADDER[trainer.policy.causal_lm.device.type]
-        self.treatment = f"recompute {budget.recompute}{gradients}"
+        parked = ", reference on the host" if self.reference and self.reference.parked else ""
+        self.treatment = f"recompute {budget.recompute}{gradients}{parked}"
 
     @property
     def settings(self) -> str:

@@ -7,7 +7,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -36,7 +36,7 @@ from rather.data.sampler import Order
 from rather.data.template import choose_template, load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.metrics import Window
-from rather.model.budget import LADDER, TOKENS
+from rather.model.budget import LADDER, PARKING_PAYS, TOKENS
 from rather.model.load import compute_dtype, device_of, same_weights
 from rather.objective import from_config
 from rather.reference import ReferenceLogps, scored_tokens
@@ -311,7 +311,18 @@ class DPOPipeline:
     @cached_property
     def budget(self) -> int:
         """Tokens of a training micro-batch, by the memory that both models leave free."""
-        return self.actor_train.plan(int(self.data.train.tokens.max()))
+        return self.actor_train.plan(int(self.data.train.tokens.max()), self._parking())
+
+    def _parking(self) -> Callable[[], bool] | None:
+        """Makes room by sending the reference to the host, where it may go and steps are long enough to pay for it."""
+        config, reference = self.config, self.reference
+        if reference is None or not self._reference_loaded:
+            return None
+        if config.reference.offload != "auto" or config.sync_ref_model:
+            return None
+        first = self.data.train.take(self.order.step(0))
+        tokens = sum(batch.real_tokens for batch in _without_gradients(first, config.reference))
+        return reference.park if tokens > PARKING_PAYS else None
 
     def steps(self) -> Generator[Step, None, None]:
         """The steps that are left, packed ahead in the background; each is a pure function of its number."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from rather.batch import Columns, PairBatch, PairFacts
 from rather.errors import NonFiniteError
 from rather.metrics import Scored, weighted_sums
+from rather.model.park import Parked
 from rather.model.policy import PolicyModel, pair_columns
 from rather.objective import PairLoss
 from rather.optim import Optimizer
@@ -46,12 +48,21 @@ class RankTrainer:
     ) -> None:
         self.policy, self.loss, self.optimizer = policy, loss, optimizer
         self.count_zeros = count_zeros
+        self.parked: Parked | None = None
         self.device = str(next(policy.parameters()).device)
 
     @torch.no_grad()
     def log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         """What the loss asks of a model, of all pairs in their order within the step. On the device: nobody waits."""
-        return self._gathered(batches)
+        with self.parked.here() if self.parked else nullcontext():
+            return self._gathered(batches)
+
+    def park(self) -> bool:
+        """From now on a frozen model lies on the host between its turns; False where that is so or cannot be."""
+        if self.parked or self.optimizer or not self.device.startswith("cuda"):
+            return False
+        self.parked = Parked(self.policy)
+        return True
 
     def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
         """One optimizer step: sum of weighted losses / sum of weights over all micro-batches, then one update."""

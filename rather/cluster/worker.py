@@ -61,12 +61,15 @@ class ActorWorker:
         name = model or self.worker_config.model_path
         trains, lean = self.role == "actor_train", self.config.precision == "lean"
         policy = load_policy(name, args, self.device, exact=trains and not lean)
+        self.rows = policy.vocabulary_size
         check_length(policy.causal_lm.config, self.config.sequence_length)
         self.compiled = self._compiles(policy, total_steps)
         self._tell(name, policy)
         if not trains:
             arrange_layers(policy, compiled=self.compiled)
             self.trainer = RankTrainer(freeze(policy), self._objective())
+            if self.config.reference.offload == "on":
+                self.park()
             return
         training = self.config.actor_train.training_args
         optimizer = Optimizer(
@@ -83,8 +86,11 @@ class ActorWorker:
             policy, self._objective(), optimizer, count_zeros=training.log_num_zeros_in_grad
         )
 
-    def plan(self, largest_pair: int) -> int:
-        """Tokens of a training micro-batch, as told or as many as fit; arranges the layers for them."""
+    def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
+        """Tokens of a training micro-batch, as told or as many as fit; arranges the layers for them.
+
+        `make_room` is called where activations would have to be recomputed without.
+        """
         asked = layout(self.worker_config)
         options: dict[str, Any] = {
             "tokens": self.config.actor_train.max_tokens_per_microbatch_in_train,
@@ -92,6 +98,7 @@ class ActorWorker:
             "offload": asked.offload,
             "compiled": self.compiled,
             "largest_pair": largest_pair,
+            "make_room": make_room,
         }
         trainer = self.trainer
         try:
@@ -105,6 +112,12 @@ class ActorWorker:
         host = ", on the host" if asked.offload else ""
         self.log.info("micro-batches of up to %d tokens, activations %s%s", budget.tokens, told, host)
         return budget.tokens
+
+    def park(self) -> bool:
+        """Keeps a frozen model on the host between its turns; False where that is so already, or cannot be."""
+        if parked := self.trainer.park():
+            self.log.info("%s: waits on the host while the policy trains", self.role)
+        return parked
 
     def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
         return self.trainer.train_step(batches, reference)
@@ -133,7 +146,7 @@ class ActorWorker:
         self.trainer.load_state(groups, numbers)
 
     def embedding_rows(self) -> int:
-        return int(self.trainer.policy.causal_lm.get_input_embeddings().weight.shape[0])
+        return self.rows
 
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
         export_model(self.trainer.policy, self.trainer.weights(), tokenizer, folder, card)

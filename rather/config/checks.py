@@ -60,6 +60,8 @@ def device_problems(config: DPOConfig, kind: str) -> list[str]:
         "remove the key"
         for name, share in given.items()
     ]
+    if config.reference.offload == "on":
+        found.append("reference.offload: on is for a GPU, and this run is on the CPU; set reference.offload=auto")
     if config.compile == "on":
         found.append("compile: on is for a GPU, and this run is on the CPU; set compile=auto")
     if config.precision == "lean" and config.actor_train.model_args.dtype is None:
@@ -320,6 +322,9 @@ def _reference(config: DPOConfig) -> Iterator[Problem]:
     ):
         own = "actor_train.model_args.tokenizer_name_or_path"
         yield Problem(key, f"both roles read the same tokens; set {own} instead", (own,))
+    if config.reference.offload == "on" and config.sync_ref_model:
+        text = "sync_ref_model moves the reference, which must lie on the GPU for it; remove one of them"
+        yield Problem("reference.offload", text, ("sync_ref_model",))
     if said.disable_gradient_checkpointing is False:
         key = "reference.model_args.disable_gradient_checkpointing"
         yield Problem(key, "the reference has no backward pass; set it to true or remove it")

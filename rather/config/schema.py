@@ -274,6 +274,11 @@ class ReferenceConfig(RoleConfig):
     """The frozen model; what is not given follows actor_train."""
 
     cache: ReferenceCache = knob(ReferenceCache, "Its log-probs on disk.")
+    offload: OnOffAuto = knob(
+        "auto",
+        "Keep the model on the host while the policy trains: on, off, or auto: where the GPU would otherwise have to "
+        "recompute activations.",
+    )
 
 
 class ValidationConfig(Section):

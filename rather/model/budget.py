@@ -6,7 +6,7 @@ kernels and precision. Neither choice changes a result; they cost or save time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,7 @@ TOKENS = {"cpu": 4096, "cuda": 32768}  # of a training micro-batch where nothing
 LEAST = 3072  # a GPU is badly used below; recomputing activations is then the better choice
 LADDER = {"cpu": 0, "cuda": 512}  # micro-batches are filled up to multiples of it, where shapes are compiled
 REHEARSED = (2048, 4096)
+PARKING_PAYS = 20_000  # tokens of a step from which bringing a parked reference back is cheaper than recomputing
 SHARE = 0.94  # of the free memory that is planned with: what is left covers fragments
 
 
@@ -55,8 +56,12 @@ def choose_budget(
     offload: bool,
     compiled: bool,
     largest_pair: int,
+    make_room: Callable[[], bool] | None = None,
 ) -> Budget:
-    """Takes what is told; chooses the rest as fast as fits. Leaves the layers arranged accordingly."""
+    """Takes what is told; chooses the rest as fast as fits. Leaves the layers arranged accordingly.
+
+    `make_room` frees memory that others hold, at a price below that of recomputing, and tells whether it did.
+    """
     device = policy.causal_lm.device.type
     wanted = tokens or TOKENS[device]
     if device == "cpu" or (tokens and recompute):
@@ -66,6 +71,8 @@ def choose_budget(
     for level in (recompute,) if recompute else LEVELS:
         arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
         fitting = _tokens_that_fit(policy, trainer)
+        if fitting < needed and make_room and make_room():
+            fitting = _tokens_that_fit(policy, trainer)
         if fitting >= needed:
             return Budget(min(wanted, fitting), level)
     raise NoRoom(

@@ -23,6 +23,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.exact: dict[str, Tensor] = {}  # source weights in float32, where this model holds them rounded
+        self.vocabulary_size = int(causal_lm.get_input_embeddings().weight.shape[0])
         config = causal_lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.

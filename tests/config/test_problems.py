@@ -248,6 +248,7 @@ COMBINATIONS = [
         "actor_train.strategy_args.strategy_config.recompute_granularity",
         "'some' is not 'full', 'selective', 'half' or null",
     ),
+    (["reference.offload=on", "sync_ref_model=true"], "reference.offload", "remove one of them"),
     (
         ["actor_train.strategy_args.strategy_config.offload_activations=true", "compile=on"],
         "actor_train.strategy_args.strategy_config.offload_activations",

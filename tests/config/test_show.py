@@ -224,3 +224,10 @@ def test_losses_are_those_that_exist() -> None:
     assert set(LOSS_NUMBERS) == numbers
     objective = pytest.importorskip("rather.objective")
     assert set(LOSS_MODIFIERS) == {field.name for field in fields(objective.Modifiers)}
+
+
+def test_a_reference_can_be_parked_beside_a_gpu_only() -> None:
+    config = config_from_dict(smallest("reference.offload=on"))
+    (line,) = device_problems(config, "cpu")
+    assert line.startswith("reference.offload: on is for a GPU")
+    assert device_problems(config, "cuda") == []

@@ -11,9 +11,15 @@ import torch
 
 from rather.batch import Columns, PairBatch
 from rather.data.pack import pack
-from rather.objective import from_config
+from rather.model.budget import choose_budget
+from rather.model.layers import arrange_layers
+from rather.model.load import freeze
+from rather.objective import configure, from_config
 from rather.pipeline import DPOPipeline
 from rather.reference import ReferenceLogps
+from rather.trainer import RankTrainer
+from tests.gpu.test_speed_cuda import qwen
+from tests.gpu.test_speed_cuda import trainer as training
 from tests.padded import random_pairs
 from tests.tiny import make_config, metrics
 
@@ -56,3 +62,48 @@ def test_fresh_and_known_values_come_without_waiting(tmp_path: Path, changes: di
     logps.keep()
     for name, known in logps.columns(pairs, bins).items():
         assert torch.equal(known, mixed[name])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_a_parked_model_leaves_its_memory_and_answers_the_same(compiled: bool) -> None:
+    resting = torch.cuda.memory_allocated()
+    policy = freeze(qwen(hidden_size=512, num_hidden_layers=6, vocab_size=9970))
+    arrange_layers(policy, compiled=compiled)
+    weights = sum(parameter.nbytes for parameter in policy.parameters())
+    trainer = RankTrainer(policy, configure(["sigmoid"], {}))
+    bins = [batch.pinned() for batch in pack(random_pairs(24, 990), 512, ladder=64)]
+    expected = trainer.log_probs(bins)["sum"]
+    assert trainer.park()
+    assert not trainer.park()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        answers = [trainer.log_probs(bins)["sum"] for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(answer, expected) for answer in answers)
+    assert torch.cuda.memory_allocated() - resting < 0.1 * weights
+
+
+def test_the_reference_is_parked_before_activations_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = training(qwen(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
+    rooms = iter([64 << 20, 64 << 30])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(rooms), 0))
+    parked: list[bool] = []
+
+    def park() -> bool:
+        parked.append(True)
+        return True
+
+    options: dict[str, Any] = {"tokens": None, "recompute": None, "offload": False, "compiled": False}
+    chosen = choose_budget(work.policy, work, **options, largest_pair=100, make_room=park)
+    assert (chosen.recompute, parked) == ("none", [True])
+
+
+def test_a_run_with_a_parked_reference_has_the_same_losses(tmp_path: Path) -> None:
+    losses = []
+    for offload in ("off", "on"):
+        options: dict[str, Any] = {"reference__offload": offload, "reference__cache__enabled": False}
+        pipeline = DPOPipeline(make_config(tmp_path, exp_name=offload, deterministic=True, **options))
+        assert pipeline.run() == 0
+        losses.append([line["loss"] for line in metrics(pipeline.config) if "loss" in line])
+    assert losses[0] == losses[1]
