@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rather.cluster.cluster import Cluster
+    from rather.cluster.resources import ResourceManager
     from rather.cluster.worker import ActorWorker
     from rather.config.load import load_config
     from rather.config.schema import DPOConfig
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOME = {
     "ActorWorker": "rather.cluster.worker",
+    "Cluster": "rather.cluster.cluster",
     "DPOConfig": "rather.config.schema",
     "DPOPipeline": "rather.pipeline",
+    "ResourceManager": "rather.cluster.resources",
     "load_config": "rather.config.load",
 }
-__all__ = ["ActorWorker", "DPOConfig", "DPOPipeline", "load_config"]
+__all__ = ["ActorWorker", "Cluster", "DPOConfig", "DPOPipeline", "ResourceManager", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

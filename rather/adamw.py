@@ -20,6 +20,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 BLOCK = 256  # weights that share the base exponents of their lean moments
@@ -61,7 +62,8 @@ class State(ABC):
 
     @property
     def gradient(self) -> Tensor | None:
-        return self._sum if self._sums else self.parameter.grad
+        grad = self._sum if self._sums else self.parameter.grad
+        return None if grad is None else here(grad)
 
     def narrow_gradient(self) -> bool:
         """Adds up micro-batches in the parameter's own precision from now on; False where that is so already."""
@@ -102,6 +104,11 @@ class State(ABC):
                 own.zero_()
 
 
+def here(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank: all of it, or its shard."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
 def _adds(state: weakref.ref[State]) -> Callable[[Tensor], None]:
     def hook(_parameter: Tensor) -> None:
         alive = state()
@@ -117,16 +124,21 @@ class Wide(State):
     def __init__(self, name: str, parameter: nn.Parameter, *, decay: float, start: Tensor | None) -> None:
         super().__init__(name, parameter, decay=decay, wide_gradient=True)
         own = parameter.dtype in (torch.float32, torch.float64)
-        self._master = parameter.detach() if own else (parameter if start is None else start).detach().float()
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self._master), torch.zeros_like(self._master)
-        self.step = torch.zeros((), device=parameter.device)
+        self._apart = None if own else (parameter if start is None else start).detach().float()
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master()), torch.zeros_like(self.master())
+        self.step = torch.zeros((), device=self.exp_avg.device)
 
     def master(self) -> Tensor:
-        return self._master
+        return here(self.parameter).detach() if self._apart is None else self._apart
 
     def load_master(self, master: Tensor) -> None:
-        self._master.copy_(master)
-        self.parameter.copy_(self._master)
+        self.master().copy_(master)
+        self._show()
+
+    def _show(self) -> None:
+        """The parameter is the image of a master that is kept apart."""
+        if self._apart is not None:
+            self.parameter.copy_(self._apart)
 
     def moments(self) -> dict[str, Tensor]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -143,10 +155,9 @@ class Wide(State):
         for decay, group in groupby(sorted(states, key=lambda state: -state.decay), key=lambda state: state.decay):
             same = list(group)
             moments = [[s.exp_avg for s in same], [s.exp_avg_sq for s in same], [s.step for s in same]]
-            update.adamw([s._master for s in same], [_gradient(s) for s in same], moments, decay)
+            update.adamw([s.master() for s in same], [_gradient(s) for s in same], moments, decay)
         for state in states:
-            if state._master.dtype != state.parameter.dtype:
-                state.parameter.copy_(state._master)
+            state._show()
 
 
 class Split(State):

@@ -3,11 +3,15 @@
     <run_dir>/LATEST                          the name of the newest checkpoint
     <run_dir>/checkpoint-<step>/
         <group>-00001.safetensors ...         tensors by group (model, optimizer, rng, ...), cut into shards
+        <group>-00003-00001.safetensors ...   the same of rank 3 of several, each of which writes what it holds
         state.json                            counters, data position, open log sums, identity, ...
         manifest.json                         size and SHA-256 of every file; its own digest is the last field
 
 A checkpoint is written under another name and renamed when all of it is on the disk: one that can be seen is
 complete. What happens to it later is found by the hashes: safetensors alone loads a flipped bit silently.
+
+Ranks write pieces of tensors (rather.pieces), and any part of any tensor can be read from the pieces: a run saved under
+one layout goes on under any other, and nobody holds a whole model.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ import os
 import re
 import shutil
 import socket
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,11 +32,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from rather.errors import CheckpointError, ConfigError, DiskError
+from rather.pieces import CHUNK, Piece, Stored, Streamed, header_of, safetensors_file, tensor_of
 
 log = logging.getLogger(__name__)
 
@@ -41,26 +43,15 @@ SCHEMA = 1
 STATE, MANIFEST, LATEST = "state.json", "manifest.json", "LATEST"
 DEFAULT_SHARD_BYTES = 4 << 30
 _OWN_DIGEST = b',\n "manifest_sha256": '
-_CHUNK = 16 << 20
 _SLACK = 1 << 20  # room for headers, state, manifest and folder entries, beyond the tensors themselves
 
 _NAME = re.compile(r"checkpoint-(0|[1-9]\d*)")
 _ASIDE = re.compile(r"\.old-checkpoint-(0|[1-9]\d*)")
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
-_SHARD = re.compile(r"([a-z][a-z0-9_]*)-\d{5}\.safetensors")
+_SHARD = re.compile(r"([a-z][a-z0-9_]*)-(?:\d{5}-)?\d{5}\.safetensors")
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+Groups = Mapping[str, Mapping[str, Tensor | Piece]]
+Written = Mapping[str, tuple[int, str]]  # size and SHA-256 by file
 
 
 @dataclass(frozen=True)
@@ -74,12 +65,16 @@ class Checkpoint:
 
     def tensors(self, group: str) -> dict[str, Tensor]:
         """All tensors of one group, on the CPU, bit for bit as they were saved."""
+        return dict(self.stored(group))
+
+    def stored(self, group: str) -> Stored:
+        """The same, each read when it is asked for, whole or in part."""
         shards = [name for name in self.files if (m := _SHARD.fullmatch(name)) and m[1] == group]
         if not shards:
             held = sorted({m[1] for name in self.files if (m := _SHARD.fullmatch(name))})
             found = ", ".join(held) or "none"
             raise CheckpointError(f"{self.path}: holds no tensors of '{group}'; those it holds: {found}.")
-        return {name: tensor for shard in shards for name, tensor in load_file(self.path / shard).items()}
+        return Stored(self.path / shard for shard in shards)
 
 
 # --- saving ---
@@ -88,33 +83,45 @@ class Checkpoint:
 def save(
     run_dir: Path,
     step: int,
-    groups: Mapping[str, Mapping[str, Tensor]],
+    groups: Groups,
     state: Mapping[str, Any],
     *,
+    ranks: Callable[[Path], Written] | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Path:
     """Writes checkpoint-<step>; when it returns, the checkpoint is on the disk and LATEST names it.
 
     `state` takes what JSON gives back unchanged: dicts with string keys, lists, strings, integers, booleans,
     None and floats (exact; NaN and infinities too, in Python's spelling, for only Rather reads the file).
+    `ranks` makes each of several ranks `write_groups` into the given folder, and returns what they have written.
     """
     _must_survive_json(state, "state")
-    for group in groups:
-        if not _GROUP.fullmatch(group):
-            raise ValueError(f"a group of tensors is named by a-z, 0-9 and _, not {group!r}")
-    needed = sum(_nbytes(t) for tensors in groups.values() for t in tensors.values())
+    needed = sum(_nbytes(tensor_of(t)) for tensors in groups.values() for t in tensors.values())
 
     def fill(folder: Path) -> None:
-        files = {
-            f"{group}-{number:05d}.safetensors": _safetensors(shard)
-            for group, tensors in groups.items()
-            for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1)
-        }
-        files[STATE] = iter([json.dumps(state, indent=1).encode()])
-        written = {name: _write(folder / name, chunks) for name, chunks in files.items()}
+        written = dict(ranks(folder)) if ranks else {}
+        written |= write_groups(folder, groups, max_shard_bytes=max_shard_bytes)
+        written[STATE] = _write(folder / STATE, [json.dumps(state, indent=1).encode()])
         _write(folder / MANIFEST, [_manifest_bytes(step, written)])
 
     return _publish(Path(run_dir), step, needed, fill)
+
+
+def write_groups(
+    folder: Path, groups: Groups, *, rank: int | None = None, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> dict[str, tuple[int, str]]:
+    """What a process adds to a checkpoint that is being written; `rank` tells the files of several apart."""
+    own = "" if rank is None else f"{rank:05d}-"
+    written = {}
+    for group, tensors in groups.items():
+        if not _GROUP.fullmatch(group):
+            raise ValueError(f"a group of tensors is named by a-z, 0-9 and _, not {group!r}")
+        if rank is not None and not tensors:
+            continue
+        for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
+            name = f"{group}-{own}{number:05d}.safetensors"
+            written[name] = _write(Path(folder) / name, _safetensors(shard))
+    return written
 
 
 def copy_to(checkpoint_path: Path, folder: Path) -> Path:
@@ -125,7 +132,7 @@ def copy_to(checkpoint_path: Path, folder: Path) -> Path:
     def fill(target: Path) -> None:
         for name in (*files, MANIFEST):
             with open(checkpoint_path / name, "rb") as source:
-                written = _write(target / name, iter(partial(source.read, _CHUNK), b""))
+                written = _write(target / name, iter(partial(source.read, CHUNK), b""))
             if written != files.get(name, written):
                 raise CheckpointError(f"{checkpoint_path / name}: is damaged, the copy was given up.")
 
@@ -200,35 +207,23 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The safetensors file of these tensors, in pieces. The library's writer gives no hash on the way and no
-    OSError, and its in-memory form doubles a shard. Wide types first: each tensor is aligned to its width."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + _nbytes(tensor)
-        dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text)) + text
-    for _, tensor in ordered:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), _CHUNK):
-            yield data[start : start + _CHUNK]
+def _safetensors(pieces: Mapping[str, Tensor | Piece]) -> Iterator[bytes | memoryview]:
+    tensors = {name: tensor_of(piece) for name, piece in pieces.items()}
+    streams = {name: Streamed(t.dtype, tuple(t.shape), partial(iter, [t])) for name, t in tensors.items()}
+    return safetensors_file(streams, header_of(pieces))
 
 
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+def _shards(tensors: Mapping[str, Tensor | Piece], limit: int) -> list[dict[str, Tensor | Piece]]:
     """In the given order, each shard as full as the limit allows; a tensor beyond it has its own shard."""
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, Tensor | Piece]] = [{}]
     room = limit
-    for name, tensor in tensors.items():
-        if shards[-1] and _nbytes(tensor) > room:
+    for name, piece in tensors.items():
+        size = _nbytes(tensor_of(piece))
+        if shards[-1] and size > room:
             shards.append({})
             room = limit
-        shards[-1][name] = tensor
-        room -= _nbytes(tensor)
+        shards[-1][name] = piece
+        room -= size
     return shards
 
 
@@ -293,7 +288,16 @@ def newest_good(run_dir: Path) -> Checkpoint | None:
 def open_checkpoint(path: Path) -> Checkpoint:
     """One checkpoint, verified; the error names the file that differs."""
     path = Path(path)
-    step, files = _verify(path)
+    return _opened(path, *_verify(path))
+
+
+def reopen(path: Path) -> Checkpoint:
+    """One that another process has just verified: a hundred ranks need not hash the same files."""
+    path = Path(path)
+    return _opened(path, *_read_manifest(path))
+
+
+def _opened(path: Path, step: int, files: Mapping[str, tuple[int, str]]) -> Checkpoint:
     name = _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
     if name and int(name[1]) != step:
         raise CheckpointError(f"{path}: its manifest is that of step {step}, the folder was renamed.")

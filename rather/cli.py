@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +16,8 @@ from rather.compare.command import compare_losses_command
 from rather.recipes.commands import recipes_app
 from rather.terminal import ConfigPath, Overrides, guarded
 from rather.terminal import settings as settings_of
+
+_UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
 app = typer.Typer(
     name="rather",
@@ -34,19 +39,24 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
 
     config = settings_of(path, overrides)
     from rather.data.prepare import BadRows
-    from rather.pipeline import DPOPipeline, write_report
+    from rather.pipeline import DPOPipeline
+    from rather.run_folder import write_data_report
 
     if dry_run:
-        return _dry_run(DPOPipeline(config))
-    setup_logging(config.log_dir)
+        with closing(DPOPipeline(config)) as pipeline:
+            return _dry_run(pipeline)
+    rank = int(os.environ["RANK"]) if _UNDER_TORCHRUN else 0
+    if rank == 0:
+        setup_logging(config.log_dir)
     try:
         for role in ("actor_train", "reference"):
-            worker_log(config.log_dir, role, 0)
+            worker_log(config.log_dir, role, rank)
         pipeline = DPOPipeline(config)
-        print_report(pipeline.data.report, Console(stderr=True))
+        if rank == 0:
+            print_report(pipeline.data.report, Console(stderr=True))
         return pipeline.run()
     except BadRows as refused:
-        write_report(config.run_dir, refused.report)
+        write_data_report(config.run_dir, refused.report)
         raise
     finally:
         close_logging()
@@ -58,10 +68,17 @@ def train(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do all but the first step; train nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where a run of this name exists.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster that is already there: host:port or auto.", show_default=False)
+    ] = None,
 ) -> None:
-    """Train the policy. The same command goes on where an interrupted run stopped."""
+    """Train the policy. The same command goes on where an interrupted run stopped.
+
+    Where the config names several devices, a local Ray is started, unless --address names one or torchrun runs this.
+    """
     given = [*(overrides or []), *(["overwrite=true"] if overwrite else [])]
-    raise typer.Exit(guarded(lambda: train_from_config(config, given, dry_run=dry_run)))
+    given += [f"ray.address='{address}'"] if address else []
+    raise typer.Exit(guarded(lambda: _with_one_voice(lambda: train_from_config(config, given, dry_run=dry_run))))
 
 
 @app.command(epilog="Example: `rather data dpo.yaml --show 3`")
@@ -110,9 +127,9 @@ def evaluate(
         result = settings.run_dir / "model"
         if model is None and not result.exists():
             raise ConfigError(f"{result}: the run has no model yet; train first, or name weights with --model.")
-        pipeline = DPOPipeline(settings)
-        pipeline.initialize(model=model or str(result))
-        typer.echo(json.dumps(pipeline.evaluate(), indent=1))
+        with closing(DPOPipeline(settings)) as pipeline:
+            pipeline.initialize(model=model or str(result))
+            typer.echo(json.dumps(pipeline.evaluate(), indent=1))
         return 0
 
     raise typer.Exit(guarded(work))
@@ -179,6 +196,15 @@ def config_reference() -> None:
     from rather.config.show import reference_markdown
 
     typer.echo(reference_markdown(), nl=False)
+
+
+def _with_one_voice(work: Callable[[], int]) -> int:
+    """Of the processes that torchrun started only one tells what went wrong."""
+    if not _UNDER_TORCHRUN:
+        return work()
+    from rather.cluster.voice import with_one_voice
+
+    return with_one_voice(work)
 
 
 def _dry_run(pipeline: Any) -> int:

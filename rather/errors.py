@@ -33,6 +33,12 @@ class CheckpointError(RatherError):
     exit_code = 4
 
 
+class WorkerError(RatherError):
+    """A worker failed, died or did not answer; names role, rank, machine and the first cause."""
+
+    exit_code = 5
+
+
 class NonFiniteError(RatherError):
     """The loss or the gradient stopped being a number."""
 

@@ -8,15 +8,17 @@ masters up and rounds at random instead. What is kept for each parameter: adamw.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rather.adamw import Lean, Split, State, Update, Wide
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
+from rather.pieces import Place
 
 
 @dataclass
@@ -41,8 +43,10 @@ class Optimizer:
 
     `exact` holds float32 weights for masters to start from, where the parameters are already rounded. `lean` (whose
     rounding `seed` decides) is for bfloat16 parameters. `wide_gradients: false` adds up micro-batches in bfloat16, as
-    lean does unless told.
+    lean does unless told. `compute` is what float32 parameters are used in, where that is narrower.
     """
+
+    rows: Mapping[str, Place] | None = None  # of whole parameters, those whose moments lie here; all if None
 
     def __init__(
         self,
@@ -54,10 +58,16 @@ class Optimizer:
         exact: Mapping[str, Tensor] | None = None,
         lean: bool = False,
         wide_gradients: bool | None = None,
+        compute: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.args, self.schedule, self.max_grad_norm, self.seed = args, schedule, max_grad_norm, seed
+        if lean and any(isinstance(p, DTensor) for p in self.parameters.values()):
+            raise ConfigError(
+                "precision: lean rounds blocks of a whole weight at random, which shards would change; type "
+                "precision=exact on several devices"
+            )
         wide = not lean if wide_gradients is None else wide_gradients
         self._states = {
             name: _state(name, p, args.weight_decay, lean=lean, wide_gradients=wide, start=(exact or {}).get(name))
@@ -65,7 +75,7 @@ class Optimizer:
         }
         self.masters: Mapping[str, Tensor] = _Masters(self._states)
         self.updates = 0
-        half = any(p.dtype == torch.float16 for p in self.parameters.values())
+        half = torch.float16 in (compute, *(p.dtype for p in self.parameters.values()))
         self.loss_scale = LossScale() if half else None
 
     @property
@@ -78,13 +88,21 @@ class Optimizer:
         """What the loss is multiplied by before backward."""
         return self.loss_scale.value if self.loss_scale else 1.0
 
-    def gradients(self) -> list[Tensor]:
-        return [g for state in self._states.values() if (g := state.gradient) is not None]
+    def gradient(self, name: str) -> Tensor | None:
+        """What of one parameter's gradient lies on this rank."""
+        return self._states[name].gradient
 
-    def grad_norm(self) -> Tensor:
-        """Norm of the whole gradient before clipping, loss scale removed."""
-        norms = torch._foreach_norm(self.gradients(), 2, dtype=torch.float64)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
+        """What of the gradient lies on this rank; of the named parameters only, where names are given."""
+        states = [state for name, state in self._states.items() if names is None or name in names]
+        return [g for state in states if (g := state.gradient) is not None]
+
+    def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
+        """Norm of the gradient on this rank before clipping, loss scale removed."""
+        gradients = self.gradients(names)
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)))
         return norm / self.scale
 
     @torch.no_grad()

@@ -1,13 +1,16 @@
-"""The run folder: which checkpoint goes on, whose it is, and what starting anew may delete."""
+"""The run folder: what lies in it, which checkpoint goes on, whose it is, and what starting anew may delete."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rather import checkpoint
 from rather.checkpoint import Checkpoint
+from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.data.pairs import PairDataset
 from rather.errors import CheckpointError, ConfigError
@@ -15,10 +18,12 @@ from rather.objective import PairLoss
 
 REFERENCE_LOG = "reference.log"  # the reference log-probs that the run used
 RUN_REPORT = "report.json"
+DATA_REPORT = "data_report.json"
+TRACE = "trace.json"
 FINISHED = ".finished"  # tells the step of the exported model: written after the export, removed before training
 OWN_NAMES = (
-    "metrics.jsonl", "config.yaml", "data_report.json", "checkpoint-*", ".tmp-*", ".old-*", "LATEST", "model",
-    "best_model", REFERENCE_LOG, RUN_REPORT, FINISHED,
+    "metrics.jsonl", "config.yaml", DATA_REPORT, "checkpoint-*", ".tmp-*", ".old-*", "LATEST", "model",
+    "best_model", REFERENCE_LOG, RUN_REPORT, TRACE, FINISHED,
 )  # fmt: skip
 
 
@@ -29,7 +34,7 @@ def checkpoint_to_resume(config: DPOConfig, identity: dict[str, Any]) -> Checkpo
         _clear(run_dir)
         return None
     if wanted is False:
-        if any(path.name != "data_report.json" for path in _own_files(run_dir)):  # refused data leaves that too
+        if any(path.name != DATA_REPORT for path in _own_files(run_dir)):  # refused data leaves that too
             raise ConfigError(
                 f"resume_from_checkpoint: false, but {run_dir} holds a run. Go on with it (auto, or the path of a "
                 "checkpoint), choose another exp_name, or start anew with --overwrite."
@@ -78,6 +83,44 @@ def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:
     elif (beside := newest.path.parent / REFERENCE_LOG).exists() and beside.resolve() != file.resolve():
         shutil.copyfile(beside, file)
     return file
+
+
+def trace_file(config: DPOConfig, newest: Checkpoint | None) -> Path | None:
+    """Where the run draws its timeline, if it is asked to: begun anew with it, gone on with from a checkpoint."""
+    if not config.trace:
+        return None
+    file = config.run_dir / TRACE
+    if newest is None:
+        file.unlink(missing_ok=True)
+    return file
+
+
+def write_run_files(config: DPOConfig, data_report: Mapping[str, Any]) -> None:
+    resumable = config.model_copy(update={"overwrite": False})  # trained by this file, the run goes on
+    (config.run_dir / "config.yaml").write_text(dump_yaml(resumable), encoding="utf-8")
+    write_data_report(config.run_dir, data_report)
+
+
+def write_data_report(run_dir: Path, report: Mapping[str, Any]) -> None:
+    """Also of data that was refused."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _write_json(run_dir / DATA_REPORT, report)
+
+
+def write_run_report(run_dir: Path, report: Mapping[str, Any]) -> None:
+    _write_json(run_dir / RUN_REPORT, report)
+
+
+def mark_unfinished(run_dir: Path) -> None:
+    (run_dir / FINISHED).unlink(missing_ok=True)
+
+
+def mark_finished(run_dir: Path, step: int) -> None:
+    (run_dir / FINISHED).write_text(f"{step}\n", encoding="utf-8")
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _refuse_other_run(newest: Checkpoint, now: dict[str, Any]) -> None:

@@ -80,6 +80,22 @@ class RunTracker:
         self.close()
 
 
+class NoTracker:
+    """Of a process that does not lead: its records are those of another."""
+
+    def log(self, record: Record) -> None:
+        pass
+
+    def position(self) -> int:
+        return 0
+
+    def __enter__(self) -> NoTracker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 # --- metrics.jsonl ---
 
 

@@ -1,17 +1,19 @@
 """RankTrainer: what one rank does with packed pairs. Log-probs, a training step, its state.
 
-No files, no loop over steps, nothing about where the batches come from.
+No files, no loop over steps, nothing about where the batches come from. On several ranks each has its own
+micro-batches of the step; what they tell is added up in one collective, to which every number comes from one rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rather.batch import Columns, PairBatch, PairFacts
@@ -21,6 +23,13 @@ from rather.model.park import Parked
 from rather.model.policy import PolicyModel, pair_columns
 from rather.objective import PairLoss
 from rather.optim import Optimizer
+from rather.parallel.collectives import all_reduce_
+from rather.parallel.mesh import Mesh
+from rather.parallel.shard import Stage, announce, counted, local, places, settle
+from rather.parallel.stages import Stages
+from rather.pieces import Here, Piece, Place
+
+Objective = Callable[[PairBatch, Columns], Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,63 +44,120 @@ class StepResult:
     zeros_in_grad: int | None
 
 
+class Runner(Protocol):
+    """How micro-batches go through the model: one after another, or through the stages of a pipeline."""
+
+    def columns(self, batches: Sequence[PairBatch], wanted: Collection[str]) -> list[dict[str, Tensor]] | None:
+        """Columns of each micro-batch, without gradients; None on a rank that does not see them."""
+
+    def backward(self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective) -> None:
+        """Adds up the gradients of the objective of each micro-batch, over dp and cp as well."""
+
+    def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
+        """Gives parameters that lie on several ranks of the runner the sum of their gradients."""
+
+
+class Whole:
+    """The Runner of a model that lies whole, or in shards, on its rank."""
+
+    def __init__(self, policy: PolicyModel, stage: Stage = "ddp") -> None:
+        self.policy, self.stage = policy, stage
+
+    def columns(self, batches: Sequence[PairBatch], wanted: Collection[str]) -> list[dict[str, Tensor]]:
+        found = [pair_columns(self.policy, self._own(batch), wanted) for batch in batches]
+        settle(self.policy)
+        return found
+
+    def backward(self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective) -> None:
+        for number, batch in enumerate(batches, start=1):
+            announce(self.policy, self.stage, last=number == len(batches))
+            own = self._own(batch)
+            objective(own, pair_columns(self.policy, own, wanted)).backward()  # type: ignore[no-untyped-call]
+
+    def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
+        """There are none."""
+
+    def _own(self, batch: PairBatch) -> PairBatch:
+        return self.policy.share(batch).to(device_of(self.policy))
+
+
 class RankTrainer:
-    """One policy on one device, with its loss and, when it is trained, its optimizer."""
+    """One policy, or this rank's part of one, with its loss and, when it is trained, its optimizer."""
 
     def __init__(
         self,
-        policy: PolicyModel,
+        policy: PolicyModel | Stages,
         loss: PairLoss,
         optimizer: Optimizer | None = None,
         *,
+        mesh: Mesh | None = None,
+        runner: Runner | None = None,
         count_zeros: bool = False,
     ) -> None:
         self.policy, self.loss, self.optimizer = policy, loss, optimizer
+        self.mesh = mesh or Mesh.one()
         self.count_zeros = count_zeros
         self.parked: Parked | None = None
-        self.device = str(next(policy.parameters()).device)
+        self.device = device_of(policy)
+        self.runner: Runner = runner or (policy if isinstance(policy, Stages) else Whole(policy))
+        self._counted = counted(policy, self.mesh)
+        self._speaks = self.mesh.rank("cp") == 0 and self.mesh.rank("tp") == 0  # for ranks with the same pairs
 
     @torch.no_grad()
-    def log_probs(self, batches: Sequence[PairBatch]) -> Columns:
-        """What the loss asks of a model, of all pairs in their order within the step. On the device: nobody waits."""
+    def log_probs(self, batches: Sequence[PairBatch], pairs: int | None = None) -> Columns:
+        """What the loss asks of a model, of all pairs in their order within the step. On the device: nobody waits.
+
+        `pairs` counts those of all ranks, which otherwise ask each other.
+        """
         with self.parked.here() if self.parked else nullcontext():
-            return self._gathered(batches)
+            return self._gathered(batches, pairs)
 
     def park(self) -> bool:
         """From now on a frozen model lies on the host between its turns; False where that is so or cannot be."""
-        if self.parked or self.optimizer or not self.device.startswith("cuda"):
+        whole = isinstance(self.policy, PolicyModel) and not self.mesh.sizes
+        if self.parked or self.optimizer or not whole or not self.device.startswith("cuda"):
             return False
+        assert isinstance(self.policy, PolicyModel)
         self.parked = Parked(self.policy)
         return True
 
-    def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
-        """One optimizer step: sum of weighted losses / sum of weights over all micro-batches, then one update."""
+    def train_step(
+        self, batches: Sequence[PairBatch], reference: Columns | None, facts: PairFacts | None = None
+    ) -> StepResult:
+        """One optimizer step: sum of weighted losses / sum of weights over all micro-batches, then one update.
+
+        `facts` and `reference` are those of all pairs of the step, also where `batches` are only some of them.
+        """
         assert self.optimizer is not None
-        facts = PairFacts.of_step(batches)
+        facts = facts or PairFacts.of_step(batches)
         total = float(facts.weight.sum()) or 1.0
         facts = facts.to(self.device)
         known = _moved(reference, self.device)
+        scale = self.optimizer.scale
+        rows: list[Mapping[str, Tensor]] = []
+        policy = torch.zeros_like(facts.length)
+        slopes: dict[str, Tensor] = {}
         if self.loss.whole_batch:
             sums, policy, slopes = self._slopes(batches, facts, known, total)
-        else:
-            sums, policy, slopes = {}, torch.zeros_like(facts.length), {}
-        for batch in batches:
-            batch = batch.to(self.device)
-            columns = pair_columns(self.policy, batch, self.loss.token_columns)
+            rows.append(sums)
+
+        def objective(batch: PairBatch, columns: Columns) -> Tensor:
             if slopes:
-                objective = sum((columns[name] * slopes[name][batch.pair_P]).sum() for name in slopes)
-                assert isinstance(objective, Tensor)
-            else:
-                scored = self._score(facts.at(batch.pair_P), columns, _rows(known, batch.pair_P), facts)
-                objective = scored.losses @ batch.weight_P / total
-                policy[batch.pair_P] = scored.x.policy.detach()
-                sums = _added(sums, weighted_sums(scored, batch.weight_P, self.loss))
-            (objective * self.optimizer.scale).backward()  # type: ignore[no-untyped-call]
-        return self._update(sums, policy)
+                weighted = sum((columns[name] * slopes[name][batch.pair_P]).sum() for name in slopes)
+                assert isinstance(weighted, Tensor)
+                return weighted * scale
+            scored = self._score(facts.at(batch.pair_P), columns, _rows(known, batch.pair_P), facts)
+            policy[batch.pair_P] = scored.x.policy.detach()
+            rows.append(weighted_sums(scored, batch.weight_P, self.loss))
+            return scored.losses @ batch.weight_P / total * scale
+
+        self.runner.backward(batches, self.loss.token_columns, objective)
+        self._complete_gradients()
+        return self._update(rows or [self._no_sums(facts, known)], policy, len(batches))
 
     def rehearse(self, batch: PairBatch) -> None:
         """Forward and backward without an update: shows what memory a micro-batch takes. `forget` ends it."""
-        pair_columns(self.policy, batch.to(self.device))["sum"].sum().backward()  # type: ignore[no-untyped-call]
+        self.runner.backward([batch], (), lambda _batch, columns: columns["sum"].sum())
 
     def forget(self) -> None:
         """Gradients of a step that will not be finished."""
@@ -111,23 +177,36 @@ class RankTrainer:
 
     def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
         """Moves every weight by `share` of the way to `weights` (TR-DPO)."""
+        own = self._here(weights)
         with torch.no_grad():
             for name, parameter in self.policy.named_parameters():
-                parameter.copy_(torch.lerp(parameter.float(), weights[name].to(parameter.device).float(), share))
+                part = local(parameter)
+                part.copy_(torch.lerp(part.float(), own[name].to(part.device).float(), share))
 
-    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Tensors by group, and numbers: all that a later step depends on."""
+    def state(self) -> tuple[dict[str, dict[str, Tensor | Piece]], dict[str, Any]]:
+        """Tensors by group, and numbers: all that a later step depends on. Of several ranks, each tells its pieces."""
         assert self.optimizer is not None
         optimizer = self.optimizer
-        numbers: dict[str, Any] = {"updates": optimizer.updates}
-        if optimizer.loss_scale:
-            numbers["loss_scale"] = [optimizer.loss_scale.value, optimizer.loss_scale.clean]
         masters = {name: master.cpu() for name, master in optimizer.masters.items()}
-        return {"model": masters, "optimizer": optimizer.moments(), "rng": _rng_state()}, numbers
+        groups: dict[str, dict[str, Tensor | Piece]] = {
+            "model": self._pieces(masters),
+            "optimizer": self._pieces(optimizer.moments(), optimizer.rows),
+            "rng": {} if any(self.mesh.places.values()) else dict(_rng_state()),
+        }
+        return groups, self.numbers()
 
-    def load_state(self, groups: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
+    def numbers(self) -> dict[str, Any]:
+        """The part of the state that is the same on all ranks."""
         assert self.optimizer is not None
-        self.optimizer.load(groups["model"], groups["optimizer"], numbers["updates"])
+        numbers: dict[str, Any] = {"updates": self.optimizer.updates}
+        if self.optimizer.loss_scale:
+            numbers["loss_scale"] = [self.optimizer.loss_scale.value, self.optimizer.loss_scale.clean]
+        return numbers
+
+    def load_state(self, groups: Mapping[str, Mapping[str, Tensor]], numbers: dict[str, Any]) -> None:
+        """`groups` hold whole tensors; those of `pieces.Stored` are read part by part as this rank needs them."""
+        assert self.optimizer is not None
+        self.optimizer.load(self._here(groups["model"]), self._here(groups["optimizer"]), numbers["updates"])
         if self.optimizer.loss_scale and "loss_scale" in numbers:
             self.optimizer.loss_scale.value, self.optimizer.loss_scale.clean = numbers["loss_scale"]
         torch.set_rng_state(groups["rng"]["cpu"])
@@ -135,15 +214,56 @@ class RankTrainer:
             torch.cuda.set_rng_state(groups["rng"]["cuda"])
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The policy's weights as exactly as they are known; each is made when it is asked for."""
+        """The policy's weights on this rank as exactly as they are known; each is made when it is asked for."""
         if self.optimizer:
             return self.optimizer.masters
-        return {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
+        return {name: local(parameter.detach()) for name, parameter in self.policy.named_parameters()}
 
-    def _gathered(self, batches: Sequence[PairBatch]) -> dict[str, Tensor]:
-        order = torch.argsort(torch.cat([batch.pair_P for batch in batches])).to(self.device, non_blocking=True)
-        parts = [pair_columns(self.policy, batch.to(self.device), self.loss.token_columns) for batch in batches]
-        return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+    def weight_pieces(self) -> dict[str, Tensor | Piece]:
+        """The weights that are this rank's to store."""
+        return self._pieces(self.weights())
+
+    def _pieces(
+        self, tensors: Mapping[str, Tensor], rows: Mapping[str, Place] | None = None
+    ) -> dict[str, Tensor | Piece]:
+        """`rows`: where tensors are parts of parameters that lie whole on each rank."""
+        if self.mesh.world == 1:
+            return dict(tensors)
+        own = rows or places(self.policy, self.mesh)
+        found: dict[str, Tensor | Piece] = {}
+        for key, tensor in tensors.items():
+            name = key if key in own else key.rpartition(".")[0]
+            place = own[name] if tensor.ndim == len(own[name].whole) else Place.all_of(tensor.shape)
+            if (rows or name in self._counted) and tensor.numel():
+                found[key] = Piece(tensor, place)
+        return found
+
+    def _here(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return source if self.mesh.world == 1 else Here(source, places(self.policy, self.mesh))
+
+    def _gathered(self, batches: Sequence[PairBatch], pairs: int | None) -> dict[str, Tensor]:
+        """Columns of all pairs of the step, on every rank."""
+        parts = self.runner.columns(batches, self.loss.token_columns)
+        places_here = torch.cat([batch.pair_P for batch in batches])
+        if self.mesh.world == 1:
+            assert parts is not None
+            order = torch.argsort(places_here).to(self.device, non_blocking=True)
+            return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+        names = ["sum", *sorted(self.loss.token_columns)]
+        table = torch.zeros(len(names), self._pairs(places_here, pairs), 2, dtype=torch.float64, device=self.device)
+        if parts is not None and self._speaks:
+            table[:, places_here.to(self.device)] = torch.stack(
+                [torch.cat([part[name].detach() for part in parts]) for name in names]
+            )
+        dist.all_reduce(table)
+        return dict(zip(names, table, strict=True))
+
+    def _pairs(self, places_here: Tensor, told: int | None) -> int:
+        if told is not None:
+            return told
+        most = torch.tensor(max(places_here.tolist(), default=-1) + 1, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
 
     def _slopes(
         self, batches: Sequence[PairBatch], facts: PairFacts, reference: Columns | None, total: float
@@ -153,26 +273,30 @@ class RankTrainer:
         One pass without gradients sees all pairs; the ordinary pass is then weighted by these slopes.
         """
         with torch.no_grad():
-            columns = self._gathered(batches)
+            columns = self._gathered(batches, len(facts.weight))
         leaves = {name: column.requires_grad_() for name, column in columns.items()}
         scored = self._score(facts, columns, reference, facts)
         slopes = torch.autograd.grad(scored.losses @ facts.weight / total, list(leaves.values()))
         sums = weighted_sums(scored, facts.weight, self.loss)
-        return sums, columns["sum"].detach(), dict(zip(leaves, slopes, strict=True))
+        policy = columns["sum"].detach()
+        if any(self.mesh.places.values()):  # all ranks have computed the same; the first tells it
+            sums, policy = {name: torch.zeros_like(value) for name, value in sums.items()}, torch.zeros_like(policy)
+        return sums, policy, dict(zip(leaves, slopes, strict=True))
 
     def _score(self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts) -> Scored:
         """Losses and rewards of some pairs; `step` holds all pairs they are averaged with."""
         x = facts.seen_by_a_loss(policy, reference, step.mean_chosen_length)
         return Scored(x, self.loss(x), self.loss.rewards(x))
 
-    def _update(self, sums: dict[str, Tensor], policy: Tensor) -> StepResult:
+    def _update(self, rows: Sequence[Mapping[str, Tensor]], policy: Tensor, batches: int) -> StepResult:
         """Clip and step, unless the gradient is not finite: float16 then halves its scale, anything else stops."""
         optimizer = self.optimizer
         assert optimizer is not None
-        told = [optimizer.grad_norm(), *sums.values(), *self._zeros_in_gradients()]
         # The one host synchronisation of a step.
-        numbers = torch.cat([torch.stack(told), policy.flatten()]).cpu()
-        grad_norm, *values = numbers[: len(told)].tolist()
+        table = self._by_batch(rows, batches)
+        numbers = self._told(torch.cat([table.flatten(), policy.flatten()])).cpu()
+        grad_norm, zeros = numbers[:2].tolist()
+        sums = _in_order(numbers[2 : 2 + table.numel()].view_as(table))
         lr = optimizer.lr
         skipped = 0 if math.isfinite(grad_norm) else 1
         if not skipped:
@@ -187,14 +311,57 @@ class RankTrainer:
                 "Lower the learning rate, or train in bf16 or fp32."
             )
         optimizer.zero_grad()
-        zeros = int(values[-1]) if self.count_zeros else None
-        named = dict(zip(sums, values, strict=False))
-        return StepResult(named, numbers[len(told) :].view_as(policy), grad_norm, lr, skipped, zeros)
+        found = int(zeros) if self.count_zeros else None
+        named = dict(zip(rows[0], sums.tolist(), strict=True))
+        return StepResult(named, numbers[2 + table.numel() :].view_as(policy), grad_norm, lr, skipped, found)
 
-    def _zeros_in_gradients(self) -> list[Tensor]:
-        if not self.count_zeros or self.optimizer is None:
-            return []
-        return [torch.stack([(g == 0).sum() for g in self.optimizer.gradients()]).sum().double()]
+    def _by_batch(self, rows: Sequence[Mapping[str, Tensor]], batches: int) -> Tensor:
+        """Sums of each micro-batch of the step at its place among those of all dp ranks, which have one in turn."""
+        values = torch.stack([torch.stack(list(row.values())) for row in rows])
+        dp = self.mesh.size("dp")
+        table = values.new_zeros(dp * batches, values.shape[1])
+        table[self.mesh.rank("dp") :: dp][: len(rows)] = values
+        return table
+
+    def _told(self, known: Tensor) -> Tensor:
+        """[norm of the gradient, zeros in it, *known], of all ranks."""
+        assert self.optimizer is not None
+        alone = self.mesh.world == 1
+        norm, zeros = self.optimizer.grad_norm(self._counted), self._zeros_in_gradients()
+        if alone:
+            return torch.cat([torch.stack([norm.to(known.device), zeros]), known])
+        own = known if self._speaks else torch.zeros_like(known)
+        vector = torch.cat([torch.stack([norm.to(known.device).square(), zeros]), own])
+        dist.all_reduce(vector)
+        vector[0].sqrt_()
+        return vector
+
+    def _zeros_in_gradients(self) -> Tensor:
+        assert self.optimizer is not None
+        counts = [(g == 0).sum() for g in self.optimizer.gradients(self._counted)] if self.count_zeros else []
+        none = torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack(counts).sum().to(none) if counts else none
+
+    def _complete_gradients(self) -> None:
+        """Sums up what ranks of tp, or both ends of a pipeline, have each a part of."""
+        assert self.optimizer is not None
+        gradient_of = self.optimizer.gradient
+        parts = [gradient for name in sorted(self.policy.tp_partial) if (gradient := gradient_of(name)) is not None]
+        if parts and (group := self.mesh.group("tp")):
+            all_reduce_(parts, group)
+        self.runner.sum_copies(gradient_of)
+
+    def _no_sums(self, facts: PairFacts, reference: Columns | None) -> dict[str, Tensor]:
+        """The metrics of a rank that has seen no pairs: zeros, for the sum over all ranks."""
+        none = facts.weight.new_zeros(0, dtype=torch.long)
+        empty = dict.fromkeys(("sum", *self.loss.token_columns), facts.length[none])
+        scored = self._score(facts.at(none), empty, _rows(reference, none), facts)
+        return weighted_sums(scored, facts.weight[none], self.loss)
+
+
+def device_of(policy: PolicyModel | Stages) -> str:
+    """Where it computes, which need not be where its shards wait: see its buffers, which are never moved."""
+    return str(next(iter(policy.buffers()), next(policy.parameters())).device)
 
 
 def _rng_state() -> dict[str, Tensor]:
@@ -213,8 +380,12 @@ def _rows(columns: Columns | None, places: Tensor) -> Columns | None:
     return None if columns is None else {name: column[places] for name, column in columns.items()}
 
 
-def _added(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one[name] + value if name in one else value for name, value in other.items()}
+def _in_order(table: Tensor) -> Tensor:
+    """The sum of its rows, one after another: the same bits, however they were dealt out to ranks."""
+    total = table[0]
+    for row in table[1:]:
+        total = total + row
+    return total
 
 
 def _floats(sums: Mapping[str, Tensor]) -> dict[str, float]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
+
+from rather.cluster.member import Member
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
@@ -13,10 +16,18 @@ from rather.errors import ConfigError
 def local_cluster(name: str, config: DPOConfig) -> ActorWorker:
     """The worker of role `name`, which answers the calls of a cluster directly."""
     role = config.actor_train if name == "actor_train" else config.reference
-    return _worker_cls(role.worker_cls, f"{name}.worker_cls")(config, name)
+    member = Member(device="cpu") if device_kind(config.platform) == "cpu" else Member()
+    return worker_class(role.worker_cls, f"{name}.worker_cls")(config, name, member)
 
 
-def _worker_cls(value: type | str | None, key: str) -> type[ActorWorker]:
+def device_kind(platform: str) -> str:
+    """cpu or cuda: what the devices of this machine are."""
+    if platform == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("platform: cuda, and this machine has no GPU that PyTorch can use")
+    return "cuda" if platform != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def worker_class(value: type | str | None, key: str) -> type[ActorWorker]:
     """A class, or a dotted path written by the config's author, who is trusted; nothing else ever sets it."""
     if value is None:
         return ActorWorker

@@ -5,25 +5,34 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rather import checkpoint
 from rather.batch import Columns, PairBatch, PairFacts, PairLogps
+from rather.cluster.member import Member
+from rather.config.canonical import threads_of
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
-from rather.model.budget import NoRoom, choose_budget
+from rather.model.budget import TOKENS, Budget, NoRoom, choose_budget
 from rather.model.check import check_length
-from rather.model.export import export_model
-from rather.model.layers import arrange_layers
-from rather.model.load import device_of, freeze, load_policy
+from rather.model.export import export_model, export_stored
+from rather.model.layers import Recompute, arrange_layers
+from rather.model.load import compute_dtype, device_of, freeze, load_divided, load_policy
 from rather.model.policy import PolicyModel
 from rather.objective import PairLoss, from_config, own_loss
 from rather.optim import Optimizer, schedule
-from rather.trainer import RankTrainer, StepResult
+from rather.parallel.apply import build_mesh
+from rather.parallel.canonical import Canonical, RowOptimizer
+from rather.parallel.shard import STAGES
+from rather.parallel.stages import Stages
+from rather.pieces import Piece, Stored
+from rather.trainer import RankTrainer, Runner, StepResult, Whole
 
 COMMON_SPEED = 3e14  # FLOP/s of a GPU without compilation
 WORTH_COMPILING = 600.0  # seconds of training
@@ -33,11 +42,11 @@ RECOMPUTED = {"none": "kept", "half": "mostly kept", "selective": "in part recom
 class ActorWorker:
     """Override `build_loss` in a subclass, and name it in `worker_cls`, to train with a loss of your own."""
 
-    def __init__(self, config: DPOConfig, role: str) -> None:
-        self.config, self.role = config, role
+    def __init__(self, config: DPOConfig, role: str, member: Member | None = None) -> None:
+        self.config, self.role, self.member = config, role, member or Member()
         self.worker_config = config.actor_train if role == "actor_train" else config.reference
-        self.device = device_of(self.worker_config)
-        self.log = logging.getLogger(f"rather.worker.{role}-0")
+        self.device = self.member.device or device_of(self.worker_config)
+        self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
         """The objective; a subclass may return its own, or a plain function: PairLogps -> one loss per pair."""
@@ -58,60 +67,126 @@ class ActorWorker:
         args = self.worker_config.model_args
         if model:  # a revision belongs to the configured model
             args = args.model_copy(update={"revision": None})
-        name = model or self.worker_config.model_path
-        trains, lean = self.role == "actor_train", self.config.precision == "lean"
-        policy = load_policy(name, args, self.device, exact=trains and not lean)
-        self.rows = policy.vocabulary_size
-        check_length(policy.causal_lm.config, self.config.sequence_length)
-        self.compiled = self._compiles(policy, total_steps)
-        self._tell(name, policy)
-        if not trains:
-            arrange_layers(policy, compiled=self.compiled)
-            self.trainer = RankTrainer(freeze(policy), self._objective())
-            if self.config.reference.offload == "on":
-                self.park()
-            return
-        training = self.config.actor_train.training_args
-        optimizer = Optimizer(
-            policy.named_parameters(),
-            training,
-            schedule=schedule(training, total_steps),
-            max_grad_norm=self.config.max_grad_norm,
-            exact=policy.exact,
-            lean=lean,
-            seed=self.config.seed,
-        )
-        policy.exact = {}  # the optimizer's masters now
+        self.source = (model or self.worker_config.model_path, args)
+        self.layout = layout(self.worker_config)
+        self.mesh = build_mesh(self.layout, self.device)
+        trains = self.role == "actor_train"
+        divided = self._loaded(total_steps, trains=trains)
+        optimizer = self._optimizer(divided, total_steps) if trains else None
+        runner = self._runner(divided) if isinstance(divided, PolicyModel) else None
+        zeros = trains and self.config.actor_train.training_args.log_num_zeros_in_grad
         self.trainer = RankTrainer(
-            policy, self._objective(), optimizer, count_zeros=training.log_num_zeros_in_grad
+            divided, self._objective(), optimizer, mesh=self.mesh, runner=runner, count_zeros=zeros
         )
+        if not trains and self.config.reference.offload == "on":
+            self.park()
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this rank takes the way of many, which a mesh of one rank takes as well."""
+        return bool(self.mesh.sizes) and not self.layout.canonical
+
+    def _runner(self, policy: PolicyModel) -> Runner:
+        if self.layout.canonical:
+            return Canonical(policy, self.mesh, self.device)
+        return Whole(policy, STAGES[self.layout.stage])
+
+    def _loaded(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
+        (name, args), lean = self.source, self.config.precision == "lean"
+        if self.is_divided:
+            self.compiled = self.config.compile == "on"
+            recompute = (self.layout.recompute or self._usual_recompute) if trains else "none"
+            asked = replace(self.layout, recompute=recompute)
+            divided = load_divided(name, args, self.device, self.mesh, asked, trains=trains, compiled=self.compiled)
+            self._facts(divided)
+            return divided
+        policy = load_policy(name, args, self.device, exact=trains and not lean)
+        self.compiled = self._compiles(policy, total_steps)
+        self._facts(policy)
+        if not trains:  # a policy's layers are arranged by what fits
+            arrange_layers(freeze(policy), compiled=self.compiled)
+        elif self.layout.canonical:  # what fits may differ with the number of ranks
+            recompute = self.layout.recompute or self._usual_recompute
+            arrange_layers(policy, recompute=recompute, offload=self.layout.offload, compiled=self.compiled)
+        return policy
+
+    def _facts(self, policy: PolicyModel | Stages) -> None:
+        """What of the whole model is asked for later, checked and told."""
+        part = next(module for module in policy.modules() if isinstance(module, PolicyModel))
+        self.causal_lm, self.rows = part.causal_lm, part.vocabulary_size
+        check_length(self.causal_lm.config, self.config.sequence_length)
+        self._tell(policy)
+
+    @property
+    def _usual_recompute(self) -> Recompute:
+        """Of a divided model nothing is rehearsed: all ranks would have to agree on what fits."""
+        return "full" if self.device.startswith("cuda") else "none"
+
+    def _optimizer(self, divided: PolicyModel | Stages, total_steps: int) -> Optimizer:
+        training = self.config.actor_train.training_args
+        options: dict[str, Any] = {
+            "schedule": schedule(training, total_steps),
+            "max_grad_norm": self.config.max_grad_norm,
+            "exact": divided.exact,
+            "lean": self.config.precision == "lean",
+            "seed": self.config.seed,
+            "compute": compute_dtype(self.source[1], self.device) if self.is_divided else None,
+        }
+        if self.layout.canonical and self.layout.stage:
+            optimizer: Optimizer = RowOptimizer(dict(divided.named_parameters()), self.mesh, training, **options)
+        else:
+            optimizer = Optimizer(divided.named_parameters(), training, **options)
+        divided.exact = {}  # the optimizer's masters now
+        return optimizer
 
     def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
         """Tokens of a training micro-batch, as told or as many as fit; arranges the layers for them.
 
         `make_room` is called where activations would have to be recomputed without.
         """
-        asked = layout(self.worker_config)
+        told = self.config.actor_train.max_tokens_per_microbatch_in_train
+        policy = self.trainer.policy
+        if self.is_divided or self.layout.canonical or not isinstance(policy, PolicyModel):
+            budget = Budget(told or TOKENS[self.device.split(":")[0]], self.layout.recompute or self._usual_recompute)
+        else:
+            budget = self._fitting(policy, told, largest_pair, make_room)
+        activations = RECOMPUTED[budget.recompute]
+        host = ", on the host" if self.layout.offload else ""
+        self.log.info("micro-batches of up to %d tokens, activations %s%s", budget.tokens, activations, host)
+        return budget.tokens
+
+    def _fitting(
+        self, policy: PolicyModel, told: int | None, largest_pair: int, make_room: Callable[[], bool] | None
+    ) -> Budget:
         options: dict[str, Any] = {
-            "tokens": self.config.actor_train.max_tokens_per_microbatch_in_train,
-            "recompute": asked.recompute,
-            "offload": asked.offload,
+            "tokens": told,
+            "recompute": self.layout.recompute,
+            "offload": self.layout.offload,
             "compiled": self.compiled,
             "largest_pair": largest_pair,
             "make_room": make_room,
         }
-        trainer = self.trainer
         try:
-            budget = choose_budget(trainer.policy, trainer, **options)
+            return choose_budget(policy, self.trainer, **options)
         except NoRoom:
-            if not trainer.narrow_gradients():
+            if not self.trainer.narrow_gradients():
                 raise
             self.log.info("gradients are added up in bfloat16: in float32 no micro-batch would fit")
-            budget = choose_budget(trainer.policy, trainer, **options)
-        told = RECOMPUTED[budget.recompute]
-        host = ", on the host" if asked.offload else ""
-        self.log.info("micro-batches of up to %d tokens, activations %s%s", budget.tokens, told, host)
-        return budget.tokens
+            return choose_budget(policy, self.trainer, **options)
+
+    def train_step(
+        self, batches: Sequence[PairBatch], reference: Columns | None, facts: PairFacts | None = None
+    ) -> StepResult:
+        """`reference` and `facts` are those of the whole step, the micro-batches this rank's own."""
+        try:
+            return self.trainer.train_step(batches, reference, facts)
+        except torch.OutOfMemoryError as error:
+            if not self.layout.canonical:
+                raise
+            raise ConfigError(
+                f"determinism: canonical keeps a run's micro-batches as they are, and memory ran out: {error} Set "
+                "actor_train.max_tokens_per_microbatch_in_train to less, on every number of devices alike."
+            ) from error
 
     def park(self) -> bool:
         """Keeps a frozen model on the host between its turns; False where that is so already, or cannot be."""
@@ -119,54 +194,86 @@ class ActorWorker:
             self.log.info("%s: waits on the host while the policy trains", self.role)
         return parked
 
-    def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
-        return self.trainer.train_step(batches, reference)
-
     def forget(self) -> None:
         """What a step that ran out of memory left behind."""
         self.trainer.forget()
         torch.cuda.empty_cache()
 
-    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
-        return self.trainer.log_probs(batches)
+    def compute_log_probs(self, batches: Sequence[PairBatch], places: Tensor | None = None) -> Columns:
+        """Of the pairs in these micro-batches; where other ranks have some too, of all that stand at `places`."""
+        if places is None or self.member.world == 1:
+            return self.trainer.log_probs(batches)
+        columns = self.trainer.log_probs(batches, int(places.max()) + 1)
+        return {name: column[places.to(column.device)] for name, column in columns.items()}
 
     def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
         return self.trainer.score(facts, policy, reference)
 
+    # --- weights and state ---
+
     def weights(self) -> Mapping[str, Tensor]:
         return self.trainer.weights()
 
-    def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
-        self.trainer.mix_weights(weights, share)
+    def mix_weights(self, weights: Mapping[str, Tensor] | Path, share: float, group: str = "reference") -> None:
+        """Moves towards `weights`, or towards those that other processes have written to a folder."""
+        found = weights if isinstance(weights, Mapping) else stored(weights, group)
+        self.trainer.mix_weights(found, share)
 
-    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, dict[str, Tensor | Piece]], dict[str, Any]]:
         return self.trainer.state()
 
-    def load_state(self, groups: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
+    def numbers(self) -> dict[str, Any]:
+        """The part of the state that is the same on all ranks and no tensor."""
+        return self.trainer.numbers()
+
+    def write_state(self, folder: Path) -> dict[str, tuple[int, str]]:
+        """This rank's pieces, into a checkpoint that is being written."""
+        return checkpoint.write_groups(folder, self.trainer.state()[0], rank=self.member.rank)
+
+    def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
+        return checkpoint.write_groups(folder, {group: self.trainer.weight_pieces()}, rank=self.member.rank)
+
+    def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
+        """From a checkpoint that the driver has verified; only what this rank holds is read."""
+        found = checkpoint.reopen(path)
+        groups: dict[str, Mapping[str, Tensor]] = {name: found.stored(name) for name in ("model", "rng")}
+        groups["optimizer"] = found.stored("optimizer") if numbers["updates"] else {}
         self.trainer.load_state(groups, numbers)
 
     def embedding_rows(self) -> int:
         return self.rows
 
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
-        export_model(self.trainer.policy, self.trainer.weights(), tokenizer, folder, card)
+        policy = self.trainer.policy
+        assert isinstance(policy, PolicyModel)
+        export_model(policy, self.trainer.weights(), tokenizer, folder, card)
+
+    def export(self, pieces: Path, group: str, tokenizer: Any, folder: Path, card: str) -> None:
+        """The model in Hugging Face's form, of the pieces that all ranks have written."""
+        export_stored(self.causal_lm, stored(pieces, group), tokenizer, folder, card)
+
+    def release(self) -> None:
+        """Gives memory that is not in use back to the device, where another process waits for its turn."""
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
     def _compiles(self, policy: PolicyModel, total_steps: int) -> bool:
         """Compiling takes a minute or two; auto is for runs that are likely to take many."""
         wanted = self.config.compile
-        if wanted != "auto" or not self.device.startswith("cuda") or layout(self.worker_config).offload:
+        if wanted != "auto" or not self.device.startswith("cuda") or self.layout.offload:
             return wanted == "on"
         weights = sum(p.numel() for p in policy.parameters())
         tokens = total_steps * self.config.global_batch() * self.config.sequence_length
         return 6.0 * weights * tokens / COMMON_SPEED > WORTH_COMPILING
 
-    def _tell(self, name: str, policy: PolicyModel) -> None:
+    def _tell(self, policy: PolicyModel | Stages) -> None:
         weights = sum(p.numel() for p in policy.parameters())
-        dtype = str(policy.causal_lm.dtype).removeprefix("torch.")
+        dtype = str(compute_dtype(self.source[1], self.device)).removeprefix("torch.")
         extra = "; layers are compiled, which takes a minute or two at the first steps" if self.compiled else ""
-        if strategy := self.worker_config.strategy_args.strategy_name:
+        if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
             extra += f"; {strategy} has nothing to divide on one device"
-        self.log.info("%s: %s, %.4gM weights in %s on %s%s", self.role, name, weights / 1e6, dtype, self.device, extra)
+        told = (self.role, self.source[0], weights / 1e6, dtype, self.device, extra)
+        self.log.info("%s: %s, %.4gM weights in %s on %s%s", *told)
 
     def _prepare_process(self) -> None:
         """Settings of the whole process, before the model comes."""
@@ -177,9 +284,16 @@ class ActorWorker:
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        if self.config.determinism:
+            torch.set_num_threads(threads_of(self.config, self.worker_config))
         if self.device.startswith("cuda"):
             torch.cuda.set_device(self.device)
         roles = (self.config.actor_train, self.config.reference)
         shares = [role.strategy_args.gpu_memory_utilization for role in roles]
         if torch.cuda.is_available() and None not in shares:  # both roles live in this process
             torch.cuda.set_per_process_memory_fraction(min(1.0, sum(share or 0.0 for share in shares)))
+
+
+def stored(folder: Path, group: str) -> Stored:
+    """The tensors that all ranks have written to a folder under one name."""
+    return Stored(sorted(folder.glob(f"{group}-*.safetensors")))

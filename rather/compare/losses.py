@@ -14,6 +14,7 @@ from torch import Tensor
 from rather import checkpoint
 from rather.batch import Columns, PairBatch, PairFacts, PairLogps, TokenPair
 from rather.checkpoint import Checkpoint
+from rather.cluster.launch import needs_ray
 from rather.cluster.local import local_cluster
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, RoleConfig
@@ -23,7 +24,8 @@ from rather.errors import CheckpointError, ConfigError
 from rather.losses import LOSSES, averages, gap
 from rather.model.budget import TOKENS
 from rather.objective import PairLoss, configure, from_config
-from rather.pipeline import EVALUATION_CHUNK, DPOPipeline
+from rather.pipeline import DPOPipeline
+from rather.run.steps import EVALUATION_CHUNK
 
 PAIRS = 512
 SATURATED = 0.01  # share of the gradient at zero margin below which a pair counts as learnt
@@ -68,10 +70,16 @@ def compare_losses(config: DPOConfig, model: str | None = None, pairs: int = PAI
 
 def measure(config: DPOConfig, model: str | None = None, pairs: int = PAIRS) -> LogProbs:
     """Log-probs of pairs spread over the evaluation sets, or over the training pairs where there are none."""
+    if needs_ray(config, with_reference=True):
+        raise ConfigError(
+            "losses are compared on one device: type actor_train.device_mapping=[0] reference.device_mapping=[0]"
+        )
     weights = trained_weights(config, model)
     pipeline = DPOPipeline(config)
     # A run whose loss has no reference has built none; the other losses need one.
-    reference = pipeline.reference = pipeline.reference or local_cluster("reference", config)
+    reference = pipeline.roles.reference = pipeline.reference or local_cluster("reference", config)
+    assert isinstance(pipeline.actor_train, ActorWorker)
+    assert isinstance(reference, ActorWorker)
     pipeline.initialize(model=None if isinstance(weights, Checkpoint) else weights)
     if isinstance(weights, Checkpoint):
         _put(pipeline.actor_train, weights, "model")

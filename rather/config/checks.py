@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from rather.config.canonical import canonical_device_problems, canonical_problems
+from rather.config.deepspeed import deepspeed_problems, deepspeed_settings, is_deepspeed
+from rather.config.pipelines import SCHEDULES
 from rather.config.strategies import did_you_mean, layout, strategy_problems
 from rather.errors import ConfigError
 
@@ -43,6 +46,7 @@ def problems(config: DPOConfig) -> Iterator[Problem]:
     for check in (
         _resume, _evaluation, _loss, _clipping, _precision, _tracking, _columns,
         _models, _files, _schedule, _layouts, _devices, _batch, _reference, _reference_cache, _environments,
+        _determinism,
     ):  # fmt: skip
         yield from check(config)
 
@@ -54,7 +58,8 @@ def device_problems(config: DPOConfig, kind: str) -> list[str]:
     given = {name: share for name, share in shares.items() if share is not None}
     if kind != "cpu":
         key = f"{next(iter(given), '')}.strategy_args.gpu_memory_utilization"
-        return [f"{key}: both roles share one GPU here; give each a share"] if len(given) == 1 else []
+        alone = [f"{key}: both roles share one GPU here; give each a share"] if len(given) == 1 else []
+        return alone + canonical_device_problems(config)
     found = [
         f"{name}.strategy_args.gpu_memory_utilization: {share} is a share of a GPU, and this run is on the CPU; "
         "remove the key"
@@ -158,11 +163,23 @@ def _clipping(config: DPOConfig) -> Iterator[Problem]:
         yield Problem("actor_train.training_args.max_grad_norm", text, ("max_grad_norm",))
 
 
+    args = config.actor_train.strategy_args
+    if is_deepspeed(args.strategy_name) and not list(deepspeed_problems(args.strategy_config)):
+        clipping = deepspeed_settings(args.strategy_config).clipping
+        if clipping is not None and clipping != config.max_grad_norm:
+            path = "actor_train.strategy_args.strategy_config"
+            text = f"{config.max_grad_norm} differs from DeepSpeed's gradient_clipping ({clipping}); keep one of them"
+            yield Problem("max_grad_norm", text, (path,))
+
+
 def _precision(config: DPOConfig) -> Iterator[Problem]:
     key, dtype = "actor_train.model_args.dtype", config.actor_train.model_args.dtype
     if config.precision == "lean" and dtype not in (None, "bf16"):
         text = f"lean keeps weights in bf16, and {key} is {dtype}; type {key}=bf16 or precision=exact"
         yield Problem("precision", text, (key,))
+    if config.precision == "lean" and len(config.actor_train.device_mapping or [0]) > 1:
+        text = "lean rounds weights at random on one device; set precision=exact on several"
+        yield Problem("precision", text, ("actor_train.device_mapping",))
 
 
 def _tracking(config: DPOConfig) -> Iterator[Problem]:
@@ -259,6 +276,7 @@ def _layouts(config: DPOConfig) -> Iterator[Problem]:
     if details.get("offload_activations") and config.compile == "on":
         key = "actor_train.strategy_args.strategy_config.offload_activations"
         yield Problem(key, "compiled layers keep their activations on the GPU; set compile=off", ("compile",))
+    yield from _split_backward(config)
     if details.get("recompute_granularity") and actor.model_args.disable_gradient_checkpointing:
         text = (
             "true keeps activations, strategy_config.recompute_granularity recomputes them; keep one of them"
@@ -270,6 +288,14 @@ def _layouts(config: DPOConfig) -> Iterator[Problem]:
         )
 
 
+def _split_backward(config: DPOConfig) -> Iterator[Problem]:
+    """Zero-bubble schedules take a layer's gradients in two passes, which a compiled layer does not know."""
+    schedule = config.actor_train.strategy_args.strategy_config.get("pipeline_schedule")
+    if config.compile == "on" and schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
+        text = f"'{schedule}' divides the backward pass, and compiled layers cannot; set compile=off"
+        yield Problem("actor_train.strategy_args.strategy_config.pipeline_schedule", text, ("compile",))
+
+
 def _same_layout(config: DPOConfig) -> bool:
     one, other = config.actor_train, config.reference
     layouts = [role.strategy_args.model_dump(exclude={"gpu_memory_utilization"}) for role in (one, other)]
@@ -277,6 +303,12 @@ def _same_layout(config: DPOConfig) -> bool:
 
 
 def _devices(config: DPOConfig) -> Iterator[Problem]:
+    if config.num_nodes > 1 and config.num_gpus_per_node is None:
+        text = f"num_nodes is {config.num_nodes}; say how many devices each has"
+        yield Problem("num_gpus_per_node", text, ("num_nodes",))
+    if config.ref_tp is not None and config.reference.strategy_args.tp_size not in (None, config.ref_tp):
+        text = f"{config.ref_tp} differs from reference.strategy_args.tp_size; keep one of them"
+        yield Problem("ref_tp", text, ("reference.strategy_args.tp_size",))
     if config.num_gpus_per_node is not None:
         there = config.num_nodes * config.num_gpus_per_node
         for name, role in (("actor_train", config.actor_train), ("reference", config.reference)):
@@ -322,6 +354,9 @@ def _reference(config: DPOConfig) -> Iterator[Problem]:
     ):
         own = "actor_train.model_args.tokenizer_name_or_path"
         yield Problem(key, f"both roles read the same tokens; set {own} instead", (own,))
+    if config.reference.offload == "on" and len(config.reference.device_mapping or [0]) > 1:
+        text = "a divided reference goes to the host by its strategy_name: take gemini_auto there, and auto here"
+        yield Problem("reference.offload", text, ("reference.strategy_args",))
     if config.reference.offload == "on" and config.sync_ref_model:
         text = "sync_ref_model moves the reference, which must lie on the GPU for it; remove one of them"
         yield Problem("reference.offload", text, ("sync_ref_model",))
@@ -357,3 +392,8 @@ def _environments(config: DPOConfig) -> Iterator[Problem]:
                 yield Problem(
                     f"reference.system_envs.{name}", text, ("actor_train.system_envs", "system_envs")
                 )
+
+
+def _determinism(config: DPOConfig) -> Iterator[Problem]:
+    for key, text, others in canonical_problems(config):
+        yield Problem(key, text, others)

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rather.config import checks
+from rather.config.deepspeed import deepspeed_problems, deepspeed_settings, is_deepspeed
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
 
+TP_SPELLINGS = ("tp_size", "tensor_model_parallel_size")
 LAYOUT = ("strategy_name", "strategy_config", "tp_size", "pp_size", "cp_size")
 
 
@@ -26,6 +28,11 @@ def complete(config: DPOConfig) -> dict[str, str]:
     for path, source in _followers(config):
         if _put(config, path, value_at(config, source)):
             followed[path] = followed.get(source, source)
+    if _take_ref_tp(config):
+        followed["reference.strategy_args.tp_size"] = "ref_tp"
+    clipping, said = _deepspeed_clipping(config), "max_grad_norm" in config.model_fields_set
+    if clipping is not None and not said and _put(config, "max_grad_norm", clipping):
+        followed["max_grad_norm"] = "actor_train.strategy_args.strategy_config"
     for path, size in _batch_sizes(config):
         if _put(config, path, size):
             followed[path] = "train_batch_size"
@@ -65,6 +72,23 @@ def _reference_keys(config: DPOConfig) -> Iterator[str]:
     yield from (name for name in names if name not in said.model_fields_set)
     if not said.strategy_args.model_fields_set & set(LAYOUT):  # one description, followed as one
         yield from (f"strategy_args.{name}" for name in LAYOUT)
+
+
+def _deepspeed_clipping(config: DPOConfig) -> float | None:
+    args = config.actor_train.strategy_args
+    problems = is_deepspeed(args.strategy_name) and list(deepspeed_problems(args.strategy_config))
+    return deepspeed_settings(args.strategy_config).clipping if problems == [] else None
+
+
+def _take_ref_tp(config: DPOConfig) -> bool:
+    """ColossalChat's ref_tp takes the place of a degree that was only followed."""
+    said = config.reference.strategy_args
+    if config.ref_tp is None or "tp_size" in said.model_fields_set:
+        return False
+    if not said.model_fields_set & set(LAYOUT):
+        details = {key: value for key, value in said.strategy_config.items() if key not in TP_SPELLINGS}
+        _put(config, "reference.strategy_args.strategy_config", details)
+    return _put(config, "reference.strategy_args.tp_size", config.ref_tp)
 
 
 def _batch_sizes(config: DPOConfig) -> Iterator[tuple[str, int]]:

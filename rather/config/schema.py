@@ -192,7 +192,7 @@ class StrategyArgs(Section):
     """How a role is laid out on its devices."""
 
     strategy_name: str | None = knob(
-        None, "ddp, zero1, zero2, zero3, fsdp2_train, megatron_train, megatron_infer, ..."
+        None, "ddp, zero1, zero2, zero3, hsdp, fsdp2_train, megatron_train, ...; else zero2 on several devices."
     )
     strategy_config: dict[str, Any] = knob(dict, "Details of the strategy, with Megatron's key names.")
     tp_size: int | None = knob(None, "Tensor-parallel degree.", ge=1)
@@ -224,9 +224,15 @@ class RoleConfig(Section):
         dict, "Environment variables of this role; win over those at the top level."
     )
 
+    _canonical: bool = PrivateAttr(default=False)  # determinism, which the layout depends on
+
     @property
     def trains(self) -> bool:
         return False
+
+    @property
+    def is_canonical(self) -> bool:
+        return self._canonical
 
     @property
     def model_path(self) -> str:
@@ -318,6 +324,9 @@ class RunKeys(Section):
     )
     deterministic: bool = knob(
         False, "Deterministic kernels on a GPU, slower; a CPU run repeats to the bit anyway."
+    )
+    determinism: Literal["canonical"] | None = knob(
+        None, "canonical: the same bits on 1, 2 and 4 devices, for ddp and zero1 in fp32; takes memory for 4 gradients."
     )
 
 
@@ -462,15 +471,44 @@ class TrackingKeys(Section):
         "tensorboard", "Trackers beside metrics.jsonl, which is always written; null for none."
     )
     tracker_kwargs: TrackerArgs = knob(TrackerArgs, "Settings of the trackers.")
+    trace: bool = knob(
+        False, "Draw the run's timeline into trace.json in the run folder, for chrome://tracing or ui.perfetto.dev."
+    )
+
+
+class RayArgs(Section):
+    """The Ray cluster that several devices are found through."""
+
+    address: Text | None = knob(
+        None, "Address of a Ray cluster that is already there (host:port or auto); else a local one is started."
+    )
+
+
+class Timeouts(Section):
+    """Seconds after which a silence of workers is a failure."""
+
+    connect: float = knob(8.0, "The cluster must have the nodes and devices asked for.", gt=0)
+    start: float = knob(1800.0, "Workers must have started and loaded their models.", gt=0)
+    step: float = knob(1800.0, "A training step or the log-probs of one must be computed.", gt=0)
+    save: float = knob(3600.0, "States and models must be gathered, written or read.", gt=0)
 
 
 class MachineKeys(Section):
     """Machine"""
 
+    platform: Literal["auto", "cpu", "cuda"] = knob(
+        "auto", "Kind of devices: CPU workers, GPUs, or auto: GPUs where there are any."
+    )
+    ray: RayArgs = knob(RayArgs, "The Ray cluster, where a config asks for more than one device.")
+    timeouts: Timeouts = knob(Timeouts, "Seconds after which a silence of workers is a failure.")
+    ref_tp: int | None = knob(
+        None, "ColossalChat's way to write reference.strategy_args.tp_size.", ge=1
+    )
+
     system_envs: Environment = knob(dict, "Environment variables of every role.")
     num_nodes: int = knob(1, "Machines.", ge=1)
     num_gpus_per_node: int | None = knob(
-        None, "Devices of each machine; device_mapping is checked against it.", ge=1
+        None, "Devices of each machine; device_mapping and the cluster are checked against it.", ge=1
     )
 
 
@@ -494,6 +532,8 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
 
     @model_validator(mode="after")
     def _complete_and_check(self) -> DPOConfig:
+        for role in (self.actor_train, self.reference):
+            role._canonical = self.determinism == "canonical"
         self._followed.update(follow.complete(self))
         problems = list(checks.problems(self))
         if problems:
@@ -569,8 +609,8 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
     def reference_cache_dir(self) -> Path:
         return Path(self.reference.cache.path or Path(self.output_dir) / ".cache" / "reference").expanduser()
 
-    def global_batch(self, dp: int = 1) -> int:
-        """Pairs of one optimizer step."""
+    def global_batch(self, dp: int | None = None) -> int:
+        """Pairs of one optimizer step, on as many data-parallel ranks as the policy's layout has unless told."""
         training = self.actor_train.training_args
         sizes = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        return self.train_batch_size or dp * sizes
+        return self.train_batch_size or (dp or checks.data_parallel(self)) * sizes

@@ -2,10 +2,13 @@
 
 Registered with transformers under the name `rather`, so the model files stay Hugging Face's own. CUDA in half
 precision runs one variable-length kernel; everything else (CPU, float32, soft-capped families) loops over segments.
+
+Where ranks divide the tokens of a micro-batch, each gathers the keys and values of all and keeps to its own queries.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +18,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rather.batch import Segments
 from rather.errors import ConfigError
+from rather.parallel.collectives import Group, gather
 
 IMPLEMENTATION = "rather"
+
+
+@dataclass(frozen=True)
+class SpreadSegments(Segments):
+    """Segments of one rank's tokens, whose keys are counted over the tokens of all ranks, one rank after another."""
+
+    group: Group
 
 
 def segment_attention(
@@ -36,10 +47,18 @@ def segment_attention(
     """query [1, H, N, D], key and value [1, Hkv, N, D] -> [1, N, H, D]."""
     if s_aux is not None:
         raise ConfigError(f"{type(module).__name__}: attention sinks are not supported; use a model without them")
+    if isinstance(segments, SpreadSegments):
+        key, value = _of_all_ranks(key, value, segments.group)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not softcap:
         return _varlen(query, key, value, segments, scale, sliding_window), None
     return _one_by_one(query, key, value, segments, scale, sliding_window, softcap), None
+
+
+def _of_all_ranks(key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """In one message. Backward: each rank gets the sum of what the queries of all ranks give its keys and values."""
+    both = gather(torch.cat([key, value], dim=-1), 2, group)
+    return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
 
 # --- CPU, float32, soft-caps: one segment after another ---

@@ -25,14 +25,15 @@ from rather.model.policy import PolicyModel
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}  # relative, per token
 
 
-def check_family(config: PretrainedConfig) -> None:
-    """Refuses a model family whose packed log-probs differ from its padded ones."""
+def check_family(config: PretrainedConfig) -> bool:
+    """Refuses a model family whose packed log-probs differ from its padded ones; False where no twin can be made."""
     try:
-        twin = _twin(config)
-        _padded(twin, _two_pairs(twin.config.vocab_size)[0])
+        twin = twin_of(config)
+        _padded(twin, two_pairs(twin.config.vocab_size)[0])
     except Exception:  # a config that cannot be shrunk is checked on its real weights alone
-        return
+        return False
     _compare(PolicyModel(twin), config.model_type)
+    return True
 
 
 def check_model(policy: PolicyModel) -> None:
@@ -58,7 +59,7 @@ def check_length(config: PretrainedConfig, tokens: int) -> None:
 @torch.no_grad()
 def _compare(policy: PolicyModel, family: str) -> None:
     model = policy.causal_lm
-    pairs = _two_pairs(model.get_input_embeddings().weight.shape[0])
+    pairs = two_pairs(model.get_input_embeddings().weight.shape[0])
     try:
         model.set_attn_implementation("eager")
         padded = torch.cat([_padded(model, pair) for pair in pairs])
@@ -78,7 +79,7 @@ def _compare(policy: PolicyModel, family: str) -> None:
         )
 
 
-def _two_pairs(vocab: int) -> list[TokenPair]:
+def two_pairs(vocab: int) -> list[TokenPair]:
     random = np.random.default_rng(0)
     pairs = []
     for p, c, r in ((12, 28, 21), (20, 9, 20)):
@@ -98,28 +99,29 @@ def _padded(model: Any, pair: TokenPair) -> Tensor:
     return torch.cat(logps)
 
 
-def _twin(config: PretrainedConfig) -> Any:
+def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
     """A small random model of the family in float32."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        twin = AutoModelForCausalLM.from_config(_shrunken(config.get_text_config()), dtype=torch.float32).eval()
+        small = _shrunken(config.get_text_config(), kv_heads)
+        twin = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
         for parameter in twin.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.15)  # wide enough that attention matters
     return twin
 
 
-def _shrunken(config: PretrainedConfig) -> PretrainedConfig:
-    """The same family, small: one layer of each kind, four heads, a window of 8 tokens."""
+def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
+    """The same family, small: one layer of each kind, few heads, a window of 8 tokens."""
     small = copy.deepcopy(config)
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
     changes = {
         "num_hidden_layers": max(2, len(kinds)),
         "layer_types": (kinds * 2)[: max(2, len(kinds))],
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4 if kv_heads == heads else 2,
+        "hidden_size": 32 * few,
+        "num_attention_heads": 2 * few,
+        "num_key_value_heads": 2 * few if kv_heads == heads else few,
         "head_dim": 16,
         "intermediate_size": 96,
         "moe_intermediate_size": 48,

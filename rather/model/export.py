@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from rather.model.policy import PolicyModel
+from rather.pieces import Stored, Streamed, safetensors_file
+
+LARGEST_FILE = 4_000_000_000  # bytes, as transformers' "4GB"
 
 
-def export_model(
-    policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, card: str
-) -> None:
+def export_model(policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, card: str) -> None:
     """Writes `weights` (names as in the policy) in the dtype of the source model. Complete or not there at all."""
     model = policy.causal_lm
     dtype = model.config.dtype
@@ -29,6 +30,48 @@ def export_model(
     _name_dtype(temporary / "config.json", dtype)
     model.config.dtype = dtype  # save_pretrained overwrites it with the dtype it was trained in
     tokenizer.save_pretrained(temporary)
+    _publish(temporary, folder, card)
+
+
+def export_stored(model: Any, stored: Stored, tokenizer: Any, folder: Path, card: str) -> None:
+    """The same from weights that several ranks have written to files; of `model` only its configs are read.
+
+    They are streamed: no more than some rows of one weight are in memory.
+    """
+    dtype = model.config.dtype
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    model.config.save_pretrained(temporary)
+    _name_dtype(temporary / "config.json", dtype)
+    model.generation_config.to_json_file(temporary / "generation_config.json")
+    _write_weights(
+        temporary, {name.removeprefix("causal_lm."): stored.streamed(name, dtype) for name in sorted(stored)}
+    )
+    tokenizer.save_pretrained(temporary)
+    _publish(temporary, folder, card)
+
+
+def _write_weights(folder: Path, weights: Mapping[str, Streamed]) -> None:
+    """One file, or several with the index that transformers reads."""
+    shards: list[dict[str, Streamed]] = [{}]
+    for name, weight in weights.items():
+        if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + weight.nbytes > LARGEST_FILE:
+            shards.append({})
+        shards[-1][name] = weight
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    names = names if len(names) > 1 else ["model.safetensors"]
+    for file, shard in zip(names, shards, strict=True):
+        with open(folder / file, "xb") as out:
+            for chunk in safetensors_file(shard, {}):
+                out.write(chunk)
+    if len(names) > 1:
+        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _publish(temporary: Path, folder: Path, card: str) -> None:
     (temporary / "README.md").write_text(card, encoding="utf-8")
     for file in temporary.rglob("*"):
         if file.is_file():

@@ -4,6 +4,8 @@ Only rows that predict a scored token come here. Forward keeps the logits when t
 into their own gradient in place (3 matrix products); past the budget it keeps two numbers per row and computes the
 logits again, chunk by chunk (4 products). Log-sum-exp and sums are in float32 (float64 stays float64). On CUDA two
 Triton kernels read the logits once each; elsewhere torch does the same.
+
+Where ranks divide the vocabulary, each does all this with its own words, and they exchange three numbers per row.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from rather.parallel.collectives import Group, gathered
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits worked on at a time
 KEEP_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # logits kept from forward to backward, unless told otherwise
@@ -28,17 +32,27 @@ def token_logps(
     softcap: float | None = None,
     squares: bool = False,
     keep_bytes: int | None = None,
+    words: Words | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(target | hidden) per row in float32 and, with `squares`, log sum of p^2 over the vocabulary, else nothing.
 
-    `scale` and `softcap` are the family's own treatment of logits.
+    `scale` and `softcap` are the family's own treatment of logits. With `words`, weight and bias hold only these, while
+    hidden rows and targets are the same on all ranks, and so are the results. Backward: the gradient of the hidden rows
+    is then this rank's part of a sum over the ranks, which whatever made the rows has to form (`enter`, `gather`).
     """
     budget = KEEP_BYTES[hidden_TD.device.type] if keep_bytes is None else keep_bytes
     keep = torch.is_grad_enabled() and 0 < hidden_TD.shape[0] * _row_bytes(weight_VD) <= budget
     logps, squared = _TokenLogps.apply(
-        hidden_TD, weight_VD, bias_V, targets_T, _Treatment(scale, softcap), squares, keep
+        hidden_TD, weight_VD, bias_V, targets_T, _Treatment(scale, softcap), squares, keep, words
     )
     return logps, squared
+
+
+class Words(NamedTuple):
+    """The part of the vocabulary that this rank holds: its first word, and the group that holds all of it."""
+
+    first: int
+    group: Group
 
 
 class _Treatment(NamedTuple):
@@ -69,11 +83,16 @@ class _TokenLogps(torch.autograd.Function):
         treatment: _Treatment,
         squares: bool,
         keep: bool,
+        words: Words | None,
     ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logps = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         lse, largest = torch.empty_like(logps), torch.empty_like(logps)
         squared = torch.empty_like(logps) if squares else logps.new_empty(0)
+        if words:
+            targets = targets - words.first
+            outside = (targets < 0) | (targets >= len(weight))
+            targets = targets.masked_fill(outside, 0)
         rows_of = _chunks(len(hidden), weight, whole=keep and hidden.is_cuda)
         kept: list[Tensor] = []
         for rows in rows_of:
@@ -88,7 +107,9 @@ class _TokenLogps(torch.autograd.Function):
                     squared[rows] = _log_sum_of_squares(logits, lse[rows], largest[rows], treatment)
             if keep:
                 kept.append(logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, largest)
+        if words:
+            _combine(logps, lse, squared, outside, words.group)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, largest, outside if words else None)
         ctx.kept, ctx.treatment = kept, treatment
         ctx.mark_non_differentiable(squared)
         return logps, squared
@@ -96,7 +117,8 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, _ = grads
-        hidden, weight, bias, targets, lse, largest = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, largest, outside = ctx.saved_tensors
+        at_target = grad if outside is None else grad.masked_fill(outside, 0)
         treatment: _Treatment = ctx.treatment
         d_hidden = torch.empty_like(hidden)
         d_weight: Tensor | None = None
@@ -110,11 +132,13 @@ class _TokenLogps(torch.autograd.Function):
             if _fused(logits, treatment):
                 from rather.model.kernels import logits_gradient_
 
-                d_logits = logits_gradient_(logits, lse[rows], targets[rows], grad[rows], treatment.scale)
+                hits = targets[rows] if outside is None else targets[rows].masked_fill(outside[rows], -1)
+                d_logits = logits_gradient_(logits, lse[rows], hits, grad[rows], treatment.scale)
             else:
                 if not was_kept and _raises(logits, treatment):
                     _raise(logits, largest[rows])
-                d_logits = _gradient(logits, lse[rows], largest[rows], targets[rows], grad[rows], treatment)
+                numbers = (lse[rows], largest[rows], targets[rows], grad[rows], at_target[rows])
+                d_logits = _gradient(logits, *numbers, treatment)
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if ctx.needs_input_grad[1]:
                 d_weight = _added(d_weight, d_logits, hidden[rows], lse.dtype, whole=rows == slice(0, len(hidden)))
@@ -122,7 +146,7 @@ class _TokenLogps(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
         if ctx.needs_input_grad[1] and d_weight is None:  # no rows at all
             d_weight = torch.zeros_like(weight)
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 def _added(d_weight: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torch.dtype, *, whole: bool) -> Tensor:
@@ -134,6 +158,20 @@ def _added(d_weight: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torc
     if hidden.dtype == wide:
         return d_weight.addmm_(d_logits.t(), hidden)
     return d_weight.add_(torch.mm(d_logits.t(), hidden))
+
+
+# --- a vocabulary divided among ranks ---
+
+
+def _combine(logps: Tensor, lse: Tensor, squared: Tensor, outside: Tensor, group: Group) -> None:
+    """The numbers of each row over this rank's words become those over the whole vocabulary, in one exchange."""
+    own = [logps.masked_fill(outside, float("-inf")), lse, *([squared] if len(squared) else [])]
+    ranks_3T = gathered(torch.stack(own), group)
+    torch.logsumexp(ranks_3T[:, 1], dim=0, out=lse)
+    share = ranks_3T[:, 1] - lse  # of each rank's words in the probability, as a logarithm
+    torch.amax(ranks_3T[:, 0] + share, dim=0, out=logps)
+    if len(squared):
+        torch.logsumexp(ranks_3T[:, 2] + 2 * share, dim=0, out=squared)
 
 
 def _fused(logits: Tensor, treatment: _Treatment) -> bool:
@@ -173,11 +211,18 @@ def _log_sum_of_squares(logits: Tensor, lse: Tensor, largest: Tensor, treatment:
 
 
 def _gradient(
-    logits: Tensor, lse: Tensor, largest: Tensor, targets: Tensor, grad: Tensor, treatment: _Treatment
+    logits: Tensor,
+    lse: Tensor,
+    largest: Tensor,
+    targets: Tensor,
+    grad: Tensor,
+    at_target: Tensor,
+    treatment: _Treatment,
 ) -> Tensor:
     """Turns logits (or their exponentials) into d loss / d (hidden @ weight) in place.
 
-    That is grad * (one-hot - softmax), then the chain back through soft-cap and scale.
+    That is grad * (one-hot - softmax), then the chain back through soft-cap and scale. `at_target` is grad, or 0 where
+    another rank holds the target.
     """
     slope = None
     if _raises(logits, treatment):
@@ -186,7 +231,7 @@ def _gradient(
         if treatment.softcap is not None:
             slope = 1 - (logits / treatment.softcap) ** 2  # tanh' at the capped logit
         d_logits = logits.to(lse.dtype).sub_(lse[:, None]).exp_().mul_(-grad[:, None])
-    d_logits.scatter_add_(1, targets[:, None], grad[:, None])
+    d_logits.scatter_add_(1, targets[:, None], at_target[:, None])
     if slope is not None:
         d_logits.mul_(slope)
     if treatment.scale != 1.0:

@@ -27,11 +27,16 @@ LEVELS: tuple[Recompute, ...] = ("none", "half", "selective", "full")  # ever le
 log = logging.getLogger(__name__)
 
 
+def layers_of(policy: PolicyModel) -> list[Any]:
+    """The decoder layers, as transformers marks them."""
+    return [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def arrange_layers(
     policy: PolicyModel, *, recompute: Recompute = "none", offload: bool = False, compiled: bool = False
 ) -> None:
     """Sets how the layers run from now on; calling it again replaces what was set before."""
-    layers: list[Any] = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = layers_of(policy)
     family = policy.causal_lm.config.model_type
     if not layers and (recompute != "none" or offload):
         raise ConfigError(

@@ -1,7 +1,12 @@
-"""A Hugging Face folder or hub name -> a PolicyModel in eval mode, checked before anything is trained."""
+"""A Hugging Face folder or hub name -> a PolicyModel in eval mode, checked before anything is trained.
+
+On several ranks no process ever holds a whole model: it is made without memory, divided, and each rank then reads its
+own slices of the files.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rather.config.schema import ModelArgs, RoleConfig
+from rather.config.strategies import Layout
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
+from rather.model.digest import model_folder
 from rather.model.policy import PolicyModel
+from rather.parallel.apply import divide, shards
+from rather.parallel.mesh import Mesh
+from rather.parallel.shard import places
+from rather.parallel.stages import Stages
+from rather.pieces import Stored
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -45,10 +59,7 @@ def load_policy(name: str, args: ModelArgs, device: str, *, exact: bool = False)
     """
     if not sys.stderr.isatty():
         disable_progress_bar()
-    common: dict[str, Any] = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
-    with _opening(f"model '{name}': its config"):
-        config = AutoConfig.from_pretrained(name, **common)
-    check_family(config)
+    common, config, _ = _config(name, args)
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
     rounded = exact and compute in (torch.bfloat16, torch.float16) and source_dtype != compute
     with _opening(f"model '{name}': its weights"):
@@ -72,6 +83,110 @@ def load_policy(name: str, args: ModelArgs, device: str, *, exact: bool = False)
             parameter.data = parameter.data.to(compute)
     check_model(policy)
     return policy
+
+
+def load_divided(
+    name: str, args: ModelArgs, device: str, mesh: Mesh, layout: Layout, *, trains: bool, compiled: bool = False
+) -> PolicyModel | Stages:
+    """What this rank holds of a model. Collective. Shards that are trained are float32, and computed with in less."""
+    _, config, proven = _config(name, args)
+    if not proven:
+        raise ConfigError(
+            f"model family '{config.model_type}' cannot be divided: its packed log-probs can be compared with its own "
+            "padded forward on the whole model only; train it on one device, or choose another family."
+        )
+    source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
+    dtype = torch.float32 if trains and shards(mesh) else compute
+    folder = model_folder(name, args.revision)
+    with _opening(f"model '{name}': its weights"), _parameters_without_memory():
+        stored = Stored(_weight_files(folder))
+        causal_lm: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=args.trust_remote_code
+        )
+        if folder and (folder / "generation_config.json").exists():
+            causal_lm.generation_config = GenerationConfig.from_pretrained(folder)
+    causal_lm.config.dtype = source_dtype
+    exact = trains and dtype in (torch.bfloat16, torch.float16) and source_dtype != dtype
+
+    def fill(part: PolicyModel) -> None:
+        _fill(name, part, mesh, stored, "cpu" if layout.host else device, dtype, exact=exact)
+        for module in part.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = None if buffer is None else buffer.to(device)
+
+    policy = PolicyModel(causal_lm).eval().requires_grad_(trains)
+    recompute = layout.recompute or "none"
+    return divide(policy, mesh, layout, compute=compute, recompute=recompute, compiled=compiled, fill=fill)
+
+
+def _fill(
+    name: str, policy: PolicyModel, mesh: Mesh, stored: Stored, device: str, dtype: torch.dtype, *, exact: bool
+) -> None:
+    """Gives every parameter its values; those that several modules share stay shared."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in policy.modules():
+        for key, parameter in module._parameters.items():
+            holders.setdefault(id(parameter), []).append((module, key))
+    own = places(policy, mesh)
+    for long_name, parameter in list(policy.named_parameters()):
+        key = long_name.removeprefix("causal_lm.")
+        if key not in stored or stored.shape(key) != own[long_name].whole:
+            found = f"has the shape {stored.shape(key)}" if key in stored else "is not there"
+            raise ConfigError(
+                f"model '{name}': the weights do not fill the model: {key} of {own[long_name].whole} {found}. A model "
+                "that is stored under older names is read whole on one device and can be saved anew from there"
+            )
+        value = stored.read(key, own[long_name])
+        if not torch.isfinite(value).all():
+            raise ConfigError(f"model '{name}': weights that are not finite numbers: {key}")
+        if exact:
+            policy.exact[long_name] = value.float().to(device)
+        filled = nn.Parameter(_laid_out(value.to(device, dtype), parameter), requires_grad=parameter.requires_grad)
+        for module, where in holders[id(parameter)]:
+            setattr(module, where, filled)
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """A rank's own part as the tensor that it is a part of, where the model is sharded."""
+    if not isinstance(like, DTensor):
+        return value
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Parameters of modules made meanwhile are on the meta device; buffers are few, computed, and real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _weight_files(folder: Path | None) -> list[Path]:
+    if folder is None:
+        raise FileNotFoundError("neither a folder nor a hub model that can be had")
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
+    """(what every call into transformers takes, the model's config, whether a twin has proven its family)."""
+    common: dict[str, Any] = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    with _opening(f"model '{name}': its config"):
+        config = AutoConfig.from_pretrained(name, **common)
+    return common, config, check_family(config)
 
 
 def freeze(policy: PolicyModel) -> PolicyModel:

@@ -6,14 +6,15 @@ on two numbers per pair.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rather.batch import PairBatch
-from rather.model.head import token_logps
+from rather.model.head import Words, token_logps
+from rather.parallel.collectives import Group, enter, gather, leave
 
 
 class PolicyModel(nn.Module):
@@ -23,7 +24,18 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.exact: dict[str, Tensor] = {}  # source weights in float32, where this model holds them rounded
+        # What of the whole model lies here. Parameters cut over tp: by name the dimension, and its size in the whole;
+        # those that are not cut, but whose gradient is a part of a sum over tp; those that another pipeline stage holds
+        # as well, and counts.
+        self.tp_dims: dict[str, int] = {}
+        self.tp_sizes: dict[str, int] = {}
+        self.tp_partial: set[str] = set()
+        self.extra_copies: set[str] = set()
         self.vocabulary_size = int(causal_lm.get_input_embeddings().weight.shape[0])
+        self.words: Words | None = None  # of the head, where ranks divide the vocabulary
+        self.token_parts = 1  # sequence parallel: into how many the ranks of tp divide the tokens between products
+        self.context: Group | None = None  # ranks that divide the tokens of a micro-batch ...
+        self.divide: Callable[[PairBatch], PairBatch] = _all_of_it  # ... and how
         config = causal_lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
@@ -31,9 +43,9 @@ class PolicyModel(nn.Module):
             getattr(config, "logits_scaling", None) or 1.0
         )
 
-    def forward(self, batch: PairBatch, *, squares: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-prob of each scored token of the micro-batch, in float32; with `squares` also log sum p^2 of each."""
-        hidden = self.causal_lm.base_model(
+    def hidden(self, batch: PairBatch) -> Tensor:
+        """What the base model gives: [1, N, D]."""
+        states: Tensor = self.causal_lm.base_model(
             input_ids=batch.ids_N[None],
             # Segments say what each token sees. A mask of four dimensions is taken as it is; without one, transformers
             # would look for packed sequences in the positions, and wait for the device to do so.
@@ -41,29 +53,69 @@ class PolicyModel(nn.Module):
             position_ids=batch.positions_N[None],
             segments=batch.segments,
             use_cache=False,
-        ).last_hidden_state[0]
+        ).last_hidden_state
+        return states
+
+    def forward(self, batch: PairBatch, *, squares: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-prob of each scored token of the micro-batch, in float32; with `squares` also log sum p^2 of each."""
+        return self.score(self.hidden(batch)[0], batch, squares=squares)
+
+    def score(self, hidden_ND: Tensor, batch: PairBatch, *, squares: bool = False) -> tuple[Tensor, Tensor]:
+        """The head alone, on what the base model gave."""
+        if self.words and self.token_parts > 1:
+            rows_UD = gather(hidden_ND, 0, self.words.group).index_select(0, batch.rows_U)
+        elif self.words:
+            rows_UD = enter(hidden_ND.index_select(0, batch.rows_U), self.words.group)
+        else:
+            rows_UD = hidden_ND.index_select(0, batch.rows_U)
         head = self.causal_lm.get_output_embeddings()
         return token_logps(
-            hidden.index_select(0, batch.rows_U),
+            rows_UD,
             head.weight,
             head.bias,
             batch.targets_U,
             scale=self.scale,
             softcap=self.softcap,
             squares=squares,
+            words=self.words,
         )
+
+    def share(self, batch: PairBatch) -> PairBatch:
+        """What this rank computes of a micro-batch; of a share the share itself. On the CPU: nothing waits there."""
+        return self.divide(batch)
+
+    def hidden_tokens(self, batch: PairBatch) -> int:
+        """How many rows the hidden states of a micro-batch have here, between layers."""
+        return len(self.share(batch).ids_N) // self.token_parts
+
+    def pair_sums(
+        self, logps_U: Tensor, squared_U: Tensor, batch: PairBatch, wanted: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """The columns of a micro-batch from its scored tokens, or from this rank's share of them."""
+        counted = logps_U.double().index_select(0, batch.token_T)
+        columns = {"sum": _per_pair(counted, batch)}
+        if "shared" in wanted:
+            columns["shared"] = _per_pair(counted * batch.shared_T, batch)
+        if "squares" in wanted:
+            columns["squares"] = _per_pair(squared_U.double().index_select(0, batch.token_T), batch)
+        if self.context is None:
+            return columns
+        # Each rank then has the loss of whole responses, and takes from it the gradient of its own tokens.
+        whole = leave(torch.stack(list(columns.values())), self.context)
+        return dict(zip(columns, whole.unbind(), strict=True))
 
 
 def pair_columns(policy: PolicyModel, batch: PairBatch, wanted: Collection[str] = ()) -> dict[str, Tensor]:
     """The columns of a micro-batch: "sum" always, "shared" (within the shorter length) and "squares" when wanted."""
-    logps, squared = policy(batch, squares="squares" in wanted)
-    counted = logps.double().index_select(0, batch.token_T)
-    columns = {"sum": _per_pair(counted, batch)}
-    if "shared" in wanted:
-        columns["shared"] = _per_pair(counted * batch.shared_T, batch)
-    if "squares" in wanted:
-        columns["squares"] = _per_pair(squared.double().index_select(0, batch.token_T), batch)
-    return columns
+    own = policy.share(batch)
+    if own is not batch:
+        own = own.to(str(next(policy.parameters()).device))
+    logps_U, squared_U = policy(own, squares="squares" in wanted)
+    return policy.pair_sums(logps_U, squared_U, own, wanted)
+
+
+def _all_of_it(batch: PairBatch) -> PairBatch:
+    return batch
 
 
 def _per_pair(values_T: Tensor, batch: PairBatch) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rather import checkpoint
+from rather.pieces import Piece, Place
 
 GROUPS = 3
 os.fsync = lambda _: None  # the page cache outlives a killed process, and syncing took most of the time
@@ -30,9 +31,26 @@ def save(run_dir: Path, step: int, content: float) -> None:
     checkpoint.save(run_dir, step, groups, {"content": content}, max_shard_bytes=128)
 
 
+def save_by_ranks(run_dir: Path, step: int, content: float) -> None:
+    """The same tensors in pieces: two ranks have written theirs into the folder before it is finished."""
+
+    def by_all(folder: Path) -> dict[str, tuple[int, str]]:
+        written = {}
+        for rank in range(2):
+            halves = {
+                f"layer.{i}": Piece(torch.full((8,), content), Place((16,), (8 * rank,), (8,))) for i in range(GROUPS)
+            }
+            doubled = {name: Piece(half.tensor * 2, half.place) for name, half in halves.items()}
+            written |= checkpoint.write_groups(folder, {"model": halves, "optimizer": doubled}, rank=rank)
+        return written
+
+    checkpoint.save(run_dir, step, {}, {"content": content}, ranks=by_all)
+
+
 def content_of(found: checkpoint.Checkpoint | None) -> float | None:
     if found is None:
         return None
+    assert all(t.shape == (16,) for t in found.tensors("model").values())
     values = {t.unique().item() for t in found.tensors("model").values()}
     values |= {t.unique().item() / 2 for t in found.tensors("optimizer").values()}
     assert values == {found.state["content"]}, "the parts of one checkpoint belong to different saves"
@@ -70,6 +88,7 @@ def die_at(point: int) -> None:
 SCENARIOS: dict[str, tuple[list[tuple[int, float]], Callable[[Path], None]]] = {
     "first_save": ([], lambda run_dir: save(run_dir, 2, 2.0)),
     "next_save": ([(1, 1.0)], lambda run_dir: save(run_dir, 2, 2.0)),
+    "by_ranks": ([(1, 1.0)], lambda run_dir: save_by_ranks(run_dir, 2, 2.0)),
     "same_step_again": ([(1, 1.0)], lambda run_dir: save(run_dir, 1, 2.0)),
     "prune": ([(1, 1.0), (2, 1.5), (3, 2.0)], lambda run_dir: checkpoint.prune(run_dir, 1)),
 }

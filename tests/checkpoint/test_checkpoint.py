@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rather import checkpoint
+from rather import checkpoint, pieces
 from rather.errors import CheckpointError, ConfigError, DiskError
 
 TENSORS = {"a.weight": torch.arange(24.0).reshape(4, 6), "b.weight": torch.randn(8), "c.bias": torch.ones(3)}
@@ -48,7 +48,7 @@ def seal(folder: Path, **changes: Any) -> None:
 # --- what is saved comes back ---
 
 
-@pytest.mark.parametrize("dtype", sorted(checkpoint._DTYPES, key=str))
+@pytest.mark.parametrize("dtype", sorted(pieces.DTYPES, key=str))
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (48,), dtype=torch.uint8)
     tensor = raw.view(dtype)  # any bits: among floats NaN payloads, infinities and subnormals too

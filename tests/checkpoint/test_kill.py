@@ -32,7 +32,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
 
 @pytest.mark.parametrize(
     ("scenario", "before", "points"),
-    [("first_save", None, 15), ("next_save", 1.0, 15), ("same_step_again", 1.0, 20), ("prune", 2.0, 10)],
+    [
+        ("first_save", None, 15),
+        ("next_save", 1.0, 15),
+        ("by_ranks", 1.0, 15),
+        ("same_step_again", 1.0, 20),
+        ("prune", 2.0, 10),
+    ],
 )
 def test_killed_at_every_operation(
     outcomes: dict[str, list[dict[str, Any]]], scenario: str, before: float | None, points: int

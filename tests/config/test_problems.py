@@ -250,6 +250,11 @@ COMBINATIONS = [
     ),
     (["reference.offload=on", "sync_ref_model=true"], "reference.offload", "remove one of them"),
     (
+        ["reference.offload=on", "actor_train.device_mapping=0-1", "reference.device_mapping=0-1"],
+        "reference.offload",
+        "take gemini_auto",
+    ),
+    (
         ["actor_train.strategy_args.strategy_config.offload_activations=true", "compile=on"],
         "actor_train.strategy_args.strategy_config.offload_activations",
         "set compile=off",

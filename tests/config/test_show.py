@@ -15,7 +15,7 @@ from rather.config.keys import table
 from rather.config.load import config_from_dict, load, load_config
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, Format, Schedule
 from rather.config.show import explain, json_schema, reference_markdown, show
-from rather.config.strategies import Layout, layout, single_device_problem
+from rather.config.strategies import Layout, layout
 from rather.errors import ConfigError
 
 from .conftest import smallest
@@ -93,18 +93,10 @@ def test_the_quick_start_is_ten_lines_and_its_files_are_there(monkeypatch) -> No
 
 def test_the_big_example_is_read_as_written() -> None:
     config = load_config(BIG, check_paths=False)
-    assert layout(config.actor_train) == Layout(8, 1, 1, 1, "full", False, "megatron_train")
-    assert layout(config.reference) == Layout(8, 1, 1, 1, None, False, "megatron_infer")
-    assert config.global_batch(8) == 128
+    assert layout(config.actor_train) == Layout(8, recompute="full", name="megatron_train", stage=1, shard=8)
+    assert layout(config.reference) == Layout(8, name="megatron_infer")
+    assert config.global_batch() == 128
     assert str(config.checkpoint_copy_dir) == "output/models/qwen2.5-3B-dpo-config"
-    assert "names 8 devices" in (single_device_problem(config) or "")
-
-
-def test_the_big_example_says_how_to_run_it_on_one_device() -> None:
-    config = load_config(
-        BIG, ["actor_train.device_mapping=[0]", "reference.device_mapping=[0]"], check_paths=False
-    )
-    assert single_device_problem(config) is None
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -129,11 +121,11 @@ def test_sizes_have_many_names() -> None:
         "actor_train.strategy_args={tp_size: 2, strategy_config: {tensor_model_parallel_size: 2}}",
     ):
         config = config_from_dict(smallest(setting, "actor_train.device_mapping=0-7"))
-        assert layout(config.actor_train) == Layout(4, 2, 1, 1, None, False, "ddp")
+        assert layout(config.actor_train) == Layout(4, 2, name="zero2", stage=2, shard=4)
     config = config_from_dict(
         smallest("actor_train.strategy_args={pp_size: 2, cp_size: 2}", "actor_train.device_mapping=0-7")
     )
-    assert layout(config.reference) == Layout(2, 1, 2, 2, None, False, "ddp")
+    assert layout(config.reference) == Layout(2, pp=2, cp=2, name="zero2")
 
 
 def test_layout_for_another_number_of_devices() -> None:
@@ -169,23 +161,6 @@ def test_compiling_is_for_a_gpu() -> None:
     (line,) = device_problems(config, "cpu")
     assert line.startswith("compile: on")
     assert device_problems(config, "cuda") == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["actor_train.device_mapping=0-7"], "actor_train.device_mapping=[0] reference.device_mapping=[0]"),
-        (["reference.device_mapping=[1]"], "set reference.device_mapping=[0], or leave it out"),
-        (["num_nodes=2"], "set num_nodes=1"),
-        (["actor_train.device_mapping=[3]"], None),
-        ([], None),
-    ],
-)
-def test_one_device_only(settings: list[str], said: str | None) -> None:
-    problem = single_device_problem(config_from_dict(smallest(*settings)))
-    assert (said is None and problem is None) or (
-        said is not None and problem is not None and said in problem
-    )
 
 
 def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:

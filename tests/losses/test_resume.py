@@ -17,7 +17,7 @@ from rather.losses import LOSSES
 from rather.pipeline import DPOPipeline
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
-TIMES = {"pairs_per_second", "tokens_per_second"}
+TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
 RUN: dict[str, Any] = {
     "save_steps": 3,
     "actor_train__training_args__num_train_epochs": 3.0,  # 4 steps an epoch: the cut is inside the first

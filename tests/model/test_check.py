@@ -173,5 +173,5 @@ def test_random_numbers_of_the_run_are_not_touched() -> None:
 
 
 def test_the_pairs_reach_beyond_the_window() -> None:
-    (batch,) = pack(check._two_pairs(64), budget=10**6)
+    (batch,) = pack(check.two_pairs(64), budget=10**6)
     assert max(batch.segments.k_lens) > 4 * 8

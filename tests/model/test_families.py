@@ -52,10 +52,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(family: str, dtype: torch.dtype, attention: str) -> Any:
+def tiny(family: str, dtype: torch.dtype, attention: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     model_type = family.split("-")[0]
-    config = AutoConfig.for_model(model_type, **{**SMALL, **FAMILIES.get(family, {})})
+    config = AutoConfig.for_model(model_type, **{**SMALL, **FAMILIES.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
     with torch.no_grad():  # wide enough that attention and head really matter
         for parameter in model.parameters():

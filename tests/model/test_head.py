@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import gradcheck
 
 from rather.model import head
+from rather.parallel.collectives import enter
+from rather.parallel.tensor import part
+from tests.same.pool import pool
 
 ROWS, WIDTH, VOCAB = 7, 5, 11
 TREATMENTS: dict[str, dict[str, float]] = {
@@ -180,3 +184,56 @@ def test_what_is_in_memory(alive: list[int], gradient: bool, keep_bytes: int, mo
         alive.clear()
         token_logps(*tensors, targets, keep_bytes=0)
         assert alive[0] == 1  # the first of its own: nothing is left of those before
+
+
+# --- a vocabulary divided among ranks: 11 words over 2 and 4 of them ---
+
+
+def divided_differences(dtype: torch.dtype) -> dict[str, float]:
+    """The largest difference from the plain head: log-probs, squares, and gradients of all inputs."""
+    cases = [(name, bias, kept) for name in TREATMENTS for bias in (True, False) for kept in (0, 1 << 30)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(head.CHUNK_BYTES, "cpu", 3 * VOCAB * 8)  # a few rows at a time
+        return {f"{name}, {bias}, {kept}": _divided_difference(dtype, name, bias, kept) for name, bias, kept in cases}
+
+
+def _divided_difference(dtype: torch.dtype, treatment: str, bias: bool, keep_bytes: int) -> float:
+    options: dict[str, Any] = {**TREATMENTS[treatment], "keep_bytes": keep_bytes, "squares": True}
+    own = part(VOCAB, dist.get_rank(), dist.get_world_size())
+    *tensors, targets = inputs(dtype, bias=bias)
+    want = head.token_logps(*tensors, targets, **options)
+    whole = gradients(want[0], tensors)
+    *tensors, targets = inputs(dtype, bias=bias)
+    cut = [None if t is None else t.detach()[own].clone().requires_grad_() for t in tensors[1:]]
+    group = dist.group.WORLD.group_name
+    got = head.token_logps(enter(tensors[0], group), *cut, targets, **options, words=head.Words(own.start, group))
+    assert got[0].requires_grad
+    assert not got[1].requires_grad
+    parts = gradients(got[0], [tensors[0], *cut])
+    pairs = [*zip(want, got, strict=True), (whole[0], parts[0])]
+    pairs += [(one[own], other) for one, other in zip(whole[1:], parts[1:], strict=True)]
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
+def test_a_divided_vocabulary_equals_the_whole(ranks: int, dtype: torch.dtype, tolerance: float) -> None:
+    for each in pool(ranks).run(divided_differences, dtype):
+        assert max(each.values()) < tolerance, each
+
+
+def numeric_slope() -> float:
+    """By finite differences on all ranks at once: a change of a hidden row is seen by every rank's words."""
+    group = dist.group.WORLD.group_name
+    own = part(VOCAB, dist.get_rank(), dist.get_world_size())
+    hidden, weight, bias, targets = inputs()
+    words, cut = head.Words(own.start, group), (weight.detach()[own], bias.detach()[own])
+
+    def work(hidden: Tensor) -> Tensor:
+        return head.token_logps(enter(hidden, group), *cut, targets, **TREATMENTS["scaled and capped"], words=words)[0]
+
+    return float(gradcheck(work, (hidden,)))
+
+
+def test_gradcheck_of_a_divided_vocabulary() -> None:
+    assert pool(2).run(numeric_slope) == [1.0, 1.0]

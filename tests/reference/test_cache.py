@@ -66,7 +66,8 @@ def run(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     every = metrics(make_config(folder, exp_name=name))
-    return [{k: v for k, v in line.items() if not k.endswith("_per_second")} for line in every]
+    times = ("_per_second", "time/reference", "time/train", "time/wait")
+    return [{k: v for k, v in line.items() if not k.endswith(times)} for line in every]
 
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:

@@ -55,7 +55,7 @@ TRAIN_KEYS = [
     "step", "epoch", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/ties",
     "rewards/margins", "logps/chosen", "logps/rejected", "sft_loss", "lengths/chosen", "lengths/rejected",
     "logps/falling", "kl", "rewards/length_correlation", "grad_norm", "lr", "pairs", "tokens", "skipped_iter",
-    "pairs_per_second", "tokens_per_second",
+    "pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait",
 ]  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_evaluation_chunks_do_not_matter(shared: Path, monkeypatch: pytest.Monke
     config = make_config(shared, exp_name="whole-set")
     records = []
     for chunk in (256, 4, 1):
-        monkeypatch.setattr("rather.pipeline.EVALUATION_CHUNK", chunk)
+        monkeypatch.setattr("rather.run.evaluation.EVALUATION_CHUNK", chunk)
         pipeline = DPOPipeline(config)
         pipeline.initialize()
         records += [pipeline.evaluate(), pipeline.evaluate()]
@@ -417,13 +417,6 @@ def test_deterministic_kernels(shared: Path) -> None:
     torch.use_deterministic_algorithms(False)
     _, plain = run(shared, "plain-kernels", max_steps=2)
     assert [line.get("loss") for line in lines] == [line.get("loss") for line in plain]
-
-
-def test_more_than_one_device_is_refused(shared: Path) -> None:
-    with pytest.raises(ConfigError, match=r"names 2 devices \[0, 1\]; this version trains on one device: set"):
-        DPOPipeline(make_config(shared, actor_train__device_mapping=[0, 1]))
-    with pytest.raises(ConfigError, match=r"reference\.device_mapping is \[1\]"):
-        DPOPipeline(make_config(shared, actor_train__device_mapping=[0], reference__device_mapping=[1]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

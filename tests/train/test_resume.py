@@ -17,7 +17,7 @@ from rather.errors import CheckpointError, ConfigError
 from rather.pipeline import DPOPipeline
 from tests.tiny import in_child, make_config
 
-TIMES = {"pairs_per_second", "tokens_per_second"}
+TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
 RUN: dict[str, Any] = {
     "max_steps": 12,
     "logging_steps": 3,

@@ -1,0 +1,295 @@
+"""What each rank holds of a 7B model on 8 and a 70B model on 64 and 128 devices, laid out on a CPU without weights.
+
+    python bench/layouts.py                      # all ranks of 8, some of 64 and 128; two minutes on two cores
+    python bench/layouts.py --every-rank --json  # all of them, a quarter of an hour; also writes the JSON
+
+Strategies are written as in a config. A process for each rank meets ranks that are not there (torch's fake process
+group), makes the model on the meta device and divides it as a worker does: everything is real but the numbers. Compute
+is in bf16. Weights are what lies on the rank between steps: float32 where they are sharded, which is then the master as
+well; bf16 otherwise, and what the master has beyond it counts as optimizer. Gradients are float32. A unit is what FSDP
+gathers at once, in bf16: zero3 has the root's and those of two layers at a time, the others, and pipelines whatever
+their stage, keep all until a step is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import RESULTS, SHAPES, Shape, machine, table, told, write_facts
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rather.config.schema import ActorConfig, TrainingArgs
+from rather.config.strategies import Layout, layout
+from rather.model.attention import IMPLEMENTATION
+from rather.model.policy import PolicyModel
+from rather.optim import Optimizer
+from rather.parallel import apply
+from rather.parallel.mesh import Mesh
+from rather.parallel.shard import counted, local, places, units
+from rather.parallel.stages import Stages
+from rather.pieces import Place
+
+ALLOWED_GIB = 1.0  # of a process that lays out 70B
+COMPUTE = torch.bfloat16
+FAMILIES = ("llama", "qwen2")
+MODELS = {**SHAPES, "70B": Shape("llama", 8192, 80, 64, 8, 28_672, 128_256, False)}
+
+
+def strategy(name: str, **details: Any) -> dict[str, Any]:
+    return {"strategy_name": name, "strategy_config": details}
+
+
+def megatron(tp: int, pp: int, **details: Any) -> dict[str, Any]:
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    return strategy("megatron_train", **sizes, use_distributed_optimizer=True, **details)
+
+
+CASES: list[tuple[str, int, list[dict[str, Any]]]] = [
+    (
+        "7B",
+        8,
+        [
+            strategy("fsdp2_train"),
+            strategy("zero2"),
+            strategy("gemini_auto"),
+            strategy("zero2", tp_size=2),
+            megatron(4, 2, sequence_parallel=True),
+        ],
+    ),
+    (
+        "70B",
+        64,
+        [
+            strategy("fsdp2_train"),
+            strategy("hsdp", shard_size=8),
+            strategy("zero2", tp_size=8),
+            strategy("zero3", tp_size=8, sequence_parallel=True),
+            megatron(8, 4),
+        ],
+    ),
+    (
+        "70B",
+        128,
+        [
+            strategy("hsdp", shard_size=16),
+            strategy("fsdp2_train", tp_size=8, cp_size=2),
+            megatron(8, 4, sequence_parallel=True),
+            megatron(8, 4, context_parallel_size=2),
+            megatron(8, 4, virtual_pipeline_model_parallel_size=2),
+        ],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds, in parameters and bytes; `pieces` of them are its own to count, by name."""
+
+    rank: int
+    stage: int  # of the pipeline
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    largest_unit: int
+    gathered: int
+    in_memory: int  # bytes of weights that really exist
+    peak_gib: float  # of the process that built it
+    seconds: float
+    pieces: dict[str, Place]
+
+    @property
+    def counted(self) -> int:
+        return sum(prod(piece.sizes) for piece in self.pieces.values())
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.gathered
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--every-rank", action="store_true", help="not only the first, last and middle ones")
+    parser.add_argument("--processes", type=int, default=2, help="ranks that are built at a time")
+    parser.add_argument("--json", nargs="?", type=Path, const=RESULTS / "layouts.json", help="also write the results")
+    args = parser.parse_args()
+    print(told(machine()), flush=True)
+    results = []
+    for model, devices, strategies in CASES:
+        done = []
+        for written in strategies:
+            plan = layout_of(written, devices)
+            ranks = range(devices) if args.every_rank or devices <= 8 else chosen_ranks(plan)
+            held = laid_out(MODELS[model], plan, ranks, args.processes)
+            done.append((written, plan, held))
+            print(f"{model}: {plan.told()}: {verdict(MODELS[model], plan, held)}", flush=True)
+        report(f"{model} on {devices} devices", done, every=args.every_rank)
+        results += [as_json(model, *each) for each in done]
+        if args.json:
+            write_facts(args.json, "layouts", results=results)
+
+
+def layout_of(written: dict[str, Any], devices: int) -> Layout:
+    return layout(ActorConfig.model_validate({"strategy_args": written}), devices)
+
+
+def chosen_ranks(plan: Layout) -> list[int]:
+    """The first and the last rank of each pipeline stage, and the one in the middle of all."""
+    each = plan.devices // plan.pp
+    ends = (rank for stage in range(plan.pp) for rank in (stage * each, (stage + 1) * each - 1))
+    return sorted({*ends, plan.devices // 2})
+
+
+def laid_out(shape: Shape, plan: Layout, ranks: Iterable[int], processes: int = 2) -> list[Held]:
+    """A process for each rank: torch remembers the meshes of a process, with the place of its first rank in them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rather.pipeline", *(f"transformers.models.{f}.modeling_{f}" for f in FAMILIES)])
+    with context.Pool(processes, maxtasksperchild=1) as pool:
+        return pool.map(partial(rank_of, shape, plan), ranks, chunksize=1)
+
+
+def rank_of(shape: Shape, plan: Layout, rank: int) -> Held:
+    """Builds what a rank holds, as rather.model.load.load_divided does but for reading the weights."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    apply.check_split = _unchecked  # type: ignore[assignment]
+    dist.init_process_group("fake", rank=rank, world_size=plan.devices, store=FakeStore())
+    mesh = apply.build_mesh(plan, "cpu")
+    dtype = torch.float32 if apply.shards(mesh) else COMPUTE
+    policy = PolicyModel(shape.model(dtype, "meta", IMPLEMENTATION))
+    divided = apply.divide(policy, mesh, plan, compute=COMPUTE)
+    optimizer = Optimizer(divided.named_parameters(), TrainingArgs(), schedule=lambda _: 0.0, max_grad_norm=1.0)
+    held = _held(divided, optimizer, mesh, plan, rank, began)
+    dist.destroy_process_group()
+    return held
+
+
+def _unchecked(*_args: Any, **_options: Any) -> None:
+    """The self-check of tensor parallel computes with all ranks, and those that are not there compute nothing."""
+
+
+def _held(
+    divided: PolicyModel | Stages, optimizer: Optimizer, mesh: Mesh, plan: Layout, rank: int, began: float
+) -> Held:
+    own, mine = places(divided, mesh), counted(divided, mesh)
+    weights = dict(divided.named_parameters())
+    # torch's pipelines divide neither gradients nor gathered weights before the last micro-batch of a step.
+    whole_gradients, kept = plan.stage == 1 or plan.pp > 1, plan.stage < 3 or plan.pp > 1
+    sums = [parameter.numel() if whole_gradients else local(parameter).numel() for parameter in weights.values()]
+    sizes = _unit_sizes(divided)
+    return Held(
+        rank,
+        mesh.rank("pp"),
+        parameters=sum(prod(place.sizes) for place in own.values()),
+        weights=sum(_bytes(local(parameter)) for parameter in weights.values()),
+        gradients=4 * sum(sums),
+        optimizer=sum(_beside(state) for state in optimizer._states.values()),
+        largest_unit=max(sizes, default=0),
+        gathered=sum(sizes) if kept else sum(sorted(sizes)[-3:]),
+        in_memory=sum(_bytes(local(parameter)) for parameter in weights.values() if not parameter.is_meta),
+        peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        seconds=time.perf_counter() - began,
+        pieces={name: own[name] for name in own if name in mine},
+    )
+
+
+def _unit_sizes(divided: nn.Module) -> list[int]:
+    """Bytes of each unit that FSDP gathers, without the units inside it."""
+    parts = [module for module in divided.modules() if isinstance(module, PolicyModel)]
+    found: list[nn.Module] = [unit for part in parts for unit in units(part) if isinstance(unit, nn.Module)]
+    sizes = []
+    for unit in found:
+        inside = [module for module in unit.modules() if module in found and module is not unit]
+        inner = {id(parameter) for module in inside for parameter in module.parameters()}
+        sizes.append(COMPUTE.itemsize * sum(p.numel() for p in unit.parameters() if id(p) not in inner))
+    return sizes
+
+
+def _beside(state: Any) -> int:
+    """Bytes of what the optimizer keeps beside a parameter."""
+    kept = [value for value in vars(state).values() if isinstance(value, Tensor) and value is not state.parameter]
+    return sum(_bytes(tensor) for tensor in kept if tensor.ndim)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# --- what must hold ---
+
+
+def verdict(shape: Shape, plan: Layout, held: Sequence[Held]) -> str:
+    """Raises where weights were held; where all ranks were built, also unless their pieces are the model."""
+    peak = max(each.peak_gib for each in held)
+    assert not any(each.in_memory for each in held), "weights were made"
+    assert peak < ALLOWED_GIB, f"a process took {peak:.2f} GiB"
+    built = f"{len(held)} of {plan.devices} ranks built in {sum(each.seconds for each in held) / len(held):.1f} s each"
+    if len(held) < plan.devices:
+        return built
+    whole = whole_shapes(shape)
+    assert_tiled(whole, [each.pieces for each in held])
+    return f"{built}, their pieces are the {sum(map(prod, whole.values())) / 1e9:.2f}B parameters of the model"
+
+
+def whole_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    policy = PolicyModel(shape.model(COMPUTE, "meta", IMPLEMENTATION))
+    return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+
+
+def assert_tiled(whole: dict[str, tuple[int, ...]], ranks: Sequence[dict[str, Place]]) -> None:
+    """Every parameter is there, whole, without a gap and without an element that two ranks count."""
+    for name, shape in whole.items():
+        found = [rank[name] for rank in ranks if name in rank and prod(rank[name].sizes)]
+        assert all(place.whole == shape for place in found), name
+        assert sum(prod(place.sizes) for place in found) == prod(shape), f"{name}: a gap, or two that count it"
+        for number, place in enumerate(found):
+            assert not any(place.overlap(other) for other in found[:number]), f"{name}: two ranks count the same"
+    assert all(rank.keys() <= whole.keys() for rank in ranks), "a piece of nothing"
+
+
+# --- reports ---
+
+
+def report(title: str, done: Iterable[tuple[dict[str, Any], Layout, list[Held]]], *, every: bool) -> None:
+    sizes = ("weights", "gradients", "optimizer", "gathered", "all", "largest unit")
+    columns = ("layout", "rank", "stage", "parameters M", *(f"{size} GiB" for size in sizes), "process GiB")
+    rows = []
+    for written, plan, held in done:
+        shown = held if every and plan.devices <= 8 else [h for h in held if h.rank in chosen_ranks(plan)]
+        for each in shown:
+            numbers = (each.weights, each.gradients, each.optimizer, each.gathered, each.total, each.largest_unit)
+            label = spelled(written, plan) if each is shown[0] else ""
+            gib = [number / 2**30 for number in numbers]
+            rows.append((label, each.rank, each.stage, each.parameters / 1e6, *gib, each.peak_gib))
+    table(f"{title}: bytes per rank without activations", columns, rows)
+
+
+def spelled(written: dict[str, Any], plan: Layout) -> str:
+    """The name, the degrees it became, and what is divided where."""
+    degrees = [f"{axis}{size}" for axis in ("dp", "tp", "pp", "cp") if (size := getattr(plan, axis)) > 1]
+    more = [f"{plan.dp // plan.shard} x {plan.shard}"] if 1 < plan.shard < plan.dp else []
+    more += [f"{plan.virtual} stages a rank"] if plan.virtual > 1 else []
+    more += ["sequence parallel"] if plan.sequence_parallel else []
+    more += ["divided on the host"] if plan.host else []
+    return ", ".join([f"{written['strategy_name']} {' '.join(degrees)}", *more])
+
+
+def as_json(model: str, written: dict[str, Any], plan: Layout, held: Sequence[Held]) -> dict[str, Any]:
+    ranks = [{key: value for key, value in asdict(each).items() if key != "pieces"} for each in held]
+    return {"model": model, "devices": plan.devices, "strategy_args": written, "became": plan.told(), "ranks": ranks}
+
+
+if __name__ == "__main__":
+    main()

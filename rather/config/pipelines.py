@@ -1,0 +1,85 @@
+"""Pipelines as arithmetic: which schedule, which stages a rank holds, how many micro-batches a schedule takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Rule(NamedTuple):
+    """What a schedule demands; `virtual` counts the stages that a rank holds."""
+
+    least_virtual: int
+    most_virtual: int | None
+    v_shaped: bool = False  # the first rank holds the first stage and the last
+    splits_backward: bool = False  # gradients of inputs first, those of weights when there is time
+
+
+SCHEDULES = {
+    "gpipe": Rule(1, 1),
+    "1f1b": Rule(1, 1),
+    "interleaved": Rule(2, None),
+    "zero_bubble": Rule(1, None, splits_backward=True),
+    "zbv": Rule(2, 2, v_shaped=True, splits_backward=True),
+    "dualpipev": Rule(2, 2, v_shaped=True, splits_backward=True),
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`ranks` ranks of `virtual` stages each, worked through by a schedule."""
+
+    ranks: int
+    schedule: str = "1f1b"
+    virtual: int = 1
+
+    @staticmethod
+    def of(ranks: int, schedule: str | None, virtual: int | None) -> Pipeline:
+        """What is not told follows from what is: virtual stages are interleaved, and one stage a rank runs 1f1b."""
+        name = schedule or ("interleaved" if (virtual or 1) > 1 else "1f1b")
+        return Pipeline(ranks, name, virtual or SCHEDULES[name].least_virtual)
+
+    @property
+    def rule(self) -> Rule:
+        return SCHEDULES[self.schedule]
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual
+
+    @property
+    def problem(self) -> str | None:
+        """The sentence that refuses what the schedule cannot do."""
+        low, high = self.rule.least_virtual, self.rule.most_virtual
+        if self.virtual < low or (high is not None and self.virtual > high):
+            allowed = f"exactly {low}" if low == high else f"at least {low}"
+            return f"schedule '{self.schedule}' takes {allowed} stage{'s' * (low > 1)} a rank, not {self.virtual}"
+        return None
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in the order of the model."""
+        if self.rule.v_shaped:
+            return rank, 2 * self.ranks - 1 - rank
+        return tuple(range(rank, self.stages, self.ranks))
+
+    def rank_of(self, stage: int) -> int:
+        return next(rank for rank in range(self.ranks) if stage in self.stages_of(rank))
+
+    def layers_of(self, stage: int, layers: int) -> range:
+        """Equal shares; what is over goes to the first stages, for the last one has the head."""
+        share, over = divmod(layers, self.stages)
+        first = stage * share + min(stage, over)
+        return range(first, first + share + (stage < over))
+
+    @property
+    def multiple(self) -> int:
+        """A step whose micro-batches are a multiple of this needs no empty ones."""
+        return self.stages if self.rule.v_shaped else self.ranks
+
+    def microbatches(self, bins: int) -> int:
+        """The least number that the schedule takes, from `bins` on."""
+        number = max(bins, self.multiple)
+        if self.schedule in ("interleaved", "zero_bubble"):  # a whole number in each of number // ranks rounds
+            while number % (number // self.ranks):
+                number += 1
+        return number

@@ -1,0 +1,118 @@
+"""Context parallel: the ranks of a group divide the tokens of a micro-batch.
+
+Each rank runs its own tokens through the model; inside attention it gathers the keys and values of all (attention.py).
+A query segment that is cut keeps the keys up to its own end, so "causal from the bottom right" still holds, and a
+sequence may be longer than any rank's share. Sums over scored tokens are formed over the ranks (policy.py).
+
+Tokens lie in twice as many chunks as there are ranks; rank r takes chunk r from the front and chunk r from the back:
+late tokens of a long sequence see more keys than early ones, and so each rank gets some of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rather.batch import PairBatch, Segments
+from rather.model.attention import SpreadSegments
+from rather.model.policy import PolicyModel
+from rather.parallel.mesh import Mesh
+
+Places = NDArray[np.int64]
+
+
+def spread_tokens(policy: PolicyModel, mesh: Mesh) -> None:
+    """From now on this policy computes one rank's share of each micro-batch. After the model was cut over tp."""
+    multiple = policy.token_parts
+    if group := mesh.group("cp"):
+        policy.context = group.group_name
+        policy.divide = partial(
+            share_of, rank=mesh.rank("cp"), ranks=mesh.size("cp"), group=group.group_name, multiple=multiple
+        )
+    elif multiple > 1:
+        policy.divide = partial(filled_up, multiple=multiple)
+
+
+def filled_up(batch: PairBatch, multiple: int) -> PairBatch:
+    """With tokens behind the others that nobody sees, so that the number is a multiple."""
+    tokens = len(batch.ids_N)
+    missing = -tokens % multiple
+    if not missing:
+        return batch
+    batch = batch.to("cpu")
+    segments, fillers = batch.segments, torch.arange(missing)
+    keys = torch.cat([segments.key_index_K, tokens + fillers])
+    return replace(
+        batch,
+        ids_N=torch.cat([batch.ids_N, torch.zeros_like(fillers)]),
+        positions_N=torch.cat([batch.positions_N, fillers]),
+        segments=Segments.of((*segments.q_lens, missing), (*segments.k_lens, missing), keys),
+    )
+
+
+def share_of(batch: PairBatch, *, rank: int, ranks: int, group: str, multiple: int = 1) -> PairBatch:
+    """One rank's tokens, and of the scored tokens those that they predict; a multiple of `multiple` tokens."""
+    if isinstance(batch.segments, SpreadSegments):
+        return batch
+    batch = filled_up(batch.to("cpu"), 2 * ranks * multiple)
+    order = _order(len(batch.ids_N), ranks)
+    own = order.reshape(ranks, -1)[rank]
+    place = np.empty_like(order)  # of each token, rank after rank
+    place[order] = np.arange(len(order))
+    return replace(
+        batch,
+        ids_N=batch.ids_N[own],
+        positions_N=batch.positions_N[own],
+        segments=_own_segments(batch.segments, own, place, group),
+        real_tokens=int((own < batch.real_tokens).sum()),
+        **_own_scored(batch, place - rank * len(own), len(own)),
+    )
+
+
+def _order(tokens: int, ranks: int) -> Places:
+    """All tokens in the order in which the ranks hold them."""
+    chunks = np.arange(tokens).reshape(2 * ranks, -1)
+    return np.concatenate([chunks[each] for rank in range(ranks) for each in (rank, 2 * ranks - 1 - rank)])
+
+
+def _own_segments(segments: Segments, own: Places, place: Places, group: str) -> SpreadSegments:
+    """Every stretch of own tokens within a segment is a segment, with all keys up to its end."""
+    keys = place[segments.key_index_K.numpy()]
+    half = len(own) // 2
+    pieces = [piece for first in own[::half].tolist() for piece in _pieces(segments, first, first + half)]
+    index = np.concatenate([keys[begin:end] for _, begin, end in pieces])
+    cut = Segments.of([q for q, _, _ in pieces], [end - begin for _, begin, end in pieces], torch.from_numpy(index))
+    starts = np.searchsorted(np.sort(index), np.arange(len(place) + 1)).astype(np.int32)  # over all ranks' tokens
+    known = {field.name: getattr(cut, field.name) for field in fields(cut)}
+    return SpreadSegments(**{**known, "start_N": torch.from_numpy(starts)}, group=group)
+
+
+def _pieces(segments: Segments, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(queries, first key, end of keys) of each segment's part between two tokens."""
+    q_start = k_start = 0
+    for q, k in zip(segments.q_lens, segments.k_lens, strict=True):
+        low, high = max(first, q_start), min(end, q_start + q)
+        if low < high:
+            yield high - low, k_start, k_start + k - q + high - q_start
+        q_start, k_start = q_start + q, k_start + k
+
+
+def _own_scored(batch: PairBatch, place: Places, tokens: int) -> dict[str, Tensor]:
+    """A scored token belongs to the rank that holds the hidden row which predicts it."""
+    rows = place[batch.rows_U.numpy()]
+    mine = (rows >= 0) & (rows < tokens)
+    number = np.cumsum(mine) - 1
+    counts = torch.from_numpy(mine[batch.token_T.numpy()])
+    return {
+        "rows_U": torch.from_numpy(rows[mine]),
+        "targets_U": batch.targets_U[torch.from_numpy(mine)],
+        "token_T": torch.from_numpy(number)[batch.token_T[counts]],
+        "cell_T": batch.cell_T[counts],
+        "shared_T": batch.shared_T[counts],
+    }

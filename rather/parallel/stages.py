@@ -1,0 +1,408 @@
+"""Pipeline parallel: a model cut into stages, and a schedule of torch that sends micro-batches through them.
+
+Every rank holds all micro-batches of the step; what travels between stages are hidden states and, backwards, their
+gradients. The last stage has the head, the log-probs and the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from rather.batch import Columns, PairBatch, Segments
+from rather.config.pipelines import Pipeline
+from rather.data.pack import FILLER_SEGMENT, pack
+from rather.errors import ConfigError
+from rather.model.attention import IMPLEMENTATION
+from rather.model.check import twin_of, two_pairs
+from rather.model.policy import PolicyModel, pair_columns
+from rather.parallel.mesh import Mesh
+
+Objective = Callable[[PairBatch, Columns], Tensor]  # a micro-batch and its columns -> what to minimise
+
+# On any error it prints the whole schedule, thousands of lines, before it raises.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+# The virtual ones take all stages of a rank, the others the only one.
+SCHEDULES: Mapping[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+SCORED = (
+    *("rows_U", "targets_U", "token_T", "cell_T", "shared_T"),
+    *("length_P2", "weight_P", "margin_P", "soft_label_P", "pair_P"),
+)
+TOLERANCE = 1e-4  # of summed log-probs of a cut twin
+EVALUATED = 4  # rounds of micro-batches at a time without gradients: their hidden states are kept until all are done
+
+
+# --- cutting ---
+
+
+class _Inbox:
+    """Where a stage finds what the stage before has sent."""
+
+    hidden: Tensor | None = None
+
+
+class _Entrance(nn.Module):
+    """Gives what was sent, whatever it is asked: in place of the embedding and of the first layer.
+
+    In both places, because families scale or shift embeddings before the first layer (granite, gpt2).
+    """
+
+    def __init__(self, inbox: _Inbox, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.inbox = inbox
+        self.weight = weight  # of a tied head: it keeps the embedding's name
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
+        assert self.inbox.hidden is not None
+        return self.inbox.hidden
+
+
+class _PassThrough(nn.Module):
+    """A layer or norm of another stage. It stays in the list, for families look up settings by a layer's index."""
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+class Stage(PolicyModel):
+    """A part of a PolicyModel. Its parameters are called as in the whole."""
+
+    def __init__(self, causal_lm: Any, layers: range) -> None:
+        super().__init__(causal_lm)
+        total = len(causal_lm.base_model.layers)
+        self.first, self.last = layers.start == 0, layers.stop == total
+        self.tied = causal_lm.get_input_embeddings().weight is causal_lm.get_output_embeddings().weight
+        self.batches: Sequence[PairBatch] = ()  # all of the step, this rank's share of each
+        self.wanted: Collection[str] = ()
+        self._inbox = _Inbox()
+        for index in set(range(total)) - set(layers):
+            causal_lm.base_model.layers[index] = _PassThrough() if self.first or index else _Entrance(self._inbox)
+        self._strip_ends(*_ends(causal_lm))
+
+    def forward(self, *received: Tensor, where: Tensor) -> Tensor:  # type: ignore[override]
+        """Hidden states [1, N, D] of the micro-batch with number `where`; from the last stage its columns [C, P, 2]."""
+        batch = self.batches[int(where)]
+        if not self.first:
+            (self._inbox.hidden,) = received
+        hidden = self.hidden(batch)
+        self._inbox.hidden = None
+        if self.last:
+            scored = self.score(hidden[0], batch, squares="squares" in self.wanted)
+            return torch.stack(list(self.pair_sums(*scored, batch, self.wanted).values()))
+        return hidden.clone() if hidden._is_view() else hidden  # schedules detach in place, which views refuse
+
+    def _strip_ends(self, before: str, after: str) -> None:
+        """Replaces embedding, norm and head where other stages hold them."""
+        base, embedding = self.causal_lm.base_model, self.causal_lm.get_input_embeddings()
+        if not self.first:
+            setattr(base, before, _Entrance(self._inbox, embedding.weight if self.tied and self.last else None))
+        if not self.last:
+            setattr(base, after, _PassThrough())
+            self.causal_lm.set_output_embeddings(nn.Identity())
+
+
+def _ends(causal_lm: Any) -> tuple[str, str]:
+    """What embedding and final norm are called in the base model; one with more parts than these is refused."""
+    config = causal_lm.config.get_text_config()
+    names = list(getattr(config, "base_model_pp_plan", None) or ())
+    base, head = causal_lm.base_model, causal_lm.get_output_embeddings()
+    if "layers" not in names or not hasattr(base, "layers"):
+        raise _refused(config, "transformers has no plan of its stages")
+    before, after = names[0], names[-1]
+    parts = (getattr(base, before), base.layers, getattr(base, after), head)
+    known = {id(parameter) for part in parts for parameter in part.parameters()}
+    unknown = [name for name, p in causal_lm.named_parameters() if id(p) not in known]
+    if unknown:
+        raise _refused(config, f"{unknown[0]} belongs to no stage")
+    return before, after
+
+
+def _refused(config: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"model family '{config.model_type}' cannot be cut into pipeline stages: {why}; set pp_size to 1 and use "
+        "tensor parallel or sharding instead"
+    )
+
+
+def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
+    """The stages of a rank. They share their tensors with the whole model, which can then be forgotten."""
+    _ends(policy.causal_lm)
+    layers = len(policy.causal_lm.base_model.layers)
+    if layers < pipeline.stages:
+        raise ConfigError(
+            f"pp_size: {pipeline.ranks} ranks x {pipeline.virtual} = {pipeline.stages} stages, but the model has only "
+            f"{layers} layers"
+        )
+    tensors = {id(tensor): tensor for tensor in chain(policy.parameters(), policy.buffers())}
+    stages = []
+    for number in pipeline.stages_of(rank):
+        stage = Stage(copy.deepcopy(policy.causal_lm, dict(tensors)), pipeline.layers_of(number, layers))
+        names = {name for name, _ in stage.named_parameters()}
+        stage.exact = {name: weights for name, weights in policy.exact.items() if name in names}
+        stage.training = policy.training  # its parts have theirs already
+        stages.append(stage)
+    return stages
+
+
+@torch.no_grad()
+def check_cut(config: Any) -> None:
+    """Refuses a family whose stages, one after another, differ from the whole: a small twin with a stage per layer."""
+    try:
+        twin = PolicyModel(twin_of(config))
+        twin.causal_lm.set_attn_implementation(IMPLEMENTATION)
+        (batch,) = pack(two_pairs(twin.causal_lm.config.vocab_size), budget=10**6)
+        whole = pair_columns(twin, batch)["sum"]
+        _ends(twin.causal_lm)
+        layers = len(twin.causal_lm.base_model.layers)
+        received: tuple[Tensor, ...] = ()
+        for number in range(layers):
+            (stage,) = cut(twin, Pipeline(layers), number)
+            stage.batches = [batch]
+            received = (stage(*received, where=torch.tensor([0])),)
+        worst = float((received[0][0] - whole).abs().max())
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _refused(config, str(error)) from error
+    if not worst <= TOLERANCE:
+        raise _refused(config, f"its stages differ from the whole by {worst:.2g}")
+
+
+# --- running ---
+
+
+class _Stage(PipelineStage):
+    """torch's stage, where its schedules that divide the backward pass or go forward only need help."""
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Adds gradients past autograd, which runs no hooks then: those that add them up in float32 are run here."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        for parameter in self.submod.parameters():
+            if parameter.grad is not None:
+                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                    hook(parameter)
+
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """The last stage sends nothing on, and gives as many numbers as a micro-batch has pairs. (torch 2.11 looks.)"""
+        if not self.is_last:
+            super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Two stages on one rank need no connection, and gloo has none. (torch 2.11 asks for it.)"""
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Two stages on one rank hand over gradients; torch does not ask whether there are any."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+class Stages(nn.Module):
+    """The stages of this rank and the schedule that runs them: what a trainer runs where the model is cut."""
+
+    def __init__(self, stages: Sequence[Stage], pipeline: Pipeline, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.pipeline, self.dtype = pipeline, dtype
+        self._own = list(stages)
+        self._rank, self._group = mesh.rank("pp"), mesh.group("pp")
+        self._first_rank, self._last_rank = pipeline.rank_of(0), pipeline.rank_of(pipeline.stages - 1)
+        self._schedule: tuple[tuple[int, int], Any] | None = None
+        self._objective: Objective | None = None
+        self._names: list[str] = []
+        self._real = 0  # micro-batches that are not there to fill a schedule
+        self._columns: dict[int, dict[str, Tensor]] = {}
+        self._describe()
+        if pipeline.rule.splits_backward:
+            _keep_gathered(stages)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where it computes: buffers are there, while shards may wait on the host."""
+        return next(iter(self.buffers()), next(self.parameters())).device
+
+    def _describe(self) -> None:
+        """What a trainer asks of a policy."""
+        own = self._own
+        self.exact = {name: weights for stage in own for name, weights in stage.exact.items()}
+        self.tp_dims = {name: dim for stage in own for name, dim in stage.tp_dims.items()}
+        self.tp_sizes = {name: size for stage in own for name, size in stage.tp_sizes.items()}
+        self.tp_partial = {name for stage in own for name in stage.tp_partial}
+        # The embedding of a tied model lies at both ends.
+        ends = [stage for stage in own if stage.tied and (stage.first or stage.last)]
+        if len(ends) > 1:
+            self._share_embedding(*ends)
+        apart = self._first_rank != self._last_rank
+        self.tied = _embedding_name(ends[0]) if ends and apart else None
+        self.extra_copies = {self.tied} if self.tied and self._rank == self._last_rank else set()
+
+    def _share_embedding(self, first: Stage, last: Stage) -> None:
+        """Both ends are on this rank: one tensor, also where each was cut on its own."""
+        if isinstance(first, FSDPModule):
+            raise ConfigError(
+                f"pipeline_schedule: '{self.pipeline.schedule}' has both ends of the model on one rank, and the "
+                "embedding that they share cannot be sharded twice; take another schedule, or no data parallelism"
+            )
+        weight = first.causal_lm.get_input_embeddings().weight
+        last.causal_lm.get_input_embeddings().weight = last.causal_lm.get_output_embeddings().weight = weight
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once, called as in the whole model."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            _, _, own = name.split(".", 2)
+            yield own, parameter
+
+    @torch.no_grad()
+    def columns(self, batches: Sequence[PairBatch], wanted: Collection[str]) -> list[dict[str, Tensor]] | None:
+        """Of each micro-batch, without gradients; None on ranks without the last stage."""
+        at_once = EVALUATED * self.pipeline.multiple
+        found: list[dict[str, Tensor]] = []
+        for start in range(0, len(batches), at_once):
+            part = batches[start : start + at_once]
+            self._run(part, wanted, None)
+            found += [self._columns[i] for i in range(len(part)) if self._columns]
+        return found if self._rank == self._last_rank else None
+
+    def backward(self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective) -> None:
+        """Leaves the gradients of the sum of all objectives in the parameters. Called on the last stage alone."""
+        self._run(batches, wanted, objective)
+
+    def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
+        """A tied embedding has a gradient at either end: both ends get the sum. A collective of the two."""
+        if self.tied is None:
+            return
+        other = self._last_rank if self._rank == self._first_rank else self._first_rank
+        gradient = gradient_of(self.tied)
+        assert gradient is not None
+        theirs = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        exchange = [
+            dist.P2POp(dist.isend, gradient.contiguous(), group=self._group, group_peer=other),
+            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=other),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        gradient.add_(theirs)
+
+    def _run(self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective | None) -> None:
+        number = self.pipeline.microbatches(len(batches))
+        tokens = max(len(batch.ids_N) for batch in batches)
+        filled = [_filled(batch, tokens) for batch in batches]
+        filled += [_filled(_emptied(batches[0]), tokens)] * (number - len(batches))
+        shares = [self._own[0].share(batch).to(str(self._device)) for batch in filled]
+        for stage in self._own:
+            stage.batches, stage.wanted = shares, wanted
+        self._objective, self._columns, self._real = objective, {}, len(batches)
+        self._names = ["sum", *(name for name in ("shared", "squares") if name in wanted)]
+        schedule = self._scheduled(number, self._own[0].hidden_tokens(shares[0]))
+        where = torch.arange(number)
+        inputs = (where,) if self._rank == self._first_rank else ()
+        target = where if self._rank == self._last_rank else None
+        run = schedule.step if objective else schedule.eval
+        run(*inputs, where=where, target=target, return_outputs=False)
+
+    def _loss(self, output: Tensor, where: Tensor) -> Tensor:
+        """Of one micro-batch, on the last stage; an empty one has a loss of 0."""
+        number = int(where)
+        if number >= self._real:
+            return output.sum()
+        columns = dict(zip(self._names, output, strict=True))
+        self._columns[number] = {name: column.detach().clone() for name, column in columns.items()}
+        return self._objective(self._own[-1].batches[number], columns) if self._objective else output.sum()
+
+    def _scheduled(self, number: int, tokens: int) -> Any:
+        """The schedule of so many micro-batches of one size; it is kept while both stay."""
+        if self._schedule is None or self._schedule[0] != (number, tokens):
+            self._schedule = None  # frees its buffers first
+            places = self.pipeline.stages_of(self._rank)
+            stages = [self._stage(stage, place, tokens) for stage, place in zip(self._own, places, strict=True)]
+            make = SCHEDULES[self.pipeline.schedule]
+            own = stages[0] if self.pipeline.rule.most_virtual == 1 else stages
+            self._schedule = (number, tokens), make(own, number, loss_fn=self._loss, scale_grads=False)
+        return self._schedule[1]
+
+    def _stage(self, stage: Stage, place: int, tokens: int) -> _Stage:
+        """Shapes are told, so that torch need not find them out by running the model once more."""
+        width = stage.causal_lm.config.get_text_config().hidden_size
+        hidden = torch.empty((1, tokens, width), dtype=self.dtype, device="meta", requires_grad=True)
+        return _Stage(
+            stage,
+            place,
+            self.pipeline.stages,
+            self._device,
+            input_args=torch.empty(1, dtype=torch.int64, device="meta") if stage.first else hidden,
+            output_args=hidden,
+            group=self._group,
+        )
+
+
+def _keep_gathered(stages: Sequence[Stage]) -> None:
+    """The late gradients of weights are added to what is gathered then: weights divided in between would lose them."""
+    for stage in stages:
+        if isinstance(stage, FSDPModule):
+            stage.set_reshard_after_forward(False)
+
+
+def _embedding_name(stage: Stage) -> str:
+    weight = stage.causal_lm.get_input_embeddings().weight
+    return next(name for name, parameter in stage.named_parameters() if parameter is weight)
+
+
+# --- micro-batches of one size ---
+
+
+def _filled(batch: PairBatch, tokens: int) -> PairBatch:
+    """The same pairs, filled up with tokens that nobody scores: stages take one size."""
+    missing = tokens - len(batch.ids_N)
+    if not missing:
+        return batch
+    segments, have = batch.segments, len(batch.ids_N)
+    more = [min(FILLER_SEGMENT, missing - start) for start in range(0, missing, FILLER_SEGMENT)]
+    positions = torch.cat([torch.arange(length) for length in more])
+    return replace(
+        batch,
+        ids_N=torch.cat([batch.ids_N, batch.ids_N.new_zeros(missing)]),
+        positions_N=torch.cat([batch.positions_N, positions]),
+        segments=Segments.of(
+            (*segments.q_lens, *more),
+            (*segments.k_lens, *more),
+            torch.cat([segments.key_index_K, torch.arange(have, tokens)]),
+        ),
+    )
+
+
+def _emptied(batch: PairBatch) -> PairBatch:
+    """A micro-batch without pairs and tokens."""
+    none = {name: getattr(batch, name)[:0] for name in ("ids_N", "positions_N", *SCORED)}
+    has = batch.segments
+    segments = replace(has, cu_q=has.cu_q[:1], cu_k=has.cu_k[:1], key_index_K=has.key_index_K[:0])
+    return replace(batch, segments=segments, real_tokens=0, **none)

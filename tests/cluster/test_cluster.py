@@ -1,0 +1,319 @@
+"""Roles on Ray: where they live, what they answer, and what is told when one fails."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rather.cluster import resources
+from rather.cluster.cluster import Cluster
+from rather.cluster.failure import Failure, first_cause
+from rather.cluster.resources import ResourceManager
+from rather.config.schema import DPOConfig, Timeouts
+from rather.errors import ConfigError, NonFiniteError, WorkerError
+from rather.pipeline import DPOPipeline
+from tests.cluster.conftest import SLOTS
+from tests.cluster.workers import SLOW
+from tests.tiny import make_config, make_model, make_pairs, metrics
+from tests.train.test_trace import events, overlap
+
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.slow]
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+def two_devices(folder: Path, **changes: Any) -> DPOConfig:
+    """The reference on a device of its own."""
+    return make_config(folder, max_steps=4, save_steps=2, reference__device_mapping=[1], **changes)
+
+
+def losses(config: DPOConfig) -> list[float]:
+    return [line["loss"] for line in metrics(config) if "loss" in line]
+
+
+def test_roles_on_two_devices_train_as_one_process_does(folder: Path) -> None:
+    alone = make_config(folder, max_steps=4, save_steps=2, exp_name="alone")
+    apart = two_devices(folder, exp_name="apart")
+    assert DPOPipeline(alone).run() == 0
+    pipeline = DPOPipeline(apart)
+    processes = {seat.process.pid for role in (pipeline.actor_train, pipeline.reference) for seat in role.seats}
+    assert len(processes) == 2
+    assert pipeline.run() == 0
+    assert losses(apart) == losses(alone)
+    one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, apart))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+ZERO3 = {"strategy_name": "zero3"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "apart 1+1": {"reference__device_mapping": [1]},
+    "apart 2+2": {
+        "actor_train__device_mapping": [0, 1],
+        "reference__device_mapping": [2, 3],
+        "reference__strategy_args": {"strategy_name": "megatron_infer", "tp_size": 2},
+    },
+    "apart 2+1": {
+        "actor_train__device_mapping": [0, 1],
+        "actor_train__strategy_args": ZERO3,
+        "reference__device_mapping": [2],
+        "reference__strategy_args": {"strategy_name": "hf_infer"},
+    },
+    "together": {
+        "actor_train__device_mapping": [0, 1],
+        "actor_train__strategy_args": {"strategy_name": "megatron_train", "tp_size": 2},
+        "reference__strategy_args": {"strategy_name": "fsdp2_infer"},
+    },
+    "in turn": {
+        "actor_train__device_mapping": [0, 1],
+        "actor_train__strategy_args": {"strategy_name": "ddp"},
+        "reference__device_mapping": [1],
+        "reference__strategy_args": {"strategy_name": "hf_infer"},
+    },
+}
+
+
+STEPS, PAIRS, TOKENS = 20, 14, 40
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of tests/same, and pairs for its steps, the last of which has half as many."""
+    folder = tmp_path_factory.mktemp("layouts")
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    make_model(folder / "base", hidden_size=64, intermediate_size=96, num_hidden_layers=8, **heads)
+    make_pairs(folder / "pairs.jsonl", STEPS * PAIRS - PAIRS // 2)
+    make_pairs(folder / "held_out.jsonl", 9, seed=1)
+    return folder
+
+
+def small_steps(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    """Many micro-batches a step, and moves of the reference."""
+    return make_config(
+        folder,
+        exp_name=name.replace(" ", "-").replace("+", "-"),
+        train_batch_size=PAIRS,
+        save_steps=15,
+        sync_ref_model=True,
+        ref_model_sync_steps=6,
+        # Gradients of 1e-9 are noise from the order of sums; with an epsilon below them Adam makes whole steps of it.
+        actor_train__training_args={"learning_rate": 1e-5, "adam_epsilon": 1e-6, "num_train_epochs": 1.0},
+        actor_train__max_tokens_per_microbatch_in_train=TOKENS,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_placing_of_the_roles_trains_the_same(shared: Path, name: str) -> None:
+    alone = small_steps(shared, "alone")
+    if not (alone.run_dir / "model").exists():
+        pipeline = DPOPipeline(alone)
+        first, last = (pipeline.course.pairs_after(done) for done in (0, STEPS - 1))
+        assert (pipeline.total_steps, len(last)) == (STEPS, PAIRS // 2)
+        assert len(pipeline.packing.policy(first, TOKENS)) >= 8
+        assert pipeline.run() == 0
+    config = small_steps(shared, name, **LAYOUTS[name])
+    assert DPOPipeline(config).run() == 0
+    for key in ("loss", "grad_norm", "eval/loss"):
+        one, other = ([line[key] for line in metrics(each) if key in line] for each in (alone, config))
+        assert other == pytest.approx(one, rel=1e-5), key
+    one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, config))
+    assert one.keys() == other.keys()
+    assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-6
+
+
+def test_a_reference_that_moves_is_asked_after_each_move(folder: Path) -> None:
+    moving = {"max_steps": 5, "sync_ref_model": True, "ref_model_sync_steps": 2}
+    alone = make_config(folder, exp_name="alone", **moving)
+    apart = make_config(folder, exp_name="apart", reference__device_mapping=[1], **moving)
+    assert [DPOPipeline(config).run() for config in (alone, apart)] == [0, 0]
+    assert losses(apart) == losses(alone)
+
+
+def test_a_slow_reference_of_its_own_costs_the_larger_of_both(folder: Path) -> None:
+    workers = "tests.cluster.workers"
+    config = make_config(
+        folder,
+        max_steps=5,
+        reference__device_mapping=[1],
+        reference__worker_cls=f"{workers}.SlowReference",
+        actor_train__worker_cls=f"{workers}.SlowPolicy",
+        trace=True,
+        validation__data_args={},
+    )
+    assert DPOPipeline(config).run() == 0
+    steady = [line for line in metrics(config) if line.get("step", 0) > 1]
+    for line in steady:
+        seconds = line["pairs"] / line["pairs_per_second"]
+        assert min(line["time/reference"], line["time/train"]) >= SLOW
+        assert seconds == pytest.approx(max(line["time/reference"], line["time/train"]), rel=0.1)
+    asked, trained = (
+        {event["args"]["step"]: event for event in events(config, role)} for role in ("reference", "actor_train")
+    )
+    assert all(overlap(trained[step], asked[step + 1]) > 0.5e6 * SLOW for step in range(1, 5))
+
+
+# --- where processes live ---
+
+
+@pytest.fixture
+def manager() -> Iterator[ResourceManager]:
+    made = ResourceManager(1, 4, timeouts=Timeouts(start=120.0, connect=8.0))
+    yield made
+    made.close()
+
+
+def cluster(manager: ResourceManager, folder: Path, what: str, devices: list[int], name: str = "reference") -> Cluster:
+    path = "tests.cluster.workers.Breaks"
+    config = make_config(
+        folder,
+        actor_train__device_mapping=devices,
+        reference__worker_cls=path,
+        system_envs={"RATHER_TEST_BREAK": what},
+    )
+    role = config.reference if name == "reference" else config.actor_train
+    return Cluster(name, path, manager, role, pipeline_config=config)
+
+
+def test_equal_mappings_share_processes_and_others_do_not(manager: ResourceManager, folder: Path) -> None:
+    first = cluster(manager, folder, "none", [0, 1])
+    same = cluster(manager, folder, "none", [0, 1], name="actor_train")
+    other = cluster(manager, folder, "none", [2])
+    pids = [{seat.process.pid for seat in each.seats} for each in (first, same, other)]
+    assert pids[0] == pids[1]
+    assert not pids[0] & pids[2]
+    assert len(pids[0]) == 2
+
+
+def test_more_devices_than_the_cluster_has_are_refused_with_the_arithmetic() -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        ResourceManager(1, SLOTS + 1, timeouts=Timeouts(connect=1.0))
+    assert time.monotonic() - began < 10
+    text = str(refused.value)
+    assert f"num_nodes 1 x num_gpus_per_node {SLOTS + 1} = {SLOTS + 1} CPU workers (rather_slot) are asked for" in text
+    assert f"has {SLOTS} on 1 node, so 0 of 1 nodes have {SLOTS + 1}: 1 missing" in text
+
+
+def test_too_little_shared_memory_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resources.shortage_of_shared_memory() is None
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    assert "has 64 MiB free, and a local Ray needs 256" in (resources.shortage_of_shared_memory() or "")
+
+
+def test_devices_in_use_are_told() -> None:
+    first = ResourceManager(1, SLOTS - 1)
+    try:
+        with pytest.raises(ConfigError, match="other jobs use some: 1 are free"):
+            ResourceManager(1, 2, timeouts=Timeouts(connect=1.0))
+    finally:
+        first.close()
+    ResourceManager(1, SLOTS).close()  # what was asked for in vain holds nothing
+
+
+# --- what is told when one fails ---
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [
+        ("raise", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): ValueError: boom"),
+        ("nonfinite", NonFiniteError, r"reference rank 1 of 2 \(device 1 on .+\): the loss is not finite"),
+        ("alike", NonFiniteError, r"^reference, all 2 ranks: the loss is not finite$"),
+        ("memory", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): CUDA out of memory. .+ 2.00 GiB. Lower "),
+        ("die", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): ActorDied: its process died"),
+    ],
+)
+def test_the_first_cause_is_told(
+    manager: ResourceManager, folder: Path, what: str, kind: type[Exception], said: str
+) -> None:
+    broken = cluster(manager, folder, what, [0, 1])
+    began = time.monotonic()
+    with pytest.raises(kind, match=said):
+        broken.initialize(1)
+    assert time.monotonic() - began < 15
+
+
+def test_a_shortage_of_memory_names_three_ways_out() -> None:
+    shortage = Failure.of(torch.OutOfMemoryError("CUDA out of memory.\nMore."))
+    said = str(shortage.error("actor_train rank 1 of 2", "actor_train"))
+    assert said.startswith("actor_train rank 1 of 2: CUDA out of memory. Lower ")
+    assert "More" not in said
+    for key in ("max_tokens_per_microbatch_in_train", "recompute_granularity", "strategy_name"):
+        assert key in said
+
+
+def test_the_first_of_several_failures_is_the_cause_and_an_echo_never_is() -> None:
+    echo = replace(Failure.of(RuntimeError("[gloo] Connection closed by peer")), at=1.0)
+    late, early = (replace(Failure.of(ValueError(f"at {at}")), at=at) for at in (3.0, 2.0))
+    assert echo.is_echo
+    assert first_cause({0: echo, 1: late, 2: early}) == 2
+
+
+def test_warnings_of_all_ranks_are_told_once_with_who_says_them(
+    manager: ResourceManager, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rather")
+    cluster(manager, folder, "warn", [0, 1]).initialize(1)
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("rather.worker")]
+    assert told == [
+        "reference: all say this",
+        "reference rank 0: only rank 0 says this",
+        "info of rank 0",
+        "reference rank 1: only rank 1 says this",
+    ]
+
+
+# --- several machines ---
+
+
+def test_processes_of_several_machines_meet_at_a_port_that_all_reach(manager: ResourceManager) -> None:
+    here, other = manager._start((0, 1), {})
+    manager._introduce([here, replace(other, process=replace(other.process, machine="elsewhere"))])
+
+
+def test_a_port_that_cannot_be_reached_is_told_at_once(manager: ResourceManager) -> None:
+    manager.timeouts = Timeouts(connect=1.0)
+    here, other = manager._start((0, 1), {})
+    nowhere = replace(here, address="192.0.2.1")  # reserved for documentation
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"device 1 on .+ cannot reach device 0 on .+ at 192.0.2.1:\d+ within 1 s: "):
+        manager._port_of(nowhere, [other])
+    assert time.monotonic() - began < 10
+
+
+def test_silence_ends_at_the_deadline(folder: Path) -> None:
+    manager = ResourceManager(1, 2, timeouts=Timeouts(start=60.0))
+    try:
+        silent = cluster(manager, folder, "hang", [0])
+        silent.timeouts = Timeouts(start=2.0)
+        with pytest.raises(WorkerError, match=r"reference rank 0 of 1 .+: no answer within 2 s \(timeouts.start\)"):
+            silent.initialize(1)
+    finally:
+        manager.close()
+
+
+def test_a_failing_rank_ends_the_run_and_its_processes(folder: Path) -> None:
+    config = two_devices(folder, actor_train__worker_cls="tests.cluster.workers.BreaksLater")
+    pipeline = DPOPipeline(config)
+    processes = [seat.process for role in (pipeline.actor_train, pipeline.reference) for seat in role.seats]
+    with pytest.raises(WorkerError, match=r"actor_train rank 0 of 1 .+: ValueError: boom at step 3"):
+        pipeline.run()
+    deadline = time.monotonic() + 15
+    while not all(process.is_gone for process in processes):
+        assert time.monotonic() < deadline, processes
+        threading.Event().wait(0.1)

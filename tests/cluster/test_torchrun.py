@@ -1,0 +1,82 @@
+"""`torchrun -m rather train`: every process runs the loop, the first writes, the result is that of one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from rather.config.load import dump_yaml
+from rather.config.schema import DPOConfig
+from rather.pipeline import DPOPipeline
+from tests.house.source import ROOT
+from tests.tiny import make_config, metrics
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    return make_config(
+        folder,
+        exp_name=name,
+        train_batch_size=12,
+        max_steps=4,
+        save_steps=2,
+        actor_train__training_args={"learning_rate": 1e-5, "lr_scheduler_type": "constant"},
+        actor_train__max_tokens_per_microbatch_in_train=64,
+        **changes,
+    )
+
+
+def torchrun(config: DPOConfig, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    file = Path(config.output_dir).parent / "dpo.yaml"
+    file.write_text(dump_yaml(config))
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command = [sys.executable, *launcher, "-m", "rather", "train", str(file), *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    alone = config_of(tmp_path, "alone")
+    assert DPOPipeline(alone).run() == 0
+    both = config_of(tmp_path, "both", actor_train__device_mapping=[0, 1])
+    for steps in (2, 4):  # the second start reads the first one's checkpoint
+        done = torchrun(both, 2, f"max_steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert "zero2 on 2 devices: dp 2" in done.stderr
+    for key in ("loss", "grad_norm"):
+        one, other = ([line[key] for line in metrics(each) if key in line] for each in (alone, both))
+        assert other == pytest.approx(one, rel=1e-5), key
+    one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, both))
+    assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-6
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_must_be_that_of_the_devices_and_is_told_once(tmp_path: Path) -> None:
+    done = torchrun(config_of(tmp_path, "wrong", actor_train__device_mapping=[0, 1, 2]), 2)
+    assert done.returncode != 0
+    assert done.stderr.count("names 3 devices, and torchrun started 2 processes") == 1
+    assert done.stderr.count("rather: ") == 1
+
+
+@pytest.mark.slow
+def test_the_first_cause_is_told_once_and_no_echo(tmp_path: Path) -> None:
+    broken = config_of(
+        tmp_path,
+        "broken",
+        actor_train__device_mapping=[0, 1],
+        reference__worker_cls="tests.cluster.workers.Breaks",
+        system_envs={"RATHER_TEST_BREAK": "nonfinite"},
+    )
+    done = torchrun(broken, 2)
+    (told,) = [line for line in done.stderr.splitlines() if line.startswith("rather: ")]
+    assert re.fullmatch(r"rather: reference rank 1 of 2 \(on .+\): the loss is not finite", told)
+    assert done.stderr.count("Traceback") == 1  # of torchrun itself
+    assert "exitcode  : 6" in done.stderr

@@ -1,0 +1,69 @@
+"""Workers that misbehave on purpose."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rather.batch import Columns
+from rather.cluster.worker import ActorWorker
+from rather.errors import NonFiniteError
+
+SLOW = 0.6  # seconds of a slow reference, many times those of its pairs
+
+
+class SlowReference(ActorWorker):
+    """Keeps its caller waiting."""
+
+    def compute_log_probs(self, *args: Any) -> Columns:
+        threading.Event().wait(SLOW)
+        return super().compute_log_probs(*args)
+
+
+class SlowPolicy(ActorWorker):
+    """As slow as the reference."""
+
+    def train_step(self, *args: Any) -> Any:
+        threading.Event().wait(SLOW)
+        return super().train_step(*args)
+
+
+class Breaks(ActorWorker):
+    """Fails where a test says: RATHER_TEST_BREAK is `what`, and only the last rank does it."""
+
+    def initialize(self, total_steps: int, model: str | None = None) -> None:
+        what, last = os.environ["RATHER_TEST_BREAK"], self.member.rank == self.member.world - 1
+        if last and what == "raise":
+            raise ValueError("boom")
+        if last and what == "nonfinite":
+            raise NonFiniteError("the loss is not finite")
+        if what == "alike":
+            raise NonFiniteError("the loss is not finite")
+        if last and what == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+        if what == "warn":
+            self.log.warning("all say this")
+            self.log.warning("only rank %d says this", self.member.rank)
+            self.log.info("info of rank %d", self.member.rank)
+        if last and what == "die":
+            os._exit(3)
+        if last and what == "hang":
+            threading.Event().wait()
+        if self.member.world > 1 and what != "none":
+            dist.all_reduce(torch.ones(1))  # waits for the one that fails
+
+
+class BreaksLater(ActorWorker):
+    """The third step fails, on the last rank."""
+
+    steps = 0
+
+    def train_step(self, *args: Any) -> Any:
+        self.steps += 1
+        if self.steps == 3 and self.member.rank == self.member.world - 1:
+            raise ValueError("boom at step 3")
+        return super().train_step(*args)

@@ -1,0 +1,95 @@
+"""Pipelines as arithmetic, and the keys that ask for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rather.config.load import config_from_dict
+from rather.config.pipelines import SCHEDULES, Pipeline
+from rather.config.strategies import layout
+from rather.errors import ConfigError
+from tests.config.conftest import smallest
+
+DETAILS = "actor_train.strategy_args.strategy_config"
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+
+
+def settings(*details: str, devices: int = 4) -> dict[str, object]:
+    return smallest(f"actor_train.device_mapping=0-{devices - 1}", *(f"{DETAILS}.{detail}" for detail in details))
+
+
+@pytest.mark.parametrize(
+    ("details", "pipeline"),
+    [
+        (["pp_size=4"], Pipeline(4, "1f1b", 1)),
+        (["pipeline_model_parallel_size=2"], Pipeline(2, "1f1b", 1)),
+        (["pp_size=2", f"{VIRTUAL}=3"], Pipeline(2, "interleaved", 3)),
+        (["pp_size=2", f"{VIRTUAL}=null"], Pipeline(2, "1f1b", 1)),
+        (["pp_size=2", "pipeline_schedule=zbv"], Pipeline(2, "zbv", 2)),
+        (["pp_size=2", "pipeline_schedule=interleaved"], Pipeline(2, "interleaved", 2)),
+        (["pp_size=2", "pipeline_schedule=zero_bubble", f"{VIRTUAL}=2"], Pipeline(2, "zero_bubble", 2)),
+        ([], Pipeline(1, "1f1b", 1)),
+    ],
+)
+def test_keys_of_a_pipeline(details: list[str], pipeline: Pipeline) -> None:
+    assert layout(config_from_dict(settings(*details)).actor_train).pipeline == pipeline
+
+
+@pytest.mark.parametrize(
+    ("details", "told"),
+    [
+        (["pp_size=2", "pipeline_schedule=1f1"], "unknown schedule '1f1'; did you mean '1f1b'?"),
+        (["pp_size=2", f"{VIRTUAL}=0"], "0 is not a whole number >= 1"),
+        (
+            ["pp_size=2", "pipeline_schedule=1f1b", f"{VIRTUAL}=2"],
+            "schedule '1f1b' takes exactly 1 stage a rank, not 2",
+        ),
+        (["pp_size=2", "pipeline_schedule=zbv", f"{VIRTUAL}=3"], "schedule 'zbv' takes exactly 2 stages a rank, not 3"),
+        (["pp_size=2", "pipeline_schedule=interleaved", f"{VIRTUAL}=1"], "takes at least 2 stages a rank, not 1"),
+        (
+            ["pp_size=2", "pipeline_schedule=zbv", "recompute_granularity=selective"],
+            "selective goes backward once, and schedule 'zbv' twice; set it to full or null",
+        ),
+        ([f"{VIRTUAL}=2"], "is about pipeline stages, and pp is 1; remove it"),
+        (["pipeline_schedule=gpipe"], "is about pipeline stages, and pp is 1; remove it"),
+    ],
+)
+def test_what_a_schedule_cannot_do_is_refused(details: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_from_dict(settings(*details))
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(("schedule", "refused"), [("zero_bubble", True), ("dualpipev", True), ("1f1b", False)])
+def test_compiled_layers_have_one_backward_pass(schedule: str, refused: bool) -> None:
+    values = settings("pp_size=2", f"pipeline_schedule={schedule}") | {"compile": "on"}
+    if refused:
+        with pytest.raises(ConfigError, match="divides the backward pass, and compiled layers cannot; set compile=off"):
+            config_from_dict(values)
+    else:
+        assert config_from_dict(values).compile == "on"
+
+
+def test_each_stage_lies_on_one_rank() -> None:
+    assert [Pipeline(2, "interleaved", 2).stages_of(rank) for rank in (0, 1)] == [(0, 2), (1, 3)]
+    assert [Pipeline(2, "zbv", 2).stages_of(rank) for rank in (0, 1)] == [(0, 3), (1, 2)]
+    assert Pipeline(4, "dualpipev", 2).rank_of(7) == 0
+    assert Pipeline(4, "interleaved", 2).rank_of(7) == 3
+
+
+def test_layers_are_shared_out_without_a_gap() -> None:
+    pipeline = Pipeline(3)
+    assert [list(pipeline.layers_of(stage, 8)) for stage in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_the_number_of_micro_batches_grows_by_as_little_as_the_schedule_allows(schedule: str, ranks: int) -> None:
+    pipeline = Pipeline.of(ranks, schedule, None)
+    for bins in range(1, 50):
+        number = pipeline.microbatches(bins)
+        assert number >= max(bins, pipeline.ranks)
+        if bins % pipeline.multiple == 0:
+            assert number == bins
+        if schedule in ("interleaved", "zero_bubble"):
+            assert number % max(1, number // ranks) == 0
