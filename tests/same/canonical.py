@@ -30,6 +30,17 @@ from tests.padded import random_pairs
 VOCAB = 64
 BUDGET = 72  # tokens of a micro-batch
 PAIRS = 14  # of a step; the last one is smaller
+# What differs from the Setup of the canonical run.
+VARIANTS: list[dict[str, Any]] = [
+    {"losses": ("ipo",)},
+    {"losses": ("orpo",)},
+    {"losses": ("simpo",)},
+    {"losses": ("aot",)},
+    {"losses": ("sigmoid", "sft")},
+    {"tied": False},
+    {"family": "qwen2"},
+    {"family": "qwen3"},
+]
 
 
 @dataclass(frozen=True)
@@ -189,3 +200,7 @@ def _detached(piece: Tensor | Piece) -> Tensor | Piece:
     if isinstance(piece, Piece):
         return Piece(piece.tensor.detach().clone(), piece.place)
     return piece.detach().clone()
+
+
+def variant_name(changes: dict[str, Any]) -> str:
+    return "-".join(f"{key} {value}" for key, value in changes.items())

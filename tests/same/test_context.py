@@ -16,9 +16,9 @@ from rather.parallel.shard import Stage
 from tests.model.test_families import FAMILIES, VOCAB
 from tests.padded import random_pairs, ranked_pairs
 from tests.same.against_whole import worst_difference
-from tests.same.canonical import Setup, alone, assert_same, joined, make_step, pairs_of
+from tests.same.canonical import VARIANTS, Setup, alone, assert_same, joined, make_step, pairs_of, variant_name
 from tests.same.pool import pool
-from tests.same.test_tensor import FEW_STEPS, VARIANTS, run, variant_name
+from tests.same.test_tensor import FEW_STEPS, run
 
 Sizes = dict[str, int]
 

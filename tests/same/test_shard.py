@@ -15,7 +15,19 @@ from rather.optim import Optimizer
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Sharding, Stage, shard
 from rather.trainer import RankTrainer, Whole
-from tests.same.canonical import Outcome, Setup, alone, assert_same, joined, make_policy, make_trainer, pairs_of, train
+from tests.same.canonical import (
+    VARIANTS,
+    Outcome,
+    Setup,
+    alone,
+    assert_same,
+    joined,
+    make_policy,
+    make_trainer,
+    pairs_of,
+    train,
+    variant_name,
+)
 from tests.same.pool import pool
 
 Sizes = dict[str, int]
@@ -47,20 +59,7 @@ def test_the_canonical_run(sizes: Sizes, stage: Stage) -> None:
     assert_same(joined(pool(prod(sizes.values())).run(run, sizes, stage, Setup())), alone(Setup()))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"losses": ("ipo",)},
-        {"losses": ("orpo",)},
-        {"losses": ("simpo",)},
-        {"losses": ("aot",)},
-        {"losses": ("sigmoid", "sft")},
-        {"tied": False},
-        {"family": "qwen2"},
-        {"family": "qwen3"},
-    ],
-    ids=lambda changes: str(next(iter(changes.values()))),
-)
+@pytest.mark.parametrize("changes", VARIANTS, ids=variant_name)
 def test_losses_and_families_on_zero3(changes: dict[str, Any]) -> None:
     setup = Setup(steps=6, **changes)
     assert_same(joined(pool(2).run(run, {"shard": 2}, "zero3", setup)), alone(setup))

@@ -23,6 +23,7 @@ from rather.parallel.apply import build_mesh, divide
 from rather.parallel.mesh import Mesh
 from rather.parallel.stages import Stages, check_cut, cut
 from tests.same.canonical import (
+    VARIANTS,
     Outcome,
     Setup,
     alone,
@@ -33,6 +34,7 @@ from tests.same.canonical import (
     make_trainer,
     pairs_of,
     train,
+    variant_name,
 )
 from tests.same.pool import pool
 
@@ -69,22 +71,10 @@ def test_stages_that_are_tensor_parallel() -> None:
     assert_same(piped(Setup(), layout_of(Pipeline(2), tp=2)), alone())
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        Setup(steps=SHORT, tied=False),
-        Setup(steps=SHORT, family="qwen2"),
-        Setup(steps=SHORT, family="qwen3"),
-        Setup(steps=SHORT, losses=("ipo",)),
-        Setup(steps=SHORT, losses=("orpo",)),
-        Setup(steps=SHORT, losses=("simpo",)),
-        Setup(steps=SHORT, losses=("aot",)),  # sees all pairs before the first gradient
-        Setup(steps=SHORT, losses=("sigmoid", "sft")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", VARIANTS, ids=variant_name)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_models_and_losses(setup: Setup, schedule: str) -> None:
+def test_models_and_losses(changes: dict[str, Any], schedule: str) -> None:
+    setup = Setup(steps=SHORT, **changes)
     assert_same(piped(setup, layout_of(Pipeline.of(2, schedule, None))), alone(setup))
 
 

@@ -18,28 +18,25 @@ from rather.parallel.tensor import check_split, split_model
 from rather.trainer import Whole
 from tests.model.test_families import FAMILIES, SMALL
 from tests.same.against_whole import worst_difference
-from tests.same.canonical import Outcome, Setup, alone, assert_same, joined, make_policy, make_trainer, train
+from tests.same.canonical import (
+    VARIANTS,
+    Outcome,
+    Setup,
+    alone,
+    assert_same,
+    joined,
+    make_policy,
+    make_trainer,
+    train,
+    variant_name,
+)
 from tests.same.pool import pool
 from tests.tiny import tiny_policy
 
 Sizes = dict[str, int]
 DIVISIBLE = sorted(FAMILIES.keys() - {"gpt2"})  # which has no plan
 FEW_STEPS = 4
-VARIANTS: list[dict[str, Any]] = [
-    {"losses": ("ipo",)},
-    {"losses": ("orpo",)},
-    {"losses": ("simpo",)},
-    {"losses": ("aot",)},
-    {"losses": ("sigmoid", "sft")},
-    {"tied": False},
-    {"family": "qwen2"},
-    {"family": "qwen3"},
-]
 BOTH_WAYS = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])
-
-
-def variant_name(changes: dict[str, Any]) -> str:
-    return "-".join(f"{key} {value}" for key, value in changes.items())
 
 
 def run(sizes: Sizes, setup: Setup, sequence_parallel: bool = False, stage: Stage = "ddp") -> Outcome:
