@@ -150,8 +150,10 @@ def _laid_out(value: Tensor, like: Tensor) -> Tensor:
     """A rank's own part as the tensor that it is a part of, where the model is sharded."""
     if not isinstance(like, DTensor):
         return value
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    whole = torch.empty_like(like, dtype=value.dtype, device=value.device)  # from_local would leave the host
+    assert isinstance(whole, DTensor)
+    whole.to_local().copy_(value)
+    return whole
 
 
 @contextmanager

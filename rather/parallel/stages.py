@@ -200,9 +200,24 @@ def check_cut(config: Any) -> None:
 class _Stage(PipelineStage):
     """torch's stage, where its schedules that divide the backward pass or go forward only need help."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._graphs: dict[int, list[Any]] = {}
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """torch detaches the outputs here and keeps nodes for the second half, but a node in Python, as the head's
+        is, does not keep the graph that owns it."""
+        if not full_backward and self.has_backward:
+            outputs = [loss] if self.is_last else self.fwd_cache[bwd_chunk_id][0]
+            self._graphs[bwd_chunk_id] = [output.grad_fn for output in outputs]
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Adds gradients past autograd, which runs no hooks then: those that add them up in float32 are run here."""
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._graphs.pop(bwd_chunk_id, None)
         for parameter in self.submod.parameters():
             if parameter.grad is not None:
                 for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):

@@ -62,7 +62,8 @@ def test_split_is_torch_adamw(rate: float, max_grad_norm: float, wide_gradients:
     same = [(optimizer.masters[name] == true).float().mean() for name, true in exact.masters.items()]
     print(f"rate {rate}: bit-equal masters after 50 updates: {100 * float(min(same)):.1f} % at least")
     for name, moment in exact.moments().items():
-        assert torch.allclose(optimizer.moments()[name], moment, rtol=1e-5, atol=1e-9)
+        largest = float(moment.abs().max())  # sums of many roundings: near zero they are large beside the value
+        assert torch.allclose(optimizer.moments()[name], moment, rtol=1e-5, atol=1e-6 * largest)
 
 
 def test_a_parameter_is_the_rounded_image_of_its_master() -> None:

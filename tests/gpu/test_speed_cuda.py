@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rather.batch import PairBatch
+from rather.batch import PairBatch, TokenPair
 from rather.config.schema import TrainingArgs
 from rather.data.pack import pack
 from rather.model import attention, head
 from rather.model.attention import IMPLEMENTATION
-from rather.model.budget import choose_budget
+from rather.model.budget import LEAST, SHARE, choose_budget
 from rather.model.layers import LEVELS, Recompute, arrange_layers
 from rather.model.policy import PolicyModel
 from rather.objective import configure
@@ -157,15 +159,18 @@ def test_the_planner_recomputes_where_memory_is_short(monkeypatch: pytest.Monkey
     rooms = {level: _need(work, level) for level in LEVELS}
     assert rooms["full"] < rooms["selective"] < rooms["half"] < rooms["none"]
     for level in LEVELS:
-        room = int(1.1 * rooms[level])
+        room = int(1.02 * rooms[level] / SHARE)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda room=room: (room, room))
         assert choose_budget(work.policy, work, **options, largest_pair=100).recompute == level
 
 
 def _need(work: RankTrainer, level: Recompute) -> int:
-    """Bytes of a micro-batch of about 4096 scored tokens."""
+    """Bytes of the smallest useful micro-batch, as the planner rehearses it."""
     arrange_layers(work.policy, recompute=level)
-    (batch,) = pack(random_pairs(200, 990), 10**6, ladder=4096)[:1]
+    ids = np.arange(508, dtype=np.int32)
+    pair = TokenPair(ids[:8], ids, ids, ((8, 516),), ((8, 516),))
+    pairs = [replace(pair, chosen=ids + side, rejected=ids + side + 1) for side in range(LEAST // 1024)]
+    (batch,) = pack(pairs, LEAST, ladder=LEAST)
     resting = torch.cuda.memory_allocated()
     work.rehearse(batch)
     torch.cuda.reset_peak_memory_stats()
