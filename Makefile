@@ -4,11 +4,16 @@
 #   TORCH="torch==2.13.0+cpu --extra-index-url <PyTorch's CPU index>"
 #                                               another PyTorch: a requirement, a wheel file, pip options
 #   ARGS="-k losses"                            further arguments of test, demo and bench
+#   WORKERS=4                                   tests at a time
+#   MINUTES=10                                  of make soak
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf) are respected.
 
 VENV  := .venv
 STAMP := $(VENV)/.installed
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check
+PYTEST  := $(VENV)/bin/python -m pytest -q --dist loadgroup
+WORKERS ?= 2
+MINUTES ?= 60
 
 # A .venv knows its own absolute path and the PyTorch asked for: a moved folder or another TORCH= makes it anew.
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
@@ -26,13 +31,16 @@ ifdef FRESH
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test test-faults soak check sbom bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train a tiny model on this machine and watch its answers change"
 	@echo "make test     run the test suite"
-	@echo "make check    ruff, and mypy --strict on the package"
+	@echo "make test-faults  kill a run at every place in every layout; most of an hour"
+	@echo "make soak     break runs at random for an hour; MINUTES=10 for less"
+	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on what is installed"
+	@echo "make sbom     sbom.json: a list of all installed packages (CycloneDX)"
 	@echo "make bench    list the benchmarks; make bench NAME=<one of them> runs it"
 	@echo "make install  make $(VENV) with the command 'rather' (the others do it by themselves)"
 	@echo "make clean    remove $(VENV) and the caches of the tools"
@@ -43,12 +51,26 @@ install: $(STAMP)
 demo: $(STAMP)
 	@$(VENV)/bin/rather demo $(ARGS)
 
+# Two at a time: most tests of processes wait for each other. Status 5: no test was chosen, by ARGS, of this half.
 test: $(STAMP)
-	@$(VENV)/bin/python -m pytest -q $(ARGS)
+	@$(PYTEST) -n $(WORKERS) -m "not alone" $(ARGS); first=$$?; $(PYTEST) -m alone $(ARGS); second=$$?; \
+	  case "$$first $$second" in "0 0"|"0 5"|"5 0") ;; *) exit 1 ;; esac
+
+test-faults: $(STAMP)
+	@$(PYTEST) -m "faults_all or not alone" tests/faults $(ARGS)
+
+soak: $(STAMP)
+	@$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
 
 check: $(STAMP)
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m mypy
+	@$(VENV)/bin/python -m bandit -q -r rather -c pyproject.toml
+	@$(VENV)/bin/python .ci/audit
+
+sbom: $(STAMP)
+	@$(VENV)/bin/python -m cyclonedx_py environment $(VENV) --pyproject pyproject.toml --of JSON -o sbom.json
+	@echo "sbom.json: every package of $(VENV) in CycloneDX's form"
 
 bench: $(STAMP)
 ifdef NAME

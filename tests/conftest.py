@@ -43,10 +43,16 @@ def team_data() -> Path:
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+# Folders whose tests share costly processes go to one worker, those with a Ray to the same one. Elsewhere a file does.
+SHARING = {"tests/cluster": "ray", "tests/faults": "ray", "tests/same": "ranks"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before the workers read the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is no CUDA device; each is told which others to stay with."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        file = item.path.relative_to(config.rootpath).as_posix()
+        shared = (group for folder, group in SHARING.items() if file.startswith(folder))
+        item.add_marker(pytest.mark.xdist_group(next(shared, file)))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
