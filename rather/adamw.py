@@ -73,6 +73,17 @@ class State(ABC):
             self._sums = False
         return narrowed
 
+    @property
+    def gradient_bytes(self) -> int:
+        own = here(self.parameter)
+        return own.numel() * (4 if self._sums else own.element_size())
+
+    @property
+    def own_bytes(self) -> int:
+        """What is kept beside the parameter and its gradient."""
+        kept = [value for name, value in vars(self).items() if name not in ("parameter", "_sum")]
+        return sum(here(value).nbytes for value in kept if isinstance(value, Tensor))
+
     def forget_gradient(self) -> None:
         self._sum = self.parameter.grad = None
 

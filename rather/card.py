@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rather.config.schema import DPOConfig
+from rather.redaction import redact
 
 
 def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool) -> str:
@@ -12,7 +13,7 @@ def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool
     numbers = ", ".join(f"{key} {value}" for key, value in settings.items())
     names = " + ".join(config.loss_names)
     reference = f"`{config.reference.model_path}`" if with_reference else "none"
-    return f"""---
+    card = f"""---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [rather, preference-alignment, {", ".join(config.loss_names)}]
@@ -31,3 +32,4 @@ tags: [rather, preference-alignment, {", ".join(config.loss_names)}]
 | sequence length | {config.sequence_length} |
 | seed | {config.seed} |
 """
+    return redact(card)  # a model's address may hold a password

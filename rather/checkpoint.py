@@ -16,16 +16,15 @@ one layout goes on under any other, and nobody holds a whole model.
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,24 +33,23 @@ from typing import Any
 
 from torch import Tensor
 
-from rather.errors import CheckpointError, ConfigError, DiskError
+from rather import faults
+from rather.errors import CheckpointError, DiskError
+from rather.manifest import MANIFEST, SHARD, STATE, Written, manifest_bytes, read_manifest, verify
 from rather.pieces import CHUNK, Piece, Stored, Streamed, header_of, safetensors_file, tensor_of
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
-STATE, MANIFEST, LATEST = "state.json", "manifest.json", "LATEST"
+LATEST = "LATEST"
 DEFAULT_SHARD_BYTES = 4 << 30
-_OWN_DIGEST = b',\n "manifest_sha256": '
+LOOK_EVERY = 0.02  # seconds between two looks for what others have written
 _SLACK = 1 << 20  # room for headers, state, manifest and folder entries, beyond the tensors themselves
 
 _NAME = re.compile(r"checkpoint-(0|[1-9]\d*)")
 _ASIDE = re.compile(r"\.old-checkpoint-(0|[1-9]\d*)")
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
-_SHARD = re.compile(r"([a-z][a-z0-9_]*)-(?:\d{5}-)?\d{5}\.safetensors")
 
 Groups = Mapping[str, Mapping[str, Tensor | Piece]]
-Written = Mapping[str, tuple[int, str]]  # size and SHA-256 by file
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,9 @@ class Checkpoint:
 
     def stored(self, group: str) -> Stored:
         """The same, each read when it is asked for, whole or in part."""
-        shards = [name for name in self.files if (m := _SHARD.fullmatch(name)) and m[1] == group]
+        shards = [name for name in self.files if (m := SHARD.fullmatch(name)) and m[1] == group]
         if not shards:
-            held = sorted({m[1] for name in self.files if (m := _SHARD.fullmatch(name))})
+            held = sorted({m[1] for name in self.files if (m := SHARD.fullmatch(name))})
             found = ", ".join(held) or "none"
             raise CheckpointError(f"{self.path}: holds no tensors of '{group}'; those it holds: {found}.")
         return Stored(self.path / shard for shard in shards)
@@ -95,16 +93,93 @@ def save(
     None and floats (exact; NaN and infinities too, in Python's spelling, for only Rather reads the file).
     `ranks` makes each of several ranks `write_groups` into the given folder, and returns what they have written.
     """
-    _must_survive_json(state, "state")
     needed = sum(_nbytes(tensor_of(t)) for tensors in groups.values() for t in tensors.values())
+    draft = begin(Path(run_dir), step, needed)
 
-    def fill(folder: Path) -> None:
-        written = dict(ranks(folder)) if ranks else {}
-        written |= write_groups(folder, groups, max_shard_bytes=max_shard_bytes)
-        written[STATE] = _write(folder / STATE, [json.dumps(state, indent=1).encode()])
-        _write(folder / MANIFEST, [_manifest_bytes(step, written)])
+    def write() -> Written:
+        written = dict(ranks(draft.folder)) if ranks else {}
+        return written | write_groups(draft.folder, groups, max_shard_bytes=max_shard_bytes)
 
-    return _publish(Path(run_dir), step, needed, fill)
+    return draft.completed(write, state)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint in its temporary folder. What was good before stays good throughout."""
+
+    run_dir: Path
+    step: int
+    needed: int
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / f".tmp-checkpoint-{self.step}-{os.getpid()}"
+
+    @property
+    def final(self) -> Path:
+        return self.run_dir / f"checkpoint-{self.step}"
+
+    def completed(self, write: Callable[[], Written], state: Mapping[str, Any]) -> Path:
+        """`write` fills the folder with tensors; state and manifest are added, and it gets its name."""
+
+        def fill() -> None:
+            _must_survive_json(state, "state")
+            written = dict(write())
+            written[STATE] = _write(self.folder / STATE, [json.dumps(state, indent=1).encode()])
+            _write(self.folder / MANIFEST, [manifest_bytes(self.step, written)])
+
+        return self.published(fill)
+
+    def published(self, fill: Callable[[], None]) -> Path:
+        aside = self.run_dir / f".old-checkpoint-{self.step}"
+        with self.or_nothing():
+            fill()
+            faults.point("save.sync")
+            _sync_folder(self.folder)
+            if self.final.exists():
+                faults.point("save.aside")
+                os.rename(self.final, aside)  # `candidates` still finds it there
+                faults.point("save.aside.done")
+            faults.point("save.rename")
+            os.rename(self.folder, self.final)
+            faults.point("save.rename.done")
+            _sync_folder(self.run_dir)
+            _write_latest(self.run_dir, self.final.name)
+            faults.point("save.aside.delete")
+            shutil.rmtree(aside, ignore_errors=True)
+        return self.final
+
+    @contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """What goes wrong here leaves no folder; an error of the disk is told with its numbers."""
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise DiskError(self.no_room(error.strerror or str(error))) from error
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def no_room(self, cause: str) -> str:
+        free = shutil.disk_usage(self.run_dir).free if self.run_dir.is_dir() else 0
+        return (
+            f"{self.final}: could not be written ({cause}); it needs {self.needed + _SLACK:,} bytes and {free:,} are "
+            "free. Make room, lower max_ckpt_to_keep, or move output_dir; the checkpoints saved before are untouched."
+        )
+
+
+def begin(run_dir: Path, step: int, needed: int) -> Draft:
+    """The temporary folder of a new checkpoint of `needed` bytes."""
+    draft = Draft(run_dir, step, needed)
+    with draft.or_nothing():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        clean(run_dir)
+        if shutil.disk_usage(run_dir).free < needed + _SLACK:
+            raise DiskError(draft.no_room("the disk is too full"))
+        faults.point("save.folder")
+        draft.folder.mkdir()
+    return draft
 
 
 def write_groups(
@@ -127,61 +202,78 @@ def write_groups(
 def copy_to(checkpoint_path: Path, folder: Path) -> Path:
     """A second copy, <folder>/checkpoint-<step>: as atomic as the first, and verified by the manifest."""
     checkpoint_path = Path(checkpoint_path)
-    step, files = _read_manifest(checkpoint_path)
+    step, files = read_manifest(checkpoint_path)
 
-    def fill(target: Path) -> None:
+    draft = begin(Path(folder), step, sum(size for size, _ in files.values()))
+
+    def fill() -> None:
         for name in (*files, MANIFEST):
             with open(checkpoint_path / name, "rb") as source:
-                written = _write(target / name, iter(partial(source.read, CHUNK), b""))
+                written = _write(draft.folder / name, iter(partial(source.read, CHUNK), b""))
             if written != files.get(name, written):
                 raise CheckpointError(f"{checkpoint_path / name}: is damaged, the copy was given up.")
 
-    return _publish(Path(folder), step, sum(size for size, _ in files.values()), fill)
+    return draft.published(fill)
 
 
-def _publish(run_dir: Path, step: int, needed: int, fill: Callable[[Path], None]) -> Path:
-    """Fills a temporary folder and makes it checkpoint-<step>; what was good before stays good throughout."""
-    temporary = run_dir / f".tmp-checkpoint-{step}-{os.getpid()}"
-    final, aside = run_dir / f"checkpoint-{step}", run_dir / f".old-checkpoint-{step}"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        _clean(run_dir)
-        free = shutil.disk_usage(run_dir).free
-        if free < needed + _SLACK:
-            raise DiskError(_no_room(final, needed + _SLACK, free, "the disk is too full"))
-        temporary.mkdir()
-        fill(temporary)
-        _sync_folder(temporary)
-        if final.exists():
-            os.rename(final, aside)  # `_candidates` still finds it there
-        os.rename(temporary, final)
-        _sync_folder(run_dir)
-        _write_latest(run_dir, final.name)
-        shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        free = shutil.disk_usage(run_dir).free if run_dir.is_dir() else 0
-        raise DiskError(_no_room(final, needed + _SLACK, free, error.strerror or str(error))) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return final
+# --- several writers ---
 
 
-def _clean(run_dir: Path) -> None:
+def leave_note(folder: Path, writer: str, written: Written, trouble: str = "") -> None:
+    """What one of several writers has added to a checkpoint, or why it could not, for the one who completes it."""
+    temporary = folder / f".{writer}.note"
+    temporary.write_text(json.dumps({"written": written, "trouble": trouble}), encoding="utf-8")
+    faults.point("save.note")
+    os.rename(temporary, folder / f"{writer}.note")
+    faults.point("save.note.done")
+
+
+def remove_written(folder: Path, rank: int | None) -> None:
+    """What a writer has added to a checkpoint that will not be completed."""
+    for path in folder.glob("*.safetensors" if rank is None else f"*-{rank:05d}-*.safetensors"):
+        path.unlink()
+
+
+def collected(folder: Path, writers: Sequence[str], seconds: float, is_over: Callable[[], bool]) -> Written:
+    """What all writers have added, once each has left its note; an OSError where one could not, or does not answer."""
+    deadline = time.monotonic() + seconds
+    written: dict[str, tuple[int, str]] = {}
+    for writer in writers:
+        note = folder / f"{writer}.note"
+        while not note.exists():
+            if is_over() or time.monotonic() > deadline:
+                raise OSError(errno.ETIMEDOUT, f"{writer} has not written its part")
+            time.sleep(LOOK_EVERY)
+        content = json.loads(note.read_bytes())
+        if content["trouble"]:
+            raise OSError(errno.EIO, f"{writer}: {content['trouble']}")
+        written |= {name: (int(size), str(digest)) for name, (size, digest) in content["written"].items()}
+        note.unlink()
+    return written
+
+
+# --- files ---
+
+
+def clean(run_dir: Path) -> None:
     """Removes what an interrupted save left; a checkpoint it had moved aside goes back to its place."""
     for path in run_dir.glob(".tmp-checkpoint-*"):
+        faults.point("save.clean")
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for path in run_dir.iterdir():
         if match := _ASIDE.fullmatch(path.name):
             final = run_dir / f"checkpoint-{match[1]}"
+            faults.point("save.clean.aside")
             shutil.rmtree(path) if final.exists() else os.rename(path, final)
+    faults.point("save.clean.done")
 
 
 def _write_latest(run_dir: Path, name: str) -> None:
     temporary = run_dir / f".tmp-checkpoint-{LATEST}-{os.getpid()}"
     _write(temporary, [f"{name}\n".encode()])
+    faults.point("save.latest")
     os.replace(temporary, run_dir / LATEST)
+    faults.point("save.latest.done")
     _sync_folder(run_dir)
 
 
@@ -189,12 +281,15 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """One new file, on the disk when this returns. Its digest is taken from memory, not from reading it back:
     a write that went wrong must not get a fitting hash."""
     digest, size = hashlib.sha256(), 0
+    faults.point("save.write")
     with open(path, "xb") as file:
         for chunk in chunks:
             digest.update(chunk)
             size += file.write(chunk)
         file.flush()
+        faults.point("save.write.sync")
         os.fsync(file.fileno())
+    faults.point("save.write.done")
     return size, digest.hexdigest()
 
 
@@ -245,34 +340,27 @@ def _must_survive_json(value: Any, where: str) -> None:
         raise TypeError(f"{where}: {type(value).__name__} does not come back from JSON as it was")
 
 
-def _no_room(path: Path, needed: int, free: int, cause: str) -> str:
-    return (
-        f"{path}: could not be written ({cause}); it needs {needed:,} bytes and {free:,} are free. Make "
-        "room, lower max_ckpt_to_keep, or move output_dir; the checkpoints saved before are untouched."
-    )
-
-
 # --- verifying ---
 
 
-def newest_good(run_dir: Path) -> Checkpoint | None:
+def newest_good(run_dir: Path, *, full: bool = True) -> Checkpoint | None:
     """The newest checkpoint whose every byte is as it was written, or None where there is none at all.
 
     Damaged ones are named in a warning and passed over. A folder with damaged ones only is an error: to start
     from zero there would throw the run away without asking.
     """
     damages = []
-    candidates = _candidates(Path(run_dir))
-    for path in candidates:
+    found = candidates(Path(run_dir))
+    for path in found:
         try:
-            good = open_checkpoint(path)
+            good = open_checkpoint(path, full=full)
         except CheckpointError as error:
             log.warning("DAMAGED CHECKPOINT, not used: %s", error)
             damages.append(str(error))
             continue
         if damages:
             log.warning("%s is used instead: the newest good checkpoint, step %d.", good.path, good.step)
-        for unused in candidates[len(damages) + 1 :]:
+        for unused in found[len(damages) + 1 :]:
             if _step(unused) > good.step:
                 log.warning("%s: is not used, it lies after the step that LATEST names.", unused)
         return good
@@ -285,19 +373,19 @@ def newest_good(run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """One checkpoint, verified; the error names the file that differs."""
+def open_checkpoint(path: Path, *, full: bool = True) -> Checkpoint:
+    """One checkpoint, verified; the error names the file that differs. Without `full` tensors are not hashed."""
     path = Path(path)
-    return _opened(path, *_verify(path))
+    return opened(path, *verify(path, full=full))
 
 
 def reopen(path: Path) -> Checkpoint:
     """One that another process has just verified: a hundred ranks need not hash the same files."""
     path = Path(path)
-    return _opened(path, *_read_manifest(path))
+    return opened(path, *read_manifest(path))
 
 
-def _opened(path: Path, step: int, files: Mapping[str, tuple[int, str]]) -> Checkpoint:
+def opened(path: Path, step: int, files: Mapping[str, tuple[int, str]]) -> Checkpoint:
     name = _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
     if name and int(name[1]) != step:
         raise CheckpointError(f"{path}: its manifest is that of step {step}, the folder was renamed.")
@@ -310,101 +398,32 @@ def _opened(path: Path, step: int, files: Mapping[str, tuple[int, str]]) -> Chec
     return Checkpoint(path, step, state, tuple(sorted(files)))
 
 
-def _candidates(run_dir: Path) -> list[Path]:
+def candidates(run_dir: Path) -> list[Path]:
     """Every checkpoint of the folder, newest first: what LATEST names, then older steps, then later ones.
 
     Steps after LATEST belong to a run that was since continued from an earlier step, or to a save killed
     between its rename and LATEST; in that case they are simply done again, with the same result.
     """
     names = [path.name for path in run_dir.iterdir()] if run_dir.is_dir() else []
-    found = [run_dir / name for name in names if _NAME.fullmatch(name) or _ASIDE.fullmatch(name)]
+    found = [run_dir / name for name in names if is_named_as_one(Path(name))]
     found.sort(key=lambda path: (-_step(path), path.name.startswith(".")))
-    latest = [_step(path) for path in found if path.name.removeprefix(".old-") == _latest_name(run_dir)]
+    latest = [_step(path) for path in found if path.name.removeprefix(".old-") == latest_name(run_dir)]
     return sorted(found, key=lambda path: bool(latest) and _step(path) > latest[0])  # a stable sort
+
+
+def is_named_as_one(path: Path) -> bool:
+    return bool(_NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name))
 
 
 def _step(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def _latest_name(run_dir: Path) -> str:
+def latest_name(run_dir: Path) -> str:
     try:
         return (run_dir / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def _verify(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    """Step and files of a checkpoint, after names, sizes and hashes were compared with its manifest."""
-    try:
-        return _compare(path)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror}).") from error
-
-
-def _compare(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    step, files = _read_manifest(path)
-    present = set()
-    for entry in os.scandir(path):
-        if not entry.is_file(follow_symlinks=False):
-            raise CheckpointError(f"{entry.path}: is no plain file; a checkpoint holds no links or folders.")
-        present.add(entry.name)
-    for name in sorted(files.keys() - present):
-        raise CheckpointError(f"{path / name}: is missing, its manifest names it.")
-    for name in sorted(present - files.keys() - {MANIFEST}):
-        raise CheckpointError(f"{path / name}: is no part of the checkpoint, its manifest does not name it.")
-    for name, (size, _) in files.items():
-        if (found := (path / name).stat().st_size) != size:
-            raise CheckpointError(f"{path / name}: is damaged, {found:,} bytes instead of {size:,}.")
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        digests = pool.map(lambda name: _sha256(path / name), files)
-        for (name, (_, expected)), digest in zip(files.items(), digests, strict=True):
-            if digest != expected:
-                raise CheckpointError(f"{path / name}: is damaged, its SHA-256 is not that of the manifest.")
-    return step, files
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _manifest_bytes(step: int, files: Mapping[str, tuple[int, str]]) -> bytes:
-    listed = {name: {"size": size, "sha256": digest} for name, (size, digest) in files.items()}
-    text = json.dumps({"schema": SCHEMA, "step": step, "files": listed}, indent=1).encode()
-    body = text.removesuffix(b"\n}")
-    return body + _OWN_DIGEST + f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
-
-
-def _read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    """Step and files as the manifest names them, after its own digest was found right."""
-    manifest = path / MANIFEST
-    if path.is_symlink() or manifest.is_symlink():
-        raise CheckpointError(f"{path}: is or holds a symbolic link; name the real folder.")
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: is no checkpoint folder; name one, .../checkpoint-<step>.")
-    if not manifest.is_file():
-        raise CheckpointError(f"{manifest}: is missing, the folder is no complete checkpoint.")
-    raw = manifest.read_bytes()
-    body, _, digest = raw.rpartition(_OWN_DIGEST)
-    if digest != f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode():
-        raise CheckpointError(f"{manifest}: the manifest itself is damaged, its own digest does not match.")
-    try:
-        content = json.loads(raw)
-        schema, step = content["schema"], int(content["step"])
-        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in content["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{manifest}: is not a checkpoint manifest ({error!r}).") from error
-    if schema != SCHEMA:
-        raise CheckpointError(
-            f"{manifest}: has schema {schema!r}, this Rather reads {SCHEMA}; use the version that wrote it."
-        )
-    for name in files:
-        if name != STATE and not _SHARD.fullmatch(name):
-            raise CheckpointError(f"{manifest}: names {name!r}, which is no file of a checkpoint.")
-    if STATE not in files:
-        raise CheckpointError(f"{manifest}: names no {STATE}.")
-    return step, files
 
 
 # --- housekeeping ---
@@ -414,23 +433,25 @@ def prune(run_dir: Path, keep: int) -> None:
     """Deletes all but the newest `keep` checkpoints (0 keeps all).
 
     Nothing is deleted before a newer one has been verified, hashes and all; damaged ones newer than that do
-    not count. What LATEST names always stays.
+    not count. What LATEST names always stays, and so does a link, which is not of our making.
     """
-    candidates = _candidates(Path(run_dir))
-    if keep == 0 or len(candidates) <= keep:
+    found = candidates(Path(run_dir))
+    if keep == 0 or len(found) <= keep:
         return
     damaged = 0
-    while damaged < len(candidates) and not _is_good(candidates[damaged]):
+    while damaged < len(found) and not _is_good(found[damaged]):
         damaged += 1
-    latest = _latest_name(Path(run_dir))
-    for path in candidates[damaged + keep :]:
-        if path.name != latest:
+    latest = latest_name(Path(run_dir))
+    for path in found[damaged + keep :]:
+        if path.is_symlink():
+            log.warning("%s: is a symbolic link and stays; remove it by hand.", path)
+        elif path.name != latest:
             _delete(path)
 
 
 def _is_good(path: Path) -> bool:
     try:
-        _verify(path)
+        verify(path)
     except CheckpointError as error:
         log.warning("DAMAGED CHECKPOINT, older ones are kept for it: %s", error)
         return False
@@ -441,33 +462,10 @@ def _delete(path: Path) -> None:
     """First out of sight, then away: a kill between leaves a temporary, never half a checkpoint."""
     try:
         doomed = path.with_name(f".tmp-checkpoint-doomed-{_step(path)}")
+        faults.point("save.prune")
         os.rename(path, doomed)
+        faults.point("save.prune.delete")
         shutil.rmtree(doomed)
+        faults.point("save.prune.done")
     except OSError as error:
         log.warning("%s: cannot be deleted (%s); remove this old checkpoint by hand.", path, error.strerror)
-
-
-@contextmanager
-def lock(run_dir: Path) -> Iterator[None]:
-    """Only one process may write to a run folder. The kernel lets go of the lock when its holder dies."""
-    run_dir = Path(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / ".lock", "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise ConfigError(
-                f"output_dir/exp_name: {run_dir} is in use by {holder}; "
-                "wait for it, stop it, or choose another exp_name."
-            ) from error
-        except OSError as error:
-            log.warning("%s: cannot be locked (%s); start no second run here.", run_dir, error.strerror)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)

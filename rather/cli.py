@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +15,10 @@ import typer
 from rich.console import Console
 
 from rather.compare.command import compare_losses_command
+from rather.folder_commands import save_now_command, stop_command, verify_command
 from rather.recipes.commands import recipes_app
+from rather.redaction import redact
+from rather.signals import StopRequest
 from rather.terminal import ConfigPath, Overrides, guarded
 from rather.terminal import settings as settings_of
 
@@ -29,6 +34,9 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at a configuration: effective values, meanings, the schema.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(recipes_app, name="recipes")
+app.command("verify", epilog="Example: `rather verify output/dpo`")(verify_command)
+app.command("stop", epilog="Example: `rather stop output/dpo`")(stop_command)
+app.command("save-now", epilog="Example: `rather save-now dpo.yaml`")(save_now_command)
 app.command("compare-losses", epilog="Example: `rather compare-losses dpo.yaml --plot a.svg`")(compare_losses_command)
 
 
@@ -37,21 +45,26 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
     from rather.data.show import print_report
     from rather.tracking import close_logging, setup_logging, worker_log
 
-    config = settings_of(path, overrides)
-    from rather.data.prepare import BadRows
-    from rather.pipeline import DPOPipeline
-    from rather.run_folder import write_data_report
+    with StopRequest():
+        config = settings_of(path, overrides)
+        from rather.data.prepare import BadRows
+        from rather.pipeline import DPOPipeline
+        from rather.run.place import claim
+        from rather.run_folder import write_data_report
 
     if dry_run:
         with closing(DPOPipeline(config)) as pipeline:
             return _dry_run(pipeline)
     rank = int(os.environ["RANK"]) if _UNDER_TORCHRUN else 0
     if rank == 0:
+        claim(config)
         setup_logging(config.log_dir)
     try:
         for role in ("actor_train", "reference"):
             worker_log(config.log_dir, role, rank)
-        pipeline = DPOPipeline(config)
+        with StopRequest():  # the run brings its own
+            pipeline = DPOPipeline(config)
+        pipeline.roles.watch()
         if rank == 0:
             print_report(pipeline.data.report, Console(stderr=True))
         return pipeline.run()
@@ -223,4 +236,8 @@ def _dry_run(pipeline: Any) -> int:
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except Exception as error:  # a bug of ours, told without the secrets that its trace may hold
+        print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        sys.exit(1)

@@ -39,13 +39,41 @@ class WorkerError(RatherError):
     exit_code = 5
 
 
+class WorkerLost(WorkerError):
+    """A process or the connection to it went away: another one may do the same work."""
+
+
+class RayGone(WorkerError):
+    """Ray's own server does not answer any more."""
+
+
 class NonFiniteError(RatherError):
     """The loss or the gradient stopped being a number."""
 
     exit_code = 6
 
 
+class MemoryShortage(RatherError):
+    """The memory of a device does not hold what the run needs; tells where it goes, and what needs less."""
+
+    exit_code = 8
+
+
+class HangError(RatherError):
+    """A worker did not answer before the deadline; names the one that holds the others up."""
+
+    exit_code = 7
+
+
 class DiskError(RatherError):
     """No room to write what must be written."""
 
     exit_code = 9
+
+
+class Ended(BaseException):
+    """A signal came before there was anything to save. No error, so that nobody who handles errors takes it for one."""
+
+    def __init__(self, signal: int, text: str) -> None:
+        self.exit_code = 128 + signal
+        super().__init__(text)

@@ -94,8 +94,17 @@ class Optimizer:
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
         """What of the gradient lies on this rank; of the named parameters only, where names are given."""
-        states = [state for name, state in self._states.items() if names is None or name in names]
-        return [g for state in states if (g := state.gradient) is not None]
+        return list(self.named_gradients(names).values())
+
+    def named_gradients(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        states = {name: state for name, state in self._states.items() if names is None or name in names}
+        return {name: g for name, state in states.items() if (g := state.gradient) is not None}
+
+    def norms(self, names: Collection[str] | None = None) -> dict[str, float]:
+        """Of each gradient on this rank, loss scale removed. The host waits for them."""
+        gradients = self.named_gradients(names)
+        found = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float64) if gradients else []
+        return {name: float(norm) / self.scale for name, norm in zip(gradients, found, strict=True)}
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """Norm of the gradient on this rank before clipping, loss scale removed."""
@@ -137,6 +146,14 @@ class Optimizer:
         """
         narrowed = [state.narrow_gradient() for state in self._states.values() if self.loss_scale is None]
         return any(narrowed)
+
+    def gradient_bytes(self) -> int:
+        """Of all gradients of this rank, once they are there."""
+        return sum(state.gradient_bytes for state in self._states.values())
+
+    def state_bytes(self) -> int:
+        """Of masters and moments on this rank."""
+        return sum(state.own_bytes for state in self._states.values())
 
     def zero_grad(self) -> None:
         for state in self._states.values():

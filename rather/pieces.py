@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rather.errors import CheckpointError
@@ -92,13 +92,19 @@ class Stored(Mapping[str, Tensor]):
         self._parts: dict[str, dict[Numbers, tuple[Path, Place]]] = {}
         self._open: dict[Path, Any] = {}
         for file in files:
-            handle: Any = safe_open(file, framework="pt")
-            self._open[file] = handle
-            cut = json.loads((handle.metadata() or {}).get(HEADER_KEY, "{}"))
-            for name in handle.keys():  # noqa: SIM118  the handle is no mapping
-                sizes = tuple(handle.get_slice(name).get_shape())
-                whole, offsets = map(tuple, cut.get(name, (sizes, (0,) * len(sizes))))
-                self._parts.setdefault(name, {})[offsets] = (file, Place(whole, offsets, sizes))
+            try:
+                self._add(file)
+            except (SafetensorError, ValueError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{file}: is no file of tensors ({error}).") from error
+
+    def _add(self, file: Path) -> None:
+        handle: Any = safe_open(file, framework="pt")
+        self._open[file] = handle
+        cut = json.loads((handle.metadata() or {}).get(HEADER_KEY, "{}"))
+        for name in handle.keys():  # noqa: SIM118  the handle is no mapping
+            sizes = tuple(handle.get_slice(name).get_shape())
+            whole, offsets = map(tuple, cut.get(name, (sizes, (0,) * len(sizes))))
+            self._parts.setdefault(name, {})[offsets] = (file, Place(whole, offsets, sizes))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name, Place.all_of(self.shape(name)))

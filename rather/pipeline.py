@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from rather import checkpoint
+from rather import control, faults
 from rather.ahead import ahead
-from rather.batch import Columns
+from rather.batch import Columns, PairBatch
 from rather.card import model_card
 from rather.checkpoint import Checkpoint
 from rather.cluster.launch import Role, launch
+from rather.cluster.supervision import Supervision
 from rather.cluster.worker import ActorWorker
 from rather.config.checks import device_problems
 from rather.config.schema import ActorConfig, DPOConfig
 from rather.data.prepare import Prepared, prepare
 from rather.data.template import choose_template, load_tokenizer
-from rather.errors import ConfigError, DataError
+from rather.errors import ConfigError, DataError, HangError, WorkerLost
 from rather.metrics import Window
 from rather.objective import from_config
 from rather.reference import ReferenceLogps
 from rather.run.asking import Asking
-from rather.run.evaluation import Evaluation
+from rather.run.evaluation import BrokenOff, Evaluation
+from rather.run.guard import Guard
+from rather.run.identity import identity_of
+from rather.run.incidents import Incidents
+from rather.run.memory import Memory
+from rather.run.place import claim
 from rather.run.progress import Progress
 from rather.run.refusals import check_step_zero, refuse_foreign_tokens, refuse_missing_columns
 from rather.run.saving import Saving
 from rather.run.steps import Course, Packing, Step
 from rather.run.timeline import Timeline, Times
 from rather.run_folder import (
-    identity_of,
     mark_finished,
     mark_unfinished,
     metrics_position,
@@ -48,7 +52,6 @@ from rather.trainer import StepResult
 
 log = logging.getLogger(__name__)
 
-SMALLEST_BUDGET = 512  # tokens of a micro-batch that running out of memory leads to
 STEPS_AHEAD = 2  # steps that are packed before they are needed
 
 
@@ -58,29 +61,42 @@ class DPOPipeline:
     def __init__(self, pipeline_config: DPOConfig) -> None:
         self.config = config = pipeline_config
         self.objective = from_config(config)  # a wrong number should cost no work
-        self.roles = launch(config, with_reference=self.objective.needs_reference)
+        faults.arm(config.run_dir, "driver", 0)
+        self.progress = Progress()
+        self.supervision = Supervision(config, Incidents(config.run_dir).add, lambda: self.progress.step)
+        wanted = self.objective.needs_reference
+        self.roles = launch(config, with_reference=wanted, supervision=self.supervision)
         try:
+            self._read()
             self._build()
         except BaseException:
             self.close()
             raise
 
-    def _build(self) -> None:
-        config, roles = self.config, self.roles
-        if problems := device_problems(config, roles.kind):
+    def _read(self) -> None:
+        """The pairs, and what follows from them."""
+        config = self.config
+        if problems := device_problems(config, self.roles.kind):
             raise ConfigError(problems)
         self.data: Prepared = self._prepared()
         if len(self.data.train) == 0:
             raise DataError("0 pairs to train on: every row was dropped, see the table above.")
         refuse_missing_columns(config, self.objective, self.data)
-        self.identity = identity_of(config, self.objective, self.data.train)
-        self.course = course = Course.of(config, self.data)
-        self.order, self.total_steps = course.order, course.total_steps
+        self.identity = identity_of(config, self.objective, self.data)
+        self.course = Course.of(config, self.data)
+        self.order, self.total_steps = self.course.order, self.course.total_steps
+
+    def _build(self) -> None:
+        """What stands on the roles: built again with them, where they are replaced."""
+        config, roles, course = self.config, self.roles, self.course
         self.packing = Packing(config, roles.kind, roles.here)
         self.timeline = Timeline(in_turn=not roles.runs_ahead)
-        self.asking = Asking(config, self.objective, roles, course, self.packing, self.timeline)
+        self.incidents = Incidents(config.run_dir, silent=not roles.leads)
+        self.memory = Memory(self.packing, self.incidents)
+        self.asking = Asking(config, self.objective, roles, course, self.packing, self.timeline, self.memory)
         self.evaluation = Evaluation(roles.actor_train, self.asking, self.packing, self.data.evals)
         self.saving = Saving(config, roles, self.identity, self.total_steps)
+        self.guard = Guard(config, course, self.incidents)
         self.progress = Progress()
 
     def _prepared(self) -> Prepared:
@@ -109,15 +125,35 @@ class DPOPipeline:
         self.roles.close()
 
     def run(self) -> int:
-        """Trains and leaves the run folder complete, and no process behind. Returns the exit code."""
+        """Trains and leaves the run folder complete, and no process behind. Returns the exit code.
+
+        Where workers are lost, it goes on from the last checkpoint with new ones.
+        """
         with closing(self):
-            return self._run()
+            attempt = self._run
+            while True:
+                try:
+                    return attempt()
+                except (WorkerLost, HangError) as error:
+                    if self.roles.again is None or self.stop.signal is not None:  # the end was asked for
+                        raise
+                    self.supervision.survive(error, "worker_lost", "all workers are started again")
+                attempt = self._run_again
+
+    def _run_again(self) -> int:
+        assert self.roles.again is not None
+        self.config = self.supervision.going_on()
+        self.roles = self.roles.again()
+        vars(self).pop("budget", None)  # new processes plan it anew
+        self._build()
+        return self._run()
 
     def _run(self) -> int:
         run_dir = self.config.run_dir
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = checkpoint.lock(run_dir) if self.roles.leads else nullcontext()
-        with lock, closing(self.asking), StopRequest() as self.stop:
+        claim(self.config)
+        lock = control.lock(run_dir) if self.roles.leads else nullcontext()
+        self.stop = StopRequest(lambda: self.saving.last_saved)
+        with lock, self.stop, closing(self.asking), closing(self.saving):
             newest = self.saving.to_resume()
             if newest and self.saving.is_finished(newest):
                 early = newest.state["progress"]["stopped_early"]
@@ -125,6 +161,8 @@ class DPOPipeline:
                 log.info("%s is finished at step %d; %s", run_dir, newest.step, advice)
                 return 0
             self.initialize(newest, with_reference=self.roles.told(self.asking.open(newest)))
+            self.stop.begin_training()
+            self.evaluation.stopped = self._stopped
             self.asking.recheck(self.progress.step)
             if self.roles.leads:
                 mark_unfinished(run_dir)
@@ -142,7 +180,6 @@ class DPOPipeline:
 
         Without the reference where all its log-probs are known.
         """
-        torch.manual_seed(self.config.seed)
         self.tokenizer = _tokenizer(self.config.actor_train)
         self.actor_train.initialize(self.total_steps, model)
         refuse_foreign_tokens(self.config, self.data, self.actor_train)
@@ -162,44 +199,67 @@ class DPOPipeline:
         )
 
     def _train(self) -> None:
-        config, progress = self.config, self.progress
-        if progress.step == 0:
-            self._evaluate_and_judge()
+        config, progress, back_from = self.config, self.progress, None
+        faults.at_step(progress.step)
+        if self.guard.wants_checkpoint(progress):
+            self.save()
+        if self._ends_before_a_step():
+            return
         with closing(self.steps()) as packed, closing(self.asking.with_reference(packed, progress.step)) as steps:
             for step, reference, _ in self.timeline.awaited(steps):
+                faults.at_step(step.number)
                 result = self._trained(step, reference)
-                if progress.step == 0 and reference is not None:
+                if not self.guard.passes(progress, step, result):
+                    back_from = step
+                    break
+                if progress.step == 0 and reference is not None and not result.trouble:
                     self._check_step_zero(step, result, reference)
                 self._count(step, result)
                 if config.sync_ref_model and due(progress.step, config.ref_model_sync_steps):
                     self.asking.follow_policy()
+                    faults.point("follow.done")
                     self.evaluation.forget_reference()
                 last = progress.step == self.total_steps
                 if last or due(progress.step, config.logging_steps):
                     self._track_training(result)
                 if last or due(progress.step, config.eval_steps) or self.order.ends_epoch(progress.step):
-                    last = self._evaluate_and_judge() or last
+                    last = self._evaluate_and_judge(result) or last
                     if last and progress.window.pairs:  # early stopping between two log lines
                         self._track_training(result)
                 self.asking.keep()
                 stopped = self._stopped()
-                if last or stopped or due(progress.step, config.save_steps):
-                    self.save()
+                if last or stopped or self.stop.saves or due(progress.step, config.save_steps):
+                    self.save(last=last or stopped)
                 if last or stopped:
                     break
+        if back_from:
+            self._go_back(back_from)
+            self._train()
+
+    def _go_back(self, step: Step) -> None:
+        """To the newest good checkpoint; the step that leads back is left out when it comes again."""
+        newest, self.progress = self.guard.gone_back(self.saving, self.progress, step)
+        self.tracker.go_back(metrics_position(self.config, newest), newest.step)
+        self.timeline.times = Times()
+        if self.config.sync_ref_model:
+            self.evaluation.forget_reference()
 
     def _end(self) -> None:
         """Exports the model, unless a signal asked for the end."""
         run_dir, step = self.config.run_dir, self.progress.step
         self._write_report()
         self.asking.tell_counts()
-        if self.stop.signal is not None:
+        if self._stopped():
             log.info("stopped and saved at step %d; the same command goes on from there", step)
             return
         self._save_model("model")
         if self.roles.leads:
+            faults.point("finish")
             mark_finished(run_dir, step)
+            faults.point("finish.done")
         log.info("the aligned model is in %s", run_dir / "model")
+        if self._stopped():
+            log.info("the run was finished when it was asked to stop; the same command has nothing left to do")
 
     # --- one step ---
 
@@ -225,20 +285,17 @@ class DPOPipeline:
 
     def _trained(self, step: Step, reference: Columns | None) -> StepResult:
         """One optimizer step; where memory falls short, again with smaller micro-batches: the result is the same."""
-        while True:
-            try:
-                with self.timeline.span("actor_train", "train", step.number) as span:
-                    result = self.actor_train.train_step(step.policy, reference)
-                self.timeline.times.train += span.seconds
-                return result
-            except torch.OutOfMemoryError as error:
-                if self.budget < 2 * SMALLEST_BUDGET or not isinstance(self.actor_train, ActorWorker):
-                    raise  # other ranks wait in a collective
-                shortage = str(error).splitlines()[0]
-            self.actor_train.forget()  # here, where the exception no longer holds what filled the memory
-            self.budget //= 2
-            log.warning("%s From now on micro-batches have up to %d tokens.", shortage, self.budget)
-            step = replace(step, policy=self.packing.policy(step.pairs, self.budget))
+        limits = self.guard.limits(self.progress, step)
+
+        def work(batches: Sequence[PairBatch]) -> StepResult:
+            with self.timeline.span("actor_train", "train", step.number) as span:
+                result = self.actor_train.train_step(batches, reference, limits=limits)
+            self.timeline.times.train += span.seconds
+            return result
+
+        pack = partial(self.packing.policy, step.pairs)
+        result, self.budget = self.memory.fitting(self.actor_train, step.policy, self.budget, pack, work)
+        return result
 
     def _check_step_zero(self, step: Step, result: StepResult, reference: Columns) -> None:
         told = (result.policy, reference["sum"], self.asking.used_cache)
@@ -247,13 +304,16 @@ class DPOPipeline:
     def _count(self, step: Step, result: StepResult) -> None:
         self.progress.step += 1
         self.timeline.count(step)
-        self.progress.window.add(result.sums, pairs=len(step.pairs), tokens=step.tokens, skipped=result.skipped)
+        # Numbers that are none would make the means of a whole line so; `skipped_iter` tells of them.
+        sums = dict.fromkeys(result.sums, 0.0) if result.trouble else result.sums
+        self.progress.window.add(sums, pairs=len(step.pairs), tokens=step.tokens, skipped=result.skipped)
 
     def _stopped(self) -> bool:
-        """Whether a signal came, to any driver."""
-        signal = self.roles.agreed(self.stop.signal or 0)
-        self.stop.signal = signal or None
-        return bool(signal)
+        """Whether the run was asked to end: by a signal to any driver, or from another shell."""
+        if self.roles.leads and (word := control.taken(self.config.run_dir, self.progress.step)):
+            self.stop.end() if word == control.STOP else self.stop.ask_for_a_save()
+        self.stop.agree(self.roles.agreed(self.stop.asked))
+        return self.stop.stops
 
     # --- what is told and kept ---
 
@@ -271,28 +331,57 @@ class DPOPipeline:
         """All evaluation sets, weighted by pairs, no remainder dropped. Empty without any set."""
         return self.evaluation.record()
 
-    def _evaluate_and_judge(self) -> bool:
-        """Tracks an evaluation; keeps the best model; says whether early stopping ends the run."""
+    def _ends_before_a_step(self) -> bool:
+        """The evaluation of step 0, or the one that a signal broke off; whether the run ends with it."""
+        progress, numbers = self.progress, self.progress.unevaluated
+        if progress.step and not numbers:
+            return False
+        before = StepResult({}, torch.empty(0, 2), held=None, **numbers) if numbers else None
+        early = self._evaluate_and_judge(before)
+        if early and before and progress.window.pairs:
+            self._track_training(before)
+        stopped, last = self._stopped(), early or progress.step == self.total_steps
+        if last or stopped or (progress.step and due(progress.step, self.config.save_steps)):
+            self.asking.keep()
+            self.save(last=last or stopped)
+        return stopped or early
+
+    def _evaluate_and_judge(self, result: StepResult | None) -> bool:
+        """Tracks an evaluation; keeps the best model; says whether early stopping ends the run.
+
+        Broken off by a signal it is done again, when the run goes on after `result`.
+        """
         config, progress = self.config, self.progress
         if not self.data.evals:
             return False
-        with self.timeline.span("driver", "evaluate", progress.step):
-            record = self.evaluate()
+        try:
+            with self.timeline.span("driver", "evaluate", progress.step):
+                record = self.evaluate()
+        except BrokenOff:
+            names = ("grad_norm", "lr", "zeros_in_grad")
+            progress.unevaluated = {name: getattr(result, name) for name in names} if result else None
+            return False
+        progress.unevaluated = None
         self.tracker.log({"step": progress.step, "epoch": self.course.epoch_at(progress.step), **record})
         judged = config.save_best or config.early_stopping_patience
         if judged and progress.judge(record, config) and config.save_best:
             self._save_model("best_model")
         return progress.stopped_early
 
-    def save(self) -> None:
-        """A checkpoint, complete or not at all."""
+    def save(self, *, last: bool = False) -> None:
+        """A checkpoint, complete or not at all; what is written beside training is waited for where it is the last."""
+        faults.point("save")
+        self.stop.save_now = False
         with self.timeline.span("driver", "save", self.progress.step):
-            self.asking.sync()
-            path = self.saving.write(self.progress, self.tracker.position())
-            self._write_report()
-            self.stop.last_saved = self.progress.step
-            if path:
-                self.saving.copy_and_prune(path)
+            self.saving.save(self.progress, self._synced)
+            if last:
+                self.saving.wait(last=True)
+        self._write_report()
+
+    def _synced(self) -> int:
+        """Brings what a checkpoint relies on to the disk; the length of metrics.jsonl."""
+        self.asking.sync()
+        return self.tracker.position()
 
     def _write_report(self) -> None:
         """What this start of the run took, for people and scripts: nothing reads it back."""
@@ -303,7 +392,9 @@ class DPOPipeline:
     def _save_model(self, name: str) -> None:
         step, pairs, with_reference = self.progress.step, len(self.data.train), self.reference is not None
         card = model_card(self.config, step, pairs, with_reference=with_reference)
+        faults.point("export")
         self.actor_train.save_model(self.config.run_dir / name, self.tokenizer, card)
+        faults.point("export.done")
 
 
 def due(step: int, every: int | None) -> bool:

@@ -24,10 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rather import faults
 from rather.batch import Columns, PairBatch, Span, TokenPair
 from rather.config.schema import DPOConfig
 from rather.data.cache import Cache
-from rather.errors import ConfigError, DiskError
+from rather.errors import ConfigError
 from rather.model.digest import model_digest, model_folder
 from rather.model.load import compute_dtype, device_of
 from rather.objective import PairLoss
@@ -81,6 +82,7 @@ class ReferenceLogps:
         self._own: BlockFile | None = None  # in the run folder
         self._segment: BlockFile | None = None  # in the cache: one file per process, so that no lock is needed
         self._asked: list[_Asked] = []
+        self._waiting: list[Records] = []  # for room on the disk
         self._opened = False
 
     # --- what is known ---
@@ -263,7 +265,10 @@ class ReferenceLogps:
     def sync(self) -> None:
         """All that was kept for this run is on the disk: a checkpoint may rely on it."""
         if self._own:
+            self._write_waiting(self._own)
+            faults.point("cache.sync")
             self._own.sync()
+            faults.point("cache.sync.done")
 
     def _keep_known(self, each: _Asked) -> None:
         """Copies into the run's file what only the cache knew."""
@@ -313,19 +318,37 @@ class ReferenceLogps:
             self._table.add(records.keys, records.sums, written[0].places)
 
     def _write_own(self, records: Records) -> Stored | None:
+        """What a full disk does not take waits: the run goes on, and no checkpoint is saved without it."""
         if self._own is None:
             return None
+        self._waiting.append(records)
         try:
-            return self._located(self._own, self._own.append(records))
+            stored = self._write_waiting(self._own)
         except OSError as error:
-            raise DiskError(f"{self._own.path}: cannot be written ({error.strerror}); make room.") from error
+            if len(self._waiting) == 1:
+                log.warning("%s: cannot be written (%s); its values wait.", self._own.path, error.strerror)
+            return None if self.needs_tokens else Stored.unplaced(records)
+        return self._located(self._own, stored) if stored else None
+
+    def _write_waiting(self, own: BlockFile) -> Stored | None:
+        """The last one as it is stored."""
+        stored = None
+        while self._waiting:
+            faults.point("cache.own")
+            stored = own.append(self._waiting[0])
+            faults.point("cache.own.done")
+            del self._waiting[0]
+        return stored
 
     def _write_shared(self, records: Records) -> Stored | None:
         """Without room for the cache the run goes on."""
         if self._segment is None:
             return None
         try:
-            return self._located(self._segment, self._segment.append(records))
+            faults.point("cache.shared")
+            stored = self._segment.append(records)
+            faults.point("cache.shared.done")
+            return self._located(self._segment, stored)
         except OSError as error:
             log.warning("%s: cannot be written (%s); nothing more is cached", self.folder, error.strerror)
             self._segment = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,9 @@ from rather import checkpoint
 from rather.checkpoint import Checkpoint
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
-from rather.data.pairs import PairDataset
-from rather.errors import CheckpointError, ConfigError
-from rather.objective import PairLoss
+from rather.errors import ConfigError, DiskError
+
+log = logging.getLogger(__name__)
 
 REFERENCE_LOG = "reference.log"  # the reference log-probs that the run used
 RUN_REPORT = "report.json"
@@ -23,11 +24,11 @@ TRACE = "trace.json"
 FINISHED = ".finished"  # tells the step of the exported model: written after the export, removed before training
 OWN_NAMES = (
     "metrics.jsonl", "config.yaml", DATA_REPORT, "checkpoint-*", ".tmp-*", ".old-*", "LATEST", "model",
-    "best_model", REFERENCE_LOG, RUN_REPORT, TRACE, FINISHED,
+    "best_model", REFERENCE_LOG, RUN_REPORT, TRACE, FINISHED, "incidents.jsonl",
 )  # fmt: skip
 
 
-def checkpoint_to_resume(config: DPOConfig, identity: dict[str, Any]) -> Checkpoint | None:
+def checkpoint_to_resume(config: DPOConfig) -> Checkpoint | None:
     """The checkpoint that this run continues, or None for a fresh start, as resume_from_checkpoint says."""
     wanted, run_dir = config.resume_from_checkpoint, config.run_dir
     if config.overwrite:
@@ -40,28 +41,14 @@ def checkpoint_to_resume(config: DPOConfig, identity: dict[str, Any]) -> Checkpo
                 "checkpoint), choose another exp_name, or start anew with --overwrite."
             )
         return None
+    full = config.checkpoint_config.verify == "full"
     if wanted is True or wanted == "auto":
-        newest = checkpoint.newest_good(run_dir)
+        newest = checkpoint.newest_good(run_dir, full=full)
     else:
-        newest = checkpoint.open_checkpoint(Path(wanted).expanduser())
-    if newest:
-        _refuse_other_run(newest, identity)
+        newest = checkpoint.open_checkpoint(Path(wanted).expanduser(), full=full)
+    if newest and not full:
+        log.warning("checkpoint_config.verify: size: of %s only names, sizes and state are verified", newest.path)
     return newest
-
-
-def identity_of(config: DPOConfig, objective: PairLoss, data: PairDataset) -> dict[str, Any]:
-    """What must not change between a checkpoint and its continuation."""
-    synced = [config.ref_model_mixup_alpha, config.ref_model_sync_steps] if config.sync_ref_model else None
-    roles = {"model": config.actor_train, "reference": config.reference}
-    return {
-        "data": {"pairs": data.fingerprint, "parts": [list(part) for part in data.parts]},
-        **{name: [role.model_path, role.model_args.revision] for name, role in roles.items()},
-        "loss": objective.description(),
-        "synced reference": synced,
-        "seed": [config.seed, config.data_seed],
-        "global batch": config.global_batch(),
-        "grouped responses": True if config.group_responses and data.groups is not None else None,
-    }
 
 
 def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> int:
@@ -97,8 +84,11 @@ def trace_file(config: DPOConfig, newest: Checkpoint | None) -> Path | None:
 
 def write_run_files(config: DPOConfig, data_report: Mapping[str, Any]) -> None:
     resumable = config.model_copy(update={"overwrite": False})  # trained by this file, the run goes on
-    (config.run_dir / "config.yaml").write_text(dump_yaml(resumable), encoding="utf-8")
-    write_data_report(config.run_dir, data_report)
+    try:
+        (config.run_dir / "config.yaml").write_text(dump_yaml(resumable), encoding="utf-8")
+        write_data_report(config.run_dir, data_report)
+    except OSError as error:
+        raise DiskError(f"{error.filename or config.run_dir}: cannot be written ({error.strerror}).") from error
 
 
 def write_data_report(run_dir: Path, report: Mapping[str, Any]) -> None:
@@ -108,7 +98,11 @@ def write_data_report(run_dir: Path, report: Mapping[str, Any]) -> None:
 
 
 def write_run_report(run_dir: Path, report: Mapping[str, Any]) -> None:
-    _write_json(run_dir / RUN_REPORT, report)
+    """Nothing relies on it: a full disk costs the report, not the run."""
+    try:
+        _write_json(run_dir / RUN_REPORT, report)
+    except OSError as error:
+        log.warning("%s: cannot be written (%s)", run_dir / RUN_REPORT, error.strerror)
 
 
 def mark_unfinished(run_dir: Path) -> None:
@@ -121,16 +115,6 @@ def mark_finished(run_dir: Path, step: int) -> None:
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _refuse_other_run(newest: Checkpoint, now: dict[str, Any]) -> None:
-    before = newest.state["identity"]
-    changed = [f"{key}: {before.get(key)} then, {now[key]} now" for key in now if before.get(key) != now[key]]
-    if changed:
-        raise CheckpointError(
-            f"{newest.path} belongs to another run:\n  " + "\n  ".join(changed) + "\n"
-            "Set them back, choose another exp_name, or start anew with --overwrite."
-        )
 
 
 def _own_files(run_dir: Path) -> list[Path]:

@@ -1,40 +1,96 @@
-"""SIGTERM and SIGINT ask for an end: the step in hand is finished and saved. A second one ends at once."""
+"""SIGTERM and SIGINT ask for an end, SIGUSR1 for a checkpoint. A second SIGTERM or SIGINT ends at once.
+
+Until the model is there an end loses nothing, and comes at once; after that the step in hand is finished and saved.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from rather.errors import Ended
+
+ENDS = (signal.SIGTERM, signal.SIGINT)
+SAVES = signal.SIGUSR1
+STOPS = 1000  # above every number that asks for less
+ECHO = 10.0  # seconds in which torchrun passes on the Ctrl-C that its processes have got from the terminal as well
 
 
 class StopRequest:
-    """While entered, a signal only sets `signal`; the loop looks at it between steps."""
+    """While entered, `signal` and `save_now` tell what was asked for; the loop looks at them between steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_saved: Callable[[], int | None] = lambda: None) -> None:
         self.signal: int | None = None
-        self.last_saved: int | None = None
+        self.save_now = False
+        self.stops = self.saves = False  # as all processes have agreed
+        self.last_saved = last_saved
+        self._at_once = True
+        self._heard = 0.0
 
     def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._received) for number in SIGNALS}
+        main = threading.current_thread() is threading.main_thread()  # the only one that signals reach
+        self._before = {number: signal.signal(number, self._received) for number in (*ENDS, SAVES) if main}
         return self
 
     def __exit__(self, *_exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def begin_training(self) -> None:
+        """From now on there is something to save."""
+        self._at_once = False
+
     @property
     def exit_code(self) -> int:
-        return 0 if self.signal is None else 128 + self.signal
+        return 128 + self.signal if self.stops and self.signal is not None else 0
+
+    @property
+    def asked(self) -> int:
+        """As one number, of which the largest of several processes holds for all."""
+        return STOPS + self.signal if self.signal is not None else int(self.save_now)
+
+    def agree(self, asked: int) -> None:
+        """`asked` holds for all. A signal that came meanwhile waits for the next agreement."""
+        self.stops, self.saves = asked >= STOPS, asked > 0
+        if self.stops and self.signal is None:
+            self.signal = asked - STOPS
+
+    def ask_for_a_save(self) -> None:
+        self.save_now = True
+
+    def end(self) -> None:
+        """The same as SIGTERM, asked for in another way."""
+        self.signal = self.signal or signal.SIGTERM
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is not None:
-            saved = "no checkpoint yet" if self.last_saved is None else f"the last checkpoint is step {self.last_saved}"
-            sys.stderr.write(f"\nsecond signal: ending at once; {saved}\n")
-            sys.stderr.flush()
-            os._exit(1)
-        self.signal = number
-        sys.stderr.write(f"\n{signal.Signals(number).name}: finishing this step and saving; once more ends at once\n")
-        sys.stderr.flush()
+        name = signal.Signals(number).name
+        if number == SAVES:
+            self.save_now = True
+            _say(f"{name}: saving after this step")
+        elif self._at_once:
+            raise Ended(
+                number,
+                f"{name}: ended before training began. Pairs that were prepared are kept in the data cache, "
+                "and the same command goes on from there.",
+            )
+        elif self.signal is None:
+            self.signal, self._heard = number, time.monotonic()
+            _say(f"{name}: finishing this step and saving; once more ends at once")
+        elif not self._is_echo():
+            saved = self.last_saved()
+            told = "no checkpoint yet" if saved is None else f"the last checkpoint is step {saved}"
+            _say(f"second signal: ending at once; {told}")
+            os._exit(128 + number)
+
+    def _is_echo(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self._heard < ECHO
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"\n{text}\n")
+    sys.stderr.flush()

@@ -50,6 +50,11 @@ class Stored(NamedTuple):
         return Stored(self.keys[rows], self.sums[rows], self.places[rows])
 
     @staticmethod
+    def unplaced(records: Records) -> Stored:
+        """Records that are in no file yet."""
+        return Stored(as_keys(records.keys), records.sums, _nowhere(len(records.keys)))
+
+    @staticmethod
     def joined(parts: Sequence[Stored]) -> Stored:
         keys, sums, places, damaged = zip(*parts, strict=True)
         return Stored(np.concatenate(keys), np.concatenate(sums), np.concatenate(places), sum(damaged))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rather.errors import ConfigError, RatherError
+from rather.errors import ConfigError, Ended, RatherError, RayGone
+from rather.redaction import hide, redact
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -24,9 +25,11 @@ Overrides = Annotated[
 def settings(path: Path, overrides: list[str]) -> DPOConfig:
     """The config, its environment set before torch is imported (which reads some of it only then), its loss checked."""
     from rather.config.load import load
+    from rather.config.masking import secret_values
     from rather.config.paths import check_paths
 
     loaded = load(path, overrides)
+    hide(secret_values(loaded.config.model_dump()))
     check_paths(loaded.config, loaded.sources)
     os.environ.update(loaded.config.system_envs)
     from rather.objective import from_config
@@ -49,8 +52,10 @@ def guarded(work: Callable[[], int]) -> int:
     """Runs a command; turns our own errors into their message and exit code."""
     try:
         return work()
-    except RatherError as error:
-        typer.echo(f"rather: {error}", err=True)
+    except (RatherError, Ended) as error:
+        typer.echo(redact(f"rather: {error}"), err=True)
+        if isinstance(error, RayGone):
+            os._exit(error.exit_code)  # Ray's library would look for its server once more, and crash
         return error.exit_code
     except KeyboardInterrupt:
         typer.echo("rather: interrupted", err=True)

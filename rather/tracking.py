@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -26,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from rather import faults
 from rather.errors import CheckpointError, ConfigError, DiskError, RatherError
+from rather.redaction import redact
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -51,12 +52,20 @@ class RunTracker:
         """`metrics_position` is what `position` gave at the checkpoint that is continued; without it the file
         begins anew. Steps after `start_step`, left by a run that died, are purged from the trackers."""
         self._metrics = MetricsFile(config.run_dir / "metrics.jsonl")
-        self._metrics.truncate(metrics_position or 0)
+        self._config, self._total_steps, self._quiet = config, total_steps, quiet
+        self._trackers: list[_Forgiving] = []
+        self.go_back(metrics_position or 0, start_step)
+
+    def go_back(self, metrics_position: int, start_step: int) -> None:
+        """To where a checkpoint was saved: what came after will be told again."""
+        for tracker in self._trackers:
+            tracker.close()
+        self._metrics.truncate(metrics_position)
         purge_step = start_step + 1 if start_step else 0
-        makers = {name: partial(TRACKERS[name], config, purge_step) for name in config.trackers}
+        makers = {name: partial(TRACKERS[name], self._config, purge_step) for name in self._config.trackers}
         self._trackers = [_Forgiving(name, make) for name, make in makers.items()]
-        if not quiet:
-            self._trackers.append(_Forgiving("console", partial(ProgressView, total_steps, start_step)))
+        if not self._quiet:
+            self._trackers.append(_Forgiving("console", partial(ProgressView, self._total_steps, start_step)))
 
     def log(self, record: Record) -> None:
         """One record; it has a "step", and in an evaluation the other keys begin with "eval/"."""
@@ -82,6 +91,9 @@ class RunTracker:
 
 class NoTracker:
     """Of a process that does not lead: its records are those of another."""
+
+    def go_back(self, metrics_position: int, start_step: int) -> None:
+        pass
 
     def log(self, record: Record) -> None:
         pass
@@ -116,7 +128,9 @@ class MetricsFile:
         already_failing = bool(self._unwritten)
         self._unwritten += json_line(record).encode()
         try:
+            faults.point("metrics")
             self._write()
+            faults.point("metrics.done")
         except OSError as error:
             if not already_failing:
                 log.warning("%s: cannot be written (%s); its lines wait.", self.path, error.strerror)
@@ -124,6 +138,7 @@ class MetricsFile:
     def position(self) -> int:
         try:
             self._write()
+            faults.point("metrics.sync")
             os.fsync(self._descriptor)
         except OSError as error:
             waiting = f"{len(self._unwritten):,} bytes of metrics wait for room on the disk"
@@ -140,7 +155,7 @@ class MetricsFile:
             )
         os.ftruncate(self._descriptor, position)
         os.fsync(self._descriptor)
-        self._size = position
+        self._size, self._unwritten = position, b""
 
     def close(self) -> None:
         try:
@@ -296,20 +311,9 @@ def figures(metrics: Record, prefix: str = "") -> str:
 
 # --- log files ---
 
-_SECRETS = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|wandb_v1_\w{16,}"  # Hugging Face, OpenAI and others, W&B
-    r"|(?<![0-9A-Za-z])[0-9a-f]{40}(?![0-9A-Za-z])"  # older W&B keys; a git commit looks the same
-    r"|(?<=://)[^\s/@]+(?=@)"  # user and password in an address
-)
-
 _ROOT = logging.getLogger("rather")
 _files: dict[Path, _LogFile] = {}
 _undo = ExitStack()  # gives back what was changed in this process
-
-
-def redact(text: str) -> str:
-    """The text without what looks like a key, token or password."""
-    return _SECRETS.sub("[hidden]", text)
 
 
 def setup_logging(log_dir: Path) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rather import faults
 from rather.batch import Columns, PairBatch, PairFacts
-from rather.errors import NonFiniteError
 from rather.metrics import Scored, weighted_sums
 from rather.model.park import Parked
 from rather.model.policy import PolicyModel, pair_columns
@@ -28,6 +28,7 @@ from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Stage, announce, counted, local, places, settle
 from rather.parallel.stages import Stages
 from rather.pieces import Here, Piece, Place
+from rather.trouble import Limits, Reason, Seen, Trouble, trouble_of
 
 Objective = Callable[[PairBatch, Columns], Tensor]
 
@@ -40,8 +41,17 @@ class StepResult:
     policy: Tensor  # [pairs, 2] log-probs before the update
     grad_norm: float
     lr: float
-    skipped: int  # 1 when float16 overflowed and nothing was touched
+    held: Reason | None  # why the step was not taken: nothing was touched
     zeros_in_grad: int | None
+    trouble: Trouble | None = None  # where numbers are none
+
+    @property
+    def skipped(self) -> int:
+        return int(self.held is not None)
+
+    @property
+    def loss(self) -> float:
+        return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else math.nan
 
 
 class Runner(Protocol):
@@ -122,11 +132,16 @@ class RankTrainer:
         return True
 
     def train_step(
-        self, batches: Sequence[PairBatch], reference: Columns | None, facts: PairFacts | None = None
+        self,
+        batches: Sequence[PairBatch],
+        reference: Columns | None,
+        facts: PairFacts | None = None,
+        limits: Limits | None = None,
     ) -> StepResult:
         """One optimizer step: sum of weighted losses / sum of weights over all micro-batches, then one update.
 
-        `facts` and `reference` are those of all pairs of the step, also where `batches` are only some of them.
+        `facts` and `reference` are those of all pairs of the step, also where `batches` are only some of them. Past
+        the limits, or where loss or gradient are no numbers, nothing is touched.
         """
         assert self.optimizer is not None
         facts = facts or PairFacts.of_step(batches)
@@ -136,24 +151,36 @@ class RankTrainer:
         scale = self.optimizer.scale
         rows: list[Mapping[str, Tensor]] = []
         policy = torch.zeros_like(facts.length)
+        seen = Seen(policy, torch.zeros_like(facts.length))
         slopes: dict[str, Tensor] = {}
         if self.loss.whole_batch:
-            sums, policy, slopes = self._slopes(batches, facts, known, total)
+            sums, logps, slopes = self._slopes(batches, facts, known, total)
+            policy.copy_(logps)
             rows.append(sums)
 
         def objective(batch: PairBatch, columns: Columns) -> Tensor:
+            faults.point("backward")
+            _spoil_gradient(columns["sum"])
+            seen.watch(columns["sum"], batch.pair_P)
             if slopes:
                 weighted = sum((columns[name] * slopes[name][batch.pair_P]).sum() for name in slopes)
                 assert isinstance(weighted, Tensor)
-                return weighted * scale
+                return _spoiled(weighted) * scale
             scored = self._score(facts.at(batch.pair_P), columns, _rows(known, batch.pair_P), facts)
+            scored = replace(scored, losses=_spoiled(scored.losses))
             policy[batch.pair_P] = scored.x.policy.detach()
             rows.append(weighted_sums(scored, batch.weight_P, self.loss))
             return scored.losses @ batch.weight_P / total * scale
 
         self.runner.backward(batches, self.loss.token_columns, objective)
+        faults.point("backward.done")
         self._complete_gradients()
-        return self._update(rows or [self._no_sums(facts, known)], policy, len(batches))
+        result = self._update(rows or [self._no_sums(facts, known)], policy, len(batches), limits or Limits())
+        if result.held == "nonfinite":
+            losses = [] if slopes else [row["loss"] for row in rows]
+            result = replace(result, trouble=self._trouble(seen.lost_pairs(batches, losses)))
+        self.optimizer.zero_grad()
+        return result
 
     def rehearse(self, batch: PairBatch) -> None:
         """Forward and backward without an update: shows what memory a micro-batch takes. `forget` ends it."""
@@ -288,32 +315,44 @@ class RankTrainer:
         x = facts.seen_by_a_loss(policy, reference, step.mean_chosen_length)
         return Scored(x, self.loss(x), self.loss.rewards(x))
 
-    def _update(self, rows: Sequence[Mapping[str, Tensor]], policy: Tensor, batches: int) -> StepResult:
-        """Clip and step, unless the gradient is not finite: float16 then halves its scale, anything else stops."""
+    def _update(
+        self, rows: Sequence[Mapping[str, Tensor]], policy: Tensor, batches: int, limits: Limits
+    ) -> StepResult:
+        """Clip and step, unless these numbers, which all ranks have alike, speak against it."""
         optimizer = self.optimizer
         assert optimizer is not None
         # The one host synchronisation of a step.
+        faults.point("all_reduce")
         table = self._by_batch(rows, batches)
         numbers = self._told(torch.cat([table.flatten(), policy.flatten()])).cpu()
+        faults.point("all_reduce.done")
         grad_norm, zeros = numbers[:2].tolist()
         sums = _in_order(numbers[2 : 2 + table.numel()].view_as(table))
-        lr = optimizer.lr
-        skipped = 0 if math.isfinite(grad_norm) else 1
-        if not skipped:
-            optimizer.step(grad_norm)
-            if optimizer.loss_scale:
-                optimizer.loss_scale.succeeded()
-        elif optimizer.loss_scale and optimizer.loss_scale.value > 1:
-            optimizer.loss_scale.overflowed()
-        else:
-            raise NonFiniteError(
-                f"the gradient is not finite (norm {grad_norm}); the weights were not touched. "
-                "Lower the learning rate, or train in bf16 or fp32."
-            )
-        optimizer.zero_grad()
-        found = int(zeros) if self.count_zeros else None
         named = dict(zip(rows[0], sums.tolist(), strict=True))
-        return StepResult(named, numbers[2 + table.numel() :].view_as(policy), grad_norm, lr, skipped, found)
+        logps, lr = numbers[2 + table.numel() :].view_as(policy), optimizer.lr
+        result = StepResult(named, logps, grad_norm, lr, None, int(zeros) if self.count_zeros else None)
+        held = self._held(result, limits)
+        if held is None:
+            faults.point("optimizer")
+            optimizer.step(grad_norm)
+            faults.point("optimizer.done")
+        if optimizer.loss_scale and held in (None, "overflow"):
+            optimizer.loss_scale.overflowed() if held else optimizer.loss_scale.succeeded()
+        return replace(result, held=held)
+
+    def _held(self, result: StepResult, limits: Limits) -> Reason | None:
+        """Why the step must not be taken. A smaller loss scale helps a gradient of float16, and no loss."""
+        assert self.optimizer is not None
+        scale = self.optimizer.loss_scale
+        if not math.isfinite(result.sums["loss"]):
+            return "nonfinite"
+        if not math.isfinite(result.grad_norm):
+            return "overflow" if scale and scale.value > 1 else "nonfinite"
+        return "spike" if limits.exceeded(result.loss, result.grad_norm) else None
+
+    def _trouble(self, lost_pairs: list[int]) -> Trouble:
+        assert self.optimizer is not None
+        return trouble_of(lost_pairs, self.optimizer.norms(self._counted), alone=self.mesh.world == 1)
 
     def _by_batch(self, rows: Sequence[Mapping[str, Tensor]], batches: int) -> Tensor:
         """Sums of each micro-batch of the step at its place among those of all dp ranks, which have one in turn."""
@@ -386,6 +425,16 @@ def _in_order(table: Tensor) -> Tensor:
     for row in table[1:]:
         total = total + row
     return total
+
+
+def _spoiled(losses: Tensor) -> Tensor:
+    """As they are, unless a fault is asked for."""
+    return losses * math.nan if faults.wants_nan("forward") else losses
+
+
+def _spoil_gradient(sums: Tensor) -> None:
+    if faults.wants_nan("backward"):
+        sums.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _floats(sums: Mapping[str, Tensor]) -> dict[str, float]:

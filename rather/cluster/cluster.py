@@ -12,17 +12,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rather import faults
 from rather.batch import Columns, PairBatch, PairFacts
+from rather.cluster.deadlines import Deadlines, Limit
 from rather.cluster.failure import GRACE, Failure, are_alike, first_cause
+from rather.cluster.hang import hang_error
 from rather.cluster.host import Answer
 from rather.cluster.member import Member
 from rather.cluster.preflight import need_of
-from rather.cluster.resources import ResourceManager, Seat, last_line
+from rather.cluster.resources import ResourceManager, Seat, last_line, wait_elsewhere, where
 from rather.cluster.shares import beside, places, shares
+from rather.cluster.supervision import Supervision
 from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
-from rather.errors import RatherError, WorkerError
+from rather.errors import HangError, RatherError, WorkerLost
 from rather.trainer import StepResult
+from rather.trouble import Limits
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +44,24 @@ class Cluster:
         *,
         pipeline_config: DPOConfig,
     ) -> None:
-        self.role, self.manager, self.timeouts = name, resource_manager, resource_manager.timeouts
+        self.role, self.worker_cls, self.manager = name, worker_cls, resource_manager
         self.config, self.worker_config = pipeline_config, worker_config
         self.layout = layout(worker_config)
         self.mapping = worker_config.device_mapping or [0]
-        self.seats = resource_manager.seats(self.mapping, pipeline_config.envs(worker_config))
-        log.info("%s: %s; %s", name, self.layout.told(), _hosts(self.seats))
+        self.takes_turns = False  # with another process on the same devices
+        self.supervision: Supervision | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Processes with workers, which know no model yet."""
+        self.deadlines = Deadlines.of(self.config, self.manager.timeouts, self.kind)
+        self.seats = self.manager.seats(self.mapping, self.config.envs(self.worker_config))
+        self.manager.named[self.role] = self.seats
+        log.info("%s: %s; %s", self.role, self.layout.told(), _hosts(self.seats))
         world = len(self.seats)
         device = "cuda:0" if self.kind == "cuda" else "cpu"  # the only one that a process sees
-        each = [(name, worker_cls, pipeline_config, Member(rank, world, device)) for rank in range(world)]
+        each = [(self.role, self.worker_cls, self.config, Member(rank, world, device)) for rank in range(world)]
         self._collected([seat.handle.add.remote(*args) for seat, args in zip(self.seats, each, strict=True)], "start")
-        self.takes_turns = False  # with another process on the same devices
 
     @property
     def kind(self) -> str:
@@ -68,11 +80,13 @@ class Cluster:
     def plan(self, largest_pair: int) -> int:
         return int(min(self._call("plan", largest_pair, phase="start")))
 
-    def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
+    def train_step(
+        self, batches: Sequence[PairBatch], reference: Columns | None, *, limits: Limits | None = None
+    ) -> StepResult:
         facts = PairFacts.of_step(batches)
         own = shares(batches, self.layout.dp)
-        calls = [(own[self.layout.dp_rank(rank)], reference, facts) for rank in range(len(self.seats))]
-        result: StepResult = self._call_each("train_step", calls, phase="step")[0]
+        calls = [(own[self.layout.dp_rank(rank)], reference, facts, limits) for rank in range(len(self.seats))]
+        result: StepResult = self._call_each("train_step", calls, phase="step", tokens=_tokens(batches))[0]
         self._make_room()
         return result
 
@@ -80,21 +94,25 @@ class Cluster:
         own = shares(batches, self.layout.dp)
         wanted = places(batches)
         calls = [(own[self.layout.dp_rank(rank)], wanted) for rank in range(len(self.seats))]
-        columns: Columns = self._call_each("compute_log_probs", calls, phase="step")[0]
+        phase = "eval" if self.role == "actor_train" else "step"
+        columns: Columns = self._call_each("compute_log_probs", calls, phase=phase, tokens=_tokens(batches))[0]
         self._make_room()
         return columns
 
     def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
-        found: dict[str, float] = self._first("score", facts, policy, reference, phase="step")
+        found: dict[str, float] = self._first("score", facts, policy, reference, phase="eval")
         return found
 
     def numbers(self) -> dict[str, Any]:
         found: dict[str, Any] = self._first("numbers", phase="save")
         return found
 
-    def write_state(self, folder: Path) -> dict[str, tuple[int, str]]:
+    def write_state(self, folder: Path) -> None:
         """Every rank writes its pieces; the folder must be one that all machines see."""
-        return _union(self._call("write_state", folder.absolute(), phase="save"))
+        self._call("write_state", folder.absolute(), phase="save")
+
+    def write_reference(self, folder: Path) -> None:
+        self._call("write_reference", folder.absolute(), phase="save")
 
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
         self._call("read_state", path.absolute(), numbers, phase="save")
@@ -119,27 +137,29 @@ class Cluster:
 
     def _first(self, method: str, *args: Any, phase: str) -> Any:
         """Of rank 0 alone."""
-        return self._collected([self.seats[0].handle.call.remote(self.role, method, *args)], phase)[0]
+        return self._collected([self.seats[0].handle.call.remote(self.role, faults.step(), method, *args)], phase)[0]
 
     def _call(self, method: str, *args: Any, phase: str) -> list[Any]:
         return self._call_each(method, [args] * len(self.seats), phase=phase)
 
-    def _call_each(self, method: str, args: Sequence[tuple[Any, ...]], *, phase: str) -> list[Any]:
-        asked = [seat.handle.call.remote(self.role, method, *each) for seat, each in zip(self.seats, args, strict=True)]
-        return self._collected(asked, phase)
+    def _call_each(self, method: str, args: Sequence[tuple[Any, ...]], *, phase: str, tokens: int = 0) -> list[Any]:
+        named = (self.role, faults.step(), method)
+        asked = [seat.handle.call.remote(*named, *each) for seat, each in zip(self.seats, args, strict=True)]
+        return self._collected(asked, phase, tokens)
 
-    def _collected(self, asked: Sequence[Any], phase: str) -> list[Any]:
+    def _collected(self, asked: Sequence[Any], phase: str, tokens: int = 0) -> list[Any]:
         """All values in the order of ranks, before the deadline of the phase; or the first cause of a failure."""
         import ray
 
-        seconds = getattr(self.timeouts, phase)
-        deadline = time.monotonic() + seconds
+        limit, began = self.deadlines.limit(phase, tokens), time.monotonic()
+        deadline = began + limit.seconds
         rank_of = {ref: rank for rank, ref in enumerate(asked)}
         answers: dict[int, Answer] = {}
         pending = list(asked)
         while pending and (left := deadline - time.monotonic()) > 0:
             done, pending = ray.wait(pending, timeout=min(1.0, left))
             answers |= {rank_of[ref]: _answer(ref) for ref in done}
+            self.manager.refuse_without_ray()
             if any(answer.failure for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + GRACE)
         self._tell(answers)
@@ -147,7 +167,8 @@ class Cluster:
         if failures:
             raise self._ended(failures, len(asked))
         if pending:
-            raise self._late([rank_of[ref] for ref in pending], seconds, phase)
+            raise self._late([rank_of[ref] for ref in pending], limit)
+        self.deadlines.took(phase, tokens, time.monotonic() - began)
         return [answers[rank].value for rank in range(len(asked))]
 
     def _tell(self, answers: Mapping[int, Answer]) -> None:
@@ -168,11 +189,11 @@ class Cluster:
         return f"{self.role} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
     def _where(self, rank: int) -> str:
-        return f"{self.role} rank {rank} of {len(self.seats)} ({self.seats[rank]})"
+        return where(self.role, rank, self.seats)
 
     def _ended(self, failures: Mapping[int, Failure], ranks: int) -> RatherError:
-        """The first cause, told with its place. Everything is stopped."""
-        self.manager.stop()
+        """The first cause, told with its place. What it leaves useless is stopped."""
+        self._stop()
         rank = first_cause(failures)
         cause = failures[rank]
         level = logging.DEBUG if cause.is_ours else logging.ERROR
@@ -180,10 +201,43 @@ class Cluster:
         where = f"{self.role}, all {ranks} ranks" if are_alike(failures, ranks) else self._where(rank)
         return cause.error(where, self.role)
 
-    def _late(self, ranks: Sequence[int], seconds: float, phase: str) -> WorkerError:
+    def _late(self, ranks: Sequence[int], limit: Limit) -> HangError:
+        """Of those that are late the one that holds the others up, by what all processes say that they do."""
+        late = {(self.role, rank) for rank in ranks}
+        looks = self.manager.looks()
+        self._stop()
+        others = [found for place, found in looks.items() if place not in late]
+        return hang_error([looks[place] for place in sorted(late)], others, limit, self.config.log_dir)
+
+    def _stop(self) -> None:
         self.manager.stop()
-        waiting = ", ".join(self._where(rank) for rank in ranks)
-        return WorkerError(f"{waiting}: no answer within {seconds:.0f} s (timeouts.{phase}).")
+
+
+class FrozenReference(Cluster):
+    """A reference that never moves, on devices of its own: it can be replaced while the policy goes on."""
+
+    def initialize(self, total_steps: int, model: str | None = None) -> None:
+        super().initialize(total_steps, model)
+        self._loaded = total_steps, model
+
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        while True:
+            try:
+                return super().compute_log_probs(batches)
+            except (WorkerLost, HangError) as error:
+                if self.supervision is None or self.manager.is_stopped:  # for a loss of the policy
+                    raise
+                self.supervision.survive(error, "reference_lost", "the reference alone is started again")
+            wait_elsewhere(self.seats)
+            self._start()
+            self.initialize(*self._loaded)
+
+    def _stop(self) -> None:
+        self.manager.stop(self.mapping)
+
+
+def _tokens(batches: Sequence[PairBatch]) -> int:
+    return sum(batch.real_tokens for batch in batches)
 
 
 def _answer(ref: Any) -> Answer:
@@ -191,9 +245,9 @@ def _answer(ref: Any) -> Answer:
 
     try:
         answer: Answer = ray.get(ref)
-    except ray.exceptions.RayActorError as error:
+    except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
         text = f"its process died: {_reason(error)}"
-        return Answer(failure=Failure("ActorDied", text, str(error), time.time()))
+        return Answer(failure=Failure(WorkerLost.__name__, text, str(error), time.time()))
     except ray.exceptions.RayError as error:
         return Answer(failure=Failure(type(error).__name__, last_line(error), str(error), time.time()))
     return answer
@@ -210,7 +264,10 @@ def _reason(error: BaseException) -> str:
     """The line of Ray's long story that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
-    return (told or lines or ["no reason is known"])[-1]
+    reason = (told or lines or ["no reason is known"])[-1].partition(" Some common causes")[0]
+    if "SYSTEM_ERROR" in reason:  # nobody asked it to end
+        reason += " It crashed, or was killed from outside, often for lack of host memory."
+    return reason
 
 
 def _union(written: Sequence[dict[str, tuple[int, str]]]) -> dict[str, tuple[int, str]]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rather import errors
-from rather.errors import RatherError, WorkerError
+from rather.errors import MemoryShortage, RatherError, WorkerError, WorkerLost
+from rather.redaction import redact
 
 GRACE = 3.0  # seconds in which other ranks may still tell a cause, or that they failed alike
 ECHOES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe", "tcpstore")
@@ -34,15 +35,17 @@ class Failure:
     trace: str
     at: float
     is_echo: bool = False  # another rank went away, and this one only noticed
+    note: str = ""  # what the worker added: where memory goes
 
     @staticmethod
     def of(error: Exception) -> Failure:
-        text = str(error) or type(error).__name__
+        text = redact(str(error)) or type(error).__name__
         known = [base.__name__ for base in type(error).__mro__ if base.__module__ == RatherError.__module__]
         kind = (known or [type(error).__name__])[0]
         echo = isinstance(error, RuntimeError) and any(word in text.lower() for word in ECHOES)
-        trace = "".join(traceback.format_exception(error))
-        return Failure(kind, text, trace, time.time(), echo and not _is_shortage(kind, text))
+        trace = redact("".join(traceback.format_exception(error)))
+        note = "".join(f"\n{each}" for each in getattr(error, "__notes__", ()))
+        return Failure(kind, text, trace, time.time(), echo and not _is_shortage(kind, text), note)
 
     @property
     def is_ours(self) -> bool:
@@ -60,8 +63,9 @@ class Failure:
         if self.known:
             return self.known(f"{place}{self.text}")
         if _is_shortage(self.kind, self.text):
-            return WorkerError(f"{place}{self.text.splitlines()[0]} {FIXES[role]}")
-        return WorkerError(f"{place}{self.kind}: {self.text}")
+            return MemoryShortage(f"{place}{self.text.splitlines()[0]} {self.note or FIXES[role]}")
+        found = WorkerLost if self.is_echo else WorkerError  # a connection broke, and no process says why
+        return found(f"{place}{self.kind}: {self.text}")
 
 
 def first_cause(failures: Mapping[int, Failure]) -> int:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rather import faults
 from rather.cluster.failure import Failure
+from rather.cluster.look import Look, Pulse
+from rather.redaction import redact
 
 if TYPE_CHECKING:
     from rather.cluster.member import Member
@@ -41,8 +46,25 @@ class Process:
         return Process(socket.gethostname(), os.getpid(), _started(os.getpid()) or "")
 
     @property
+    def is_here(self) -> bool:
+        return self.machine == socket.gethostname()
+
+    @property
     def is_gone(self) -> bool:
-        return self.machine == socket.gethostname() and _started(self.pid) != self.started
+        return self.is_here and _started(self.pid) != self.started
+
+    def kill(self) -> None:
+        """A process of this machine, if it is still there; a stopped one ends too."""
+        if self.is_here and not self.is_gone:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def all_gone(processes: Sequence[Process], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (gone := all(process.is_gone for process in processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return gone
 
 
 def _started(pid: int) -> str | None:
@@ -80,6 +102,7 @@ class Host:
         threads = max(1, (os.cpu_count() or 1) // neighbours)
         os.environ.update({"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **environment})
         self.workers: dict[str, ActorWorker] = {}
+        self.pulse = Pulse()
         self.records = _Records()
         logging.getLogger("rather").addHandler(self.records)
         logging.getLogger("rather").setLevel(logging.INFO)
@@ -122,11 +145,18 @@ class Host:
 
             found = worker_class(worker_cls, f"{role}.worker_cls")
             self.workers[role] = found(config, role, member)
+            faults.arm(config.run_dir, role, member.rank)
 
         return self._answer(work)
 
-    def call(self, role: str, method: str, *args: Any) -> Answer:
-        return self._answer(lambda: getattr(self.workers[role], method)(*args))
+    def call(self, role: str, step: int, method: str, *args: Any) -> Answer:
+        faults.at_step(step)
+        with self.pulse.during(f"{role}.{method}"):
+            return self._answer(lambda: getattr(self.workers[role], method)(*args))
+
+    def look(self) -> Look:
+        """What it does; asked in a thread of its own."""
+        return self.pulse.look()
 
     def _answer(self, work: Any) -> Answer:
         try:
@@ -143,7 +173,7 @@ class _Records(logging.Handler):
         self.kept: list[tuple[str, int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.kept.append((record.name, record.levelno, record.getMessage()))
+        self.kept.append((record.name, record.levelno, redact(record.getMessage())))
 
     def taken(self) -> list[tuple[str, int, str]]:
         kept, self.kept = self.kept, []

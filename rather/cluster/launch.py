@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rather.cluster.local import device_kind, local_cluster
+from rather.cluster.member import Member
 from rather.cluster.shares import beside
 from rather.cluster.spmd import Memory, SpmdCluster, joined_ranks, largest, said_by_first, started_by_torchrun
+from rather.cluster.supervision import Supervision
+from rather.cluster.watchdog import PHASES, STEPS, Watchdog
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
@@ -19,6 +22,7 @@ from rather.model.divisible import division_problems
 
 if TYPE_CHECKING:
     from rather.cluster.cluster import Cluster
+    from rather.cluster.resources import ResourceManager
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +44,8 @@ class Roles:
     drivers: int = 1
     runs_ahead: bool = False  # the reference has devices of its own
     closing: ExitStack = field(default_factory=ExitStack)
+    again: Callable[[], Roles] | None = None  # the same roles in new processes, where those can be replaced
+    watchdog: Watchdog | None = None  # of this process, where its own calls may stand still
 
     @property
     def leads(self) -> bool:
@@ -47,11 +53,22 @@ class Roles:
 
     def told(self, value: Any) -> Any:
         """What the leading driver says here; each driver gets here in the same order."""
-        return said_by_first(value) if self.drivers > 1 else value
+        with self._waiting("told"):
+            return said_by_first(value) if self.drivers > 1 else value
 
     def agreed(self, number: int) -> int:
         """The largest number that any driver says."""
-        return largest(number, self.kind) if self.drivers > 1 else number
+        with self._waiting("agreed"):
+            return largest(number, self.kind) if self.drivers > 1 else number
+
+    def _waiting(self, call: str) -> AbstractContextManager[None]:
+        """For what the leading driver does alone, such as preparing data or looking through a cache."""
+        return self.watchdog.during(call, "save") if self.watchdog else nullcontext()
+
+    def watch(self) -> None:
+        """From now on calls in this process that do not end before their deadline end the process: for commands."""
+        if self.watchdog:
+            self.watchdog.start()
 
     @contextmanager
     def folder_beside(self, folder: Path) -> Iterator[Path]:
@@ -75,8 +92,8 @@ def mappings(config: DPOConfig) -> tuple[list[int], list[int]]:
     return config.actor_train.device_mapping or [0], config.reference.device_mapping or [0]
 
 
-def launch(config: DPOConfig, *, with_reference: bool) -> Roles:
-    """The roles of a run, started but without their models."""
+def launch(config: DPOConfig, *, with_reference: bool, supervision: Supervision | None = None) -> Roles:
+    """The roles of a run, started but without their models. Supervised, they may be replaced."""
     actor, reference = config.actor_train, config.reference
     problems = list(division_problems("actor_train", actor))
     if with_reference and (reference.strategy_args, reference.model_path) != (actor.strategy_args, actor.model_path):
@@ -84,15 +101,28 @@ def launch(config: DPOConfig, *, with_reference: bool) -> Roles:
     if problems:
         raise ConfigError(problems)
     if started_by_torchrun():
-        return _under_torchrun(config, with_reference)
+        return _under_torchrun(config, with_reference, supervision)
     if needs_ray(config, with_reference=with_reference):
-        return _on_ray(config, with_reference)
+        return _on_ray(config, with_reference, supervision)
     kind = device_kind(config.platform)
     held = local_cluster("reference", config) if with_reference else None
-    return Roles(local_cluster("actor_train", config), held, kind, here=True)
+    policy, closing = local_cluster("actor_train", config), ExitStack()
+    watchdog = _watchdog(config, Member(), supervision, (policy, held), closing)
+    return Roles(policy, held, kind, here=True, closing=closing, watchdog=watchdog)
 
 
-def _under_torchrun(config: DPOConfig, with_reference: bool) -> Roles:
+def _watchdog(
+    config: DPOConfig, member: Member, supervision: Supervision | None, roles: Sequence[Role | None], closing: ExitStack
+) -> Watchdog:
+    """Of one process only the steps are watched: loading and saving take what disk and network take."""
+    watchdog = Watchdog(config, member, supervision)
+    for role in filter(None, roles):
+        watchdog.watch(role, PHASES if member.world > 1 else STEPS)
+    closing.callback(watchdog.close)
+    return watchdog
+
+
+def _under_torchrun(config: DPOConfig, with_reference: bool, supervision: Supervision | None) -> Roles:
     actor, reference = mappings(config)
     if with_reference and actor != reference:
         raise ConfigError(
@@ -106,11 +136,13 @@ def _under_torchrun(config: DPOConfig, with_reference: bool) -> Roles:
     policy = SpmdCluster("actor_train", config, member, memory)
     if member.rank == 0:
         log.info("actor_train: %s", policy.layout.told())
-    return Roles(policy, held, memory.kind, here=True, rank=member.rank, drivers=member.world, closing=closing)
+    watchdog = _watchdog(config, member, supervision, (policy, held), closing)
+    roles = Roles(policy, held, memory.kind, here=True, rank=member.rank, drivers=member.world, closing=closing)
+    roles.watchdog = watchdog
+    return roles
 
 
-def _on_ray(config: DPOConfig, with_reference: bool) -> Roles:
-    from rather.cluster.cluster import Cluster
+def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | None) -> Roles:
     from rather.cluster.resources import ResourceManager
 
     actor, reference = mappings(config)
@@ -119,21 +151,42 @@ def _on_ray(config: DPOConfig, with_reference: bool) -> Roles:
         raise ConfigError(f"num_nodes: {config.num_nodes} nodes need a Ray cluster; name it: --address, or ray.address")
     if config.ray.address is None:
         device_kind(config.platform)  # no need to start anything for devices that this machine has not
-    roles = [("actor_train", config.actor_train), ("reference", config.reference)][: 2 if with_reference else 1]
-    with ExitStack() as opened:
-        manager = ResourceManager(
-            config.num_nodes,
-            config.num_gpus_per_node or max(used) + 1,
-            address=config.ray.address,
-            platform=config.platform,
-            timeouts=config.timeouts,
-        )
-        opened.callback(manager.close)
-        policy, *held = [Cluster(name, role.worker_cls, manager, role, pipeline_config=config) for name, role in roles]
-        closing = opened.pop_all()
-    ahead = bool(held) and not set(actor) & set(reference)
-    for role in (policy, *held):
-        role.takes_turns = bool(held) and not ahead and actor != reference
-    if held:
+    manager = ResourceManager(
+        config.num_nodes,
+        config.num_gpus_per_node or max(used) + 1,
+        address=config.ray.address,
+        platform=config.platform,
+        timeouts=config.timeouts,
+    )
+    try:
+        return _clusters(config, manager, with_reference, supervision)
+    except BaseException:
+        manager.close()
+        raise
+
+
+def _clusters(
+    config: DPOConfig, manager: ResourceManager, with_reference: bool, supervision: Supervision | None
+) -> Roles:
+    """The roles on a manager that has no processes yet."""
+    from rather.cluster.cluster import Cluster, FrozenReference
+
+    actor, reference = mappings(config)
+    ahead = with_reference and not set(actor) & set(reference)
+    stays = ahead and not config.sync_ref_model
+    policy = Cluster("actor_train", config.actor_train.worker_cls, manager, config.actor_train, pipeline_config=config)
+    held: Cluster | None = None
+    if with_reference:
+        cls = FrozenReference if stays else Cluster
+        held = cls("reference", config.reference.worker_cls, manager, config.reference, pipeline_config=config)
+        held.supervision = supervision
+        policy.takes_turns = held.takes_turns = not ahead and actor != reference
         log.info("reference: %s", "on its own devices, one step ahead" if ahead else "on the policy's devices, in turn")
-    return Roles(policy, held[0] if held else None, manager.kind, here=False, runs_ahead=ahead, closing=closing)
+
+    def again() -> Roles:
+        manager.renew()
+        return _clusters(config, manager, with_reference, supervision)
+
+    closing = ExitStack()
+    closing.callback(manager.close)
+    return Roles(policy, held, manager.kind, here=False, runs_ahead=ahead, closing=closing, again=again)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 
 from rather.config.paths import is_local
 from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
-from rather.errors import ConfigError
+from rather.errors import ConfigError, RatherError
+from rather.model.files import weight_files
 from rather.pieces import Stored
 
 GIB = 1 << 30
@@ -122,10 +122,8 @@ def stored_weights(name: str, revision: str | None) -> int | None:
     try:
         folder = Path(name if is_local(name) else snapshot_download(name, revision=revision, local_files_only=True))
         tied = _json(folder / "config.json").get("tie_word_embeddings", False)
-        index = folder / "model.safetensors.index.json"
-        files = set(_json(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
-        stored = Stored(folder / file for file in sorted(files))
-    except (OSError, ValueError, SafetensorError):
+        stored = Stored(weight_files(folder))
+    except (OSError, ValueError, RatherError):  # loading tells why
         return None
     return sum(prod(stored.shape(key)) for key in stored if not (tied and key == "lm_head.weight"))
 

@@ -11,25 +11,35 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rather.cluster.host import Answer, Host, Meeting, Process
+from rather import faults
+from rather.cluster.hang import ANSWER, Rank
+from rather.cluster.host import Answer, Host, Meeting, Process, all_gone
+from rather.cluster.look import Look
 from rather.cluster.preflight import Ledger, Room
 from rather.config.schema import Timeouts
-from rather.errors import ConfigError, WorkerError
+from rather.errors import ConfigError, RayGone, WorkerError
 
 log = logging.getLogger(__name__)
 
 SLOT = "rather_slot"  # of a CPU worker. Not a CPU: eight workers on two cores would wait for ever
 SHARE = 0.01  # of a device, for a process: the whole device is reserved by the placement
 OBJECT_STORE = 256 << 20  # bytes of a local Ray: token ids and log-probs pass through it
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
+LOOKS = "look"  # the threads in which processes answer while their work stands still
+ENDS = 1.0  # seconds in which a process that can do so ends
+RAY_KILLS = 6.0  # seconds after which Ray has ended a process that does not end by itself, on any machine
+RAY_LOOKS, RAY_WAITS = 2.0, 12.0  # seconds without a word of its server. After sixty Ray would end this process
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds every port of Ray to loopback, on Linux too
 
 
@@ -48,6 +58,10 @@ class Seat:
         return f"device {self.device} on {self.process.machine}"
 
 
+def where(role: str, rank: int, seats: Sequence[Seat]) -> str:
+    return f"{role} rank {rank} of {len(seats)} ({seats[rank]})"
+
+
 class ResourceManager:
     """Places one process on each device of a mapping; roles with equal mappings share processes."""
 
@@ -63,12 +77,16 @@ class ResourceManager:
         self.num_nodes, self.num_gpus_per_node = num_nodes, num_gpus_per_node
         self.address, self.timeouts = address, timeouts or Timeouts()
         self._seats: dict[tuple[int, ...], list[Seat]] = {}
+        self.named: dict[str, Sequence[Seat]] = {}  # by role
         self.ledger = Ledger()
-        self._closed = False
+        self.is_stopped = self._closed = False
+        self._server: str | None = None  # of Ray, where it is known
+        self._heard = time.monotonic()  # of it
         self._folder = Path(tempfile.mkdtemp(prefix="rather-"))  # the token and the meeting places of processes
         atexit.register(self.close)
         try:
             self._ray, self._is_ours = connected(address, self.devices, self._folder, self.timeouts.connect)
+            self._server = _server(self._ray, address)
             self.kind = self._kind(platform)
             self._reserve()
         except BaseException:
@@ -159,6 +177,7 @@ class ResourceManager:
     def _start(self, mapping: tuple[int, ...], environment: Mapping[str, str]) -> list[Seat]:
         ids = self._gpu_ids({device // self.num_gpus_per_node for device in mapping}) if self.kind == "cuda" else {}
         own = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+        own[faults.VARIABLE] = os.environ.get(faults.VARIABLE, "")  # Ray itself may have begun with another one
         handles = []
         for device in mapping:
             node, local = divmod(device, self.num_gpus_per_node)
@@ -183,7 +202,8 @@ class ResourceManager:
         devices = {"num_gpus": gpus} if self.kind == "cuda" else {"resources": {SLOT: SHARE}}
         # A restarted actor would come back without its model and without a word.
         never = {"max_restarts": 0, "max_task_retries": 0}
-        return self._ray.remote(_with_node(cls)).options(num_cpus=0, scheduling_strategy=where, **devices, **never)
+        made = self._ray.remote(concurrency_groups={LOOKS: 1})(_with_node(cls))
+        return made.options(num_cpus=0, scheduling_strategy=where, **devices, **never)
 
     def _gpu_ids(self, nodes: set[int]) -> dict[int, list[str]]:
         """The machine's own numbers of the reserved GPUs of each node."""
@@ -200,8 +220,7 @@ class ResourceManager:
             store = f"file://{self._folder}/{secrets.token_hex(8)}"
         else:
             store = f"tcp://{first.address}:{self._port_of(first, seats[1:])}"
-        timeout = 60 + max(self.timeouts.start, self.timeouts.step, self.timeouts.save)
-        meetings = [Meeting(rank, len(seats), store, timeout) for rank in range(len(seats))]
+        meetings = [Meeting(rank, len(seats), store, 60 + self.timeouts.longest) for rank in range(len(seats))]
         asked = [seat.handle.join.remote(each, self.kind) for seat, each in zip(seats, meetings, strict=True)]
         for seat, answer in zip(seats, self._all(asked, self.timeouts.start, "meet each other"), strict=True):
             assert isinstance(answer, Answer)
@@ -232,13 +251,74 @@ class ResourceManager:
         except RayError as error:
             raise WorkerError(f"{self._name}: could not {doing}: {last_line(error)}") from error
 
+    # --- processes that are lost ---
+
+    def looks(self) -> dict[tuple[str, int], Rank]:
+        """What each rank of each role does; those that cannot say it are given a few seconds."""
+        seats = [seat for group in self._seats.values() for seat in group]
+        asked = {seat.handle.look.options(concurrency_group=LOOKS).remote(): seat.process for seat in seats}
+        done = self._ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER)[0] if asked else []
+        found = {asked[ref]: self._look(ref) for ref in done}
+        return {
+            (role, rank): Rank(where(role, rank, seats), found.get(seat.process))
+            for role, seats in self.named.items()
+            for rank, seat in enumerate(seats)
+        }
+
+    def _look(self, ref: Any) -> Look | None:
+        try:
+            found: Look = self._ray.get(ref)
+        except self._ray.exceptions.RayError:  # it has just died
+            return None
+        return found
+
+    def refuse_without_ray(self) -> None:
+        """Says that Ray is gone, which would end this process in its own words and with a code of its own."""
+        if time.monotonic() - self._heard < RAY_LOOKS:
+            return
+        if self._has_ray:
+            self._heard = time.monotonic()
+        elif time.monotonic() - self._heard > RAY_WAITS:
+            raise RayGone(
+                f"Ray is gone: its server at {self._server} does not answer. The same command goes on from the last "
+                "checkpoint."
+            )
+
+    @property
+    def _has_ray(self) -> bool:
+        return self._server is None or _answers(self._server)
+
+    def renew(self) -> None:
+        """Room for new processes, once the old ones are gone and hold no memory."""
+        self.stop()
+        self.refuse_without_ray()
+        for seats in self.named.values():
+            wait_elsewhere(seats)
+        self._ray.util.remove_placement_group(self._placed)
+        self.ledger, self.named = Ledger(), {}
+        try:
+            self._reserve()
+        except ConfigError as error:
+            raise WorkerError(f"lost workers cannot be replaced: {error}") from error
+        self.is_stopped = False
+
     # --- the end ---
 
-    def stop(self) -> None:
-        """Ends all processes at once."""
-        seats, self._seats = self._seats, {}
-        for seat in (seat for group in seats.values() for seat in group):
-            self._ray.kill(seat.handle)
+    def stop(self, device_mapping: Sequence[int] | None = None) -> None:
+        """Ends the processes on these devices, or all, at once. Those of this machine are gone when it returns."""
+        if device_mapping is None:
+            self.is_stopped = True
+            seats, self._seats = [seat for group in self._seats.values() for seat in group], {}
+        else:
+            seats = self._seats.pop(tuple(device_mapping), [])
+        if self._has_ray:
+            for seat in seats:
+                self._ray.kill(seat.handle)
+        here = [seat.process for seat in seats if seat.process.is_here]
+        if not all_gone(here, ENDS):  # Ray would wait for five seconds
+            for process in here:
+                process.kill()
+            all_gone(here, RAY_KILLS)
 
     def close(self) -> None:
         """Leaves nothing behind: no process, no reservation, no file."""
@@ -248,13 +328,26 @@ class ResourceManager:
         atexit.unregister(self.close)
         if (ray := getattr(self, "_ray", None)) and ray.is_initialized():
             self.stop()
-            if placed := getattr(self, "_placed", None):
-                ray.util.remove_placement_group(placed)
-            if self._is_ours:
-                ray.shutdown()
+            if self._has_ray:
+                self._take_leave(ray)
+            else:  # to take leave of it would end this process
+                atexit.unregister(ray.shutdown)
         for file in self._folder.iterdir():
             file.unlink(missing_ok=True)
         self._folder.rmdir()
+
+
+    def _take_leave(self, ray: Any) -> None:
+        if placed := getattr(self, "_placed", None):
+            ray.util.remove_placement_group(placed)
+        if self._is_ours:
+            ray.shutdown()
+
+
+def wait_elsewhere(seats: Sequence[Seat]) -> None:
+    """Until stopped processes are gone on other machines too, where nobody looks: they may hold a device."""
+    if not all(seat.process.is_here for seat in seats):
+        time.sleep(RAY_KILLS)
 
 
 class _Probe:
@@ -293,7 +386,8 @@ def connected(address: str | None, devices: int, folder: Path, seconds: float = 
     if address is not None:
         log.info("connecting to the Ray cluster at %s", address)
         try:
-            ray.init(address=address, **quiet)
+            with _own_signals():
+                ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"ray.address: no Ray cluster answers at {address}: {_first_line(error)}") from error
         return ray, True
@@ -302,11 +396,39 @@ def connected(address: str | None, devices: int, folder: Path, seconds: float = 
     log.info("starting a local Ray for %d devices", devices)
     quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
     try:
-        ray.init(address="local", num_cpus=1, resources={SLOT: float(devices)}, **quiet)
+        with _own_signals():
+            ray.init(address="local", num_cpus=1, resources={SLOT: float(devices)}, **quiet)
     except Exception as error:  # Ray raises the base class where its own processes do not start
         logs = "its logs are in /tmp/ray/session_latest/logs"
         raise WorkerError(f"a local Ray did not start: {_first_line(error)} ({logs})") from error
     return ray, True
+
+
+def _server(ray: Any, address: str | None) -> str | None:
+    """Where Ray's own server listens; unknown to those who reach it through another."""
+    if address and address.startswith("ray://"):
+        return None
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _answers(server: str) -> bool:
+    host, _, port = server.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, and would end a run without saving it."""
+    before, is_main = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_silence(address: str, seconds: float) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rather import faults
 from rather.batch import Columns, PairBatch, PairFacts
 from rather.cluster.local import device_kind, worker_class
 from rather.cluster.member import Member
@@ -24,6 +25,7 @@ from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.trainer import StepResult
+from rather.trouble import Limits
 
 T = TypeVar("T")
 
@@ -44,9 +46,10 @@ def joined_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> Member:
     device = f"cuda:{local}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(device)
-    longest = 60 + max(config.timeouts.start, config.timeouts.step, config.timeouts.save)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=longest))
+    timeout = timedelta(seconds=60 + config.timeouts.longest)  # the watchdog comes first
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=timeout)
     closing.callback(dist.destroy_process_group)
+    faults.arm(config.run_dir, "driver", rank)
     return Member(rank, world, device)
 
 
@@ -81,8 +84,10 @@ class SpmdCluster:
         dist.all_reduce(budget, dist.ReduceOp.MIN)
         return int(budget)
 
-    def train_step(self, batches: Sequence[PairBatch], reference: Columns | None) -> StepResult:
-        return self.worker.train_step(self._own(batches), reference, PairFacts.of_step(batches))
+    def train_step(
+        self, batches: Sequence[PairBatch], reference: Columns | None, *, limits: Limits | None = None
+    ) -> StepResult:
+        return self.worker.train_step(self._own(batches), reference, PairFacts.of_step(batches), limits)
 
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         return self.worker.compute_log_probs(self._own(batches), places(batches))
@@ -93,8 +98,11 @@ class SpmdCluster:
     def numbers(self) -> dict[str, Any]:
         return self.worker.numbers()
 
-    def write_state(self, folder: Path) -> dict[str, tuple[int, str]]:
-        return _union(self.worker.write_state(folder))
+    def write_state(self, folder: Path) -> None:
+        self.worker.write_state(folder)
+
+    def write_reference(self, folder: Path) -> None:
+        self.worker.write_reference(folder)
 
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
         self.worker.read_state(path, numbers)

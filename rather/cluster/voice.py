@@ -6,15 +6,13 @@ import json
 import os
 import socket
 import sys
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
+from rather.cluster.elastic import agent_store, come, own_store
 from rather.cluster.failure import GRACE, Failure, are_alike, first_cause
 from rather.cluster.host import end_with_others
 from rather.cluster.spmd import SpmdCluster
@@ -43,17 +41,10 @@ def _refuse_orphans() -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     try:
-        _store(START)
+        agent_store(START)
     except dist.DistError:
         print("rather: torchrun, which started this process, is gone", file=sys.stderr, flush=True)
         raise SystemExit(WorkerError.exit_code) from None
-
-
-def _store(seconds: float) -> Any:
-    """torchrun's own, which is there before its processes and outlives them."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=seconds)
-    return dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 class _Failures:
@@ -61,16 +52,15 @@ class _Failures:
 
     def __init__(self) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        start = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        self.store = dist.PrefixStore(f"rather/{start}", _store(GRACE))  # type: ignore[attr-defined]
+        self.store = own_store(GRACE)
 
     def settled(self, own: Failure, role: str | None) -> int:
         """The exit code of all, once it has been told why."""
         self.store.set(str(self.rank), json.dumps([asdict(own), role, socket.gethostname()]))
-        if own.is_echo and self._come(["code"], 2 * GRACE):
+        if own.is_echo and come(self.store, ["code"], 2 * GRACE):
             return int(self.store.get("code"))
         if self.store.add("speakers", 1) > 1:
-            self._come(["code"], 2 * GRACE)
+            come(self.store, ["code"], 2 * GRACE)
             return int(self.store.get("code"))
         heard = {rank: json.loads(self.store.get(str(rank))) for rank in self._failed()}
         failures = {rank: Failure(**fields) for rank, (fields, _, _) in heard.items()}
@@ -83,15 +73,8 @@ class _Failures:
 
     def _failed(self) -> list[int]:
         """Ranks that have failed, after a while in which the others may."""
-        self._come([str(rank) for rank in range(self.world)], GRACE)
+        come(self.store, [str(rank) for rank in range(self.world)], GRACE)
         return [rank for rank in range(self.world) if self.store.check([str(rank)])]
-
-    def _come(self, keys: Sequence[str], seconds: float) -> bool:
-        """Asked again and again: the store's own waiting ends with warnings on stderr."""
-        deadline = time.monotonic() + seconds
-        while not (there := self.store.check(list(keys))) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return bool(there)
 
     def _where(self, rank: int, role: str | None, host: str, *, alike: bool) -> str:
         """Nowhere, where no role was asked and all ranks fail alike, or the first, which does what is done once."""

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rather import checkpoint
+from rather import checkpoint, faults
 from rather.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.cluster.member import Member
+from rather.cluster.shortage import explained, explanation, sentence
+from rather.cluster.writing import Writer
 from rather.config.canonical import threads_of
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
-from rather.errors import ConfigError
+from rather.errors import ConfigError, MemoryShortage
 from rather.model.budget import TOKENS, Budget, NoRoom, choose_budget
 from rather.model.check import check_length
 from rather.model.export import export_model, export_stored
@@ -33,6 +35,7 @@ from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
 from rather.pieces import Piece, Stored
 from rather.trainer import RankTrainer, Runner, StepResult, Whole
+from rather.trouble import Limits
 
 COMMON_SPEED = 3e14  # FLOP/s of a GPU without compilation
 WORTH_COMPILING = 600.0  # seconds of training
@@ -47,6 +50,9 @@ class ActorWorker:
         self.worker_config = config.actor_train if role == "actor_train" else config.reference
         self.device = self.member.device or device_of(self.worker_config)
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
+        self.planned: Budget | None = None  # for training
+        wanted = config.checkpoint_config.async_save
+        self.writer = Writer(role, self.member.rank, self.member.world, wanted, self.log)
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
         """The objective; a subclass may return its own, or a plain function: PairLogps -> one loss per pair."""
@@ -61,6 +67,7 @@ class ActorWorker:
             raise ConfigError(f"{named}: a plain function from build_loss takes no modifiers; return a PairLoss")
         return own_loss(loss)
 
+    @faults.by_role
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         """Loads the model; `model` stands in for the configured one (evaluation of other weights)."""
         self._prepare_process()
@@ -71,8 +78,11 @@ class ActorWorker:
         self.layout = layout(self.worker_config)
         self.mesh = build_mesh(self.layout, self.device)
         trains = self.role == "actor_train"
-        divided = self._loaded(total_steps, trains=trains)
-        optimizer = self._optimizer(divided, total_steps) if trains else None
+        try:
+            divided = self._loaded(total_steps, trains=trains)
+            optimizer = self._optimizer(divided, total_steps) if trains else None
+        except torch.OutOfMemoryError as error:
+            raise MemoryShortage(f"{sentence(error)}\n{explanation(self, 0)}") from error
         runner = self._runner(divided) if isinstance(divided, PolicyModel) else None
         zeros = trains and self.config.actor_train.training_args.log_num_zeros_in_grad
         self.trainer = RankTrainer(
@@ -149,8 +159,11 @@ class ActorWorker:
         if self.is_divided or self.layout.canonical or not isinstance(policy, PolicyModel):
             budget = Budget(told or TOKENS[self.device.split(":")[0]], self.layout.recompute or self._usual_recompute)
         else:
-            budget = self._fitting(policy, told, largest_pair, make_room)
-        activations = RECOMPUTED[budget.recompute]
+            try:
+                budget = self._fitting(policy, told, largest_pair, make_room)
+            except NoRoom as error:
+                raise MemoryShortage(f"{error}\n{explanation(self, told or 0)}") from error
+        self.planned, activations = budget, RECOMPUTED[budget.recompute]
         host = ", on the host" if self.layout.offload else ""
         self.log.info("micro-batches of up to %d tokens, activations %s%s", budget.tokens, activations, host)
         return budget.tokens
@@ -174,12 +187,18 @@ class ActorWorker:
             self.log.info("gradients are added up in bfloat16: in float32 no micro-batch would fit")
             return choose_budget(policy, self.trainer, **options)
 
+    @faults.by_role
     def train_step(
-        self, batches: Sequence[PairBatch], reference: Columns | None, facts: PairFacts | None = None
+        self,
+        batches: Sequence[PairBatch],
+        reference: Columns | None,
+        facts: PairFacts | None = None,
+        limits: Limits | None = None,
     ) -> StepResult:
-        """`reference` and `facts` are those of the whole step, the micro-batches this rank's own."""
+        """`reference`, `facts` and `limits` are those of the whole step, the micro-batches this rank's own."""
         try:
-            return self.trainer.train_step(batches, reference, facts)
+            with explained(self, batches):
+                return self.trainer.train_step(batches, reference, facts, limits)
         except torch.OutOfMemoryError as error:
             if not self.layout.canonical:
                 raise
@@ -195,15 +214,19 @@ class ActorWorker:
         return parked
 
     def forget(self) -> None:
-        """What a step that ran out of memory left behind."""
-        self.trainer.forget()
-        torch.cuda.empty_cache()
+        """What work that ran out of memory left behind."""
+        if self.trainer.optimizer:
+            self.trainer.forget()
+        self.release()
 
+    @faults.by_role
     def compute_log_probs(self, batches: Sequence[PairBatch], places: Tensor | None = None) -> Columns:
         """Of the pairs in these micro-batches; where other ranks have some too, of all that stand at `places`."""
+        known = None if places is None or self.member.world == 1 else int(places.max()) + 1
+        with explained(self, batches):
+            columns = self.trainer.log_probs(batches, known)
         if places is None or self.member.world == 1:
-            return self.trainer.log_probs(batches)
-        columns = self.trainer.log_probs(batches, int(places.max()) + 1)
+            return columns
         return {name: column[places.to(column.device)] for name, column in columns.items()}
 
     def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
@@ -214,6 +237,7 @@ class ActorWorker:
     def weights(self) -> Mapping[str, Tensor]:
         return self.trainer.weights()
 
+    @faults.by_role
     def mix_weights(self, weights: Mapping[str, Tensor] | Path, share: float, group: str = "reference") -> None:
         """Moves towards `weights`, or towards those that other processes have written to a folder."""
         found = weights if isinstance(weights, Mapping) else stored(weights, group)
@@ -226,10 +250,17 @@ class ActorWorker:
         """The part of the state that is the same on all ranks and no tensor."""
         return self.trainer.numbers()
 
-    def write_state(self, folder: Path) -> dict[str, tuple[int, str]]:
-        """This rank's pieces, into a checkpoint that is being written."""
-        return checkpoint.write_groups(folder, self.trainer.state()[0], rank=self.member.rank)
+    @faults.by_role
+    def write_state(self, folder: Path) -> None:
+        """This rank's pieces as they are now, into a checkpoint that is being written; perhaps beside what follows."""
+        self.writer.write(folder, self.trainer.state()[0])
 
+    @faults.by_role
+    def write_reference(self, folder: Path) -> None:
+        """The same of a reference that moves."""
+        self.writer.write(folder, {"reference": self.trainer.weight_pieces()})
+
+    @faults.by_role
     def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
         return checkpoint.write_groups(folder, {group: self.trainer.weight_pieces()}, rank=self.member.rank)
 
@@ -243,11 +274,13 @@ class ActorWorker:
     def embedding_rows(self) -> int:
         return self.rows
 
+    @faults.by_role
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
         policy = self.trainer.policy
         assert isinstance(policy, PolicyModel)
         export_model(policy, self.trainer.weights(), tokenizer, folder, card)
 
+    @faults.by_role
     def export(self, pieces: Path, group: str, tokenizer: Any, folder: Path, card: str) -> None:
         """The model in Hugging Face's form, of the pieces that all ranks have written."""
         export_stored(self.causal_lm, stored(pieces, group), tokenizer, folder, card)
@@ -280,6 +313,7 @@ class ActorWorker:
         os.environ.update(self.config.envs(self.worker_config))
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # micro-batches differ in size
+        torch.manual_seed(self.config.seed)
         torch.set_flush_denormal(True)  # tiny gradients become denormal and slow a CPU step tenfold
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -40,8 +40,10 @@ def complete(config: DPOConfig) -> dict[str, str]:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """The value of a key path, in models and mappings."""
+    """The value of a key path, in models and mappings; None in a section that is not there."""
     for name in path.split("."):
+        if config is None:
+            return None
         config = config.get(name) if isinstance(config, dict) else getattr(config, name)
     return config
 

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from rather.config.keys import nearest, suggestion, table
-from rather.config.masking import looks_secret
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
+from rather.redaction import looks_secret
 
 COMMAND_LINE = "command line"
 

@@ -55,7 +55,8 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Loaded:
         raise ConfigError(broken)
     composed = _compose(path, given)
     written = _plain(composed, resolve=False)
-    composed.setdefault("exp_name", path.stem)
+    if "exp_name" not in written:
+        composed.exp_name = path.stem
     raw = {"exp_name": path.stem} | written
     origins = Origins(
         path.name, key_lines(nodes), {key for override in given for key in override.keys}, written

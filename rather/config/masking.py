@@ -1,24 +1,29 @@
-"""Values that must not be written: keys that look like secrets, whatever was read from the environment."""
+"""Values of a config that must not be written: secrets by key or by look, whatever was read from the environment."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from rather.config.follow import value_at
 from rather.config.schema import DPOConfig
 from rather.config.values import MASK
+from rather.redaction import looks_secret, redact
 
-SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
-HARMLESS = re.compile(
-    r"tokenizer|(?:num|max|special)_tokens|tokens_per|(?:pad|eos|bos|unk|mask)_token|^(?:chosen|rejected)_key$",
-    re.I,
-)
+COMMIT = "revision"  # a git commit looks like an old W&B key
 
 
-def looks_secret(name: str) -> bool:
-    """HF_TOKEN, WANDB_API_KEY, dbPassword: yes. pad_token, chosen_key, TOKENIZERS_PARALLELISM: no."""
-    return bool(SECRET.search(name)) and not HARMLESS.search(name)
+def secret_values(values: Any, secret: bool = False) -> Iterator[str]:
+    """Every text under a key that is named like a secret."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from secret_values(value, looks_secret(str(name)))
+    elif isinstance(values, list):
+        for value in values:
+            yield from secret_values(value, secret)
+    elif secret and isinstance(values, str):
+        yield values
 
 
 def public_values(config: DPOConfig) -> dict[str, Any]:
@@ -37,19 +42,18 @@ def masked(values: Any, raw: Any) -> Any:
     return _masked(values, raw, raw)
 
 
-def _masked(value: Any, text: Any, root: Any, secret: bool = False) -> Any:
+def _masked(value: Any, text: Any, root: Any, name: str = "") -> Any:
     if isinstance(text, str) and reads_environment(text, root):
         return text
     if isinstance(value, dict):
         texts: Any = text if isinstance(text, dict) else {}
-        return {
-            name: _masked(item, texts.get(name), root, looks_secret(str(name)))
-            for name, item in value.items()
-        }
+        return {key: _masked(item, texts.get(key), root, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         texts = text if isinstance(text, list) and len(text) == len(value) else [None] * len(value)
-        return [_masked(item, part, root, secret) for item, part in zip(value, texts, strict=True)]
-    return MASK if secret and value is not None else value
+        return [_masked(item, part, root, name) for item, part in zip(value, texts, strict=True)]
+    if looks_secret(name) and value is not None:
+        return MASK
+    return redact(value) if isinstance(value, str) and name != COMMIT else value
 
 
 def reads_environment(text: str, root: Any, seen: frozenset[str] = frozenset()) -> bool:

@@ -59,6 +59,8 @@ def is_local(name: str) -> bool:
 
 def _model_problem(name: str) -> str | None:
     path = Path(name).expanduser()
+    if "://" in name:
+        return f"{name} is an address; name a folder, or a model by its hub name"
     if not is_local(name):
         return None
     if not path.exists():

@@ -299,13 +299,32 @@ class TrackerArgs(Section):
     log_dir: Folder | None = knob(None, "Folder of the TensorBoard files; else <logging_dir>/<exp_name>.")
 
 
+Guard = Literal["data", "tokenizer", "model", "reference", "loss", "seed", "batch"]
+
+
 class CheckpointArgs(Section):
-    """Where checkpoints go besides the run folder."""
+    """How checkpoints are written, copied and verified."""
 
     type: Literal["file_system"] = knob("file_system", "Kind of storage.")
     output_dir: Folder | None = knob(
         None, "Folder for a second copy of the checkpoints, which are in the run folder."
     )
+    verify: Literal["full", "size"] = knob(
+        "full", "What a resume compares with the manifest: every byte, or of tensors only the size of their files."
+    )
+    async_save: OnOffAuto = knob(
+        "auto",
+        "Checkpoints are written beside training, from a copy in host memory: on, off, or auto: where it has room.",
+    )
+    max_missed_saves: int = knob(
+        3, "Saves in a row that find no room on the disk before the run ends; the last one of a run must.", ge=1
+    )
+
+
+class ResumeArgs(Section):
+    """What may differ from the checkpoint that a run goes on from."""
+
+    allow: list[Guard] = knob(list, "What may have changed: data, tokenizer, model, reference, loss, seed, batch.")
 
 
 class RunKeys(Section):
@@ -330,6 +349,16 @@ class RunKeys(Section):
     )
 
 
+class SpikeArgs(Section):
+    """Steps whose loss or gradient norm lies far above those before."""
+
+    window: int = knob(128, "Steps before that they are compared with; half as many must be there.", ge=4)
+    sigma: float = knob(6.0, "Standard deviations above their mean from which on a number is a spike.", gt=0)
+    action: Literal["log", "skip", "rollback"] = knob(
+        "log", "Only tell it; or do not take the step; or go back to the last checkpoint and leave the step out then."
+    )
+
+
 class StepKeys(Section):
     """Steps, evaluation and checkpoints"""
 
@@ -346,12 +375,20 @@ class StepKeys(Section):
         "auto",
         "auto or true: go on from the newest good checkpoint of the run folder; false: never; or a path.",
     )
-    checkpoint_config: CheckpointArgs = knob(CheckpointArgs, "Where checkpoints go besides the run folder.")
+    resume: ResumeArgs = knob(ResumeArgs, "What may differ from the checkpoint that a run goes on from.")
+    checkpoint_config: CheckpointArgs = knob(CheckpointArgs, "How checkpoints are written, copied and verified.")
     metric_for_best_model: Metric = knob("eval/loss", "Evaluation metric that tells the best model.")
     save_best: bool = knob(False, "Also keep the model with the best metric_for_best_model.")
     early_stopping_patience: int | None = knob(
         None, "Stop after so many evaluations without a better metric_for_best_model.", ge=1
     )
+    on_nonfinite: Literal["skip", "stop", "rollback"] = knob(
+        "skip",
+        "Where loss or gradient are no numbers: do not take the step; end the run; or go back to the last checkpoint "
+        "and leave the step out then.",
+    )
+    max_nonfinite_steps: int = knob(5, "With skip, so many such steps in a row end the run.", ge=1)
+    spike: SpikeArgs | None = knob(None, "Steps far above those before; null: nobody looks for them.")
 
 
 LOSS_NUMBERS = (
@@ -489,8 +526,18 @@ class Timeouts(Section):
 
     connect: float = knob(8.0, "The cluster must have the nodes and devices asked for.", gt=0)
     start: float = knob(1800.0, "Workers must have started and loaded their models.", gt=0)
-    step: float = knob(1800.0, "A training step or the log-probs of one must be computed.", gt=0)
+    first_step: float = knob(3600.0, "The first step of a process, which compiles and fills caches.", gt=0)
+    step: float = knob(1800.0, "A training step or the reference log-probs of one must be computed.", gt=0)
+    eval: float = knob(1800.0, "The policy's log-probs of a part of an evaluation set must be computed.", gt=0)
     save: float = knob(3600.0, "States and models must be gathered, written or read.", gt=0)
+    adaptive: bool = knob(
+        True, "On Ray, steps and evaluations must end within ten times their usual time (at least a minute)."
+    )
+
+    @property
+    def longest(self) -> float:
+        """Of a call of workers."""
+        return max(self.start, self.first_step, self.step, self.eval, self.save)
 
 
 class MachineKeys(Section):
@@ -501,6 +548,12 @@ class MachineKeys(Section):
     )
     ray: RayArgs = knob(RayArgs, "The Ray cluster, where a config asks for more than one device.")
     timeouts: Timeouts = knob(Timeouts, "Seconds after which a silence of workers is a failure.")
+    max_failures: int = knob(
+        3, "On Ray, times in a row without a new checkpoint that lost workers are replaced; 0 for never.", ge=0
+    )
+    failure_backoff: float = knob(
+        10.0, "Seconds to wait before lost workers are replaced, doubled with each time in a row.", ge=0
+    )
     ref_tp: int | None = knob(
         None, "ColossalChat's way to write reference.strategy_args.tp_size.", ge=1
     )

@@ -156,7 +156,7 @@ def run_name(value: str) -> str:
 
 def writable_folder(value: str) -> str:
     path = Path(value).expanduser()
-    if not value.strip() or path.resolve() == Path(path.anchor or "/") or value.rstrip("/") == "..":
+    if not value.strip() or path.resolve() == path.resolve().parent or value.rstrip("/") == "..":
         raise ValueError("runs are written under this folder; name one of their own, such as ./output")
     return value
 

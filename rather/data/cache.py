@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rather import faults
 from rather.data.pairs import PairFile
 from rather.data.worker import SCHEMA
 from rather.errors import DiskError
@@ -82,8 +83,11 @@ class Cache:
 
         def finish(report: dict[str, Any]) -> None:
             size = temporary.stat().st_size
+            faults.point("data.rename")
             os.replace(temporary, self._path(address, "arrow"))
+            faults.point("data.rename.done")
             _write(self._path(address, "json"), {"bytes": size, "report": report})
+            faults.point("data.done")
 
         try:
             yield temporary, finish

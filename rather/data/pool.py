@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rather.data.read import Chunk, Source
 from rather.data.worker import chunk_message, receive, send
 from rather.errors import DataError
+from rather.redaction import looks_secret
 
 # The child finds the same modules as its parent, wherever either was started.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rather.data.worker import main; main()"
@@ -85,7 +86,7 @@ class _Child:
             stdout=subprocess.PIPE,
             pass_fds=[self.progress.fileno()],
             env={
-                **os.environ,
+                **{name: value for name, value in os.environ.items() if not looks_secret(name)},
                 **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
                 "TOKENIZERS_PARALLELISM": "false",
             },

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from rather import faults
 from rather.config.schema import DataArgs, DPOConfig
 from rather.data.cache import BatchWriter, Cache, file_sha, text_sha
 from rather.data.formats import Layout
@@ -66,6 +67,7 @@ class Prepared:
 def prepare(config: DPOConfig, *, console: Console | None = None, limits: Limits | None = None) -> Prepared:
     """All pairs of a run, from the cache where they were made before."""
     console = console or Console(stderr=True)
+    faults.point("data")
     actor = config.actor_train
     tokenizer = _Tokenizer(actor.tokenizer_path, actor.model_args.revision, actor.model_args.trust_remote_code)
     builder = _Builder(config, tokenizer, console, limits or Limits())
@@ -73,6 +75,7 @@ def prepare(config: DPOConfig, *, console: Console | None = None, limits: Limits
     train, told = builder.dataset(actor.data_args.files, actor.data_args, weights)
     report: dict[str, Any] = {
         "tokenizer": actor.tokenizer_path,
+        "tokenizer_sha256": tokenizer.digest,
         "sequence_length": config.sequence_length,
         "train": told,
         "evals": {},
@@ -277,6 +280,7 @@ class _Builder:
                 writer.add(batch)
                 counts.add(chunk.source, head, batch.num_rows)
                 advance(chunk.source, chunk.done, sum(counts.rows))
+        faults.point("data.tokenised")
         counts.note_repeats(PairFile(target))
         template = recipe.template
         told = (

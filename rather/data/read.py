@@ -30,6 +30,14 @@ from rather.errors import DataError
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 
+TAR = slice(257, 262)  # where a tar archive says that it is one
+PACKED = {
+    b"\x28\xb5\x2f\xfd": "packed by zstd",
+    b"BZh": "packed by bzip2",
+    b"\xfd7zXZ": "packed by xz",
+    b"PK\x03\x04": "a zip archive",
+    b"ustar": "a tar archive",
+}
 TEXT_KINDS = {"jsonl": 0, "json": 1, "objects": 0}  # kind of text -> brackets around its rows
 
 
@@ -94,6 +102,9 @@ def _arrow_files(folder: Path) -> list[Path]:
             files = [folder / Path(entry["filename"]).name for entry in listed]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{state}: does not list the data files of its folder ({error!r}).") from error
+    for file in files:
+        if file.resolve().parent != folder.resolve():
+            raise DataError(f"{file}: is a link to {file.resolve()}, out of its folder; copy the file into it.")
     if not files:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise DataError(f"{folder}: a folder without .arrow files (it holds {inside}); name a file in it.")
@@ -103,9 +114,10 @@ def _arrow_files(folder: Path) -> list[Path]:
 def _sniffed(path: Path) -> Source:
     try:
         with path.open("rb") as file:
-            head = file.read(8)
-        if head.startswith(b"\x28\xb5\x2f\xfd"):
-            raise DataError(f"{path}: zstd is not read; unpack it first (zstd -d), or use gzip.")
+            head = file.read(TAR.stop)
+        for first, name in PACKED.items():
+            if head.startswith(first) or head[TAR] == first:
+                raise DataError(f"{path}: {name}, which is not read; unpack it first, or use gzip.")
         if head.startswith(b"PAR1"):
             return Source(path, "parquet")
         if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
@@ -122,8 +134,8 @@ def _text_kind(path: Path, gzipped: bool) -> str:
             head = file.read(4096)
         except (EOFError, gzip.BadGzipFile, zlib.error):
             return "jsonl"  # the reader meets the same fault and counts it
-    if head.startswith((b"PAR1", b"ARROW1")):
-        raise DataError(f"{path}: a gzipped table; unpack it first (gzip -d).")
+    if head.startswith((b"PAR1", b"ARROW1")) or head[TAR] == b"ustar":
+        raise DataError(f"{path}: a gzipped table or archive; unpack it first (gzip -d).")
     text = head.removeprefix(codecs.BOM_UTF8).replace(b"\0", b"").removeprefix(b"\xff\xfe").removeprefix(b"\xfe\xff")
     if text.lstrip().startswith(b"["):
         return "json"

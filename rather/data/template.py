@@ -162,7 +162,7 @@ class ChatTemplate:
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:  # the last: 5,000 digits
             raise DataError(f"chat template {self.name}: {error}") from error
 
     @cached_property

@@ -96,8 +96,8 @@ def train_base(
 
 def sample(folder: Path, prompts: Sequence[str], seed: int) -> list[str]:
     """One answer to each prompt, drawn from the model's own distribution (temperature 1, nothing cut off)."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # a folder made here  # nosec B615
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)  # the same  # nosec B615
     rows = _encode(tokenizer, [(prompt,) for prompt in prompts])
     torch.manual_seed(seed)
     out = model.generate(**rows, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=40)

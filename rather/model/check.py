@@ -104,7 +104,8 @@ def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         small = _shrunken(config.get_text_config(), kv_heads)
-        twin = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        # The config's own choice may name a kernel to be fetched from a hub.
+        twin = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
         for parameter in twin.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.15)  # wide enough that attention matters

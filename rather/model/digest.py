@@ -44,6 +44,16 @@ def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:
     return text_sha(json.dumps([_forward_fields(config), contents], sort_keys=True))
 
 
+def config_digest(name: str, revision: str | None) -> str | None:
+    """Of the config fields alone; None where there is no file to read."""
+    folder = model_folder(name, revision)
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8")) if folder else None
+    except (OSError, ValueError):
+        return None
+    return text_sha(json.dumps(_forward_fields(config), sort_keys=True)) if folder else None
+
+
 def _forward_fields(config: object) -> object:
     """Also inside the parts of a composed config, such as text_config."""
     if not isinstance(config, dict):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rather import faults
 from rather.model.policy import PolicyModel
 from rather.pieces import Stored, Streamed, safetensors_file
 
@@ -76,6 +77,7 @@ def _publish(temporary: Path, folder: Path, card: str) -> None:
     for file in temporary.rglob("*"):
         if file.is_file():
             _sync(file)
+    faults.point("export.written")
     _replace(temporary, folder)
 
 
@@ -113,7 +115,9 @@ def _replace(temporary: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
+        faults.point("export.aside")
     temporary.rename(folder)
+    faults.point("export.rename.done")
     _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -6,7 +6,6 @@ own slices of the files.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +18,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
+from rather.config.paths import is_local
 from rather.config.schema import ModelArgs, RoleConfig
 from rather.config.strategies import Layout
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
 from rather.model.digest import model_folder
+from rather.model.files import weight_files
 from rather.model.policy import PolicyModel
 from rather.parallel.apply import divide, shards
 from rather.parallel.mesh import Mesh
@@ -32,6 +33,10 @@ from rather.parallel.shard import places
 from rather.parallel.stages import Stages
 from rather.pieces import Stored
 
+REFUSED = {  # keys of a config.json with which transformers would fetch kernels, or read other files
+    "quantization_config": "quantised weights cannot be trained; name the model in its full precision",
+    "transformers_weights": "weights are read from model.safetensors and its shards; rename the file",
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -63,7 +68,9 @@ def load_policy(name: str, args: ModelArgs, device: str, *, exact: bool = False)
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
     rounded = exact and compute in (torch.bfloat16, torch.float16) and source_dtype != compute
     with _opening(f"model '{name}': its weights"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        if is_local(name):
+            weight_files(Path(name).expanduser())
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # the revision is in `common`  # nosec B615
             name,
             dtype=torch.float32 if rounded else compute,
             attn_implementation=IMPLEMENTATION,
@@ -99,12 +106,14 @@ def load_divided(
     dtype = torch.float32 if trains and shards(mesh) else compute
     folder = model_folder(name, args.revision)
     with _opening(f"model '{name}': its weights"), _parameters_without_memory():
-        stored = Stored(_weight_files(folder))
+        if folder is None:
+            raise FileNotFoundError("neither a folder nor a hub model that can be had")
+        stored = Stored(weight_files(folder))
         causal_lm: Any = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=args.trust_remote_code
         )
-        if folder and (folder / "generation_config.json").exists():
-            causal_lm.generation_config = GenerationConfig.from_pretrained(folder)
+        if (folder / "generation_config.json").exists():
+            causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
     causal_lm.config.dtype = source_dtype
     exact = trains and dtype in (torch.bfloat16, torch.float16) and source_dtype != dtype
 
@@ -173,21 +182,14 @@ def _parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _weight_files(folder: Path | None) -> list[Path]:
-    if folder is None:
-        raise FileNotFoundError("neither a folder nor a hub model that can be had")
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return [folder / name for name in sorted(set(names.values()))]
-
-
 def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
     """(what every call into transformers takes, the model's config, whether a twin has proven its family)."""
     common: dict[str, Any] = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
     with _opening(f"model '{name}': its config"):
-        config = AutoConfig.from_pretrained(name, **common)
+        config = AutoConfig.from_pretrained(name, **common)  # the revision is in `common`  # nosec B615
+        for key, advice in REFUSED.items():
+            if getattr(config, key, None):
+                raise ValueError(f"config.json has {key}: {advice}")
     return common, config, check_family(config)
 
 

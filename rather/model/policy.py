@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rather import faults
 from rather.batch import PairBatch
 from rather.model.head import Words, token_logps
 from rather.parallel.collectives import Group, enter, gather, leave
@@ -107,6 +108,7 @@ class PolicyModel(nn.Module):
 
 def pair_columns(policy: PolicyModel, batch: PairBatch, wanted: Collection[str] = ()) -> dict[str, Tensor]:
     """The columns of a micro-batch: "sum" always, "shared" (within the shorter length) and "squares" when wanted."""
+    faults.point("forward")
     own = policy.share(batch)
     if own is not batch:
         own = own.to(str(next(policy.parameters()).device))

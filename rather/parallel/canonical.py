@@ -89,9 +89,9 @@ class RowOptimizer(Optimizer):
         super().__init__(own, *args, **options)
         self.masters = {name: p.detach() for name, p in self.wholes.items()}
 
-    def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
-        wanted = [p for name, p in self.wholes.items() if names is None or name in names]
-        return [p.grad for p in wanted if p.grad is not None]
+    def named_gradients(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        wanted = {name: p for name, p in self.wholes.items() if names is None or name in names}
+        return {name: p.grad for name, p in wanted.items() if p.grad is not None}
 
     def step(self, grad_norm: float) -> None:
         for name, own in self.parameters.items():

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from rather import faults
 from rather.batch import Columns, PairBatch, Segments
 from rather.config.pipelines import Pipeline
 from rather.data.pack import FILLER_SEGMENT, pack
@@ -107,6 +108,7 @@ class Stage(PolicyModel):
 
     def forward(self, *received: Tensor, where: Tensor) -> Tensor:  # type: ignore[override]
         """Hidden states [1, N, D] of the micro-batch with number `where`; from the last stage its columns [C, P, 2]."""
+        faults.point("forward")
         batch = self.batches[int(where)]
         if not self.first:
             (self._inbox.hidden,) = received

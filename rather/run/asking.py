@@ -9,12 +9,14 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rather import faults
 from rather.ahead import ahead
 from rather.batch import Columns, PairBatch, TokenPair
 from rather.checkpoint import Checkpoint
@@ -25,6 +27,7 @@ from rather.model.budget import PARKING_PAYS
 from rather.model.load import compute_dtype
 from rather.objective import PairLoss
 from rather.reference import ReferenceLogps
+from rather.run.memory import Memory
 from rather.run.refusals import ROUNDING, refuse_foreign_tokens
 from rather.run.steps import EVALUATION_CHUNK, Answered, Course, Packing, Step
 from rather.run.timeline import Timeline
@@ -46,9 +49,10 @@ class Asking:
         course: Course,
         packing: Packing,
         timeline: Timeline,
+        memory: Memory,
     ) -> None:
         self.config, self.roles, self.course = config, roles, course
-        self.packing, self.timeline = packing, timeline
+        self.packing, self.timeline, self.memory = packing, timeline, memory
         asks = roles.reference is not None and roles.leads  # the others are told
         self.logps = ReferenceLogps(config, objective, self._ask) if asks else None
         if self.logps and not roles.here:
@@ -144,8 +148,9 @@ class Asking:
             return None
         if self.logps is None:
             return self._computes_until_told()
+        ask = partial(self.logps.columns, step.pairs)
         with self._turn:
-            columns = self.logps.columns(step.pairs, step.reference)
+            columns = self.memory.without_gradients(self.roles.reference, step.pairs, step.reference, ask)
             self.roles.told(dict(columns))
             return columns
 
@@ -158,6 +163,7 @@ class Asking:
         """TR-DPO: the reference moves towards the policy."""
         policy, reference, share = self.roles.actor_train, self.roles.reference, self.config.ref_model_mixup_alpha
         assert reference is not None
+        faults.point("follow")
         if isinstance(policy, ActorWorker) and isinstance(reference, ActorWorker):
             reference.mix_weights(policy.weights(), share)
             return
@@ -167,6 +173,7 @@ class Asking:
             reference.mix_weights(folder, share)
 
     def _answered(self, step: Step) -> Answered:
+        faults.at_step(step.number)
         with self.timeline.span("reference", "log-probs", step.number) as span:
             columns = self.columns(step)
             if self.logps and self.roles.runs_ahead:
@@ -182,7 +189,10 @@ class Asking:
         assert self.roles.reference is not None
         if not self._loaded:  # an entry that was there at the start can no longer be read
             self.load()
-        return self.roles.reference.compute_log_probs(batches)
+        faults.point("reference")
+        columns = self.roles.reference.compute_log_probs(batches)
+        faults.point("reference.done")
+        return columns
 
     def _computes_until_told(self) -> Columns | None:
         while isinstance(said := self.roles.told(None), list):

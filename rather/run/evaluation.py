@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from rather import faults
 from rather.batch import Columns, PairFacts
 from rather.cluster.launch import Role
 from rather.data.pairs import PairDataset
@@ -14,15 +15,23 @@ from rather.run.asking import Asking
 from rather.run.steps import EVALUATION_CHUNK, Packing
 
 
+class BrokenOff(Exception):
+    """The run was asked to end meanwhile."""
+
+
 class Evaluation:
-    """A reference that stays frozen is asked once in a run."""
+    """A reference that stays frozen is asked once in a run. `stopped` is asked between chunks."""
+
+    stopped: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, policy: Role, asking: Asking, packing: Packing, sets: Mapping[str, PairDataset]) -> None:
         self.policy, self.asking, self.packing, self.sets = policy, asking, packing, sets
+        self.memory = asking.memory
         self._reference: dict[str, list[Columns]] = {}
 
     def record(self) -> dict[str, float | int]:
         """The metrics of all sets; empty without any set."""
+        faults.point("evaluate")
         record: dict[str, float | int] = {}
         for name, dataset in self.sets.items():
             facts, policy, reference = self._columns(name, dataset)
@@ -31,6 +40,7 @@ class Evaluation:
             prefix = f"eval/{name}/" if name else "eval/"
             record |= {prefix + key: value for key, value in window.means().items()}
             record[f"{prefix}pairs"] = len(dataset)
+        faults.point("evaluate.done")
         return record
 
     def forget_reference(self) -> None:
@@ -43,10 +53,14 @@ class Evaluation:
         policy: list[Columns] = []
         known = self._reference.setdefault(name, [])
         for number, first in enumerate(range(0, len(dataset), EVALUATION_CHUNK)):
+            if self.stopped():
+                raise BrokenOff
             pairs = dataset.take(range(first, min(first + EVALUATION_CHUNK, len(dataset))))
             step = self.packing.to_evaluate(pairs)
             facts.append(PairFacts.of_step(step.policy))
-            policy.append(self.policy.compute_log_probs(step.policy))
+            ask = self.policy.compute_log_probs
+            policy.append(self.memory.without_gradients(self.policy, pairs, step.policy, ask))
+            faults.point("evaluate.reference")
             if number == len(known) and (columns := self.asking.columns(step)):
                 known.append(columns)
         return PairFacts.joined(facts), _joined(policy), _joined(known) if known else None

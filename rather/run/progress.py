@@ -11,6 +11,7 @@ from typing import Any
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
 from rather.metrics import Window
+from rather.run.spikes import History
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +26,20 @@ class Progress:
     best_step: int = 0
     stale_evaluations: int = 0  # since the best one
     stopped_early: bool = False
+    unevaluated: dict[str, Any] | None = None  # numbers of the last step, where a signal broke off its evaluation
+    nonfinite: int = 0  # steps in a row whose loss or gradient was no number
+    rollbacks: list[list[int]] = field(default_factory=list)  # [went back to step, because of step]
+    history: History = field(default_factory=History)
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> Progress:
-        return Progress(**{**saved, "window": Window(**saved["window"])})
+        nested = {"window": Window(**saved["window"]), "history": History(**saved.get("history", {}))}
+        return Progress(**{**saved, **nested})
+
+    @property
+    def left_out(self) -> set[int]:
+        """Steps that the run went back because of: not taken when they come again."""
+        return {step for _, step in self.rollbacks}
 
     def saved(self) -> dict[str, Any]:
         return asdict(self)

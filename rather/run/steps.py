@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +89,7 @@ class Packing:
     config: DPOConfig
     kind: str  # of the devices: cpu or cuda
     here: bool  # the devices are those of this process
+    without_gradients_tokens: dict[str, int] = field(default_factory=dict)  # by role, where memory has set a limit
 
     def to_train(self, pairs: Sequence[TokenPair], budget: int, number: int) -> Step:
         return self._step(pairs, self.policy(pairs, budget), number)
@@ -100,9 +101,16 @@ class Packing:
         """With gradients, in micro-batches of up to `budget` tokens."""
         return pack(pairs, budget, ladder=LADDER[self.kind], ranks=layout(self.config.actor_train).bins)
 
-    def without_gradients(self, pairs: Sequence[TokenPair], role: RoleConfig) -> list[PairBatch]:
-        """Without activations to keep, twice the tokens of training fit."""
-        budget = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.kind]
+    def most_tokens(self, role: RoleConfig) -> int:
+        """Of a micro-batch without activations to keep: twice the tokens of training fit."""
+        name = "actor_train" if role.trains else "reference"
+        told = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.kind]
+        return self.without_gradients_tokens.get(name, told)
+
+    def without_gradients(
+        self, pairs: Sequence[TokenPair], role: RoleConfig, budget: int | None = None
+    ) -> list[PairBatch]:
+        budget = budget or self.most_tokens(role)
         return pack(pairs, budget, role.infer_batch_size, ladder=LADDER[self.kind], ranks=layout(role).bins)
 
     def _step(self, pairs: Sequence[TokenPair], policy: list[PairBatch], number: int = 0) -> Step:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rather import checkpoint, pieces
+from rather import checkpoint, control, pieces
 from rather.errors import CheckpointError, ConfigError, DiskError
 
 TENSORS = {"a.weight": torch.arange(24.0).reshape(4, 6), "b.weight": torch.randn(8), "c.bias": torch.ones(3)}
@@ -281,7 +281,7 @@ def test_latest_decides_what_is_newest(tmp_path: Path, caplog: pytest.LogCapture
     assert found.step == 12
     assert "checkpoint-20: is not used" in caplog.text
     flip_bit(tmp_path / "checkpoint-12" / "state.json")
-    assert [p.name for p in checkpoint._candidates(tmp_path)][1] == "checkpoint-10"
+    assert [p.name for p in checkpoint.candidates(tmp_path)][1] == "checkpoint-10"
     (tmp_path / "LATEST").write_text("checkpoint-99\n")
     found = checkpoint.newest_good(tmp_path)
     assert found is not None
@@ -420,17 +420,17 @@ def test_copy_to_a_second_folder(tmp_path: Path) -> None:
 
 def test_the_lock_names_its_holder(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with checkpoint.lock(run_dir):
+    with control.lock(run_dir):
         holder = f"in use by process {os.getpid()} on {os.uname().nodename}"
-        with pytest.raises(ConfigError, match=holder), checkpoint.lock(run_dir):
+        with pytest.raises(ConfigError, match=holder), control.lock(run_dir):
             pass
         child = os.fork()
         if child == 0:
             try:
-                with checkpoint.lock(run_dir):
+                with control.lock(run_dir):
                     os._exit(0)
             except ConfigError:
                 os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    with checkpoint.lock(run_dir):
+    with control.lock(run_dir):
         pass

@@ -21,7 +21,7 @@ from rather.cluster.cluster import Cluster
 from rather.cluster.failure import Failure, first_cause
 from rather.cluster.resources import ResourceManager
 from rather.config.schema import DPOConfig, Timeouts
-from rather.errors import ConfigError, NonFiniteError, WorkerError
+from rather.errors import ConfigError, HangError, MemoryShortage, NonFiniteError, WorkerError
 from rather.pipeline import DPOPipeline
 from tests.cluster.conftest import SLOTS
 from tests.cluster.workers import SLOW
@@ -144,6 +144,7 @@ def test_a_reference_that_moves_is_asked_after_each_move(folder: Path) -> None:
     assert losses(apart) == losses(alone)
 
 
+@pytest.mark.alone
 def test_a_slow_reference_of_its_own_costs_the_larger_of_both(folder: Path) -> None:
     workers = "tests.cluster.workers"
     config = make_config(
@@ -234,8 +235,8 @@ def test_devices_in_use_are_told() -> None:
         ("raise", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): ValueError: boom"),
         ("nonfinite", NonFiniteError, r"reference rank 1 of 2 \(device 1 on .+\): the loss is not finite"),
         ("alike", NonFiniteError, r"^reference, all 2 ranks: the loss is not finite$"),
-        ("memory", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): CUDA out of memory. .+ 2.00 GiB. Lower "),
-        ("die", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): ActorDied: its process died"),
+        ("memory", MemoryShortage, r"reference rank 1 of 2 \(device 1 on .+\): CUDA out of memory. .+ GiB. Lower "),
+        ("die", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): its process died"),
     ],
 )
 def test_the_first_cause_is_told(
@@ -300,8 +301,8 @@ def test_silence_ends_at_the_deadline(folder: Path) -> None:
     manager = ResourceManager(1, 2, timeouts=Timeouts(start=60.0))
     try:
         silent = cluster(manager, folder, "hang", [0])
-        silent.timeouts = Timeouts(start=2.0)
-        with pytest.raises(WorkerError, match=r"reference rank 0 of 1 .+: no answer within 2 s \(timeouts.start\)"):
+        silent.deadlines.told = Timeouts(start=2.0)
+        with pytest.raises(HangError, match=r"reference rank 0 of 1 .+: no answer within 2 s \(timeouts.start\)"):
             silent.initialize(1)
     finally:
         manager.close()

@@ -40,6 +40,7 @@ def nobody() -> str:
         (nobody(), r"ray.address: nothing answers at 127.0.0.1:\d+ within 1 s .+refused"),
         ("head", "is not host:port"),
     ],
+    ids=["free port", "no port"],
 )
 def test_an_address_of_nobody_is_told_at_once(tmp_path: Path, address: str, said: str) -> None:
     began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from typing import Any
 
@@ -67,3 +68,48 @@ class BreaksLater(ActorWorker):
         if self.steps == 3 and self.member.rank == self.member.world - 1:
             raise ValueError("boom at step 3")
         return super().train_step(*args)
+
+
+def stand_still(how: str, rank: int, world: int) -> None:
+    """The last rank holds the others up: it sleeps, is stopped, or waits for something that nobody else does."""
+    last = rank == world - 1
+    if last and how == "sleep":
+        threading.Event().wait()
+    if last and how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if last and how == "mismatch":
+        dist.recv(torch.ones(1), src=0)
+    if how != "none":
+        dist.all_reduce(torch.ones(1))
+
+
+class StandsStill(ActorWorker):
+    """As RATHER_TEST_HANG says, with no model."""
+
+    def initialize(self, total_steps: int, model: str | None = None) -> None:
+        stand_still(os.environ["RATHER_TEST_HANG"], self.member.rank, self.member.world)
+
+
+class StopsOnce(ActorWorker):
+    """Before the third step the last rank is stopped, unless torchrun has started it again."""
+
+    steps = 0
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if first and self.steps == 3 and self.member.rank == self.member.world - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().train_step(*args, **kwargs)
+
+
+class SleepsLater(ActorWorker):
+    """The third step never ends."""
+
+    steps = 0
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        if self.steps == 3:
+            threading.Event().wait()
+        return super().train_step(*args, **kwargs)

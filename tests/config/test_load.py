@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from rather.config.load import config_from_dict, dump_yaml, load, load_config
-from rather.config.masking import looks_secret
 from rather.config.values import MASK
 from rather.errors import ConfigError, DataError
+from rather.redaction import looks_secret
 
 from .conftest import SMALLEST, smallest
 

@@ -16,13 +16,13 @@ FLOORS = [
     {"rather", "__main__"},
     {"cli"},
     {"demo", "compare", "recipes"},
-    {"pipeline", "run", "reference", "tracking", "card", "run_folder", "terminal"},
+    {"pipeline", "run", "reference", "tracking", "card", "run_folder", "terminal", "verify", "folder_commands"},
     {"cluster"},
-    {"trainer", "checkpoint"},
+    {"trainer", "trouble", "checkpoint", "manifest"},
     {"model", "parallel", "optim", "adamw", "kernels"},
     {"losses", "objective", "metrics", "data"},
     {"batch", "config"},
-    {"errors", "signals", "store", "ahead", "pieces"},
+    {"errors", "signals", "store", "ahead", "pieces", "redaction", "faults", "control"},
 ]
 
 DOORS = {

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from rather.errors import ConfigError, DataError
-from rather.tracking import close_logging, redact, setup_logging, worker_log
+from rather.redaction import redact
+from rather.tracking import close_logging, setup_logging, worker_log
 
 ROOT = Path(sys.modules[setup_logging.__module__].__file__ or "").parents[1]
 log = logging.getLogger("rather.somewhere")

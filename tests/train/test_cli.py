@@ -198,7 +198,7 @@ def test_exit_codes(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
     nothing_to_evaluate = rather("eval", yaml_file(validation={}))
     assert (nothing_to_evaluate.exit_code, "held-out" in nothing_to_evaluate.stderr) == (2, True)
     not_finite = rather("train", yaml_file(), "actor_train.worker_cls=tests.train.test_cli.NotANumber")
-    assert (not_finite.exit_code, "not finite" in not_finite.stderr) == (6, True)
+    assert (not_finite.exit_code, "such steps in a row" in not_finite.stderr) == (6, True)
     wrong_loss = rather("train", yaml_file(), "pref_loss=sigmoyd")
     assert (wrong_loss.exit_code, "did you mean 'sigmoid'?" in wrong_loss.stderr) == (2, True)
 

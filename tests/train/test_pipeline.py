@@ -19,7 +19,7 @@ from rather.batch import Columns
 from rather.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
-from rather.errors import ConfigError, NonFiniteError
+from rather.errors import ConfigError, MemoryShortage, NonFiniteError
 from rather.pipeline import DPOPipeline
 from rather.trainer import StepResult
 from tests.tiny import make_config, make_model, make_pairs, metrics
@@ -333,25 +333,25 @@ def test_half_precision_trains_from_the_exact_weights(shared: Path) -> None:
 class Short(ActorWorker):
     """Runs out of memory after a backward pass, wherever a step has few micro-batches."""
 
-    def train_step(self, batches: Any, reference: Any) -> StepResult:
+    def train_step(self, batches: Any, *args: Any, **options: Any) -> StepResult:
         if len(batches) < 3:
             self.trainer.rehearse(batches[0])
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().train_step(batches, reference)
+        return super().train_step(batches, *args, **options)
 
 
 def test_a_step_that_runs_out_of_memory_is_done_in_smaller_pieces(
     shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rather.pipeline.SMALLEST_BUDGET", 8)
+    monkeypatch.setattr("rather.run.memory.SMALLEST_BUDGET", 8)
     _, plain = run(shared, "enough", max_steps=3)
     _, short = run(shared, "short", max_steps=3, actor_train__worker_cls=Short)
     assert "Tried to allocate 2.00 GiB. From now on micro-batches have up to" in caplog.text
     for one, other in zip(plain, short, strict=True):
         assert one.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-6)
         assert one.get("grad_norm", 0) == pytest.approx(other.get("grad_norm", 0), rel=1e-5)
-    monkeypatch.setattr("rather.pipeline.SMALLEST_BUDGET", 10**6)
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr("rather.run.memory.SMALLEST_BUDGET", 10**6)
+    with pytest.raises(MemoryShortage):
         run(shared, "too-short", max_steps=3, actor_train__worker_cls=Short)
 
 

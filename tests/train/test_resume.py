@@ -34,8 +34,8 @@ RUN: dict[str, Any] = {
 class Killed(ActorWorker):
     """Dies without a word when as many steps are done as the environment says."""
 
-    def train_step(self, *args: Any) -> Any:
-        result = super().train_step(*args)
+    def train_step(self, *args: Any, **options: Any) -> Any:
+        result = super().train_step(*args, **options)
         self.done = getattr(self, "done", 0) + 1
         if str(self.done) == os.environ.get("TEST_KILL_AFTER"):
             os.kill(os.getpid(), int(os.environ.get("TEST_SIGNAL", signal.SIGKILL)))
@@ -126,9 +126,9 @@ def test_what_false_a_path_and_overwrite_mean(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"beta": 0.5}, "loss"),
+        ({"beta": 0.5}, "loss.sigmoid.beta"),
         ({"seed": 7}, "seed"),
-        ({"sequence_length": 32}, "data"),
+        ({"sequence_length": 32}, "data.pairs"),
         ({"actor_train__training_args__per_device_train_batch_size": 4}, "global batch"),
     ],
 )
@@ -163,5 +163,5 @@ def test_going_on_from_a_copy_keeps_the_lines(folder: Path) -> None:
 
 def test_other_mixing_weights_are_another_run(folder: Path) -> None:
     changes = {**RUN, "exp_name": "whole", "max_steps": 20, "actor_train__data_args__weights": [0.5]}
-    with pytest.raises(CheckpointError, match=r"(?s)belongs to another run.*data: "):
+    with pytest.raises(CheckpointError, match=r"(?s)belongs to another run.*data.parts: "):
         DPOPipeline(make_config(folder, **changes)).run()

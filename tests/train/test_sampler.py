@@ -248,5 +248,5 @@ def test_a_run_with_groups_counts_its_epochs(shared: Path) -> None:
     evaluated = [line["step"] for line in lines if "eval/loss" in line]
     assert evaluated == [0, steps[0], sum(steps)]
     assert [line["epoch"] for line in lines if "eval/loss" in line] == [0, 1, 2]
-    with pytest.raises(CheckpointError, match="grouped responses: True then, None now"):
+    with pytest.raises(CheckpointError, match="grouped responses: True then, nothing now"):
         DPOPipeline(ranked_config(shared, group_responses=False)).run()

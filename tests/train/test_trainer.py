@@ -12,7 +12,6 @@ from torch import Tensor
 from rather.batch import PairFacts, PairLogps, TokenPair
 from rather.config.schema import TrainingArgs
 from rather.data.pack import pack
-from rather.errors import NonFiniteError
 from rather.metrics import Window
 from rather.objective import PairLoss, configure, own_loss
 from rather.optim import Optimizer
@@ -100,14 +99,15 @@ def broken(x: PairLogps) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_no_number_stops_before_the_weights(dtype: torch.dtype) -> None:
+def test_a_loss_that_is_no_number_never_reaches_the_weights(dtype: torch.dtype) -> None:
     pairs = pairs_of(2)
     trainer = trainer_of(dtype, own_loss(broken))
     before = everything(trainer)
-    with pytest.raises(NonFiniteError, match=r"gradient is not finite.*weights were not touched") as caught:
-        trainer.train_step(pack(pairs, 10**6), {"sum": torch.zeros(2, 2)})
-    assert caught.value.exit_code == 6
+    result = trainer.train_step(pack(pairs, 10**6), {"sum": torch.zeros(2, 2)})
+    assert (result.held, result.skipped) == ("nonfinite", 1)
     assert same(everything(trainer), before)
+    assert trainer.optimizer
+    assert trainer.optimizer.gradients() == []
 
 
 def overflowing(x: PairLogps) -> Tensor:
@@ -137,13 +137,34 @@ def test_a_float16_overflow_skips_the_step_and_touches_nothing() -> None:
     assert trainer.train_step(batches, reference).lr == 5e-4
 
 
-def test_float16_that_no_scale_can_help_stops() -> None:
-    trainer = trainer_of(torch.float16, own_loss(broken))
+class Steep(torch.autograd.Function):
+    """A loss of 0 whose gradient is no number."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * math.nan
+
+
+def steep(x: PairLogps) -> Tensor:
+    flat: Tensor = Steep.apply(x.policy[:, 0])
+    return flat
+
+
+def test_float16_that_no_scale_can_help() -> None:
+    """A gradient may need a smaller scale, down to 1; a loss that is none needs something else, and at once."""
     batches, reference = pack(pairs_of(2), 10**6), {"sum": torch.zeros(2, 2)}
-    for _ in range(16):
-        assert trainer.train_step(batches, reference).skipped
-    with pytest.raises(NonFiniteError):
-        trainer.train_step(batches, reference)
+    trainer = trainer_of(torch.float16, own_loss(steep))
+    held = [trainer.train_step(batches, reference).held for _ in range(18)]
+    assert held == ["overflow"] * 16 + ["nonfinite"] * 2
+    trainer = trainer_of(torch.float16, own_loss(broken))
+    assert trainer.train_step(batches, reference).held == "nonfinite"
+    assert trainer.optimizer
+    assert trainer.optimizer.loss_scale
+    assert trainer.optimizer.loss_scale.value == 2.0**16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

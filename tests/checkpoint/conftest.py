@@ -1,0 +1,23 @@
+"""One uninterrupted run that others are compared with, and the model, pairs and caches that they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.runs import train
+
+
+@pytest.fixture(autouse=True)
+def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is half the time of a tiny run, and has tests of its own."""
+    for name in ("check_family", "check_model"):
+        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("checkpoints")
+    assert train(found, "whole", checkpoint_config__async_save="off") == 0
+    return found

@@ -1,0 +1,75 @@
+"""Small runs for tests of their checkpoints: what they leave, and a disk that is full when a test says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rather import checkpoint
+from rather.checkpoint import open_checkpoint
+from rather.config.schema import DPOConfig
+from rather.errors import RatherError
+from rather.pipeline import DPOPipeline
+from tests.tiny import make_config
+
+TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
+RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "max_ckpt_to_keep": 0}
+RUN["actor_train__training_args__num_train_epochs"] = 2.0  # of five steps
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    return make_config(folder, exp_name=name, **{**RUN, **changes})
+
+
+def train(folder: Path, name: str, **changes: Any) -> int:
+    """The exit code, also of a run that fails."""
+    try:
+        return DPOPipeline(config_of(folder, name, **changes)).run()
+    except RatherError as error:
+        return error.exit_code
+
+
+def outcome(config: DPOConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], bytes]:
+    """Metrics without times, every tensor of the last checkpoint, and the exported weights."""
+    run = config.run_dir
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = open_checkpoint(run / f"checkpoint-{config.max_steps}")
+    tensors = {f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()}
+    plain = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+    return plain, tensors, (run / "model" / "model.safetensors").read_bytes()
+
+
+def assert_same(one: DPOConfig, other: DPOConfig) -> None:
+    first, second = outcome(one), outcome(other)
+    assert first[0] == second[0]
+    assert first[1].keys() == second[1].keys()
+    assert all(torch.equal(first[1][key], second[1][key]) for key in first[1])
+    assert first[2] == second[2]
+
+
+def incidents(config: DPOConfig) -> list[dict[str, Any]]:
+    file = config.run_dir / "incidents.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in run_dir.glob("checkpoint-*"))
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[Path], bool]) -> None:
+    """Files of checkpoints whose path a test names are refused by a full disk."""
+    write = checkpoint._write
+
+    def full(path: Path, chunks: Any) -> tuple[int, str]:
+        if is_full(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, chunks)
+
+    monkeypatch.setattr(checkpoint, "_write", full)

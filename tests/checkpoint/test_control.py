@@ -1,0 +1,136 @@
+"""`rather stop` and `rather save-now` from another shell, and whom they find in a run folder."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rather import control
+from rather.checkpoint import open_checkpoint
+from rather.cli import app
+from rather.cluster.worker import ActorWorker
+from rather.config.load import dump_yaml
+from rather.errors import ConfigError, WorkerError
+from rather.pipeline import DPOPipeline
+from tests.checkpoint.runs import config_of, steps
+from tests.tiny import _quietly
+
+LONG = 120.0  # seconds after which a test has failed
+ENDLESS = {"max_steps": 100_000, "save_steps": None, "eval_steps": None, "logging_steps": 50}
+
+
+def rather(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+def _endless(folder: Path, begun: Event) -> int:
+    step = ActorWorker.train_step
+
+    def telling(self: ActorWorker, *args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        return step(self, *args, **kwargs)
+
+    ActorWorker.train_step = telling  # type: ignore[method-assign] # of this process, which is made for it
+    changes = {**ENDLESS, "actor_train__training_args__num_train_epochs": 1e5}
+    return DPOPipeline(config_of(folder, "endless", **changes)).run()
+
+
+@pytest.fixture
+def running(folder: Path) -> Iterator[multiprocessing.Process]:
+    """A run in a process of its own that does not end by itself, after its first step has begun."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rather.pipeline"])
+    begun = context.Event()
+    child = context.Process(target=_quietly, args=(_endless, folder, begun))
+    child.start()
+    assert begun.wait(LONG)
+    yield child  # type: ignore[misc]
+    child.kill()
+    child.join()
+
+
+def test_a_run_saves_and_stops_when_it_is_asked(folder: Path, running: multiprocessing.Process) -> None:
+    config = config_of(folder, "endless")
+    host = socket.gethostname()
+    assert control.holder(config.run_dir) == control.Holder(f"process {running.pid} on {host}", host)
+    saved = rather("save-now", str(config.run_dir), "--timeout", str(LONG))
+    assert saved.exit_code == 0, saved.output
+    (step,) = steps(config.run_dir)
+    assert open_checkpoint(config.run_dir / f"checkpoint-{step}").step == step
+    assert f"process {running.pid} on {socket.gethostname()}: waiting until it finishes its step" in saved.output
+    assert f"has saved and goes on; its newest checkpoint is that of step {step}" in saved.output
+    file = folder / "endless.yaml"
+    file.write_text(dump_yaml(config))
+    stopped = rather("stop", str(file), "--timeout", str(LONG))
+    assert stopped.exit_code == 0, stopped.output
+    running.join()
+    assert running.exitcode == 143
+    assert steps(config.run_dir)[-1] > step
+    assert f"has ended; its newest checkpoint is that of step {steps(config.run_dir)[-1]}" in stopped.output
+    assert not (config.run_dir / ".control").exists()
+
+
+def test_no_run_and_none_going_on(folder: Path, tmp_path: Path) -> None:
+    nothing = rather("stop", str(tmp_path / "nothing"))
+    assert nothing.exit_code == 2
+    assert "there is no run; name its folder or its YAML file" in nothing.output
+    ended = rather("save-now", str(folder / "output" / "whole"))
+    assert ended.exit_code == 2
+    assert "no run is going on there; start it with rather train" in ended.output
+
+
+def test_a_killed_run_is_not_going_on(tmp_path: Path) -> None:
+    """Its lock went with it; what it had written there did not."""
+    (tmp_path / ".lock").write_text(f"process 1 on {socket.gethostname()}\n")
+    assert control.holder(tmp_path) is None
+
+
+def test_a_run_on_another_machine_is_asked_through_the_folder(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("process 7 on elsewhere\n")
+    assert control.holder(tmp_path) == control.Holder("process 7 on elsewhere", "elsewhere")
+    told: list[str] = []
+    with pytest.raises(WorkerError, match=r"not done within 0 s \(--timeout\).*process 7 on elsewhere"):
+        control.ask(tmp_path, control.STOP, timeout=0.0, tell=told.append)
+    assert told == ["process 7 on elsewhere: waiting until it finishes its step"]
+    assert not (tmp_path / ".control").exists()
+
+
+def test_a_run_that_dies_before_it_answers(tmp_path: Path) -> None:
+    with control.lock(tmp_path):
+        pass
+    (tmp_path / ".lock").write_text("process 7 on elsewhere\n")
+    with pytest.raises(WorkerError, match="process 7 on elsewhere ended before that"):
+        control.ask(tmp_path, control.SAVE, timeout=LONG, tell=lambda _: (tmp_path / ".lock").write_text(""))
+
+
+def test_a_word_is_taken_once_and_an_unknown_one_never(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert control.taken(tmp_path, 3) is None
+    (tmp_path / ".control").write_text("save\n")
+    assert control.taken(tmp_path, 3) == control.SAVE
+    assert control.taken(tmp_path, 4) is None
+    (tmp_path / ".control").write_text("explode\n")
+    assert control.taken(tmp_path, 5) is None
+    assert "'explode' is not understood" in caplog.text
+
+
+def test_a_word_for_a_run_that_has_ended_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / ".control").write_text("stop\n")
+    with control.lock(tmp_path):
+        assert control.taken(tmp_path, 0) is None
+
+
+def test_the_lock_tells_who_holds_it(tmp_path: Path) -> None:
+    held = pytest.raises(ConfigError, match=f"in use by process {os.getpid()}")
+    with control.lock(tmp_path), held, control.lock(tmp_path):
+        pass
+    assert control.holder(tmp_path) is None
+    with control.lock(tmp_path):
+        assert control.holder(tmp_path) is not None

@@ -1,0 +1,174 @@
+"""Any damage to any file of a checkpoint, of the run's own log-probs or of the reference cache: named, never used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rather import checkpoint
+from rather.cli import app
+from rather.errors import CheckpointError
+from rather.pipeline import DPOPipeline
+from rather.store import MAGIC
+from tests.checkpoint.runs import assert_same, config_of
+from tests.checkpoint.test_checkpoint import flip_bit, seal
+
+FILES = [*(f"{group}-00001.safetensors" for group in ("model", "optimizer", "rng")), "state.json", "manifest.json"]
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 3)
+
+
+def swap(file: Path) -> None:
+    """With a file of the same kind: that of the checkpoint before, or the next one of a cache."""
+    here = sorted(file.parent.glob("*.logps"))
+    other = here[here.index(file) - 1] if here else file.parent.parent / "checkpoint-4" / file.name
+    mine, theirs = file.read_bytes(), other.read_bytes()
+    file.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def edit(file: Path) -> None:
+    """Same length, other content, as an editor or a careless script would leave it."""
+    data = bytearray(file.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 8] = b"RATHER!!"
+    file.write_bytes(data)
+
+
+def add_a_file(file: Path) -> None:
+    shutil.copy(file, file.with_name(f"model-00009{file.suffix}"))
+
+
+def link(file: Path) -> None:
+    target = file.parent.parent / f"elsewhere-{file.name}"
+    shutil.move(file, target)
+    file.symlink_to(target)
+
+
+def other_version(file: Path) -> None:
+    if file.suffix == ".logps" or file.name == "reference.log":
+        file.write_bytes(file.read_bytes().replace(MAGIC, MAGIC[:-1] + b"9"))
+    else:
+        seal(file.parent, schema=2)
+
+
+DAMAGES: list[Callable[[Path], None]] = [flip_bit, truncate, Path.unlink, swap, edit, add_a_file, link, other_version]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
+) -> None:
+    run = tmp_path / "whole"
+    shutil.copytree(folder / "output" / "whole", run)
+    if damage is swap and file.startswith("rng"):  # nothing draws numbers: with its like it would be the same
+        os.replace(run / "checkpoint-4" / "state.json", run / "checkpoint-4" / file)
+    damage(run / "checkpoint-6" / file)
+    with caplog.at_level(logging.WARNING):
+        found = checkpoint.newest_good(run)
+    assert found is not None
+    assert found.step == (2 if damage is swap else 4)
+    assert "DAMAGED CHECKPOINT, not used" in caplog.text
+    told = {add_a_file: "model-00009", other_version: "manifest.json"}.get(damage, file)
+    assert damage in (link, swap) or f"checkpoint-6/{told}" in caplog.text
+    with pytest.raises(CheckpointError):
+        checkpoint.open_checkpoint(run / "checkpoint-6")
+    verified = CliRunner().invoke(app, ["verify", str(run)], env={"COLUMNS": "400"})
+    assert verified.exit_code == 4
+    assert any("damaged" in line and "checkpoint-6" in line for line in verified.output.splitlines())
+
+
+@pytest.mark.parametrize("damage", [flip_bit, Path.unlink], ids=lambda damage: damage.__name__)
+def test_a_run_goes_on_from_the_older_one_with_the_same_bits(
+    folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    config = config_of(folder, f"damaged-{damage.__name__}")
+    shutil.copytree(folder / "output" / "whole", config.run_dir)
+    damage(config.run_dir / "checkpoint-6" / "model-00001.safetensors")
+    shutil.rmtree(config.run_dir / "model")
+    with caplog.at_level(logging.WARNING):
+        assert DPOPipeline(config).run() == 0
+    assert "checkpoint-6/model-00001.safetensors" in caplog.text
+    assert "checkpoint-4 is used instead" in caplog.text
+    assert_same(config, config_of(folder, "whole"))
+
+
+def test_by_size_alone_a_flipped_bit_passes_and_that_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(folder, "by-size", max_steps=7, checkpoint_config__verify="size")
+    shutil.copytree(folder / "output" / "whole", config.run_dir)
+    newest = config.run_dir / "checkpoint-6"
+    flip_bit(newest / "rng-00001.safetensors", -1)
+    with pytest.raises(CheckpointError):
+        checkpoint.open_checkpoint(newest)
+    assert checkpoint.open_checkpoint(newest, full=False).step == 6
+    flip_bit(newest / "state.json")  # what is small is always compared
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        checkpoint.open_checkpoint(newest, full=False)
+    flip_bit(newest / "state.json")
+    truncate(newest / "model-00001.safetensors")
+    with caplog.at_level(logging.WARNING):
+        assert DPOPipeline(config).run() == 0
+    assert "checkpoint_config.verify: size: of " in caplog.text
+    assert "checkpoint-4 only names, sizes and state are verified" in caplog.text
+
+
+@pytest.fixture
+def filled(folder: Path, tmp_path: Path) -> Path:
+    """A reference cache of two segments."""
+    cache = tmp_path / "cache"
+    for number, steps in enumerate((2, 6)):
+        name = f"fills-{tmp_path.name}-{number}"
+        config = config_of(folder, name, max_steps=steps, reference__cache__path=str(cache))
+        assert DPOPipeline(config).run() == 0
+    assert len(list(cache.rglob("*.logps"))) == 2
+    return cache
+
+
+CACHE_DAMAGES = [flip_bit, truncate, Path.unlink, swap, edit, link, other_version]
+
+
+@pytest.mark.parametrize("damage", CACHE_DAMAGES, ids=lambda damage: damage.__name__)
+def test_damaged_entries_of_the_cache_are_computed_again(
+    folder: Path, filled: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    segments = sorted(filled.rglob("*.logps"))
+    for segment in segments if damage is not swap else segments[:1]:
+        damage(segment)
+    config = config_of(folder, f"cache-{damage.__name__}", reference__cache__path=str(filled))
+    with caplog.at_level(logging.WARNING):
+        assert DPOPipeline(config).run() == 0
+    if damage in (flip_bit, truncate, edit, other_version):
+        assert all(f"{segment}: " in caplog.text for segment in segments)
+        assert "bytes are damaged; the log-probs they held are computed again" in caplog.text
+        verified = CliRunner().invoke(app, ["verify", str(filled)], env={"COLUMNS": "400"})
+        assert verified.exit_code == 4
+        assert verified.output.count("bytes are damaged") == 2
+    used = json.loads((config.run_dir / "report.json").read_text())["reference"]
+    assert (used["pairs_computed"] > 0) == (damage not in (swap, link))  # these two hold what they should
+    assert_same(config, config_of(folder, "whole"))
+
+
+@pytest.mark.parametrize("damage", [flip_bit, truncate, Path.unlink, edit, other_version], ids=lambda d: d.__name__)
+def test_damaged_log_probs_of_the_run_itself(
+    folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    """The values that its steps used: what is gone is computed again by the same model."""
+    config = config_of(folder, f"log-{damage.__name__}")
+    shutil.copytree(folder / "output" / "whole", config.run_dir)
+    for name in ("checkpoint-6", "checkpoint-4", "model"):
+        shutil.rmtree(config.run_dir / name)
+    damage(config.run_dir / "reference.log")
+    with caplog.at_level(logging.WARNING):
+        assert DPOPipeline(config).run() == 0
+    assert damage is Path.unlink or "reference.log: " in caplog.text
+    assert_same(config, config_of(folder, "whole"))

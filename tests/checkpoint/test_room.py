@@ -1,0 +1,161 @@
+"""A full disk costs a checkpoint, not the run, until it has cost too many or the last one."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rather import checkpoint
+from rather.errors import DiskError
+from rather.pipeline import DPOPipeline
+from tests.checkpoint.runs import assert_same, config_of, fill_disk, incidents, steps, train
+from tests.house.source import ROOT
+from tests.tiny import in_child
+
+
+@pytest.mark.parametrize("file", ["optimizer-00001.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_a_missed_save_is_told_and_the_next_one_tried(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str, file: str
+) -> None:
+    config = config_of(folder, f"missed-{way}-{file}", checkpoint_config__async_save=way)
+    fill_disk(monkeypatch, lambda path: path.name == file and "checkpoint-2-" in path.parent.name)
+    with caplog.at_level(logging.WARNING):
+        assert DPOPipeline(config).run() == 0
+    (missed,) = incidents(config)
+    assert (missed["kind"], missed["step"], missed["in_a_row"]) == ("missed_save", 2, 1)
+    assert "No space left on device" in missed["reason"]
+    assert "MISSED SAVE at step 2, 1 in a row of at most 3" in caplog.text
+    assert " bytes and " in caplog.text
+    assert steps(config.run_dir) == [4, 6]
+    assert not list(config.run_dir.glob(".tmp*"))
+    assert_same(config, config_of(folder, "whole"))
+
+
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_too_many_in_a_row_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    changes = {"checkpoint_config__max_missed_saves": 2, "checkpoint_config__async_save": way, "save_steps": 1}
+    config = config_of(folder, f"too-many-{way}", **changes)
+    fill_disk(monkeypatch, lambda path: path.name == "state.json" and "checkpoint-1-" not in path.parent.name)
+    with pytest.raises(DiskError, match=r"checkpoint-3: could not be written \(No space left on device\)"):
+        DPOPipeline(config).run()
+    assert [line["in_a_row"] for line in incidents(config)] == [1, 2]
+    assert steps(config.run_dir) == [1]
+    monkeypatch.undo()
+    assert DPOPipeline(config).run() == 0  # with room again it goes on from what was saved
+    assert_same(config, config_of(folder, "whole"))
+
+
+def test_the_last_save_must_not_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(folder, "last")
+    fill_disk(monkeypatch, lambda path: path.name == "manifest.json" and "checkpoint-6-" in path.parent.name)
+    with pytest.raises(DiskError, match="checkpoint-6"):
+        DPOPipeline(config).run()
+    assert steps(config.run_dir) == [2, 4]
+    assert not (config.run_dir / "model").exists()
+
+
+def test_too_little_room_before_the_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the size of the checkpoint before, nothing is begun that cannot end well."""
+    config = config_of(folder, "before")
+    usage, begun = shutil.disk_usage(folder), checkpoint.begin
+
+    def begin(run_dir: Path, step: int, needed: int) -> checkpoint.Draft:
+        free = usage.free if step != 4 else needed + (1 << 20) - 1
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+        return begun(run_dir, step, needed)
+
+    monkeypatch.setattr(checkpoint, "begin", begin)
+    assert DPOPipeline(config).run() == 0
+    (missed,) = incidents(config)
+    assert missed["step"] == 4
+    assert "the disk is too full" in missed["reason"]
+    assert steps(config.run_dir) == [2, 6]
+
+
+def test_a_copy_that_fails_does_not_touch_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = folder / "copies" / "copied"
+    config = config_of(folder, "copied", checkpoint_config__output_dir=str(folder / "copies"))
+    fill_disk(monkeypatch, lambda path: path.parent.parent == copies and "checkpoint-4-" in path.parent.name)
+    assert DPOPipeline(config).run() == 0
+    (missed,) = incidents(config)
+    assert (missed["step"], missed["folder"]) == (4, str(copies))
+    assert (steps(config.run_dir), steps(copies)) == ([2, 4, 6], [2, 6])
+    assert not list(copies.glob(".tmp*"))
+    assert_same(config, config_of(folder, "whole"))
+
+
+def test_metrics_that_wait_for_room_cost_the_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rather.tracking import MetricsFile
+
+    config, position = config_of(folder, "waiting"), MetricsFile.position
+
+    def full(file: MetricsFile) -> int:
+        if (file.path.parent / "checkpoint-4").exists() or not (file.path.parent / "checkpoint-2").exists():
+            return position(file)
+        if incidents(config):
+            return position(file)
+        raise DiskError("metrics.jsonl: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(MetricsFile, "position", full)
+    assert train(folder, "waiting") == 0
+    assert [line["step"] for line in incidents(config)] == [4]
+    assert steps(config.run_dir) == [2, 6]
+
+
+def _with_small_files(folder: Path, **changes: Any) -> int:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # the moments are larger, all else is smaller
+    return train(folder, "small-files", **changes)
+
+
+def test_files_that_may_not_grow(folder: Path) -> None:
+    assert in_child(_with_small_files, folder) == 9
+    config = config_of(folder, "small-files")
+    assert [line["step"] for line in incidents(config)] == [2, 4, 6]
+    assert "File too large" in incidents(config)[0]["reason"]
+    assert not steps(config.run_dir)
+    assert not list(config.run_dir.glob(".tmp*"))
+    assert DPOPipeline(config).run() == 0
+    assert_same(config, config_of(folder, "whole"))
+
+
+SMALL_DISK = """
+import sys, torch
+from pathlib import Path
+from rather import checkpoint
+from rather.errors import DiskError
+run = Path(sys.argv[1]) / "run"
+checkpoint.save(run, 1, {"model": {"w": torch.ones(1 << 20)}}, {})
+for needed in (30 << 20, 0):  # seen before the first byte, and not seen
+    try:
+        draft = checkpoint.begin(run, 2, needed)
+        draft.completed(lambda: checkpoint.write_groups(draft.folder, {"model": {"w": torch.ones(8 << 20)}}), {})
+    except DiskError as error:
+        print(error)
+found = checkpoint.newest_good(run)
+print(found.step, sorted(path.name for path in run.iterdir()))
+"""
+
+
+def test_a_disk_of_twenty_megabytes(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size=20m none {disk}"
+    unshare = shutil.which("unshare")
+    if not unshare or subprocess.run([unshare, "-Urm", "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a file system of their own")
+    command = [unshare, "-Urm", "sh", "-c", f'{mount} && exec "$0" -c "$1" {disk}', sys.executable, SMALL_DISK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    before, during, left = done.stdout.splitlines()
+    assert "checkpoint-2: could not be written (the disk is too full)" in before
+    assert "checkpoint-2: could not be written (No space left on device)" in during
+    assert left == "1 ['LATEST', 'checkpoint-1']"

@@ -1,0 +1,81 @@
+"""`rather verify`: a table of every file, good or damaged and why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rather.cli import app
+from tests.checkpoint.test_checkpoint import flip_bit
+
+
+def verify(*args: str) -> Result:
+    return CliRunner().invoke(app, ["verify", *args], env={"COLUMNS": "400"})
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder / "output" / "whole", tmp_path / "whole"))
+
+
+def test_a_good_run_and_its_parts(folder: Path, run: Path) -> None:
+    whole = verify(str(run))
+    assert whole.exit_code == 0
+    for name in ("checkpoint-2/manifest.json", "checkpoint-6/optimizer-00001.safetensors", "LATEST", "reference.log",
+                 "metrics.jsonl"):  # fmt: skip
+        assert any(name in line and line.endswith("good") for line in map(str.rstrip, whole.output.splitlines())), name
+    assert "18 files, 0 damaged (every byte)" in whole.output
+    one = verify(str(run / "checkpoint-4"), "--quick")
+    assert one.exit_code == 0
+    assert "5 files, 0 damaged (names and sizes only, and the state)" in one.output
+    cache = verify(str(folder / "output" / ".cache" / "reference"))
+    assert cache.exit_code == 0
+    assert ".logps" in cache.output
+
+
+def test_every_damaged_file_is_told_not_only_the_first(run: Path) -> None:
+    flip_bit(run / "checkpoint-4" / "model-00001.safetensors")
+    os.truncate(run / "checkpoint-4" / "state.json", 10)
+    (run / "checkpoint-4" / "rng-00001.safetensors").unlink()
+    (run / "checkpoint-4" / "notes.txt").write_text("mine")
+    found = verify(str(run))
+    assert found.exit_code == 4
+    told = [line for line in found.output.splitlines() if "damaged:" in line]
+    assert len(told) == 4
+    for name, reason in {"model-00001": "SHA-256", "state.json": "10 bytes instead of", "rng-00001": "is missing",
+                         "notes.txt": "is no part of the checkpoint"}.items():  # fmt: skip
+        assert any(name in line and reason in line for line in told), name
+
+
+def test_quick_does_not_read_tensors(run: Path) -> None:
+    flip_bit(run / "checkpoint-4" / "model-00001.safetensors")
+    assert verify(str(run), "--quick").exit_code == 0
+    assert verify(str(run)).exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda run: (run / "LATEST").write_text("checkpoint-9\n"), "names checkpoint-9, which is not there"),
+        (lambda run: os.truncate(run / "metrics.jsonl", 50), "line 1 is no whole record"),
+        (lambda run: (run / "metrics.jsonl").write_text(""), "where checkpoint-6 was saved"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "cannot be read (No such file or directory)"),
+        (lambda run: flip_bit(run / "reference.log"), "bytes are damaged; what they held is computed again"),
+    ],
+)  # fmt: skip
+def test_the_other_files_of_a_run(run: Path, change: object, reason: str) -> None:
+    change(run)  # type: ignore[operator]
+    found = verify(str(run))
+    assert found.exit_code == 4
+    assert reason in found.output
+    assert "1 damaged" in found.output
+
+
+def test_a_folder_that_is_none_of_them(tmp_path: Path) -> None:
+    found = verify(str(tmp_path))
+    assert found.exit_code == 2
+    assert "is no checkpoint, no run folder and no reference cache" in found.output

@@ -1,0 +1,250 @@
+"""Workers that are lost are replaced, and the run ends as if nothing had happened; what would come again ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rather.checkpoint import LATEST
+from rather.cluster import supervision
+from rather.cluster.failure import Failure
+from rather.cluster.launch import Roles, launch
+from rather.cluster.supervision import Supervision
+from rather.cluster.worker import ActorWorker
+from rather.config.schema import DPOConfig
+from rather.errors import ConfigError, DiskError, HangError, RatherError, WorkerError, WorkerLost
+from rather.pipeline import DPOPipeline
+from tests.cluster.test_orphans import SOON, holding, is_training, of_the_run, started, wait_for
+from tests.tiny import make_config, metrics
+
+pytestmark = pytest.mark.alone
+
+
+def incidents(config: DPOConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.run_dir / "incidents.jsonl").read_text().splitlines()]
+
+
+# --- the count ---
+
+
+class Losses:
+    """A supervision whose pauses and incidents are kept, in a run folder whose checkpoints a test makes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> None:
+        self.pauses: list[float] = []
+        self.noted: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(supervision.time, "sleep", self.pauses.append)
+        self.config = make_config(folder, **changes)
+        self.counted = Supervision(self.config, lambda *known, **_: self.noted.append(known), lambda: 7)
+
+    def lose(self, error: WorkerError | HangError) -> None:
+        self.counted.survive(error, "worker_lost", "all start again")
+
+    def save(self, number: int) -> None:
+        self.config.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.config.run_dir / LATEST).write_text(f"checkpoint-{number}\n")
+        os.utime(self.config.run_dir / LATEST, ns=(number, number))
+
+
+def test_losses_in_a_row_are_survived_as_often_as_told_with_doubled_pauses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = Losses(monkeypatch, tmp_path, max_failures=2, failure_backoff=3.0)
+    run.lose(WorkerLost("gone"))
+    run.lose(HangError("late"))
+    with pytest.raises(WorkerLost, match="gone again"):
+        run.lose(WorkerLost("gone again"))
+    assert run.pauses == [3.0, 6.0]
+    assert run.noted == [("worker_lost", 7), ("hang", 7), ("worker_lost", 7)]
+
+
+def test_a_new_checkpoint_begins_the_count_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = Losses(monkeypatch, tmp_path, max_failures=1, failure_backoff=1.0)
+    for number in range(1, 4):
+        run.lose(WorkerLost("gone"))
+        run.save(number)
+    run.lose(WorkerLost("gone"))
+    assert run.pauses == [1.0] * 4
+    with pytest.raises(WorkerLost):
+        run.lose(WorkerLost("gone"))
+
+
+@pytest.mark.parametrize("given", [True, False, "auto", "elsewhere/checkpoint-3"])
+def test_a_run_goes_on_from_its_own_checkpoint_and_deletes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: bool | str
+) -> None:
+    run = Losses(monkeypatch, tmp_path, resume_from_checkpoint=given, overwrite=given is False)
+    named = given == "elsewhere/checkpoint-3"
+    assert run.counted.going_on().resume_from_checkpoint == (given if named else "auto")
+    assert not run.counted.going_on().overwrite
+    run.save(1)
+    assert run.counted.going_on().resume_from_checkpoint == "auto"
+
+
+def test_only_lost_processes_and_connections_are_lost_workers() -> None:
+    def kind(error: Exception) -> type[Exception]:
+        return type(Failure.of(error).error("", "actor_train"))
+
+    assert kind(RuntimeError("[gloo] Connection closed by peer")) is WorkerLost
+    assert kind(TypeError("f() takes no arguments")) is WorkerError
+    assert not issubclass(kind(torch.OutOfMemoryError("CUDA out of memory.")), WorkerLost)
+
+
+# --- the run ---
+
+
+class Lossy(ActorWorker):
+    """Is lost in its third step, as often as is left."""
+
+    left: ClassVar[list[Exception]] = []
+    signals: ClassVar[list[int]] = []  # that come before
+    steps = 0
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        if self.left and self.steps == 3:
+            for number in self.signals:
+                os.kill(os.getpid(), number)
+            raise self.left.pop()
+        return super().train_step(*args, **kwargs)
+
+
+@pytest.fixture
+def replaceable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles in this process that can be built again, as those on Ray can."""
+
+    def launched(config: DPOConfig, **options: Any) -> Roles:
+        roles = launch(config, **options)
+        roles.again = lambda: launched(config, **options)
+        return roles
+
+    monkeypatch.setattr("rather.pipeline.launch", launched)
+    monkeypatch.setattr(Lossy, "left", [])
+    monkeypatch.setattr(Lossy, "signals", [])
+
+
+def lossy(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    given = {"max_steps": 6, "save_steps": 4, "logging_steps": 3, "failure_backoff": 0.0, **changes}
+    return make_config(folder, exp_name=name, actor_train__worker_cls=f"{__name__}.Lossy", **given)
+
+
+@pytest.mark.usefixtures("replaceable")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_with_losses_ends_as_one_without(tmp_path: Path, overwrite: bool) -> None:
+    clean, struck = lossy(tmp_path, "clean"), lossy(tmp_path, "struck", overwrite=overwrite)
+    assert DPOPipeline(clean).run() == 0
+    Lossy.left.extend([WorkerLost("once"), HangError("twice"), WorkerLost("thrice")])
+    assert DPOPipeline(struck).run() == 0
+    assert [(each["kind"], each["step"], each["loss"]) for each in incidents(struck)] == [
+        ("worker_lost", 2, 1),  # before the first checkpoint
+        ("hang", 2, 2),
+        ("worker_lost", 2, 3),
+    ]
+    assert_same(clean, struck)
+
+
+@pytest.mark.usefixtures("replaceable")
+def test_a_loss_too_many_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    Lossy.left.extend([WorkerLost("second"), WorkerLost("first")])
+    config = lossy(tmp_path, "ended", max_failures=1)
+    with pytest.raises(WorkerLost, match="second") as lost:
+        DPOPipeline(config).run()
+    assert lost.value.exit_code == 5
+    assert [each["cause"] for each in incidents(config)] == ["first", "second"]
+
+
+@pytest.mark.usefixtures("replaceable")
+@pytest.mark.parametrize("error", [WorkerError("an exception of the code"), ConfigError("wrong"), DiskError("full")])
+def test_what_would_come_again_ends_the_run_at_once(tmp_path: Path, error: RatherError) -> None:
+    Lossy.left.extend([error] * 2)
+    config = lossy(tmp_path, "ended")
+    with pytest.raises(type(error), match=str(error)):
+        DPOPipeline(config).run()
+    assert len(Lossy.left) == 1
+    assert not (config.run_dir / "incidents.jsonl").exists()
+
+
+@pytest.mark.usefixtures("replaceable")
+def test_nothing_is_replaced_where_the_end_was_asked_for(tmp_path: Path) -> None:
+    Lossy.left.extend([WorkerLost("gone")] * 2)
+    Lossy.signals.append(signal.SIGTERM)
+    with pytest.raises(WorkerLost, match="gone"):
+        DPOPipeline(lossy(tmp_path, "stopped")).run()
+    assert len(Lossy.left) == 1
+
+
+# --- on Ray ---
+
+FAULTS = (
+    "step=2,phase=forward,role=reference,kind=kill;"
+    "step=3,phase=backward,role=actor_train,kind=hang;"
+    "step=4,phase=optimizer,role=actor_train,kind=kill"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_lost_workers_are_replaced_and_the_result_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"max_steps": 5, "save_steps": 2, "logging_steps": 3, "failure_backoff": 0.0}
+    changes |= {"timeouts": {"step": 4.0}, "reference__cache": {"enabled": False}}
+    clean = make_config(tmp_path, exp_name="clean", **changes)
+    assert DPOPipeline(clean).run() == 0
+    monkeypatch.setenv("RATHER_FAULT", FAULTS)
+    struck = make_config(tmp_path, exp_name="struck", reference__device_mapping=[1], overwrite=True, **changes)
+    pipeline = DPOPipeline(struck)
+    policies = [pids(pipeline)]
+    survive = Supervision.survive
+
+    def watched(self: Supervision, *args: Any) -> None:
+        policies.append(pids(pipeline))
+        survive(self, *args)
+
+    monkeypatch.setattr(Supervision, "survive", watched)
+    assert pipeline.run() == 0
+    kinds = [(each["kind"], each["loss"]) for each in incidents(struck)]
+    assert kinds == [("reference_lost", 1), ("hang", 1), ("worker_lost", 2)]
+    first, at_reference, at_hang, at_kill = policies
+    assert first == at_reference == at_hang != at_kill  # the policy's process outlives the reference's
+    assert "its process died" in incidents(struck)[0]["cause"]
+    assert incidents(struck)[1]["cause"].startswith("actor_train rank 0 of 1 (device 0 on ")
+    assert_same(clean, struck)
+
+
+@pytest.mark.slow
+def test_a_run_whose_ray_is_gone_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    marker = f"gone-{os.getpid()}"
+    driver = started(tmp_path, marker, "ray")
+    assert wait_for(lambda: is_training(tmp_path) or driver.poll() is not None, 200)
+    assert driver.poll() is None, driver.stderr and driver.stderr.read()
+    (server,) = [pid for pid, line in of_the_run(marker).items() if line.split()[0].endswith("gcs_server")]
+    os.kill(server, signal.SIGKILL)
+    _, said = driver.communicate(timeout=100)
+    (told,) = [line for line in said.splitlines() if line.startswith("rather: ")]
+    assert told.startswith("rather: Ray is gone: its server at 127.0.0.1:")
+    assert driver.returncode == 5, said
+    assert wait_for(lambda: not holding(marker), SOON), holding(marker)
+
+
+def pids(pipeline: DPOPipeline) -> list[int]:
+    return [seat.process.pid for seat in pipeline.actor_train.seats]
+
+
+def assert_same(clean: DPOConfig, struck: DPOConfig) -> None:
+    timed = ("time/", "pairs_per_second", "tokens_per_second")
+
+    def lines(config: DPOConfig) -> list[dict[str, Any]]:
+        return [{key: line[key] for key in line if not key.startswith(timed)} for line in metrics(config)]
+
+    assert lines(struck) == lines(clean)
+    one, other = (load_file(config.run_dir / "model" / "model.safetensors") for config in (clean, struck))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)

@@ -1,0 +1,112 @@
+"""One warmed process that forks a child for every start of a run: an import of torch costs seconds, a fork none."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 300.0  # seconds for one start, in which a driver on Ray may replace its workers many times
+LATE = -1000  # the exit code of what had to be ended
+
+
+class Nursery:
+    """`run` calls a function in new processes, one for each of the environments, and returns their exit codes."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,))
+        self._process.start()
+        theirs.close()
+
+    def run(
+        self, work: Callable[..., int], args: Sequence[Any], environments: Sequence[Mapping[str, str]], logs: Path
+    ) -> list[int]:
+        """What the children print is in `logs`."""
+        self._pipe.send((work, tuple(args), [dict(each) for each in environments], logs))
+        codes: list[int] = self._pipe.recv()
+        return codes
+
+    def close(self) -> None:
+        self._pipe.close()  # its end
+        self._process.join()
+
+
+@cache
+def nursery() -> Nursery:
+    """That of the test session."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made
+
+
+def _serve(pipe: Connection) -> None:
+    # Before torch is there: threads of its own, or a GPU that it has looked at, would not survive a fork.
+    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    from tests.faults.runs import warm
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with its pipe
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    warm()
+    while True:
+        try:
+            work, args, environments, logs = pipe.recv()
+        except EOFError:
+            return
+        children = [_forked(work, args, each, logs / f"{number}.log") for number, each in enumerate(environments)]
+        pipe.send(_exit_codes(children))
+
+
+def _forked(work: Callable[..., int], args: Sequence[Any], environment: Mapping[str, str], file: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        told = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(told, 1)
+        os.dup2(told, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        faulthandler.dump_traceback_later(0.9 * PATIENCE)
+        os.environ.update(environment)
+        code = work(*args)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def _exit_codes(children: Sequence[int]) -> list[int]:
+    """Of all, once they have ended; what takes too long is ended."""
+    deadline, codes = time.monotonic() + PATIENCE, []
+    for child in children:
+        with contextlib.closing(_Descriptor(os.pidfd_open(child))) as process:
+            late = not select.select([process.number], [], [], max(0.0, deadline - time.monotonic()))[0]
+        if late:
+            os.kill(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        codes.append(LATE if late else code)
+    return codes
+
+
+class _Descriptor:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        os.close(self.number)

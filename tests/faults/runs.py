@@ -1,0 +1,151 @@
+"""The run that is broken: a tiny model, six steps, evaluations, saves; in one process, on two ranks, or on Ray."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rather import faults
+from rather.checkpoint import newest_good
+from rather.cluster.voice import with_one_voice
+from rather.config.schema import DPOConfig
+from rather.pipeline import DPOPipeline
+from rather.terminal import guarded
+from tests.faults.nursery import LATE, nursery
+from tests.tiny import make_config
+
+STEPS = 6
+RUN: dict[str, Any] = {
+    "platform": "cpu",
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "eval_steps": 3,
+    "save_steps": 2,
+    "max_ckpt_to_keep": 1,
+    "train_batch_size": 6,
+    "actor_train__training_args": {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "actor_train__max_tokens_per_microbatch_in_train": 64,  # several micro-batches a step
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp2": {"actor_train__device_mapping": [0, 1]},
+    "ray": {"reference__device_mapping": [1], "failure_backoff": 0.0},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What two runs that are the same have in common, to the bit."""
+
+    metrics: list[dict[str, Any]]
+    files: dict[str, str]  # SHA-256 of the tensors of the last checkpoint, and of every file of the model
+
+
+@dataclass
+class Run:
+    """One run folder, and the command that is started until it ends well."""
+
+    folder: Path
+    layout: str = "one"
+    changes: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    starts: int = 0
+
+    @property
+    def config(self) -> DPOConfig:
+        return config_of(self.folder, self.layout, self.changes)
+
+    def start(self, fault: str = "") -> list[int]:
+        """Exit codes of the processes of one start."""
+        self.starts += 1
+        given = {**self.environment, faults.VARIABLE: fault}
+        logs = self.folder / "starts" / str(self.starts)
+        with _environments(self.layout) as own:
+            each = [{**given, **process} for process in own]
+            codes = nursery().run(train, (self.folder, self.layout, self.changes), each, logs)
+        assert LATE not in codes, f"start {self.starts} did not end: {codes}\n{self.told()}"
+        return codes
+
+    def until_it_ends(self, fault: str) -> None:
+        """Starts the same command again and again; every fault must strike, and nothing else may go wrong."""
+        expected = len(faults.parsed(fault))
+        while any(codes := self.start(fault)):
+            assert self.starts <= expected, f"start {self.starts} ended with {codes}\n{self.told()}"
+        assert self.struck() == expected, f"of {fault}, {self.struck()} struck"
+
+    def struck(self) -> int:
+        """How many faults struck, in all starts."""
+        return len(list((self.config.run_dir / faults.MARKERS).glob("*")))
+
+    def told(self) -> str:
+        logs = sorted((self.folder / "starts" / str(self.starts)).glob("*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs)
+
+    def outcome(self) -> Outcome:
+        run_dir = self.config.run_dir
+        last = newest_good(run_dir)
+        assert last is not None
+        assert last.step == STEPS
+        tensors = [last.path / name for name in last.files if name.endswith(".safetensors")]
+        model = [file for file in (run_dir / "model").rglob("*") if file.is_file()]
+        files = {str(file.relative_to(run_dir)): _sha(file) for file in (*tensors, *model)}
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        return Outcome([{key: value for key, value in line.items() if not _is_time(key)} for line in lines], files)
+
+    def leftovers(self) -> list[str]:
+        """What killed processes have left in the run folder."""
+        found = [path for pattern in (".tmp*", ".old*", ".pieces*") for path in self.config.run_dir.glob(pattern)]
+        return sorted(path.name for path in found)
+
+
+def config_of(folder: Path, layout: str, changes: Mapping[str, Any]) -> DPOConfig:
+    """Model, pairs and tokens lie beside the folder, for all runs; the cache of the reference is its own, and cold."""
+    own = {"output_dir": str(folder), "logging_dir": str(folder / "logs")}
+    own["actor_train__data_args__cache_dir"] = str(folder.parent / "tokenised")
+    return make_config(folder.parent, **{**RUN, **LAYOUTS[layout], **own, **changes})
+
+
+def train(folder: Path, layout: str, changes: Mapping[str, Any]) -> int:
+    """In a process of its own, as `rather train` does it."""
+
+    def work() -> int:
+        return DPOPipeline(config_of(folder, layout, changes)).run()
+
+    return guarded((lambda: with_one_voice(work)) if layout == "dp2" else work)
+
+
+def warm() -> None:
+    """All that a run imports and builds at its first time."""
+    import tempfile
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        assert train(Path(folder) / "warm", "one", {}) == 0
+
+
+@contextmanager
+def _environments(layout: str) -> Iterator[list[dict[str, str]]]:
+    """Of each process that starts; two ranks get what torchrun would give them, and its store."""
+    if layout != "dp2":
+        yield [{}]
+        return
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    told |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    yield [{**told, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+
+
+def _is_time(key: str) -> bool:
+    return key.startswith("time/") or key.endswith("_per_second")
+
+
+def _sha(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

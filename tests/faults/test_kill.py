@@ -1,0 +1,37 @@
+"""Killed anywhere, the same command ends with the same bits: in one process, on two ranks, on Ray."""
+
+from __future__ import annotations
+
+import pytest
+
+from rather.faults import PHASES
+from tests.faults.conftest import Broken
+from tests.faults.points import OF_EVERY_RANK, ONE, RAY, TWO_RANKS, kill
+
+
+@pytest.mark.parametrize("fault", ONE)
+def test_one_process(broken: Broken, fault: str) -> None:
+    broken("one", fault)
+
+
+@pytest.mark.parametrize("fault", TWO_RANKS)
+def test_one_of_two_ranks(broken: Broken, fault: str) -> None:
+    broken("dp2", fault)
+
+
+@pytest.mark.slow
+def test_workers_and_driver_on_ray(broken: Broken) -> None:
+    """One run, killed at all these points one after another: every start imports torch in two processes."""
+    broken("ray", ";".join(RAY))
+
+
+@pytest.mark.faults_all
+@pytest.mark.parametrize("fault", [*map(kill, PHASES), *(kill(phase, rank=1) for phase in OF_EVERY_RANK)])
+def test_every_point_on_two_ranks(broken: Broken, fault: str) -> None:
+    broken("dp2", fault)
+
+
+@pytest.mark.faults_all
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_point_on_ray(broken: Broken, phase: str) -> None:
+    broken("ray", kill(phase))

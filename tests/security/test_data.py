@@ -1,0 +1,212 @@
+"""Pairs and templates are somebody else's: nothing in them runs, names another file, or takes the machine with it."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import struct
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from rather.config.load import load_config
+from rather.data.cut import Bad
+from rather.data.pool import Limits
+from rather.data.prepare import prepare
+from rather.data.read import find_sources
+from rather.data.template import ChatTemplate
+from rather.errors import DataError
+from tests.security.conftest import rather
+
+Config = Callable[..., Path]
+ROW = {"prompt": "w1 w2", "chosen": " w3", "rejected": " w4"}
+ESCAPES = [
+    "{{ cycler.__init__.__globals__.os.system('touch code-ran-here') }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ 'x'.format_map({'x': messages}) ~ '{0.__class__}'.format(messages) }}",
+    "{{ raise_exception.__globals__['__builtins__']['open']('code-ran-here', 'w') }}",
+    "{{ strftime_now.__globals__.json.codecs.open('code-ran-here', 'w') }}",
+    "{{ self._TemplateReference__context.environment.globals }}",
+    "{% include 'code-ran-here' %}",
+    "{% import 'os' as os %}{{ os.system('touch code-ran-here') }}",
+    "{% set x = messages.append(1) %}",
+    "{{ messages[0].__setitem__('content', 'x') }}",
+    "{{ namespace.__init__.__globals__ }}",
+]
+
+
+# --- rows ---
+
+
+def test_rows_are_text_and_nothing_else(config: Config, tmp_path: Path, marker: Path) -> None:
+    texts = [*ESCAPES, "${oc.env:HOME}", "!!python/object/apply:os.system ['touch code-ran-here']", "`touch x`"]
+    rows = [{**ROW, "prompt": text, "_target_": "os.system", "__reduce__": text, "id": "../../x"} for text in texts]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    done = rather("data", config(actor_train__data_args__file_name=str(file), sequence_length=128))
+    assert done.exit_code == 0, done.output
+
+
+def test_a_script_beside_the_data_is_not_run(config: Config, tmp_path: Path, marker: Path, python: str) -> None:
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for name in ("pairs.py", "__init__.py", "dataset_infos.json", "sitecustomize.py"):
+        (folder / name).write_text(python)
+    (folder / "pairs.jsonl").write_text("\n".join([json.dumps(ROW)] * 8))
+    assert rather("data", config(actor_train__data_args__file_name=str(folder / "pairs.jsonl"))).exit_code == 0
+    assert rather("data", config(actor_train__data_args__file_name=str(folder / "pairs.py"))).exit_code == 3
+    assert rather("data", config(actor_train__data_args__file_name=str(folder))).exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["https://example.org/p.jsonl", "s3://bucket/p.jsonl", "file:///etc/passwd"])
+def test_an_address_is_not_fetched(config: Config, marker: Path, name: str) -> None:
+    done = rather("data", config(actor_train__data_args__file_name=name))
+    assert done.exit_code == 3
+    assert "only local files are read" in done.stderr
+
+
+def test_what_is_no_regular_file_is_not_opened(config: Config, tmp_path: Path, marker: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    for name in ("pipe", "link", "gone", "../../../../../../dev/zero"):
+        done = rather("data", config(actor_train__data_args__file_name=str(tmp_path / name)))
+        assert done.exit_code == 3, done.output
+
+
+# --- archives and tables ---
+
+
+def archives(text: bytes) -> dict[str, bytes]:
+    zipped, tarred = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("../code-ran-here", text)
+    with tarfile.open(fileobj=tarred, mode="w") as archive:
+        member = tarfile.TarInfo("../code-ran-here")
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text))
+    packed = {b"BZh91AY": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+    return {
+        "a zip archive": zipped.getvalue(),
+        "a tar archive": tarred.getvalue(),
+        "a gzipped table or archive": gzip.compress(tarred.getvalue()),
+        **{f"packed by {name}": first + text for first, name in packed.items()},
+    }
+
+
+@pytest.mark.parametrize("told", archives(b""))
+def test_archives_are_never_unpacked(config: Config, tmp_path: Path, marker: Path, told: str) -> None:
+    file = tmp_path / "deep" / "pairs.json"
+    file.parent.mkdir()
+    file.write_bytes(archives(json.dumps(ROW).encode())[told])
+    done = rather("data", config(actor_train__data_args__file_name=str(file)))
+    assert done.exit_code == 3
+    assert told in done.stderr
+
+
+def test_types_of_a_table_are_not_unpickled(config: Config, tmp_path: Path, marker: Path, pickled: bytes) -> None:
+    """Once pyarrow made any type that a file described by a pickle."""
+    fields = [
+        pa.field("prompt", pa.string(), metadata={
+            b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickled,
+        }),
+        pa.field("chosen", pa.string(), metadata={b"pickle": pickled}),
+        pa.field("rejected", pa.string()),
+    ]  # fmt: skip
+    schema = pa.schema(fields, metadata={b"pandas": pickled, b"huggingface": pickled})
+    columns = [pa.array([ROW[name]] * 8) for name in ("prompt", "chosen", "rejected")]
+    batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+    with pa.ipc.new_stream(str(tmp_path / "pairs.arrow"), schema) as writer:
+        writer.write_batch(batch)
+    done = rather("data", config(actor_train__data_args__file_name=str(tmp_path / "pairs.arrow")))
+    assert done.exit_code == 0, done.output
+
+
+def test_a_folder_of_tables_cannot_lead_out(tmp_path: Path, marker: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    private = tmp_path / "private.arrow"
+    with pa.ipc.new_stream(str(private), pa.schema([("a", pa.int64())])) as writer:
+        writer.write_batch(pa.record_batch([[1]], names=["a"]))
+    state = {"_data_files": [{"filename": "../private.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=r"saved/private\.arrow: cannot be read"):
+        find_sources(folder)
+    (folder / "private.arrow").symlink_to(private)
+    with pytest.raises(DataError, match="out of its folder; copy the file into it"):
+        find_sources(folder)
+
+
+def test_a_table_that_lies_about_its_size(config: Config, tmp_path: Path, marker: Path) -> None:
+    stream = b"\xff\xff\xff\xff" + struct.pack("<i", 2**31 - 1)
+    for content in (stream, b"ARROW1\0\0" + b"\xff" * 64, b"PAR1" + b"\xff" * 64):
+        (tmp_path / "pairs.arrow").write_bytes(content)
+        done = rather("data", config(actor_train__data_args__file_name=str(tmp_path / "pairs.arrow")))
+        assert done.exit_code == 3, done.output
+
+
+# --- templates ---
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_a_template_stays_in_its_sandbox(marker: Path, template: str) -> None:
+    turns = ({"role": "user", "content": "w1"},)
+    rendered = ChatTemplate("hostile", template).render(turns, False, None, {})
+    assert rendered in ("", "x") or (isinstance(rendered, Bad) and rendered.reason == "template_error")
+    assert turns == ({"role": "user", "content": "w1"},)
+
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
+BOMBS = {
+    "nested ranges": NESTED + "{% endfor %}{% endfor %}",
+    "a power": "{{ 10 ** 10 ** 8 }}",
+    "a power of a variable": "{% set n = messages | length %}{{ (n + 9) ** (n + 9) ** 8 }}",
+    "a long text": "{{ 'a' * 3000000000 }}",
+    "a long text of a variable": "{{ messages[0].content * 3000000000 }}",
+    "a doubled list": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "a wide number": "{{ '%0999999999d' % 1 }}",
+    "recursion": "{% macro f(x) %}{{ f(x + 1) }}{{ f(x + 1) }}{% endmacro %}{{ f(0) }}",
+    "a deep expression": "{{ " + "(" * 20_000 + ")" * 20_000 + " }}",
+    "a long number": "{{ " + "9" * 5_000 + " }}",
+    "deep loops": "{% for x in messages %}" * 60 + "{% endfor %}" * 60,
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_template_bomb_ends_within_its_limits(config: Config, tmp_path: Path, marker: Path, case: str) -> None:
+    (tmp_path / "bomb.jinja").write_text(BOMBS[case])
+    settings = load_config(config(actor_train__data_args__template=str(tmp_path / "bomb.jinja")))
+    began = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        prepare(settings, console=Console(file=io.StringIO()), limits=Limits(0.5, 300 << 20))
+    assert caught.value.exit_code == 3
+    assert time.monotonic() - began < 20
+
+
+def test_the_child_that_renders_is_given_no_secret(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import subprocess
+
+    given: list[dict[str, Any]] = []
+    start = subprocess.Popen.__init__
+    monkeypatch.setenv("MY_API_KEY", "canary-canary")
+    monkeypatch.setattr(
+        subprocess.Popen, "__init__", lambda *args, **kwargs: (given.append(kwargs), start(*args, **kwargs))[1]
+    )
+    assert rather("data", config(actor_train__data_args__cache_dir=str(tmp_path / "cache"))).exit_code == 0
+    environments = [kwargs["env"] for kwargs in given if kwargs.get("env")]
+    assert environments
+    assert "canary-canary" not in str(environments)

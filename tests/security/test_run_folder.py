@@ -1,0 +1,97 @@
+"""Where a run may write: a folder of its own, whose name is a name, and only one run at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rather.config.load import load_config
+from rather.control import lock
+from rather.run import place
+from rather.run.place import claim
+from tests.security.conftest import rather
+
+Config = Callable[..., Path]
+
+
+@pytest.mark.parametrize("name", ["run", "a.b_c-1", "x" * 128])
+def test_names_that_are_good(config: Config, name: str) -> None:
+    assert rather("config", "show", config(exp_name=name)).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a b", "ä", "a\n", "a\0", "x" * 129, "~", "$HOME"])
+def test_names_that_are_none(config: Config, name: str) -> None:
+    done = rather("config", "show", config(exp_name=name))
+    assert done.exit_code == 2
+    assert "1 to 128 of the characters A-Z a-z 0-9 . _ -" in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["/", "//", "..", "../", "/tmp/..", " "])
+def test_folders_that_are_not_for_runs(config: Config, folder: str) -> None:
+    done = rather("train", config(output_dir=folder))
+    assert done.exit_code == 2
+    assert "name one of their own, such as ./output" in done.stderr
+
+
+def test_a_link_to_the_root_is_the_root(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/")
+    assert rather("train", config(output_dir=str(tmp_path / "link"))).exit_code == 2
+
+
+def test_a_file_in_the_place_of_the_folder(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a letter")
+    done = rather("train", config())
+    assert done.exit_code == 2, (done.output, done.exception)
+    assert "output_dir" in done.stderr
+    assert (tmp_path / "out").read_text() == "a letter"
+
+
+def test_a_linked_run_folder_is_refused(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run").symlink_to(tmp_path / "elsewhere")
+    done = rather("train", config())
+    assert done.exit_code == 2
+    assert "is a symbolic link" in done.stderr
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_folder_of_something_else_is_refused_and_untouched(config: Config, tmp_path: Path) -> None:
+    letters = tmp_path / "out" / "run"
+    letters.mkdir(parents=True)
+    (letters / "letter.txt").write_text("dear")
+    done = rather("train", config())
+    assert done.exit_code == 2
+    assert "holds no run but letter.txt" in done.stderr
+    assert [file.name for file in letters.iterdir()] == ["letter.txt"]
+    assert rather("train", config(), "--overwrite").exit_code == 0
+    assert (letters / "letter.txt").read_text() == "dear"
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self/attr").exists(), reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(config: Config, tmp_path: Path) -> None:
+    done = rather("train", config(output_dir="/proc/rather"))
+    assert done.exit_code in (2, 9), (done.output, done.exception)
+    assert "/proc/rather" in done.stderr
+
+
+def test_a_folder_in_memory_is_told(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mounts").write_text(f"disk / ext4 rw 0 0\nnone {tmp_path}/out tmpfs rw 0 0\n")
+    settings = load_config(config())
+    claim(settings)
+    assert "lies in memory" not in caplog.text
+    monkeypatch.setattr(place, "MOUNTS", tmp_path / "mounts")
+    claim(settings)
+    assert "lies in memory, not on a disk" in caplog.text
+
+
+def test_two_runs_in_one_folder(config: Config, tmp_path: Path) -> None:
+    with lock(tmp_path / "out" / "run"):
+        done = rather("train", config())
+    assert done.exit_code == 2
+    assert f"is in use by process {os.getpid()} on" in done.stderr

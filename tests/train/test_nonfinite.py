@@ -1,0 +1,313 @@
+"""A loss or gradient that is no number never reaches the weights; all ranks skip together, and its place is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rather import faults
+from rather.batch import PairLogps
+from rather.checkpoint import open_checkpoint
+from rather.config.schema import DPOConfig, TrainingArgs
+from rather.config.strategies import Layout
+from rather.data.pack import pack
+from rather.errors import NonFiniteError
+from rather.objective import own_loss
+from rather.optim import Optimizer
+from rather.parallel.apply import build_mesh, divide
+from rather.parallel.shard import STAGES, local
+from rather.parallel.stages import Stages
+from rather.pipeline import DPOPipeline
+from rather.run.incidents import Incidents
+from rather.trainer import RankTrainer, StepResult, Whole
+from rather.trouble import NOTHING_PASSES, Limits
+from tests.padded import random_pairs
+from tests.same.canonical import Setup, make_policy, make_step, make_trainer, pairs_of
+from tests.same.pool import pool
+from tests.tiny import make_config, metrics, tiny_policy
+
+SETUP = Setup(steps=3, layers=2, lr=1e-3)
+
+
+# --- one rank, and several ---
+
+
+def state_of(trainer: RankTrainer) -> dict[str, Tensor]:
+    """Copies of everything a step changes, this rank's part: weights, masters, moments."""
+    assert trainer.optimizer
+    found = {name: local(parameter) for name, parameter in trainer.policy.named_parameters()}
+    found |= {f"{name}.master": master for name, master in trainer.optimizer.masters.items()}
+    return {name: tensor.detach().clone() for name, tensor in (found | trainer.optimizer.moments()).items()}
+
+
+def trainer_of(layout: Layout) -> RankTrainer:
+    if layout.devices == 1:
+        return make_trainer(SETUP)
+    mesh = build_mesh(layout, "cpu")
+    divided: Any = divide(make_policy(SETUP), mesh, layout, compute=torch.float32, recompute="none")
+    runner = divided if isinstance(divided, Stages) else Whole(divided, STAGES[layout.stage])
+    return make_trainer(SETUP, mesh, divided, runner)
+
+
+def struck(layout: Layout, folder: Path, fault: str, limits: Limits | None = None) -> dict[str, Any]:
+    """Three steps of one rank, of which the second is struck, or held by its limits. What it told, and what it left."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv(faults.VARIABLE, fault)
+    rank = dist.get_rank() if layout.devices > 1 else 0
+    faults.arm(folder, "actor_train", rank)
+    patch.undo()
+    trainer = trainer_of(layout)
+    states, results = [state_of(trainer)], []
+    for number, pairs in enumerate(pairs_of(SETUP), start=1):
+        faults.at_step(number)
+        step = make_step(pairs, trainer.mesh.size("dp"))
+        own = step.dealt[trainer.mesh.rank("dp")]
+        results.append(trainer.train_step(own, step.reference, step.facts, limits if number == 2 else None))
+        states.append(state_of(trainer))
+    assert trainer.optimizer
+    updates, gradients = trainer.optimizer.updates, trainer.optimizer.gradients()
+    faults.arm(folder, "actor_train", rank)
+    return {"states": states, "results": results, "updates": updates, "gradients": gradients}
+
+
+def assert_untouched(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+
+
+def assert_only_the_second_is_skipped(found: dict[str, Any], reason: str) -> None:
+    assert [result.held for result in found["results"]] == [None, reason, None]
+    assert_untouched(found["states"][1], found["states"][2])
+    for one, other in ((0, 1), (2, 3)):  # the others moved every weight
+        before, after = found["states"][one], found["states"][other]
+        assert not any(torch.equal(tensor, after[name]) for name, tensor in before.items() if tensor.numel())
+    assert (found["updates"], found["gradients"]) == (2, [])
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_one_process_skips_and_names_the_pairs(tmp_path: Path, phase: str) -> None:
+    found = struck(Layout(1), tmp_path, f"step=2,phase={phase},rank=0,visit=2,kind=nan")
+    assert_only_the_second_is_skipped(found, "nonfinite")
+    result: StepResult = found["results"][1]
+    assert math.isnan(result.loss) is (phase == "forward")
+    assert math.isnan(result.grad_norm)
+    second = make_step(pairs_of(SETUP)[1], 1).dealt[0][1]  # visit 2 is the second micro-batch
+    assert result.trouble
+    assert result.trouble.pairs == sorted(second.pair_P.tolist())
+    assert result.trouble.ranks == [0]
+    assert next(iter(result.trouble.layers)) == "model.norm.weight"  # nearest to the loss
+    assert len(result.trouble.layers) == 5
+    assert result.trouble.layers_lost == len(list(make_policy(SETUP).parameters()))
+
+
+LAYOUTS = {
+    "dp2": Layout(2),
+    "zero3": Layout(2, stage=3, shard=2),
+    "tp2": Layout(1, tp=2),
+    "pp2": Layout(1, pp=2),
+}
+
+
+@pytest.mark.parametrize(("name", "phase"), [
+    ("dp2", "forward"), ("dp2", "backward"), ("zero3", "forward"), ("zero3", "backward"), ("tp2", "backward"),
+    ("pp2", "forward"),
+])  # fmt: skip
+def test_all_ranks_skip_together(tmp_path: Path, name: str, phase: str) -> None:
+    found = pool(2).run(struck, LAYOUTS[name], tmp_path, f"step=2,phase={phase},rank=1,kind=nan")
+    for each in found:
+        assert_only_the_second_is_skipped(each, "nonfinite")
+    first, second = (each["results"][1] for each in found)
+    assert str(first.trouble) == str(second.trouble)  # every rank tells the same; NaN is not equal to itself
+    assert first.trouble.ranks == [1]
+    dealt = make_step(pairs_of(SETUP)[1], LAYOUTS[name].dp).dealt[-1]
+    assert first.trouble.pairs == sorted(dealt[0].pair_P.tolist())  # the first micro-batch of the last dp rank
+    assert first.trouble.layers
+    assert all(math.isnan(norm) for norm in first.trouble.layers.values())
+
+
+def test_limits_hold_a_step_on_all_ranks(tmp_path: Path) -> None:
+    for each in pool(2).run(struck, LAYOUTS["dp2"], tmp_path, "", NOTHING_PASSES):
+        assert_only_the_second_is_skipped(each, "spike")
+
+
+def infinite(x: PairLogps) -> Tensor:
+    """A loss of infinity for the second pair, with a gradient that is a number."""
+    losses = x.policy[:, 0] * 1.0
+    return torch.cat([losses[:1], losses[1:2].detach() * 0 + math.inf, losses[2:]])
+
+
+def test_a_loss_that_is_no_number_counts_although_its_gradient_is_one() -> None:
+    policy = tiny_policy()
+    optimizer = Optimizer(policy.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-3, max_grad_norm=1.0)
+    trainer = RankTrainer(policy, own_loss(infinite), optimizer)
+    before = state_of(trainer)
+    batches = pack(random_pairs(3, 60), 10**6)
+    result = trainer.train_step(batches, {"sum": torch.zeros(3, 2)})
+    assert math.isfinite(result.grad_norm)
+    assert result.held == "nonfinite"
+    assert result.trouble
+    assert result.trouble.pairs == [0, 1, 2]  # those of the micro-batch: no log-prob and no slope is lost
+    assert result.trouble.layers_lost == 0
+    assert sorted(result.trouble.layers.values(), reverse=True) == list(result.trouble.layers.values())
+    assert_untouched(before, state_of(trainer))
+
+
+# --- a whole run ---
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the faults of the runs that follow."""
+    for name in ("check_family", "check_model"):  # half the time of a tiny run, with tests of their own
+        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+    monkeypatch.setattr(faults, "_armed", None)
+    return lambda *parts: monkeypatch.setenv(faults.VARIABLE, ";".join(parts))
+
+
+def nan_at(step: int) -> str:
+    return f"step={step},phase=forward,role=actor_train,kind=nan"
+
+
+def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
+    changes = {"max_steps": 6, "actor_train__training_args__num_train_epochs": 2.0, **changes}
+    config = make_config(folder, exp_name=name, **changes)
+    assert DPOPipeline(config).run() == 0
+    return config, [line for line in metrics(config) if "lr" in line]
+
+
+def weights(config: DPOConfig, step: int) -> dict[str, Tensor]:
+    found = open_checkpoint(config.run_dir / f"checkpoint-{step}")
+    groups = {group: found.stored(group) for group in ("model", "optimizer")}
+    return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
+
+
+def incidents(config: DPOConfig) -> list[dict[str, Any]]:
+    lines = (config.run_dir / "incidents.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+def test_a_skipped_step_is_told_and_touches_nothing(shared: Path, fault: Any) -> None:
+    fault(nan_at(3))
+    config, lines = run(shared, "nan-skip", save_steps=1, max_ckpt_to_keep=0)
+    assert_untouched(weights(config, 2), weights(config, 3))
+    assert not all(torch.equal(tensor, weights(config, 4)[name]) for name, tensor in weights(config, 3).items())
+    assert [line["skipped_iter"] for line in lines] == [0, 0, 1, 0, 0, 0]
+    assert lines[2]["loss"] is lines[2]["grad_norm"] is None
+    assert {"loss", "grad_norm"} <= lines[2]["nonfinite"].keys()
+    assert lines[3]["lr"] == lines[2]["lr"] > lines[4]["lr"]  # the schedule waits for the update
+    (told,) = incidents(config)
+    assert (told["kind"], told["step"], told["action"]) == ("nonfinite", 3, "skip")
+    assert (told["loss"], told["grad_norm"], told["ranks"]) == ("nan", "nan", [0])
+    assert told["layers"]["model.norm.weight"] == "nan"
+    rows = DPOPipeline(config).course.order.step(2).tolist()  # the step is one micro-batch
+    assert sorted(pair["line"] for pair in told["pairs"]) == sorted(row + 1 for row in rows)
+    assert {pair["file"] for pair in told["pairs"]} == {str(shared / "pairs.jsonl")}
+    assert (told["found"], told["pair_count"]) == ("pairs", 8)
+
+
+def test_one_lost_step_does_not_take_its_line_along(shared: Path, fault: Any) -> None:
+    """The means are those of the steps that had numbers; how many had none stands beside them."""
+    fault(nan_at(5))
+    _, lines = run(shared, "nan-line", logging_steps=3)
+    fault()
+    _, plain = run(shared, "nan-line-plain", logging_steps=1)
+    assert [(line["step"], line["skipped_iter"], line["pairs"]) for line in lines] == [(3, 0, 24), (6, 1, 24)]
+    assert "nonfinite" not in lines[1]
+    assert lines[1]["loss"] == pytest.approx((plain[3]["loss"] + plain[5]["loss"]) / 2, rel=1e-2)
+    assert lines[0]["loss"] == pytest.approx(sum(line["loss"] for line in plain[:3]) / 3)
+
+
+def test_pairs_are_named_by_their_own_ids(shared: Path, fault: Any, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (shared / "pairs.jsonl").read_text().splitlines()]
+    named = tmp_path / "named.jsonl"
+    named.write_text("\n".join(json.dumps({**row, "id": f"pair {i}"}) for i, row in enumerate(rows)))
+    fault(nan_at(1))
+    config, _ = run(shared, "nan-ids", max_steps=2, actor_train__data_args__file_name=str(named))
+    (told,) = incidents(config)
+    assert {pair["id"] for pair in told["pairs"]} == {f"pair {pair['line'] - 1}" for pair in told["pairs"]}
+
+
+def test_stop_ends_the_run(shared: Path, fault: Any) -> None:
+    fault(nan_at(3))
+    with pytest.raises(NonFiniteError, match=r"step 3: loss nan.*on_nonfinite: stop.*weights were not touched") as stop:
+        run(shared, "nan-stop", on_nonfinite="stop")
+    assert stop.value.exit_code == 6
+
+
+def test_too_many_in_a_row(shared: Path, fault: Any) -> None:
+    fault(nan_at(1), nan_at(3), nan_at(4))
+    config, lines = run(shared, "nan-in-a-row", max_nonfinite_steps=3)  # a step that is one begins the count anew
+    assert [line["skipped_iter"] for line in lines] == [1, 0, 1, 1, 0, 0]
+    assert [each["step"] for each in incidents(config)] == [1, 3, 4]
+    with pytest.raises(NonFiniteError, match=r"step 4.*the last of 2 such steps in a row \(max_nonfinite_steps\)"):
+        run(shared, "nan-in-a-row-2", max_nonfinite_steps=2)
+
+
+def test_the_count_goes_on_after_a_resume(shared: Path, fault: Any) -> None:
+    fault(nan_at(3), nan_at(4))
+    run(shared, "nan-counted", max_nonfinite_steps=2, max_steps=3)
+    with pytest.raises(NonFiniteError, match=r"step 4.*the last of 2"):
+        run(shared, "nan-counted", max_nonfinite_steps=2)
+
+
+def test_a_rollback_leaves_the_step_out(shared: Path, fault: Any) -> None:
+    fault(nan_at(5))
+    config, lines = run(shared, "nan-rollback", on_nonfinite="rollback", save_steps=2)
+    skipped, _ = run(shared, "nan-rollback-skip", save_steps=2)
+    assert_untouched(weights(skipped, 6), weights(config, 6))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["skipped_iter"] for line in lines] == [0, 0, 0, 0, 1, 0]
+    assert [(each["kind"], each["step"], each.get("to")) for each in incidents(config)] == [
+        ("nonfinite", 5, None), ("rollback", 5, 4),
+    ]  # fmt: skip
+    assert open_checkpoint(config.run_dir / "checkpoint-4").state["progress"]["rollbacks"] == [[4, 5]]
+    resumed, again = run(shared, "nan-rollback-on", resume_from_checkpoint=str(config.run_dir / "checkpoint-4"))
+    assert_untouched(weights(config, 6), weights(resumed, 6))  # a run that goes on leaves it out as well
+    assert [line["skipped_iter"] for line in again] == [1, 0]
+
+
+def test_a_rollback_without_a_checkpoint_goes_to_the_start(shared: Path, fault: Any) -> None:
+    fault(nan_at(2))
+    config, lines = run(shared, "nan-to-start", on_nonfinite="rollback", max_steps=3)
+    skipped, _ = run(shared, "nan-to-start-skip", max_steps=3)
+    assert_untouched(weights(skipped, 3), weights(config, 3))
+    assert [line["skipped_iter"] for line in lines] == [0, 1, 0]
+    assert [line["step"] for line in metrics(config)] == [line["step"] for line in metrics(skipped)]
+    assert incidents(config)[-1]["to"] == 0
+
+
+def test_a_second_rollback_to_the_same_step_ends_the_run(shared: Path, fault: Any) -> None:
+    fault(nan_at(3), nan_at(4))
+    with pytest.raises(NonFiniteError, match="step 4: the run cannot go back to step 2, to which it went back before"):
+        run(shared, "nan-loop", on_nonfinite="rollback", save_steps=2)
+
+
+def test_rollback_moves_a_synced_reference_back_too(shared: Path, fault: Any) -> None:
+    fault(nan_at(5))
+    synced = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5, "save_steps": 2}
+    config, _ = run(shared, "nan-synced", on_nonfinite="rollback", **synced)
+    skipped, _ = run(shared, "nan-synced-skip", **synced)
+    assert_untouched(weights(skipped, 6), weights(config, 6))
+    assert metrics(config)[-1]["eval/loss"] == metrics(skipped)[-1]["eval/loss"]
+
+
+# --- incidents.jsonl ---
+
+
+def test_incidents_cost_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    blocked = Incidents(tmp_path / "file")  # no folder can be made there
+    blocked.add("spike", 1, loss=math.inf)
+    blocked.add("spike", 2)
+    assert caplog.text.count("incidents are told here only") == 1
+    assert caplog.text.count("incident: ") == 2
+    Incidents(tmp_path, silent=True).add("spike", 1)
+    assert not (tmp_path / "incidents.jsonl").exists()

@@ -1,0 +1,197 @@
+"""Memory that does not suffice: smaller micro-batches with the same result, or a table and three ways out.
+
+No GPU is needed: micro-batches above a limit raise what CUDA raises. tests/gpu/test_shortage_cuda.py really runs out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rather.batch import PairBatch
+from rather.cluster.failure import Failure
+from rather.cluster.shortage import explained, shortage, table
+from rather.cluster.worker import ActorWorker
+from rather.config.schema import DPOConfig
+from rather.errors import MemoryShortage
+from rather.model import budget
+from rather.pipeline import DPOPipeline
+from rather.trainer import RankTrainer
+from tests.tiny import make_config, metrics, tiny_policy
+
+SAID = "CUDA out of memory. Tried to allocate 2.00 GiB."
+CHANGES = {
+    "max_steps": 4,
+    "actor_train__max_tokens_per_microbatch_in_train": 400,
+    "actor_train__training_args__adam_epsilon": 1e-6,  # smaller gradients are noise from the order of sums
+}
+
+
+@pytest.fixture(autouse=True)
+def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rather.run.memory.SMALLEST_BUDGET", 8)
+    for name in ("check_family", "check_model"):
+        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+
+
+class Device:
+    """Memory for micro-batches of so many tokens, with gradients and without."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, trained: float, looked_at: float = 10**9) -> None:
+        self.runs: list[tuple[str, int]] = []
+        for name, most in (("train_step", trained), ("log_probs", looked_at)):
+            monkeypatch.setattr(RankTrainer, name, self._limited(getattr(RankTrainer, name), name, most))
+
+    def _limited(self, method: Any, name: str, most: float) -> Any:
+        def call(trainer: RankTrainer, batches: Sequence[PairBatch], *args: Any) -> Any:
+            tokens = max(len(batch.ids_N) for batch in batches)
+            self.runs.append((name, tokens))
+            if tokens > most:
+                raise torch.OutOfMemoryError(f"{SAID}\nMore about the allocator.")
+            return method(trainer, batches, *args)
+
+        return call
+
+
+def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
+    config = make_config(folder, exp_name=name, **{**CHANGES, **changes})
+    assert DPOPipeline(config).run() == 0
+    return config, metrics(config)
+
+
+def incidents(config: DPOConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.run_dir / "incidents.jsonl").read_text().splitlines()]
+
+
+def assert_same_result(folder: Path, got: DPOConfig, lines: list[dict[str, Any]]) -> None:
+    want, expected = run(folder, "memory-enough")
+    for mine, theirs in zip(lines, expected, strict=True):
+        for key in ("loss", "grad_norm", "eval/loss", "eval/rewards/margins"):
+            assert mine.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-5, abs=1e-7)
+    models = [load_file(each.run_dir / "model" / "model.safetensors") for each in (got, want)]
+    for name, weight in models[1].items():
+        assert torch.allclose(models[0][name], weight, atol=1e-6), name
+
+
+def test_a_training_step_is_done_in_smaller_pieces(shared: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        device = Device(patch, trained=60)
+        config, lines = run(shared, "memory-train")
+    assert_same_result(shared, config, lines)
+    told = incidents(config)
+    assert {(each["kind"], each["role"], each["said"]) for each in told} == {("out_of_memory", "actor_train", SAID)}
+    first, second = told  # steps that were packed before are packed again, and halve nothing further
+    assert (first["step"], second["step"]) == (1, 1)
+    assert first["tokens"] > second["tokens"] > 60 >= second["budget"]
+    assert second["budget"] == second["tokens"] // 2
+    assert [tokens for name, tokens in device.runs if name == "train_step"][-1] <= 60
+
+
+def test_evaluation_and_reference_are_done_in_smaller_pieces(shared: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Device(patch, trained=10**9, looked_at=70)
+        config, lines = run(shared, "memory-look", reference__cache__enabled=False)
+    assert_same_result(shared, config, lines)
+    budgets = {role: [each["budget"] for each in incidents(config) if each["role"] == role]
+               for role in ("actor_train", "reference")}  # fmt: skip
+    for each in budgets.values():
+        assert each
+        assert each[-1] <= 70
+        assert each == sorted(each, reverse=True)
+
+
+def test_what_cannot_be_made_smaller_tells_where_memory_goes(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch, trained=5)
+    with pytest.raises(MemoryShortage) as caught:
+        run(shared, "memory-none")
+    said = str(caught.value)
+    assert caught.value.exit_code == 8
+    assert said.startswith(SAID)
+    assert "allocator" not in said
+    for row in ("weights", "gradients", "masters and moments", "reference", "activations of 1000", "logits of 1000"):
+        assert re.search(rf"^  {row}.* +[0-9.]+ GiB$", said, re.MULTILINE), row
+    _, ways = said.split("Any of these needs less:\n")
+    named = [way.split()[0] for way in ways.splitlines()]
+    assert len(named) == 3
+    settings = [name.split("=") for name in named if "=" in name]
+    assert len(settings) == 2
+    for key, value in settings:  # every one is a setting that the config takes
+        make_config(shared, **{key.replace(".", "__"): int(value) if value.isdigit() else value})
+
+
+def test_the_table_is_of_the_real_tensors(shared: Path) -> None:
+    config = make_config(shared, exp_name="table")
+    worker = ActorWorker(config, "actor_train")
+    worker.initialize(3)
+    worker.plan(50)
+    weights = sum(parameter.nbytes for parameter in worker.trainer.policy.parameters())
+    rows = table(worker)
+    assert (rows["weights"], rows["gradients"], rows["reference"]) == (weights, weights, weights)
+    assert 2 * weights <= rows["masters and moments"] <= 2 * weights + 4 * 100
+    assert rows["logits of 1000 tokens"] == 1000 * 63 * 4
+    worker.planned = budget.Budget(512, "none", bytes_of_token=7.0)
+    assert table(worker)["activations and logits of 1000 tokens, measured"] == 7000.0
+
+
+def test_a_model_that_does_not_fit_says_so(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError(SAID)
+
+    monkeypatch.setattr("rather.cluster.worker.load_policy", full)
+    with pytest.raises(MemoryShortage, match=r"(?s)Tried to allocate.*state of actor_train, computed .*needs less"):
+        run(shared, "memory-model")
+
+
+def test_of_several_ranks_the_one_that_runs_out_tells_all_that(shared: Path) -> None:
+    """In words, which is how a failure leaves its process."""
+    worker = ActorWorker(make_config(shared), "actor_train")
+    worker.initialize(3)
+    with pytest.raises(torch.OutOfMemoryError) as caught, explained(worker):
+        raise torch.OutOfMemoryError(f"{SAID}\nMore.")
+    told = Failure.of(caught.value).error("actor_train rank 1 of 2", "actor_train")
+    assert isinstance(told, MemoryShortage)
+    assert str(told).startswith(f"actor_train rank 1 of 2: {SAID} \nWhere the memory of cpu goes:\n  weights ")
+    assert str(shortage(caught.value)) in str(told).replace(" \n", "\n")
+
+
+# --- the probe before the first step ---
+
+
+class Rehearsal:
+    """Runs out of memory above so many tokens."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.seen: list[int] = []
+        self.forgotten = 0
+
+    def rehearse(self, batch: PairBatch) -> None:
+        self.seen.append(len(batch.ids_N))
+        if self.seen[-1] > self.most:
+            raise torch.OutOfMemoryError(SAID)
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize(
+    ("most", "longest", "chosen", "seen"),
+    [
+        (9000, 100, 8192, [8192]),
+        (5000, 100, 4096, [8192, 4096]),
+        (3000, 100, 0, [8192, 4096]),  # less is badly used: activations are recomputed instead
+        (9000, 9000, 8192, [9216]),  # a pair larger than the budget has a micro-batch of its own
+    ],
+)
+def test_the_largest_micro_batch_is_tried_first(most: int, longest: int, chosen: int, seen: list[int]) -> None:
+    trainer = Rehearsal(most if longest < 9000 else 9999)
+    found = budget._largest_tried(tiny_policy(), trainer, 8192, budget.LEAST, longest)
+    assert (found, trainer.seen) == (chosen, seen)
+    assert trainer.forgotten == len(seen)

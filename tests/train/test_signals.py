@@ -1,0 +1,238 @@
+"""SIGTERM and SIGINT in any phase end in a complete checkpoint, and the run that goes on ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rather.checkpoint import newest_good, open_checkpoint
+from rather.cluster.worker import ActorWorker
+from rather.config.load import dump_yaml
+from rather.config.schema import DPOConfig
+from rather.pipeline import DPOPipeline
+from rather.signals import StopRequest
+from tests.checkpoint.runs import assert_same, steps
+from tests.tiny import in_child, make_config, metrics
+
+RUN: dict[str, Any] = {
+    "max_steps": 6,
+    "save_steps": 5,
+    "eval_steps": 4,  # and at 0, after an epoch of five steps, and at the end: three chunks each
+    "logging_steps": 3,
+    "actor_train__training_args__num_train_epochs": 2.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rather.run.evaluation.EVALUATION_CHUNK", 4)
+    for name in ("check_family", "check_model"):  # half the time of a tiny run
+        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("signals")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("rather.run.evaluation.EVALUATION_CHUNK", 4)
+        assert DPOPipeline(config_of(found, "whole")).run() == 0
+    return found
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    return make_config(folder, exp_name=name, **{**RUN, **changes})
+
+
+def ask_in(
+    monkeypatch: pytest.MonkeyPatch, role: str, method: str, call: int, number: int, cls: type = ActorWorker
+) -> None:
+    """The given call of a worker's method sends this process a signal before it does its work."""
+    original, calls = getattr(cls, method), iter(range(1, 1000))
+
+    def asking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.role == role and next(calls) == call:
+            os.kill(os.getpid(), number)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, method, asking)
+
+
+PHASES = {
+    "evaluation before the first step": ("actor_train", "compute_log_probs", 2, 0),
+    "evaluation": ("actor_train", "compute_log_probs", 5, 4),
+    "last evaluation": ("actor_train", "compute_log_probs", 11, 6),
+    "reference": ("reference", "compute_log_probs", 5, 2),
+    "reference in an evaluation": ("reference", "compute_log_probs", 2, 0),
+    "training": ("actor_train", "train_step", 3, 3),
+    "saving": ("actor_train", "write_state", 1, 6),
+    "last save": ("actor_train", "write_state", 2, 6),
+}
+
+
+CASES = [(phase, signal.SIGTERM) for phase in PHASES] + [(phase, signal.SIGINT) for phase in ("evaluation", "training")]
+
+
+@pytest.mark.parametrize(("phase", "number"), CASES)
+def test_a_signal_ends_in_a_checkpoint(folder: Path, phase: str, number: signal.Signals) -> None:
+    role, method, call, step = PHASES[phase]
+    name = f"{phase}-{number}".replace(" ", "-")
+    config = config_of(folder, name, reference__cache__path=str(folder / "caches" / name))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ask_in(monkeypatch, role, method, call, number)
+        assert DPOPipeline(config).run() == 128 + number
+    assert steps(config.run_dir)[-1] == step
+    assert open_checkpoint(config.run_dir / f"checkpoint-{step}").step == step
+    assert not (config.run_dir / "model").exists()
+    assert DPOPipeline(config).run() == 0
+    assert_same(config, config_of(folder, "whole"))
+
+
+def test_an_evaluation_is_left_at_its_next_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, chunks = config_of(folder, "prompt"), iter(range(100))
+    original = ActorWorker.compute_log_probs
+
+    def counted(self: ActorWorker, *args: Any) -> Any:
+        if self.role == "actor_train" and next(chunks) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args)
+
+    monkeypatch.setattr(ActorWorker, "compute_log_probs", counted)
+    assert DPOPipeline(config).run() == 143
+    assert next(chunks) == 1
+    assert metrics(config) == []
+
+
+def test_early_stopping_by_an_evaluation_that_was_broken_off(folder: Path) -> None:
+    """The open log line is written after it, with numbers of the step before the signal."""
+    constant = {"early_stopping_patience": 1, "metric_for_best_model": "eval/pairs"}
+    whole, config = (config_of(folder, name, **constant) for name in ("early-whole", "early"))
+    assert DPOPipeline(whole).run() == 0
+    assert [line["step"] for line in metrics(whole) if "loss" in line] == [3, 4]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ask_in(monkeypatch, "actor_train", "compute_log_probs", 5, signal.SIGTERM)
+        assert DPOPipeline(config).run() == 143
+    assert DPOPipeline(config).run() == 0
+    kept = ("step", "loss", "grad_norm", "lr", "pairs", "tokens", "eval/loss", "skipped_iter")
+    first, second = ([{key: line.get(key) for key in kept} for line in metrics(each)] for each in (whole, config))
+    assert first == second
+    weights = [(each.run_dir / "model" / "model.safetensors").read_bytes() for each in (whole, config)]
+    assert weights[0] == weights[1]
+
+
+def test_a_signal_during_the_export_comes_after_the_end(folder: Path) -> None:
+    config = config_of(folder, "export")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ask_in(monkeypatch, "actor_train", "save_model", 1, signal.SIGTERM)
+        assert DPOPipeline(config).run() == 143
+    assert_same(config, config_of(folder, "whole"))
+    assert DPOPipeline(config).run() == 0
+
+
+def test_sigusr1_saves_and_goes_on(folder: Path) -> None:
+    config = config_of(folder, "usr1")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ask_in(monkeypatch, "actor_train", "train_step", 2, signal.SIGUSR1)
+        assert DPOPipeline(config).run() == 0
+    assert steps(config.run_dir) == [2, 5, 6]
+    assert_same(config, config_of(folder, "whole"))
+
+
+def _twice(folder: Path, first: int, second: int) -> int:
+    step = ActorWorker.train_step
+
+    def asking(self: ActorWorker, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        self.done = getattr(self, "done", 0) + 1
+        if self.done == 6:  # after the checkpoint of step 5
+            os.kill(os.getpid(), first)
+            os.kill(os.getpid(), second)
+        return result
+
+    ActorWorker.train_step = asking  # type: ignore[method-assign] # of this process, which ends here
+    with (folder / "twice.err").open("w") as told:
+        os.dup2(told.fileno(), 2)
+        sys.stderr = told
+        name = f"twice-{first}-{second}"
+        return DPOPipeline(config_of(folder, name, checkpoint_config__async_save="off")).run()
+
+
+@pytest.mark.parametrize(("first", "second"), [(15, 15), (15, 2), (2, 15)])
+def test_a_second_signal_ends_at_once(folder: Path, first: int, second: int) -> None:
+    assert in_child(_twice, folder, first, second) == 128 + second
+    assert "second signal: ending at once; the last checkpoint is step 5" in (folder / "twice.err").read_text()
+    assert steps(folder / "output" / f"twice-{first}-{second}") == [5]
+
+
+def _before(folder: Path, place: str, number: int) -> int:
+    from rather import cli
+    from rather.data import prepare
+    from rather.terminal import guarded
+
+    owner, name = (prepare._Builder, "_columns") if place == "data" else (ActorWorker, "initialize")
+    original = getattr(owner, name)
+
+    def asking(*args: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return original(*args)
+
+    setattr(owner, name, asking)
+    file = folder / "before.yaml"
+    file.write_text(dump_yaml(config_of(folder, f"before-{place}")))
+    with (folder / "before.err").open("w") as told:
+        os.dup2(told.fileno(), 2)
+        return guarded(lambda: cli.train_from_config(file, []))
+
+
+@pytest.mark.parametrize(("place", "number"), [("data", signal.SIGTERM), ("model", signal.SIGINT)])
+def test_before_the_model_is_there_the_data_is_kept(folder: Path, place: str, number: int) -> None:
+    assert in_child(_before, folder, place, number) == 128 + number
+    told = (folder / "before.err").read_text()
+    assert "ended before training began. Pairs that were prepared are kept in the data cache" in told
+    assert "Traceback" not in told
+    assert newest_good(folder / "output" / f"before-{place}") is None
+    assert list((folder / "output" / ".cache" / "data").glob("*.arrow"))
+
+
+def test_a_signal_between_two_agreements_waits_for_the_next() -> None:
+    """Else one of several processes would stop while the others go on."""
+    stop = StopRequest()
+    with stop:
+        stop.begin_training()
+        asked = stop.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.agree(asked)
+        assert not stop.stops
+        assert stop.exit_code == 0
+        stop.agree(stop.asked)
+        assert (stop.stops, stop.saves, stop.exit_code) == (True, True, 143)
+    other = StopRequest()
+    other.agree(stop.asked)
+    assert (other.signal, other.exit_code) == (signal.SIGTERM, 143)
+
+
+def test_outside_the_main_thread_nothing_is_caught() -> None:
+    before, found = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with StopRequest():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def test_torchrun_passes_an_interrupt_on_and_that_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with StopRequest() as stop:
+        stop.begin_training()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.signal == signal.SIGINT

@@ -1,0 +1,119 @@
+"""The spike rule: what a spike is, and that a step that is one is told, skipped or gone back from."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rather import faults
+from rather.checkpoint import open_checkpoint
+from rather.cluster.worker import ActorWorker
+from rather.config.schema import DPOConfig, SpikeArgs
+from rather.pipeline import DPOPipeline
+from rather.run.spikes import History
+from rather.trouble import Limits
+from tests.tiny import make_config, metrics
+from tests.train.test_nonfinite import assert_untouched, incidents, weights
+
+SPIKE = 6
+
+
+@pytest.fixture(autouse=True)
+def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("check_family", "check_model"):
+        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+
+
+# --- what a spike is ---
+
+
+def test_limits_are_so_many_deviations_above_the_mean() -> None:
+    history, rule = History(), SpikeArgs(window=4, sigma=2.0)
+    for loss, norm in ((1.0, 10.0), (3.0, 10.0)):
+        assert history.limits(rule) == Limits()  # half a window must be there
+        history.add(loss, norm, rule.window)
+    limits = history.limits(rule)
+    assert limits.loss == pytest.approx(2.0 + 2.0 * 1.0)
+    assert limits.grad_norm == math.inf  # what does not vary sets no limit
+    assert not limits.exceeded(4.0, 1e9)
+    assert limits.exceeded(4.01, 0.0)
+    assert not limits.exceeded(-1e9, -1e9)
+
+
+def test_a_history_is_as_long_as_its_window_and_holds_numbers_only() -> None:
+    history = History()
+    for loss in range(7):
+        history.add(float(loss), 1.0, 4)
+    history.add(math.nan, 1.0, 4)
+    history.add(1.0, math.inf, 4)
+    assert (history.losses, history.norms) == ([3.0, 4.0, 5.0, 6.0], [1.0] * 4)
+
+
+def test_a_level_that_stays_high_is_no_spike_for_ever() -> None:
+    history, rule = History(), SpikeArgs(window=8, sigma=3.0)
+    for i in range(8):
+        history.add(1.0 + 0.01 * (i % 2), 1.0, rule.window)
+    spikes = []
+    for _ in range(6):
+        spikes.append(history.limits(rule).exceeded(5.0, 1.0))
+        history.add(5.0, 1.0, rule.window)
+    assert spikes == [True] + [False] * 5
+
+
+# --- in a run ---
+
+
+class Spiking(ActorWorker):
+    """One step has a loss a thousand times that of the others."""
+
+    def build_loss(self) -> Any:
+        return lambda x: -x.policy[:, 0] * (1e3 if faults.step() == SPIKE else 1.0)
+
+
+def run(folder: Path, name: str, action: str | None, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
+    spike = {"spike": {"window": 8, "sigma": 40.0, "action": action}} if action else {}
+    changes = {"max_steps": 8, "save_steps": 1, "max_ckpt_to_keep": 0, **spike, **changes}
+    training = {"num_train_epochs": 2.0, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+    training |= {"per_device_train_batch_size": 8}
+    roles = {"actor_train__training_args": training, "actor_train__worker_cls": Spiking}
+    config = make_config(folder, exp_name=name, **roles, **changes)
+    assert DPOPipeline(config).run() == 0
+    return config, [line for line in metrics(config) if "lr" in line]
+
+
+def test_a_spike_is_told_and_taken(shared: Path) -> None:
+    plain, _ = run(shared, "spike-no-rule", None)
+    config, lines = run(shared, "spike-log", "log")
+    (told,) = incidents(config)
+    assert (told["kind"], told["step"], told["action"]) == ("spike", SPIKE, "log")
+    assert told["loss"] > told["loss_limit"]
+    assert told["loss"] == lines[SPIKE - 1]["loss"]
+    assert [line["skipped_iter"] for line in lines] == [0] * 8
+    assert_untouched(weights(plain, 8), weights(config, 8))
+    assert not (plain.run_dir / "incidents.jsonl").exists()
+
+
+def test_a_spike_is_skipped_and_a_resumed_run_skips_it_too(shared: Path) -> None:
+    config, lines = run(shared, "spike-skip", "skip")
+    assert_untouched(weights(config, SPIKE - 1), weights(config, SPIKE))
+    assert [line["skipped_iter"] for line in lines] == [0] * 5 + [1, 0, 0]
+    assert lines[SPIKE - 1]["loss"] > 100 * lines[0]["loss"]  # it is shown as it was
+    run(shared, "spike-skip-parts", "skip", max_steps=SPIKE - 1)
+    resumed, again = run(shared, "spike-skip-parts", "skip")
+    assert_untouched(weights(config, 8), weights(resumed, 8))
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines]
+    states = [open_checkpoint(each.run_dir / "checkpoint-8").state["progress"] for each in (config, resumed)]
+    assert states[0]["history"] == states[1]["history"]
+    assert len(states[0]["history"]["losses"]) == 8
+
+
+def test_a_spike_is_gone_back_from(shared: Path) -> None:
+    skipped, _ = run(shared, "spike-back-skip", "skip")
+    config, lines = run(shared, "spike-back", "rollback", save_steps=4)
+    assert_untouched(weights(skipped, 8), weights(config, 8))
+    assert [line["skipped_iter"] for line in lines] == [0] * 5 + [1, 0, 0]
+    assert [(each["kind"], each["step"]) for each in incidents(config)] == [("spike", SPIKE), ("rollback", SPIKE)]
+    assert incidents(config)[1]["to"] == 4
