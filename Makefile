@@ -11,7 +11,7 @@
 VENV  := .venv
 STAMP := $(VENV)/.installed
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check
-PYTEST  := $(VENV)/bin/python -m pytest -q --dist loadgroup
+PYTEST  := $(VENV)/bin/python -m pytest -q
 WORKERS ?= 2
 MINUTES ?= 60
 

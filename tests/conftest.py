@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Set before any library reads them: tests never ask a hub, and bits do not depend on the core count.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,16 +44,26 @@ def team_data() -> Path:
     return folder
 
 
-# Folders whose tests share costly processes go to one worker, those with a Ray to the same one. Elsewhere a file does.
-SHARING = {"tests/cluster": "ray", "tests/faults": "ray", "tests/same": "ranks"}
-
-
-@pytest.hookimpl(tryfirst=True)  # before the workers read the marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is no CUDA device; each is told which others to stay with."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
     for item in items:
-        file = item.path.relative_to(config.rootpath).as_posix()
-        shared = (group for folder, group in SHARING.items() if file.startswith(folder))
-        item.add_marker(pytest.mark.xdist_group(next(shared, file)))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# Folders whose tests share costly processes go to one worker, those with a Ray to the same one. Elsewhere a file does.
+SHARING = {"tests/cluster/": "ray", "tests/faults/": "ray", "tests/same/": "ranks"}
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class BySharing(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((group for folder, group in SHARING.items() if file.startswith(folder)), file)
+
+    return BySharing(config, log)
