@@ -44,7 +44,6 @@ class Supervision:
         log.warning("%s Now %s%s: loss %d of %d since the last checkpoint.", *told)
         time.sleep(pause)
 
-
     def note(self, kind: str, error: RatherError, **facts: Any) -> None:
         self._write(kind, self._step(), cause=str(error), **facts)
 

@@ -32,9 +32,7 @@ def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
     )
 
 
-def torchrun(
-    config: DPOConfig, processes: int, *overrides: str
-) -> subprocess.CompletedProcess[str]:
+def torchrun(config: DPOConfig, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     file = Path(config.output_dir).parent / "dpo.yaml"
     file.write_text(dump_yaml(config))
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
