@@ -19,31 +19,46 @@ ENDS = (signal.SIGTERM, signal.SIGINT)
 SAVES = signal.SIGUSR1
 STOPS = 1000  # above every number that asks for less
 ECHO = 10.0  # seconds in which torchrun passes on the Ctrl-C that its processes have got from the terminal as well
+PATIENCE = 45.0  # seconds for taking leave; after that a library that waits for what is gone has had its time
 
 
 class StopRequest:
     """While entered, `signal` and `save_now` tell what was asked for; the loop looks at them between steps."""
 
-    def __init__(self, last_saved: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(
+        self, last_saved: Callable[[], int | None] = lambda: None, patience: float | None = PATIENCE
+    ) -> None:
+        self._patience = patience
         self.signal: int | None = None
         self.save_now = False
         self.stops = self.saves = False  # as all processes have agreed
         self.last_saved = last_saved
         self._at_once = True
         self._heard = 0.0
+        self._leaving: threading.Timer | None = None
 
     def __enter__(self) -> StopRequest:
         main = threading.current_thread() is threading.main_thread()  # the only one that signals reach
         self._before = {number: signal.signal(number, self._received) for number in (*ENDS, SAVES) if main}
         return self
 
-    def __exit__(self, *_exc: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._leaving is not None:
+            self._leaving.cancel()
+        if error is None:
+            self._end_if_asked()
 
     def begin_training(self) -> None:
         """From now on there is something to save."""
+        self._end_if_asked()
         self._at_once = False
+
+    def _end_if_asked(self) -> None:
+        """An exception raised amid a library's own work, such as its `__del__`, may have gone no further."""
+        if self._at_once and self.signal is not None:
+            raise _before_training(self.signal)
 
     @property
     def exit_code(self) -> int:
@@ -73,11 +88,10 @@ class StopRequest:
             self.save_now = True
             _say(f"{name}: saving after this step")
         elif self._at_once:
-            raise Ended(
-                number,
-                f"{name}: ended before training began. Pairs that were prepared are kept in the data cache, "
-                "and the same command goes on from there.",
-            )
+            self.signal = number
+            if self._patience is not None:
+                self._leaving = leave_within(self._patience, 128 + number)
+            raise _before_training(number)
         elif self.signal is None:
             self.signal, self._heard = number, time.monotonic()
             _say(f"{name}: finishing this step and saving; once more ends at once")
@@ -89,6 +103,22 @@ class StopRequest:
 
     def _is_echo(self) -> bool:
         return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self._heard < ECHO
+
+
+def leave_within(seconds: float, code: int) -> threading.Timer:
+    """Ends this process then, whatever it is waiting for; unless cancelled."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _before_training(number: int) -> Ended:
+    return Ended(
+        number,
+        f"{signal.Signals(number).name}: ended before training began. Pairs that were prepared are kept in the data "
+        "cache, and the same command goes on from there.",
+    )
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from rather.checkpoint import newest_good, open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
+from rather.errors import Ended
 from rather.pipeline import DPOPipeline
 from rather.signals import StopRequest
 from tests.checkpoint.runs import assert_same, steps
@@ -236,3 +238,42 @@ def test_torchrun_passes_an_interrupt_on_and_that_is_no_second_one(monkeypatch: 
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.signal == signal.SIGINT
+
+
+class Swallowing:
+    """As a library's own object: what is raised while it is taken down reaches nobody."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.getsignal(signal.SIGINT)  # a moment in which the handler runs
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("training", [False, True])
+def test_an_end_that_a_library_swallowed_comes_all_the_same(training: bool) -> None:
+    reached = []
+
+    def run() -> None:
+        with StopRequest() as stop:
+            Swallowing()
+            reached.append("swallowed")
+            if training:
+                stop.begin_training()
+                reached.append("training")
+
+    with pytest.raises(Ended, match="before training began"):
+        run()
+    assert reached == ["swallowed"]
+
+
+def test_a_library_that_waits_for_ever_does_not_hold_up_the_end() -> None:
+    code = "import threading; from rather.signals import leave_within; leave_within(0.1, 130); threading.Event().wait()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 130
+
+
+def test_who_catches_the_end_lives_on() -> None:
+    with pytest.raises(Ended), StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop._leaving is not None
+    stop._leaving.join(10)
+    assert stop._leaving.finished.is_set()
