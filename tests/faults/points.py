@@ -34,7 +34,7 @@ def kill(phase: str, **words: Any) -> str:
     steps = steps_of(phase)
     fault = {"step": steps[len(steps) // 2] if steps else None, "phase": phase, **words, "kind": "kill"}
     own = ",".join(f"{key}={value}" for key, value in fault.items() if value is not None)
-    return f"{kill(BEFORE[phase])};{own}" if phase in BEFORE else own
+    return f"{kill(BEFORE[phase], **words)};{own}" if phase in BEFORE else own
 
 
 def changes_for(fault: str) -> dict[str, Any]:
