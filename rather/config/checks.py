@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from rather.config.adapters import adapter_problems
 from rather.config.canonical import canonical_device_problems, canonical_problems
 from rather.config.deepspeed import deepspeed_problems, deepspeed_settings, is_deepspeed
+from rather.config.parity import parity_problems
 from rather.config.pipelines import SCHEDULES
 from rather.config.strategies import did_you_mean, layout, strategy_problems
 from rather.errors import ConfigError
@@ -33,6 +36,18 @@ LOSS_NAMES = (
 )  # fmt: skip
 
 
+NAMED = ("wandb", "trackio", "mlflow", "swanlab")
+TRACKER_SETTINGS = {
+    "log_dir": ("tensorboard", "wandb", "swanlab"),
+    "project": NAMED,
+    "name": NAMED,
+    "tags": ("wandb", "mlflow", "swanlab"),
+    "notes": ("wandb", "mlflow", "swanlab"),
+    "mode": ("wandb", "swanlab"),
+    "uri": ("mlflow",),
+}
+
+
 class Problem(NamedTuple):
     """What is wrong at a key, and the other keys that it depends on."""
 
@@ -44,11 +59,21 @@ class Problem(NamedTuple):
 def problems(config: DPOConfig) -> Iterator[Problem]:
     """Everything that cannot be done together, in the order of a YAML file."""
     for check in (
-        _resume, _evaluation, _loss, _clipping, _precision, _tracking, _columns,
-        _models, _files, _schedule, _layouts, _devices, _batch, _reference, _reference_cache, _environments,
-        _determinism,
+        _resume, _evaluation, _eval_prompts, _loss, _clipping, _precision, _tracking, _columns,
+        _adapters, _files, _schedule, _layouts, _devices, _batch, _reference, _reference_cache, _environments,
+        _determinism, _parity,
     ):  # fmt: skip
         yield from check(config)
+
+
+def missing(config: DPOConfig) -> Iterator[Problem]:
+    """What a run cannot be without, and a config of the Python API can: that one is given models and pairs."""
+    own = "actor_train.model_args.model_name_or_path"
+    if config.actor_train.model_args.model_name_or_path is None:
+        yield Problem("pretrain", f"no model is named; set pretrain or {own} to a folder or hub name", (own,))
+    if not config.actor_train.data_args.files:
+        text = "no training pairs are named; set it to a file or a list of files"
+        yield Problem("actor_train.data_args.file_name", text)
 
 
 def device_problems(config: DPOConfig, kind: str) -> list[str]:
@@ -105,7 +130,7 @@ def _evaluation(config: DPOConfig) -> Iterator[Problem]:
         "eval_steps": config.eval_steps is not None,
     }
     if not data.given:
-        for key in (key for key, on in asked.items() if on):
+        for key in (key for key, on in asked.items() if on and not (key == "eval_steps" and config.eval_prompts)):
             text = "needs evaluation pairs; set validation.data_args.file_name or validation.data_args.split"
             yield Problem(key, text, others)
     prefixes = ["eval/"] if "" in data.sets or data.split is not None else [f"eval/{name}/" for name in data.sets]
@@ -118,6 +143,20 @@ def _evaluation(config: DPOConfig) -> Iterator[Problem]:
     ):
         text = "nothing uses it; set save_best: true or early_stopping_patience"
         yield Problem("metric_for_best_model", text, ("save_best", "early_stopping_patience"))
+
+
+def _eval_prompts(config: DPOConfig) -> Iterator[Problem]:
+    asked = config.eval_prompts
+    if asked is None:
+        return
+    if (asked.prompts is None) == (asked.file is None):
+        yield Problem("eval_prompts", "give either prompts or file", ("eval_prompts.prompts", "eval_prompts.file"))
+    if asked.prompts == []:
+        yield Problem("eval_prompts.prompts", "names no prompt; remove eval_prompts, or write some")
+    mapping, other = config.actor_train.device_mapping or [0], config.reference.device_mapping or [0]
+    if len(mapping) > 1 or other != mapping or config.num_nodes > 1 or config.ray.address is not None:
+        text = "eval_prompts needs one device per policy, its reference on the same one; remove it on several"
+        yield Problem("eval_prompts", text, ("actor_train.device_mapping", "reference.device_mapping"))
 
 
 def _measured(metric: str, prefixes: list[str]) -> bool:
@@ -185,12 +224,12 @@ def _precision(config: DPOConfig) -> Iterator[Problem]:
 def _tracking(config: DPOConfig) -> Iterator[Problem]:
     if len(set(config.trackers)) < len(config.trackers):
         yield Problem("track_with", f"{config.track_with} names a tracker twice")
-    if config.tracker_kwargs.log_dir and "tensorboard" not in config.trackers:
-        yield Problem(
-            "tracker_kwargs.log_dir",
-            "is TensorBoard's folder, and track_with does not name tensorboard",
-            ("track_with",),
-        )
+    for name, takers in TRACKER_SETTINGS.items():
+        if getattr(config.tracker_kwargs, name) and not set(takers) & set(config.trackers):
+            text = f"is for {', '.join(takers)}, and track_with names none of them"
+            yield Problem(f"tracker_kwargs.{name}", text, ("track_with",))
+    if re.search(r"://[^/\s]*:[^/\s]*@", config.tracker_kwargs.uri or ""):
+        yield Problem("tracker_kwargs.uri", "holds a password; put the address into MLFLOW_TRACKING_URI instead")
 
 
 def _columns(config: DPOConfig) -> Iterator[Problem]:
@@ -212,17 +251,14 @@ def _columns(config: DPOConfig) -> Iterator[Problem]:
         )
 
 
-def _models(config: DPOConfig) -> Iterator[Problem]:
-    own = "actor_train.model_args.model_name_or_path"
-    if config.actor_train.model_args.model_name_or_path is None:
-        yield Problem("pretrain", f"no model is named; set pretrain or {own} to a folder or hub name", (own,))
+def _adapters(config: DPOConfig) -> Iterator[Problem]:
+    for key, text, others in adapter_problems(config):
+        yield Problem(key, text, others)
 
 
 def _files(config: DPOConfig) -> Iterator[Problem]:
     key, data = "actor_train.data_args.file_name", config.actor_train.data_args
     files = data.files
-    if not files:
-        yield Problem(key, "no training pairs are named; set it to a file or a list of files")
     if data.weights is not None and files and len(data.weights) != len(files):
         text = f"{len(data.weights)} weights for {len(files)} files; give one number per file"
         yield Problem("actor_train.data_args.weights", text, (key,))
@@ -392,6 +428,11 @@ def _environments(config: DPOConfig) -> Iterator[Problem]:
                 yield Problem(
                     f"reference.system_envs.{name}", text, ("actor_train.system_envs", "system_envs")
                 )
+
+
+def _parity(config: DPOConfig) -> Iterator[Problem]:
+    for key, text, others in parity_problems(config, data_parallel(config)):
+        yield Problem(key, text, others)
 
 
 def _determinism(config: DPOConfig) -> Iterator[Problem]:

@@ -6,15 +6,19 @@ model takes `pretrain`, data without a template `global_template`; `train_batch_
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rather.config import checks
+from rather.config.adapters import settings_in_file
 from rather.config.deepspeed import deepspeed_problems, deepspeed_settings, is_deepspeed
+from rather.config.parity import PRESETS
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
 
+log = logging.getLogger(__name__)
 TP_SPELLINGS = ("tp_size", "tensor_model_parallel_size")
 LAYOUT = ("strategy_name", "strategy_config", "tp_size", "pp_size", "cp_size")
 
@@ -25,6 +29,13 @@ def complete(config: DPOConfig) -> dict[str, str]:
     score_is_free = "score" not in config.actor_train.data_args.model_fields_set
     if not config.apply_loss_mask and score_is_free and _put(config, "actor_train.data_args.score", "all"):
         followed["actor_train.data_args.score"] = "apply_loss_mask"
+    args = config.actor_train.model_args
+    for name, value in settings_in_file(args).items():
+        if name not in args.model_fields_set and _put(config, f"actor_train.model_args.{name}", value):
+            followed[f"actor_train.model_args.{name}"] = "actor_train.model_args.lora_config"
+    for path, value in PRESETS[config.parity].items() if config.parity else ():
+        if not _said(config, path) and _put(config, path, value):
+            followed[path] = "parity"
     for path, source in _followers(config):
         if _put(config, path, value_at(config, source)):
             followed[path] = followed.get(source, source)
@@ -68,7 +79,7 @@ def _reference_keys(config: DPOConfig) -> Iterator[str]:
     said, actor = config.reference, config.actor_train
     names = ["dtype", "model_type", "trust_remote_code", "tokenizer_name_or_path"]
     if said.model_args.model_name_or_path in (None, actor.model_args.model_name_or_path):
-        names += ["model_name_or_path", "revision"]  # a revision belongs to its own model
+        names += ["model_name_or_path", "revision", "adapter_name_or_path", "quantization"]  # of one model
     yield from (f"model_args.{name}" for name in names if name not in said.model_args.model_fields_set)
     names = ["device_mapping", "infer_batch_size", "max_tokens_per_microbatch_in_infer"]
     yield from (name for name in names if name not in said.model_fields_set)
@@ -99,10 +110,21 @@ def _batch_sizes(config: DPOConfig) -> Iterator[tuple[str, int]]:
     if config.train_batch_size is None:
         return
     share = config.train_batch_size // checks.data_parallel(config)
+    sizes = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    if config.val_batch_size and sizes[0] * sizes[1] == 2 * share and sizes[0] % 2 == 0:
+        log.warning("%s.per_device_train_batch_size: %d counts answers, as train_batch_size says: read as %d pairs",
+                    prefix, sizes[0], sizes[0] // 2)  # fmt: skip
+        yield f"{prefix}.per_device_train_batch_size", sizes[0] // 2
+        return
     if "per_device_train_batch_size" not in training.model_fields_set:
         yield f"{prefix}.per_device_train_batch_size", share // training.gradient_accumulation_steps
     elif "gradient_accumulation_steps" not in training.model_fields_set:
         yield f"{prefix}.gradient_accumulation_steps", share // training.per_device_train_batch_size
+
+
+def _said(config: DPOConfig, path: str) -> bool:
+    parent, _, name = path.rpartition(".")
+    return name in (value_at(config, parent) if parent else config).model_fields_set
 
 
 def _put(config: DPOConfig, path: str, value: Any) -> bool:

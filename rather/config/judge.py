@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,11 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from rather.config.keys import nearest, suggestion, table
-from rather.config.schema import DPOConfig
+from rather.config.roll import strangers
+from rather.config.schema import FOR_A_RUN, DPOConfig
 from rather.errors import ConfigError
 from rather.redaction import looks_secret
 
 COMMAND_LINE = "command line"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,15 @@ def validated(
     Keys with a problem are taken out and the rest is judged again, so that a bad value does not hide an
     impossible combination elsewhere; combinations that depend on a key taken out are left unsaid.
     """
+    aside, refused = strangers(data)
+    found = {**refused, **found}
     problems = {".".join(names): text for names, text in found.items()}
     broken = set(problems)
-    for names in found:
+    for names in (*aside, *found):
         data = without(data, names)
     while True:
         try:
-            config = DPOConfig(**data)
+            config = DPOConfig.model_validate(data, context=FOR_A_RUN)
             break
         except ValidationError as error:
             fields = _field_problems(error, data)
@@ -92,6 +97,8 @@ def validated(
     if problems:
         ordered = sorted(problems, key=origins.order)
         raise ConfigError([f"{path}{origins.near(path)}: {problems[path]}" for path in ordered])
+    for path, text in ((".".join(names), text) for names, text in aside.items() if text):
+        log.warning("%s%s: %s", path, origins.near(path), text)
     return config
 
 

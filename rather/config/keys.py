@@ -39,7 +39,6 @@ OTHER_NAMES = {
     "dataset": "actor_train.data_args.file_name",
     "train_file": "actor_train.data_args.file_name",
     "eval_file": "validation.data_args.file_name",
-    "val_batch_size": "actor_train.infer_batch_size",
     "per_device_eval_batch_size": "actor_train.infer_batch_size",
     "max_length": "sequence_length",
     "max_seq_len": "sequence_length",
@@ -170,8 +169,15 @@ def _first_of_each_name(known: dict[str, Key]) -> dict[str, str]:
     return first
 
 
+NEVER_IN_A_FILE = {
+    "tracker_kwargs.api_key": "; keys are not kept in files: run `wandb login`, or set WANDB_API_KEY (SWANLAB_API_KEY)"
+}
+
+
 def suggestion(path: str) -> str:
     """'did you mean ...?' for an unknown key; a neighbour by its name, a key elsewhere by its whole path."""
+    if path in NEVER_IN_A_FILE:
+        return NEVER_IN_A_FILE[path]
     meant = nearest(path)
     if meant is None:
         parent = path.rpartition(".")[0]

@@ -6,15 +6,19 @@ judges.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydraOverride
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -26,6 +30,16 @@ from rather.config.masking import public_values
 from rather.config.positions import key_lines, node_problems, read_nodes
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
+
+
+class ShippedGroups(SearchPathPlugin):
+    """ROLL's `../config/deepspeed_zero3@_here_` in a defaults list is found in the package, after the user's own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("rather", f"file://{Path(__file__).parent / 'groups' / 'config'}")
+
+
+Plugins.instance().register(ShippedGroups)
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,17 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Loaded:
         readable = without(readable, names)
     config = validated(_plain(OmegaConf.create(dict(readable)), resolve=True), origins, problems)
     config._unresolved.update(raw)
-    return Loaded(config, _sources(config, origins), raw)
+    config._sources.update(_sources(config, origins))
+    return Loaded(config, dict(config.sources), raw)
+
+
+def composed_values(path: Path) -> dict[str, Any]:
+    """What a file says, its defaults list and ${...} filled in, before anybody judges it."""
+    composed = _compose(path, [])
+    try:
+        return _plain(composed, resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(f"{path.name}: {_in_short(error)}") from None
 
 
 def config_from_dict(values: Mapping[str, Any]) -> DPOConfig:
@@ -133,7 +157,11 @@ def _leaves(value: Any) -> Iterator[tuple[Names, Any]]:
 def _compose(path: Path, overrides: list[Override]) -> DictConfig:
     """Hydra's part: defaults lists, config groups, overrides. A `hydra:` key is Hydra's own and ends here."""
     try:
-        with initialize_config_dir(str(path.parent.resolve()), job_name="rather", version_base="1.3"):
+        with (
+            warnings.catch_warnings(),
+            initialize_config_dir(str(path.parent.resolve()), job_name="rather", version_base="1.3"),
+        ):
+            warnings.filterwarnings("ignore", "In '.*': Defaults list is missing")  # as in every file of ROLL
             composed = compose(path.stem, [override.hydra for override in overrides if override.hydra])
     except (HydraException, OmegaConfBaseException, YAMLError, RecursionError) as error:
         raise ConfigError(f"{path.name}: {_in_short(error)}") from None
@@ -150,7 +178,7 @@ def _compose(path: Path, overrides: list[Override]) -> DictConfig:
 
 def _in_short(error: BaseException) -> str:
     """A library's message without its search paths and its advice to write `+key=value`."""
-    noise = ("full_key", "object_type", "To append", "Config search")
+    noise = ("full_key", "object_type", "To append", "Config search", "provider=")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "; ".join([line for line in lines if not line.startswith(noise)][:3]) or type(error).__name__
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rather.config.schema import DataArgs, DPOConfig, as_list
+from rather.config.schema import DataArgs, DPOConfig, RoleConfig, as_list
 from rather.errors import ConfigError, DataError
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -42,6 +42,10 @@ def _model_problems(config: DPOConfig) -> Iterator[tuple[str, str]]:
         )
     if reference.model_path != actor.model_path and (text := _model_problem(reference.model_path)):
         yield "reference.model_args.model_name_or_path", text
+    adapters = {role.model_args.adapter_name_or_path: name for name, role in _roles(config)}
+    for adapter, role in adapters.items():
+        if adapter is not None and (text := _adapter_problem(adapter)):
+            yield f"{role}.model_args.adapter_name_or_path", text
     own = actor.model_args.tokenizer_name_or_path
     if (own or not policy) and (text := _tokenizer_problem(actor.tokenizer_path)):
         yield "actor_train.model_args.tokenizer_name_or_path", text
@@ -67,6 +71,22 @@ def _model_problem(name: str) -> str | None:
         return f"the model folder {path.absolute()} does not exist{nearest_names(path)}"
     if not (path / "config.json").is_file():
         return f"{path.absolute()} is not a model folder: it has no config.json"
+    return None
+
+
+def _roles(config: DPOConfig) -> list[tuple[str, RoleConfig]]:
+    """The policy last: what both name is told there."""
+    return [("reference", config.reference), ("actor_train", config.actor_train)]
+
+
+def _adapter_problem(name: str) -> str | None:
+    path = Path(name).expanduser()
+    if not is_local(name):
+        return None
+    if not path.exists():
+        return f"the adapter folder {path.absolute()} does not exist{nearest_names(path)}"
+    if not (path / "adapter_config.json").is_file():
+        return f"{path.absolute()} is not a PEFT adapter: it has no adapter_config.json"
     return None
 
 
@@ -111,6 +131,9 @@ def _data_problems(config: DPOConfig) -> Iterator[tuple[str, str]]:
     for name in (name for files in named.values() for name in as_list(files)):
         if text := _file_problem(name, evaluation):
             yield "validation.data_args.file_name", text
+    prompts = config.eval_prompts and config.eval_prompts.file
+    if prompts and (text := _file_problem(prompts, train)):
+        yield "eval_prompts.file", text
 
 
 def _file_problem(name: str, data: DataArgs) -> str | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from rather.config import checks, follow
+from rather.config.adapters import ADAPTER_SETTINGS
 from rather.config.values import (
     Devices,
     Environment,
@@ -33,6 +34,7 @@ from rather.config.values import (
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt", "wsd"
 ]
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 Format = Literal[
     "auto",
     "ranked",
@@ -44,6 +46,7 @@ Format = Literal[
     "llama_factory",
     "colossal",
     "conversation",
+    "tokenised",
 ]
 
 
@@ -69,6 +72,56 @@ class ModelArgs(Section):
     trust_remote_code: bool = knob(
         False, "Run Python code that comes with the model; only for models you know."
     )
+    adapter_name_or_path: Text | None = knob(
+        None, "PEFT adapter on the weights: the policy goes on training it, and as it is here it is the reference."
+    )
+    quantization: Literal["4bit"] | None = knob(
+        None, "Hold the frozen weights under an adapter in 4 bits (QLoRA); needs the extra `quantization`."
+    )
+
+    @property
+    def has_adapter(self) -> bool:
+        return self.adapter_name_or_path is not None
+
+    def of_other_weights(self) -> Self:
+        """The same for weights that stand in for these: what belongs to these alone is left out."""
+        own = {"revision", "adapter_name_or_path", "quantization", "lora_rank", "lora_target"}
+        return self.model_copy(update=dict.fromkeys(own & type(self).model_fields.keys()))
+
+
+class ActorModelArgs(ModelArgs):
+    """The policy's weights, and the adapter that is trained instead of them, if there is one."""
+
+    lora_rank: int | None = knob(
+        None, "Train an adapter (LoRA) of this rank instead of the weights; 8 where only lora_target is given.", ge=1
+    )
+    lora_alpha: float | None = knob(
+        None, "Scale of the adapter: it is multiplied by lora_alpha / lora_rank; else twice the rank.", gt=0
+    )
+    lora_target: Text | list[Text] | None = knob(
+        None, "Linear layers that get an adapter, by their names (q_proj, v_proj); else all-linear."
+    )
+    lora_dropout: float = knob(0.0, "Only 0: dropout is off in preference training.", ge=0, lt=1)
+    modules_to_save: Text | list[Text] | None = knob(None, "Modules that are trained whole beside it, by name.")
+    additional_target: Text | list[Text] | None = knob(None, "ROLL's way to write modules_to_save.")
+    use_rslora: bool = knob(False, "Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA), for large ranks.")
+    use_dora: bool = knob(False, "Train the size of each row of a weight apart from its direction (DoRA).")
+    init_lora_weights: bool | Text = knob(
+        True,
+        "Start of the adapter: true (no effect at first), gaussian (the same, drawn otherwise), pissa or pissa_niter_4 "
+        "(the largest singular vectors, which it takes out of the weights).",
+    )
+    lora_config: Text | None = knob(None, "JSON file of these settings, as ColossalChat's; keys given here win.")
+
+    @property
+    def has_adapter(self) -> bool:
+        return any(value is not None for value in (self.lora_rank, self.lora_target, self.adapter_name_or_path))
+
+    @property
+    def adapter_settings(self) -> dict[str, Any] | None:
+        """All that decides which adapter is trained on what; None without one."""
+        names = [*ADAPTER_SETTINGS, "adapter_name_or_path", "quantization"]
+        return {name: getattr(self, name) for name in names} if self.has_adapter else None
 
 
 class TrainingArgs(Section):
@@ -127,6 +180,12 @@ class DataArgs(Section):
     overlong: Literal["drop", "truncate_prompt", "truncate_response", "error"] = knob(
         "drop", "What happens to a pair longer than sequence_length."
     )
+    max_prompt_length: int | None = knob(
+        None,
+        "Most tokens of a prompt; a longer one loses its beginning, but not its BOS.",
+        ge=2,
+        why="BOS and the last token stay",
+    )
     separator: str = knob("", "Text between prompt and response where no chat template is used.")
     special_tokens: Literal["warn", "escape", "drop", "keep"] = knob(
         "warn", "What happens to special tokens written as text inside messages, which could forge turns."
@@ -149,7 +208,7 @@ class TrainDataArgs(DataArgs):
     """The training pairs."""
 
     file_name: str | list[str] | None = knob(
-        None, "File or files of training pairs: JSON, JSONL, Parquet, Arrow, .gz."
+        None, "File or files of training pairs: JSON, JSONL, Parquet, Arrow, .gz; or folders of tokenised pairs."
     )
     weights: list[Positive] | None = knob(None, "Mixing weights of the files, one number per file.")
 
@@ -252,6 +311,7 @@ def _at_home(name: str) -> str:
 class ActorConfig(RoleConfig):
     """The policy that is trained."""
 
+    model_args: ActorModelArgs = knob(ActorModelArgs, "The weights, and an adapter on them.")
     training_args: TrainingArgs = knob(TrainingArgs, "Optimizer, schedule and batch.")
     data_args: TrainDataArgs = knob(TrainDataArgs, "The training pairs.")
     max_tokens_per_microbatch_in_train: int | None = knob(
@@ -294,9 +354,21 @@ class ValidationConfig(Section):
 
 
 class TrackerArgs(Section):
-    """Settings of the trackers in track_with."""
+    """Settings of the trackers in track_with. Keys belong into the environment, or the tracker's own login."""
 
-    log_dir: Folder | None = knob(None, "Folder of the TensorBoard files; else <logging_dir>/<exp_name>.")
+    log_dir: Folder | None = knob(
+        None, "Folder of the files of TensorBoard, W&B and SwanLab; else <logging_dir>/<exp_name>."
+    )
+    project: Text | None = knob(None, "Project that the run is listed in (MLflow: experiment); else rather.")
+    name: Text | None = knob(None, "Name of the run in the trackers; else exp_name.")
+    tags: list[Text] = knob(list, "Words to find the run by: W&B, MLflow, SwanLab.")
+    notes: Text | None = knob(None, "A description of the run: W&B, MLflow, SwanLab.")
+    mode: Literal["online", "offline"] | None = knob(
+        None, "Whether W&B and SwanLab send the run or keep it here; else WANDB_MODE or SWANLAB_MODE, else online."
+    )
+    uri: Text | None = knob(
+        None, "MLflow's server or database; else MLFLOW_TRACKING_URI, else an SQLite file, <logging_dir>/mlflow.db."
+    )
 
 
 Guard = Literal["data", "tokenizer", "model", "reference", "loss", "seed", "batch"]
@@ -359,6 +431,16 @@ class SpikeArgs(Section):
     )
 
 
+class EvalPrompts(Section):
+    """Prompts that policy and reference answer at each evaluation."""
+
+    prompts: list[Text] | None = knob(None, "The prompts themselves.")
+    file: Text | None = knob(
+        None, "A file of prompts instead: text with one on each line, or .jsonl whose rows are texts or have `prompt`."
+    )
+    max_new_tokens: int = knob(128, "Most tokens of an answer.", ge=1)
+
+
 class StepKeys(Section):
     """Steps, evaluation and checkpoints"""
 
@@ -368,6 +450,9 @@ class StepKeys(Section):
         None,
         "Steps between evaluations, beside those before the first step, after each epoch and at the end.",
         ge=1,
+    )
+    eval_prompts: EvalPrompts | None = knob(
+        None, "Prompts that policy and reference answer at each evaluation, into answers.jsonl; null: none."
     )
     save_steps: int | None = knob(100, "Steps between checkpoints, beside the last one; null: only that.", ge=1)
     max_ckpt_to_keep: int = knob(3, "Newest checkpoints to keep; 0 keeps all.", ge=0)
@@ -436,6 +521,11 @@ class LossKeys(Section):
         lt=0.5,
         why="at 0.5 the labels say nothing, above it they are reversed",
     )
+    parity: Literal["trl-1.x", "trl-0.2x"] | None = knob(
+        None,
+        "Tokens and loss as TRL makes them where ours differ: trl-1.x from 0.29 on, trl-0.2x before; what cannot be "
+        "reproduced is an error. The order of the pairs stays ours.",
+    )
     ipo: bool = knob(False, "Use the IPO loss; the same as pref_loss: ipo.")
     gamma: float | None = knob(None, "Target margin in units of reward (SimPO's gamma); sigmoid takes it too.", ge=0)
     gamma_beta_ratio: float | None = knob(None, "SimPO's margin as a multiple of beta, instead of gamma.", ge=0)
@@ -472,6 +562,12 @@ class LossKeys(Section):
         "Pairs of one optimizer step over all devices; sizes of actor_train.training_args must fit it.",
         ge=1,
     )
+    val_batch_size: int | None = knob(
+        None,
+        "Of ROLL's older files, whose sizes per device count answers, two a pair: where both sizes together are twice "
+        "train_batch_size, they are read so. Evaluation does not depend on its batches.",
+        ge=1,
+    )
 
 
 class PairKeys(Section):
@@ -504,12 +600,16 @@ class PairKeys(Section):
 class TrackingKeys(Section):
     """Tracking"""
 
-    track_with: Literal["tensorboard"] | list[Literal["tensorboard"]] | None = knob(
-        "tensorboard", "Trackers beside metrics.jsonl, which is always written; null for none."
+    track_with: Tracker | list[Tracker] | None = knob(
+        "tensorboard", "One or several trackers beside metrics.jsonl, which is always written; null for none."
     )
     tracker_kwargs: TrackerArgs = knob(TrackerArgs, "Settings of the trackers.")
     trace: bool = knob(
         False, "Draw the run's timeline into trace.json in the run folder, for chrome://tracing or ui.perfetto.dev."
+    )
+    report_html: bool = knob(
+        True, "Write report.html into the run folder: the run in one file of 5 MB that needs no network. Less than 1 % "
+        "of the time of a long run; `rather report` writes it later, too."
     )
 
 
@@ -577,18 +677,22 @@ class RoleKeys(Section):
     )
 
 
+FOR_A_RUN = {"named": ("model", "pairs")}  # validated with this, a config must name what the Python API is handed over
+
+
 class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKeys, RunKeys):
     """A whole run. (Python orders inherited fields from the last base to the first.)"""
 
     _followed: dict[str, str] = PrivateAttr(default_factory=dict)
     _unresolved: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
-    def _complete_and_check(self) -> DPOConfig:
+    def _complete_and_check(self, info: ValidationInfo) -> DPOConfig:
         for role in (self.actor_train, self.reference):
             role._canonical = self.determinism == "canonical"
         self._followed.update(follow.complete(self))
-        problems = list(checks.problems(self))
+        problems = [*checks.problems(self), *(checks.missing(self) if info.context is FOR_A_RUN else ())]
         if problems:
             text = "\n".join(f"{problem.key}: {problem.text}" for problem in problems)
             raise PydanticCustomError("cross_field", "{text}", {"text": text, "problems": problems})
@@ -603,6 +707,11 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
     def unresolved(self) -> dict[str, Any]:
         """The values as they were written, before ${...} was filled in; empty unless loaded from a file."""
         return self._unresolved
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Key path -> where its value came from; empty unless loaded from a file."""
+        return self._sources
 
     @property
     def loss_names(self) -> list[str]:
@@ -639,7 +748,7 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
         return folder if folder.name == self.exp_name else folder / self.exp_name  # runs never share one
 
     @property
-    def tensorboard_dir(self) -> Path:
+    def tracker_dir(self) -> Path:
         given = self.tracker_kwargs.log_dir
         return Path(given).expanduser() if given else self.log_dir
 

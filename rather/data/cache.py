@@ -70,7 +70,18 @@ class Cache:
             file = PairFile(path)
         except (OSError, ValueError, KeyError, pa.ArrowException):
             return None
-        return (file, entry["report"]) if len(file) == entry["report"]["pairs"] else None
+        whole = len(file) == entry["report"]["pairs"] and file.reader.schema == SCHEMA  # an older one had fewer columns
+        return (file, entry["report"]) if whole else None
+
+    def look(self, address: str) -> str | None:
+        """What was found in the sets of this address, as JSON."""
+        try:
+            return self._path(address, "look.json").read_text("utf-8")
+        except (OSError, ValueError):
+            return None
+
+    def keep_look(self, address: str, found: Any) -> None:
+        _write(self._path(address, "look.json"), found)
 
     def _path(self, address: str, suffix: str) -> Path:
         return self.folder / f"{address[:32]}.{suffix}"

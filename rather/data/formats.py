@@ -276,6 +276,7 @@ SHAPES = {
     "colossal": Shape(("context", *_ANSWERS), _context),
     "conversation": Shape(_ANSWERS, _conversation),
 }
+TOKENISED = "tokenised"  # rows that are no text: see tokenised.py
 EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
 COLUMNS = frozenset(EXTRAS).union(*((*shape.needs, *shape.may) for shape in SHAPES.values()))
 
@@ -289,9 +290,10 @@ class Layout:
     ranked_pairs: str = "all"
 
     def __post_init__(self) -> None:
-        if self.format != "auto" and self.format not in SHAPES:
-            raise DataError(f"data_args.format: {self.format!r} is not known{_hint(self.format, SHAPES)}; "
-                            f"known are auto, {', '.join(SHAPES)}.")  # fmt: skip
+        known = (*SHAPES, TOKENISED)
+        if self.format != "auto" and self.format not in known:
+            raise DataError(f"data_args.format: {self.format!r} is not known{_hint(self.format, known)}; "
+                            f"known are auto, {', '.join(known)}.")  # fmt: skip
         for name in self.columns:
             if name not in COLUMNS:
                 raise DataError(f"data_args.columns: {name!r} is not a column that is read{_hint(name, COLUMNS)}; "
@@ -304,7 +306,7 @@ def read_row(row: Row, layout: Layout) -> Pairs:
         named = _renamed(row, layout.columns)
         shape = _shape(named, layout)
         prompt, answers = shape.read(named)
-        extras = _extras(named)
+        extras = extras_of(named)
         pairs, ties = _ranked(answers, layout.ranked_pairs) if isinstance(answers, Ranked) else ([answers], 0)
     except Refused as refused:
         return Pairs([], [refused.bad], 0, [])
@@ -367,7 +369,7 @@ def _hint(name: str, known: Any) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _extras(row: Row) -> dict[str, Any]:
+def extras_of(row: Row) -> dict[str, Any]:
     extras: dict[str, Any] = {}
     if row.get("weight") is not None:
         extras["weight"] = _number(row["weight"], "weight", 0.0)

@@ -31,6 +31,14 @@ class Lists(NamedTuple):
     def row(self, i: int) -> NDArray[np.int32]:
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
+    def rows(self, some: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Several rows, one after another."""
+        if len(some) == some[-1] - some[0] + 1:
+            return self.values[self.offsets[some[0]] : self.offsets[some[-1] + 1]]
+        sizes = (self.offsets[some + 1] - self.offsets[some]).astype(np.int64)
+        starts = np.repeat(self.offsets[some] - (np.cumsum(sizes) - sizes), sizes)
+        return np.asarray(self.values[starts + np.arange(sizes.sum())])
+
 
 class _Batch:
     """A record batch as numpy views."""
@@ -133,6 +141,18 @@ class PairDataset:
 
     def column(self, name: str) -> NDArray[Any]:
         return self._of_rows(self.file.column(name))
+
+    def tokens_of(self, name: str, some: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """A list column of these (ascending) pairs: all values, and where each pair's begin; one more is the end."""
+        rows = some if self.rows is None else self.rows[some]
+        cuts = np.searchsorted(rows, self.file.starts)
+        values, sizes = [np.empty(0, np.int32)], [np.zeros(1, np.int64)]
+        for number in np.flatnonzero(np.diff(cuts)).tolist():
+            local = rows[cuts[number] : cuts[number + 1]] - self.file.starts[number]
+            lists = self.file.batch(number).lists[name]
+            values.append(lists.rows(local))
+            sizes.append((lists.offsets[local + 1] - lists.offsets[local]).astype(np.int64))
+        return np.concatenate(values), np.cumsum(np.concatenate(sizes))
 
     def lengths(self, name: str) -> NDArray[np.int32]:
         return self._of_rows(self.file.lengths(name))

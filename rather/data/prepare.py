@@ -10,26 +10,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from rather import faults
+from rather.config.checks import data_parallel
+from rather.config.parity import check_even
 from rather.config.schema import DataArgs, DPOConfig
 from rather.data.cache import BatchWriter, Cache, file_sha, text_sha
 from rather.data.formats import Layout
+from rather.data.look import look
+from rather.data.look_near import mixed
+from rather.data.look_prompts import Comparison, framed_anyway
 from rather.data.pairs import PairDataset, PairFile
 from rather.data.pool import Limits, tokenised
+from rather.data.progress import bar
 from rather.data.read import Chunk, Source, chunks, find_sources
 from rather.data.report import TOO_LONG, Counts, as_lines, figures, leakage, share_dropped, with_paths
 from rather.data.template import ALIASES, TEMPLATES, choose_template, load_tokenizer
@@ -39,7 +42,7 @@ from rather.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 2  # raise it whenever the same input would give other tokens
+VERSION = 3  # raise it whenever the same input would give other tokens
 SMALL_BYTES = 1 << 20  # below this a second process costs more than it brings
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*",
@@ -89,8 +92,10 @@ def prepare(config: DPOConfig, *, console: Console | None = None, limits: Limits
     if config.validation.data_args.split is not None:
         train, evals[""] = held_out(train, config.validation.data_args.split, config.data_seed)
         report["evals"][""] = {"pairs": len(evals[""]), "held_out_of": "train", **figures(evals[""])}
+    check_even(config, len(train), data_parallel(config))
     report["train"] |= {**figures(train), "used": len(train)}
     report["warnings"] += _warnings(config, train, report["train"])
+    report["look"] = look(train, evals, report, Cache(config.data_cache_dir(actor.data_args)), console)
     return Prepared(train, evals, report)
 
 
@@ -114,12 +119,9 @@ def held_out(pairs: PairDataset, split: float | int, seed: int) -> tuple[PairDat
 
 
 def _mixed(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """splitmix64: a different order of the same hashes for every seed."""
+    """A different order of the same hashes for every seed."""
     with np.errstate(over="ignore"):
-        x = values + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(x ^ (x >> np.uint64(31)))
+        return mixed(values + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _warnings(config: DPOConfig, train: PairDataset, told: dict[str, Any]) -> Iterator[str]:
@@ -191,20 +193,26 @@ class _Tokenizer:
         return text_sha("".join(f"{file.name}:{file_sha(file)}\n" for file in files))
 
     def recipe(self, config: DPOConfig, data: DataArgs) -> Recipe:
-        tokenizer = self.loaded
-        bos: int | None = tokenizer.bos_token_id
-        return Recipe(
-            tokenizer=_bare(tokenizer.backend_tokenizer.to_str()),
-            template=choose_template(data.template, tokenizer),
-            bos=bos,
-            eos=tokenizer.eos_token_id,
-            adds_bos=bos is not None and tokenizer("a").input_ids[:1] == [bos],
-            sequence_length=config.sequence_length,
-            score=data.score,
-            overlong=data.overlong,
-            separator=data.separator,
-            special_tokens=data.special_tokens,
-        )
+        return recipe_of(self.loaded, config, data)
+
+
+def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataArgs) -> Recipe:
+    """How a tokenizer makes tokens of text under a config."""
+    bos: int | None = tokenizer.bos_token_id
+    return Recipe(
+        tokenizer=_bare(tokenizer.backend_tokenizer.to_str()),
+        template=choose_template(data.template, tokenizer),
+        bos=bos,
+        eos=tokenizer.eos_token_id,
+        adds_bos=bos is not None and tokenizer("a").input_ids[:1] == [bos],
+        sequence_length=config.sequence_length,
+        score=data.score,
+        overlong=data.overlong,
+        separator=data.separator,
+        special_tokens=data.special_tokens,
+        max_prompt_length=data.max_prompt_length,
+        as_trl=config.parity,
+    )
 
 
 def _bare(tokenizer: str) -> str:
@@ -264,6 +272,8 @@ class _Builder:
             "layout": asdict(layout),
             "sequence_length": self.config.sequence_length,
             **{name: getattr(data, name) for name in ("score", "overlong", "separator", "special_tokens", "encoding")},
+            **({"max_prompt_length": data.max_prompt_length} if data.max_prompt_length else {}),
+            **({"parity": self.config.parity} if self.config.parity else {}),
         }
         return text_sha(json.dumps(settings, sort_keys=True))
 
@@ -274,44 +284,27 @@ class _Builder:
         sizes = [source.path.stat().st_size * (5 if source.gzipped else 1) for source in sources]
         processes = data.preprocessing_num_workers or (_cores() if sum(sizes) > SMALL_BYTES else 1)
         rows: Iterator[Chunk] = (c for i, source in enumerate(sources) for c in chunks(source, i, data.encoding))
-        with _progress(self.console, sizes) as advance, BatchWriter(target) as writer:
-            for chunk, head, table in tokenised(rows, setup, sources, processes, self.limits):
-                batch = pa.ipc.open_stream(table).read_next_batch()
+        before, first = np.cumsum([0, *sizes]).tolist(), None
+        template = recipe.template
+        prompts = Comparison(self.tokenizer.loaded, f"chat template {template.name}" if template else "the tokenizer")
+        with bar(self.console, "tokenising", before[-1]) as advance, BatchWriter(target) as writer:
+            for result in tokenised(rows, setup, sources, processes, self.limits):
+                first = first or result
+                source, head = result.chunk.source, result.head
+                batch = pa.ipc.open_stream(result.table).read_next_batch()
                 writer.add(batch)
-                counts.add(chunk.source, head, batch.num_rows)
-                advance(chunk.source, chunk.done, sum(counts.rows))
+                counts.add(source, head, batch.num_rows)
+                prompts.add(result, head["prompts"])
+                advance(before[source] + result.chunk.done * sizes[source], f"{sum(counts.rows)} rows")
         faults.point("data.tokenised")
         counts.note_repeats(PairFile(target))
-        template = recipe.template
+        if template is None and first:
+            prompts = framed_anyway(self.tokenizer.loaded, setup, first, sources, self.limits) or prompts
         told = (
             {"name": template.name, "sha256": text_sha(template.text)} if template else {"name": "none", "sha256": ""}
         )
-        return {**counts.to_json(), "template": told}
+        return {**counts.to_json(), "template": told, "inference": prompts.to_json()}
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _progress(console: Console, sizes: list[int]) -> Iterator[Callable[[int, float, int], None]]:
-    """A bar on a terminal, a line every ten seconds elsewhere."""
-    before = np.cumsum([0, *sizes])
-    total = max(1, int(before[-1]))
-    started = spoken = monotonic()
-    bar = Progress(
-        TextColumn("tokenising"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rows]} rows"),
-        TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
-    task = bar.add_task("tokenising", total=total, rows=0)
-
-    def advance(source: int, done: float, rows: int) -> None:
-        nonlocal spoken
-        at = float(before[source]) + done * sizes[source]
-        bar.update(task, completed=at, rows=rows)
-        if not console.is_terminal and monotonic() - spoken >= 10:
-            spoken = monotonic()
-            console.print(f"tokenising: {rows} rows, {at / total:.0%}, {spoken - started:.0f} s", highlight=False)
-
-    with bar:
-        yield advance

@@ -102,9 +102,14 @@ def _arrow_files(folder: Path) -> list[Path]:
             files = [folder / Path(entry["filename"]).name for entry in listed]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{state}: does not list the data files of its folder ({error!r}).") from error
+    if not files and (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(file.parent.name for file in folder.glob("*/state.json")))
+        raise DataError(f"{folder}: holds several sets ({splits}); name one of them, such as {folder}/train.")
     for file in files:
         if file.resolve().parent != folder.resolve():
             raise DataError(f"{file}: is a link to {file.resolve()}, out of its folder; copy the file into it.")
+    if not files:  # ColossalChat writes part-00000, part-00001, ...
+        files = [file for part in sorted(folder.glob("part-*/state.json")) for file in _arrow_files(part.parent)]
     if not files:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise DataError(f"{folder}: a folder without .arrow files (it holds {inside}); name a file in it.")

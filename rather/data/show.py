@@ -1,4 +1,4 @@
-"""The report as one table, and real pairs with their scored tokens marked."""
+"""The report in the terminal, and real pairs with their scored tokens marked."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from rather.data.look_findings import by_set
+from rather.data.look_numbers import bar_labels
 from rather.data.pairs import PairDataset
 from rather.data.report import MEANINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rather.batch import Span
+    from rather.batch import Span, TokenPair
 
 STYLES = {"dropped": "red", "changed": "yellow", "warned": "yellow"}
+SEVERITIES = {"serious": "bold red", "warning": "yellow", "info": "dim"}
+BAR = 40  # characters of the longest
+MOST_TOKENS = 1000  # of a side, on a page
+WINDOW = 32  # tokens that are decoded together
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
@@ -40,6 +46,57 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     for warning in report["warnings"]:
         console.print(f"[yellow]warning:[/] {escape(warning)}")
+    for one in report["look"]["findings"]:
+        style = SEVERITIES[one["severity"]]
+        console.print(f"[{style}]{one['severity']}:[/] {escape(one['text'])} [dim]{escape(one['advice'])}[/]")
+
+
+def print_look(look: Mapping[str, Any], console: Console) -> None:
+    """Bars of lengths, numbers of each set, and prompts that are others at inference."""
+    lengths = look["sets"]["train"]["lengths"]
+    _print_bars("prompts of train by tokens", {"prompt": lengths["prompt"]}, console)
+    _print_bars("answers of train by tokens", {side: lengths[side] for side in ("chosen", "rejected")}, console)
+    table = Table(title="Look", title_justify="left", header_style="bold")
+    table.add_column("what")
+    for name in look["sets"]:
+        table.add_column(escape(name), justify="right")
+    for what, *numbers in by_set(look):
+        table.add_row(what, *numbers)
+    console.print(table)
+    _print_inference(look["inference"], console)
+
+
+def _print_bars(title: str, spreads: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    longest = max(spreads.values(), key=lambda spread: len(spread["edges"]))
+    most = max(max(spread["counts"]) for spread in spreads.values())
+    width = BAR // len(spreads)
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("tokens", justify="right", style="dim", no_wrap=True)
+    for name in spreads:
+        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("", width=width)
+    for i, label in enumerate(bar_labels(longest)):
+        cells: list[str | Text] = []
+        for name, spread in spreads.items():
+            count = spread["counts"][i] if i < len(spread["counts"]) else 0
+            colour = {"chosen": "green", "rejected": "red"}.get(name, "cyan")
+            cells += [f"{count:,}", Text("█" * -(-count * width // most), style=colour)]
+        table.add_row(label, *cells)
+    console.print(table)
+
+
+def _print_inference(told: Mapping[str, Any], console: Console) -> None:
+    """Where the prompt of training is not the one at inference: the tokens that differ."""
+    if told["compared"]:
+        same = told["compared"] - told["different"]
+        console.print(f"{same} of {told['compared']} prompts begin as {told['by']} writes them at inference.")
+    for one in told["examples"]:
+        console.print(f"  {one['place'].rsplit('/', 1)[-1]}", highlight=False, markup=False)
+        for side, style in (("training", "red"), ("inference", "green")):
+            text = Text(f"    {side:<10}")
+            for tokens, marked in ((one["before"], False), (one[side], True), (one["after"], False)):
+                text.append("".join(f" {token!r}" for token in tokens), style=style if marked else "dim")
+            console.print(text, soft_wrap=True)
 
 
 def _rows(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
@@ -93,10 +150,7 @@ def show_pairs(pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, c
     """The first pairs as the model will see them; scored tokens in colour, or in [[ ]] where there are no colours."""
     count = min(n, len(pairs))
     for number, pair in enumerate(pairs.take(range(count)), 1):
-        about = f"pair {number}" + (f" · id {pair.id}" if pair.id else "")
-        about += f" · weight {pair.weight:g}" if pair.weight != 1 else ""
-        about += f" · margin {pair.margin:g}" if pair.margin == pair.margin else ""
-        console.rule(escape(about), align="left")
+        console.rule(escape(_about(number, pair)), align="left")
         for side, answer, spans, colour in (
             ("chosen", pair.chosen, pair.chosen_scored, "green"),
             ("rejected", pair.rejected, pair.rejected_scored, "red"),
@@ -105,6 +159,44 @@ def show_pairs(pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, c
             scored = sum(b - a for a, b in spans)
             console.print(f"[bold {colour}]{side}[/] ({len(ids)} tokens, {scored} scored)", highlight=False)
             console.print(_marked(ids, spans, tokenizer, colour, console), soft_wrap=True)
+
+
+def token_view(pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int) -> list[dict[str, Any]]:
+    """The first pairs token by token, for a page: [text, whether it is scored]."""
+    view = []
+    for number, pair in enumerate(pairs.take(range(min(n, len(pairs)))), 1):
+        sides = {}
+        for side, answer, spans in (
+            ("chosen", pair.chosen, pair.chosen_scored),
+            ("rejected", pair.rejected, pair.rejected_scored),
+        ):
+            ids = [*pair.prompt.tolist(), *answer.tolist()]
+            scored = [any(a <= i < b for a, b in spans) for i in range(len(ids))]
+            texts = token_texts(ids[:MOST_TOKENS], tokenizer)
+            shown = [[text, mark] for text, mark in zip(texts, scored, strict=False)]
+            sides[side] = {"tokens": len(ids), "scored": sum(scored), "shown": shown}
+        view.append({"name": _about(number, pair), "sides": sides})
+    return view
+
+
+def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text that each token adds. Of a character that several tokens make, the last has it."""
+    texts: list[str] = []
+    start, done = 0, ""
+    for i in range(len(ids)):
+        whole = str(tokenizer.decode(list(ids[start : i + 1]), skip_special_tokens=False))
+        unfinished = whole.endswith("\ufffd") and i + 1 < len(ids)
+        texts.append("" if unfinished else whole[len(done) :])
+        done = done if unfinished else whole
+        if i - start >= WINDOW and not unfinished:  # decoding all from the start would take quadratic time
+            start, done = i, str(tokenizer.decode(list(ids[i : i + 1]), skip_special_tokens=False))
+    return texts
+
+
+def _about(number: int, pair: TokenPair) -> str:
+    about = f"pair {number}" + (f" · id {pair.id}" if pair.id else "")
+    about += f" · weight {pair.weight:g}" if pair.weight != 1 else ""
+    return about + (f" · margin {pair.margin:g}" if pair.margin == pair.margin else "")
 
 
 def _marked(

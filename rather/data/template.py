@@ -193,7 +193,7 @@ def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> C
     if name == "none":
         return None
     if name in ("", "native"):
-        chosen = _own_template(tokenizer)
+        chosen = own_template(tokenizer)
         if chosen is None and name:
             raise DataError(
                 f"data_args.template: native, but the tokenizer {tokenizer.name_or_path} has no chat template; "
@@ -208,7 +208,8 @@ def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> C
     return chosen
 
 
-def _own_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+def own_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+    """The one that the tokenizer came with."""
     own: Any = tokenizer.chat_template
     if own is None:
         return None

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
@@ -41,6 +42,8 @@ class Recipe:
     overlong: str = "drop"
     separator: str = ""
     special_tokens: str = "warn"
+    max_prompt_length: int | None = None
+    as_trl: str | None = None  # parity: trl-1.x or trl-0.2x
 
     def to_json(self) -> dict[str, Any]:
         template = asdict(self.template) if self.template else None
@@ -93,13 +96,18 @@ class Encoder:
         self.real = f"\ue000{secret}\ue001"  # behind special tokens that the template wrote
         self.mark = f"\ue002{secret}\ue001"  # inside special-token text of a row, while it is rendered
 
+    @property
+    def is_old_trl(self) -> bool:
+        """Before 0.29."""
+        return self.recipe.as_trl == "trl-0.2x"
+
     # ---- the way of one pair
 
     def encode(self, pair: TextPair) -> Encoded | Bad:
         notes = self._warnings(pair)
         escaped = False
         policy = self.recipe.special_tokens
-        pair = self._without_final_eos(pair, notes)
+        pair = pair if self.recipe.as_trl else self._without_final_eos(pair, notes)
         if any(is_empty(answer) for answer in (pair.chosen, pair.rejected)):
             return Bad("empty_response", f"nothing but {self.eos_text}")
         if policy != "keep" and (found := self._special_text(pair)):
@@ -109,6 +117,8 @@ class Encoder:
             notes.append(
                 Note("special_token_escaped" if escaped else "special_token_text", f"the text holds {found!r}")
             )
+        if self.recipe.as_trl and all(isinstance(part, str) for part in (pair.prompt, pair.chosen, pair.rejected)):
+            return self._encode_as_trl(pair, notes)
         if self.recipe.template is None:
             return self._encode_plain(pair, notes, escaped)
         return self._encode_chat(_as_turns(pair), notes, escaped)
@@ -181,8 +191,54 @@ class Encoder:
             if isinstance(text, Bad):
                 return text
         ready = [text for text in rendered if isinstance(text, str)]
-        prompt, *sequences = (self._one_bos(ids, notes) for ids in self._ids(ready, escaped))
-        return self._finish(prompt, [self._ended(ids, notes) for ids in sequences], turns, notes, escaped)
+        if self.is_old_trl:
+            start = commonprefix(ready)  # noqa: RUF071 - of texts, not of paths
+            return self._encode_in_parts([start, *(text[len(start) :] for text in ready[1:])], turns, notes)
+        if self.recipe.as_trl:
+            prompt, *sequences = self._ids(ready, escaped)
+        else:
+            prompt, *whole = (self._one_bos(ids, notes) for ids in self._ids(ready, escaped))
+            sequences = [self._ended(ids, notes) for ids in whole]
+        return self._finish(prompt, sequences, turns, notes, escaped)
+
+    def _encode_as_trl(self, pair: TextPair, notes: list[Note]) -> Encoded | Bad:
+        """Plain text has no template there: EOS is written behind it, and the tokenizer adds what it adds."""
+        if self.is_old_trl:
+            return self._encode_in_parts(list(texts(pair)), _as_turns(pair), notes)
+        eos = self.eos_text or ""
+        answers = [str(text) if str(text).endswith(eos) else f"{text}{eos}" for text in (pair.chosen, pair.rejected)]
+        whole = [str(pair.prompt), *(f"{pair.prompt}{answer}" for answer in answers)]
+        prompt, *sequences = (one.ids for one in self.tokenizer.encode_batch_fast(whole, add_special_tokens=True))
+        return self._finish(prompt, sequences, _as_turns(pair), notes, False)
+
+    def _encode_in_parts(self, parts: Sequence[str], turns: _Turns, notes: list[Note]) -> Encoded | Bad:
+        """As TRL before 0.29: prompt and answers each by itself, no BOS, and EOS behind whatever ends an answer."""
+        prompt, *answers = self._ids(parts, False)
+        end = [] if self.recipe.eos is None else [self.recipe.eos]
+        return self._finish(prompt, [[*prompt, *answer, *end] for answer in answers], turns, notes, False)
+
+    def training_prompt(self, text: str) -> Ids | Bad:
+        """What the answer to a text follows in training."""
+        if self.recipe.as_trl == "trl-1.x":
+            return list(self.tokenizer.encode(text, add_special_tokens=True).ids)
+        rendered: str | Bad = text
+        if not self.recipe.as_trl:
+            turns = _as_turns(TextPair(text, "", ""))
+            chats = self.recipe.template is not None
+            plain = text + self.recipe.separator.rstrip(" ")
+            rendered = self._rendered(turns, turns.prompt, True, False) if chats else plain
+        if isinstance(rendered, Bad):
+            return rendered
+        ids = self._ids([rendered], False)[0]
+        return ids if self.recipe.as_trl else self._one_bos(ids, [])
+
+    def inference_prompt(self, pair: TextPair) -> Ids | Bad:
+        """What generation starts from: `apply_chat_template(..., add_generation_prompt=True)`, or the plain text."""
+        if self.recipe.template is None:
+            return list(self.tokenizer.encode(str(pair.prompt), add_special_tokens=True).ids)
+        turns = _as_turns(pair)
+        text = self._rendered(turns, turns.prompt, True, False)
+        return text if isinstance(text, Bad) else self._ids([text], False)[0]
 
     def _finish(
         self, prompt: Ids, sequences: list[Ids], turns: _Turns, notes: list[Note], escaped: bool
@@ -199,7 +255,7 @@ class Encoder:
         if chosen == rejected:
             return Bad("identical_after_truncation", "chosen and rejected become the same tokens")
         pair = Encoded(chosen[:length], chosen[length:], rejected[length:], first, second, notes)
-        fitted = self._fitted(pair)
+        fitted = self.fitted(self._with_short_prompt(pair))
         if isinstance(fitted, Encoded) and not (fitted.chosen_scored and fitted.rejected_scored):
             return Bad("nothing_scored", "no token of an answer is left to score")
         return fitted
@@ -313,6 +369,8 @@ class Encoder:
         """Token 0 is never scored: nothing predicts it."""
         if self.recipe.score == "all":
             return _spans([(1, len(ids))])
+        if self.recipe.as_trl:
+            return _spans([(boundary, len(ids))])
         answer = turns.answers[which]
         if self.recipe.template is None or (self.recipe.score == "last" and len(answer) == 1):
             return _spans([(boundary, len(ids))])
@@ -368,13 +426,24 @@ class Encoder:
 
     # ---- length
 
-    def _fitted(self, pair: Encoded) -> Encoded | Bad:
+    def _with_short_prompt(self, pair: Encoded) -> Encoded:
+        limit, length = self.recipe.max_prompt_length, len(pair.prompt)
+        if limit is None or length <= limit:
+            return pair
+        told = f"a prompt of {length} tokens; max_prompt_length is {limit}"
+        cut = self._cut_prompt(pair, length - limit, told)
+        assert cut is not None  # a limit is 2 or more
+        return cut
+
+    def fitted(self, pair: Encoded) -> Encoded | Bad:
         limit, prompt = self.recipe.sequence_length, len(pair.prompt)
         longest = prompt + max(len(pair.chosen), len(pair.rejected))
         if longest <= limit:
             return pair
         told = f"{longest} tokens, of them {prompt} of the prompt; sequence_length is {limit}"
         reason = Bad("prompt_too_long" if prompt >= limit else "too_long", told)
+        if self.recipe.overlong == "truncate_prompt" and self.is_old_trl:
+            return self._keep_ends(pair, limit, told)
         if self.recipe.overlong == "truncate_prompt":
             return self._cut_prompt(pair, longest - limit, told) or reason
         if self.recipe.overlong == "truncate_response" and prompt < limit:
@@ -383,7 +452,7 @@ class Encoder:
 
     def _cut_prompt(self, pair: Encoded, excess: int, told: str) -> Encoded | None:
         """Left, behind the BOS; the last token of the prompt stays, as the first token of an answer needs it."""
-        kept = 1 if pair.prompt[:1] == [self.recipe.bos] else 0
+        kept = 1 if pair.prompt[:1] == [self.recipe.bos] and not self.is_old_trl else 0
         if excess >= len(pair.prompt) - kept:
             return None
 
@@ -397,6 +466,16 @@ class Encoder:
             rejected_scored=moved(pair.rejected_scored),
             notes=[*pair.notes, Note("truncated_prompt", told)],
         )
+
+    def _keep_ends(self, pair: Encoded, limit: int, told: str) -> Encoded | Bad:
+        """TRL's keep_end before 0.29: each sequence loses its own beginning, so that they share none any more."""
+        both = [(pair.prompt + pair.chosen, pair.chosen_scored), (pair.prompt + pair.rejected, pair.rejected_scored)]
+        cut = [max(0, len(ids) - limit) for ids, _ in both]
+        chosen, rejected = (ids[n:] for (ids, _), n in zip(both, cut, strict=True))
+        if chosen == rejected:
+            return Bad("identical_after_truncation", f"the last {limit} tokens of both are the same; {told}")
+        scored = [_spans([(a - n, b - n) for a, b in spans]) for (_, spans), n in zip(both, cut, strict=True)]
+        return Encoded([], chosen, rejected, scored[0], scored[1], [*pair.notes, Note("truncated_prompt", told)])
 
     def _cut_answers(self, pair: Encoded, limit: int, told: str) -> Encoded | Bad:
         room = limit - len(pair.prompt)

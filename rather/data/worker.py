@@ -18,6 +18,7 @@ import resource
 import signal
 import struct
 import sys
+import unicodedata
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple
 
@@ -25,12 +26,14 @@ import numpy as np
 import pyarrow as pa
 
 from rather.data.cut import Bad
-from rather.data.formats import Layout, TextPair, read_row
+from rather.data.formats import EXTRAS, Layout, TextPair, read_row
 from rather.data.messages import Turns
 from rather.data.read import Chunk, parsed_rows
+from rather.data.tokenised import COLUMNS, is_tokenised, read_tokenised
 from rather.data.tokens import Encoded, Encoder, Recipe
 from rather.errors import DataError
 
+PROMPTS = 2  # of a chunk that are compared with what generation starts from
 EXAMPLES = 5  # full sentences kept per chunk and kind; places are kept for all
 SCHEMA = pa.schema(
     [
@@ -48,6 +51,9 @@ SCHEMA = pa.schema(
         ("prompt_hash", pa.uint64()),
         ("pair_hash", pa.uint64()),
         ("swapped_hash", pa.uint64()),
+        ("normal_prompt", pa.uint64()),
+        ("normal_chosen", pa.uint64()),
+        ("normal_rejected", pa.uint64()),
     ]
 )
 
@@ -117,6 +123,7 @@ class ChunkEncoder:
         self.dropped: list[Event] = []
         self.noted: list[Event] = []
         self.ignored: set[str] = set()
+        self.prompts: dict[int, list[int]] = {}  # by number of the row
         self.source = chunk.source
         for number, row in parsed_rows(chunk):
             self.at_row(number)
@@ -129,10 +136,14 @@ class ChunkEncoder:
             "dropped": _shortened(self.dropped),
             "noted": _shortened(self.noted),
             "ignored": sorted(self.ignored)[:100],
+            "prompts": list(self.prompts.items()),
         }
         return head, _table(self.columns)
 
     def _row(self, number: int, row: dict[str, Any]) -> None:
+        if is_tokenised(row, self.layout):
+            self._tokenised_row(number, row)
+            return
         try:
             read = read_row(row, self.layout)
             encoded = [(pair, self.encoder.encode(pair)) for pair in read.pairs]
@@ -148,10 +159,26 @@ class ChunkEncoder:
             else:
                 self.noted += [Event(note.kind, number, self._named(note.detail, row)) for note in result.notes]
                 self._keep(number, pair, result)
+                self._compare(number, pair, result)
+
+    def _tokenised_row(self, number: int, row: dict[str, Any]) -> None:
+        self.ignored.update(set(row).difference(COLUMNS, EXTRAS))
+        read = read_tokenised(row, self.layout, self.encoder)
+        if isinstance(read, Bad):
+            self.dropped.append(Event(read.reason, number, self._named(read.detail, row)))
+        else:
+            self.noted += [Event(note.kind, number, self._named(note.detail, row)) for note in read[1].notes]
+            self._keep(number, *read)
 
     def _named(self, detail: str, row: dict[str, Any]) -> str:
         given = row.get(self.layout.columns.get("id", "id"))
         return detail if given is None else f"{detail} (id {str(given)[:80]})"
+
+    def _compare(self, number: int, pair: TextPair, encoded: Encoded) -> None:
+        if len(self.prompts) < PROMPTS and not any(note.kind == "truncated_prompt" for note in encoded.notes):
+            ids = self.encoder.inference_prompt(pair)
+            if not isinstance(ids, Bad):
+                self.prompts[number] = ids
 
     def _keep(self, number: int, pair: TextPair, encoded: Encoded) -> None:
         prompt, chosen, rejected = _digest(pair.prompt), _digest(pair.chosen), _digest(pair.rejected)
@@ -170,6 +197,9 @@ class ChunkEncoder:
             _number(prompt),
             _number(prompt + chosen + rejected),
             _number(prompt + rejected + chosen),
+            _normal(pair.prompt, "user"),
+            _normal(pair.chosen, "assistant"),
+            _normal(pair.rejected, "assistant"),
         )
         for column, value in zip(self.columns.values(), values, strict=True):
             column.append(value)
@@ -178,6 +208,16 @@ class ChunkEncoder:
 def _digest(text: str | Turns) -> bytes:
     content = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _normal(part: str | Turns, role: str) -> int:
+    """The same for texts that differ only in case, white space, ways to write a character, or string and message."""
+    turns = ({"role": role, "content": part},) if isinstance(part, str) else part
+    return _number(_digest(tuple({**turn, "content": _normal_text(turn["content"])} for turn in turns)))
+
+
+def _normal_text(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _number(digest: bytes) -> int:

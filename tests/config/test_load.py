@@ -21,7 +21,7 @@ def test_the_smallest_file_is_enough(write) -> None:
     assert config.actor_train.model_path == config.reference.model_path == "org/model"
     assert config.actor_train.tokenizer_path == "org/model"
     assert config.run_dir == Path("output/my-run")
-    assert config.log_dir == config.tensorboard_dir == Path("output/logs/my-run")
+    assert config.log_dir == config.tracker_dir == Path("output/logs/my-run")
     assert config.checkpoint_copy_dir == config.run_dir
     assert config.loss_names == ["sigmoid"]
     assert config.loss_numbers == {}

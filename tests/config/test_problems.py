@@ -95,6 +95,11 @@ def test_unknown_key_like_no_other_lists_the_keys_there(problems) -> None:
     assert line == "validation.zzz (command line): unknown key; keys here: data_args"
 
 
+def test_a_trackers_key_is_not_for_files(problems) -> None:
+    [line] = problems("track_with=wandb", "tracker_kwargs.api_key=x")
+    assert "keys are not kept in files: run `wandb login`, or set WANDB_API_KEY" in line
+
+
 def test_a_misspelt_required_key_is_one_problem(problems) -> None:
     text = "pretrian: org/model\nactor_train: {data_args: {filename: pairs.json}}\n"
     assert problems(text=text) == [
@@ -146,7 +151,9 @@ OUT_OF_RANGE = [
     ("ipo=maybe", "'maybe' is not true or false"),
     ("metric_for_best_model=loss", "names begin with 'eval/'"),
     ("resume_from_checkpoint=3", "3 is not true or false or text"),
-    ("track_with=wandb", "'wandb' is not tensorboard"),
+    ("track_with=wandbb", "did you mean 'wandb'?"),
+    ("track_with=[wandb, comet]", "is not tensorboard | wandb | trackio | mlflow | swanlab or a list of"),
+    ("tracker_kwargs.mode=local", "'local' is not online | offline"),
     ("ranked_pairs=best_vs_res", "did you mean 'best_vs_rest'?"),
     ("checkpoint_config.type=oss", "'oss' is not file_system"),
     ("seed=-1", "-1 is not a whole number >= 0"),
@@ -292,6 +299,14 @@ COMBINATIONS = [
     ),
     (["overwrite=true", "resume_from_checkpoint=some/path"], "overwrite", "starts anew"),
     (["track_with=null", "tracker_kwargs.log_dir=tb"], "tracker_kwargs.log_dir", "track_with"),
+    (["track_with=mlflow", "tracker_kwargs.log_dir=tb"], "tracker_kwargs.log_dir", "tensorboard, wandb, swanlab"),
+    (["tracker_kwargs.project=a"], "tracker_kwargs.project", "wandb, trackio, mlflow, swanlab"),
+    (["tracker_kwargs.name=a"], "tracker_kwargs.name", "wandb, trackio, mlflow, swanlab"),
+    (["track_with=trackio", "tracker_kwargs.tags=[a]"], "tracker_kwargs.tags", "wandb, mlflow, swanlab"),
+    (["track_with=trackio", "tracker_kwargs.notes=a"], "tracker_kwargs.notes", "wandb, mlflow, swanlab"),
+    (["track_with=mlflow", "tracker_kwargs.mode=offline"], "tracker_kwargs.mode", "wandb, swanlab"),
+    (["track_with=wandb", "tracker_kwargs.uri=http://host"], "tracker_kwargs.uri", "mlflow"),
+    (["track_with=mlflow", "tracker_kwargs.uri='http://me:word@host'"], "tracker_kwargs.uri", "MLFLOW_TRACKING_URI"),
     (["chosen_key=a", "rejected_key=a"], "rejected_key", "two columns"),
     (
         ["chosen_key=a", "actor_train.data_args.columns.chosen=b"],

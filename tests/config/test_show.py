@@ -188,7 +188,7 @@ def test_lean_on_a_cpu_must_be_told_its_dtype() -> None:
 def test_formats_and_schedules_are_those_that_exist() -> None:
     formats = pytest.importorskip("rather.data.formats")
     optim = pytest.importorskip("rather.optim")
-    assert set(get_args(Format)) == {"auto", *formats.SHAPES}
+    assert set(get_args(Format)) == {"auto", *formats.SHAPES, formats.TOKENISED}
     assert set(get_args(Schedule)) == set(optim.SHAPES)
 
 

@@ -88,8 +88,8 @@ def test_the_layout_says_what_a_name_became() -> None:
 @pytest.mark.parametrize(
     ("strategy", "key", "said"),
     [
-        (named("megatron_train", overlap_grad_reduce=True), "overlap_grad_reduce", "unknown key"),
-        (named("megatron_train", expert_model_parallel_size=2), "expert_model_parallel_size", "2 experts in parallel"),
+        (named("megatron_train", overlap_gradients=True), "overlap_gradients", "unknown key"),
+        (named("megatron_train", expert_model_parallel_size=2), "expert_model_parallel_size", "mixture of experts"),
         (named("zero1", use_distributed_optimizer=True), "use_distributed_optimizer", "is a key of megatron_train"),
         (named("megatron_train", recompute_method="block"), "recompute_method", "'block' is not offered"),
         (named("megatron_train", recompute_num_layers=1), "recompute_num_layers", "set recompute_granularity: full"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,9 +43,12 @@ def trainer_on(layout: Layout) -> RankTrainer:
     return make_trainer(SETUP, mesh, policy, runner)  # type: ignore[arg-type]
 
 
-def save(layout: Layout, run_dir: Path) -> None:
+Make = Callable[[Layout], RankTrainer]
+
+
+def save(layout: Layout, run_dir: Path, make: Make = trainer_on) -> None:
     """A few steps, then a checkpoint by all ranks."""
-    trainer = trainer_on(layout)
+    trainer = make(layout)
     train(trainer, SETUP, 0, SAVED_AFTER)
     groups, numbers = trainer.state()
     if layout.devices == 1:
@@ -69,9 +73,9 @@ def written_by_all(groups: Any, folder: Path | None = None) -> dict[str, tuple[i
 Resumed = tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[float]]
 
 
-def resume(layout: Layout, path: Path) -> Resumed:
+def resume(layout: Layout, path: Path, make: Make = trainer_on) -> Resumed:
     """(pieces of model and optimizer as loaded, numbers, losses of the next ten steps)."""
-    trainer, found = trainer_on(layout), checkpoint.reopen(path)
+    trainer, found = make(layout), checkpoint.reopen(path)
     stored = {group: found.stored(group) for group in ("model", "optimizer", "rng")}
     trainer.load_state(stored, found.state["numbers"])
     groups, numbers = trainer.state()
@@ -84,8 +88,8 @@ def _copied(piece: Tensor | Piece) -> Tensor | Piece:
     return Piece(piece.tensor.clone(), piece.place) if isinstance(piece, Piece) else piece.clone()
 
 
-def on(layout: Layout, work: Any, path: Path) -> list[Any]:
-    return [work(layout, path)] if layout.devices == 1 else pool(layout.devices).run(work, layout, path)
+def on(layout: Layout, work: Any, path: Path, make: Make = trainer_on) -> list[Any]:
+    return [work(layout, path, make)] if layout.devices == 1 else pool(layout.devices).run(work, layout, path, make)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +107,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Saved()
 
 
-def assert_goes_on(path: Path, layout: Layout, expected: list[float]) -> None:
+def assert_goes_on(path: Path, layout: Layout, expected: list[float], make: Make = trainer_on) -> None:
     found = checkpoint.open_checkpoint(path)
-    results: list[Resumed] = on(layout, resume, path)
+    results: list[Resumed] = on(layout, resume, path, make)
     for place, group in enumerate(("model", "optimizer")):
         loaded, stored = whole([each[place] for each in results]), found.tensors(group)
         assert loaded.keys() == stored.keys()

@@ -18,7 +18,7 @@ from rather.errors import ConfigError, DataError
 from rather.redaction import redact
 from rather.tracking import close_logging, setup_logging, worker_log
 
-ROOT = Path(sys.modules[setup_logging.__module__].__file__ or "").parents[1]
+ROOT = Path(sys.modules[setup_logging.__module__].__file__ or "").parents[2]
 log = logging.getLogger("rather.somewhere")
 
 

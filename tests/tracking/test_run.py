@@ -15,10 +15,9 @@ from typing import Any, get_args
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rather import tracking
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig
-from rather.tracking import TRACKERS, ProgressView, RunTracker
+from rather.tracking import TRACKERS, ProgressView, RunTracker, TensorBoard, console
 
 TRAIN = {
     "step": 10,
@@ -92,7 +91,11 @@ def test_a_resume_replaces_the_steps_after_the_checkpoint(tmp_path: Path) -> Non
     assert [(line["step"], line["loss"]) for line in kept] == expected
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.summary.writer import event_file_writer
+
+    count = event_file_writer.AtomicCounter(0)  # names of one second and process sort by it, as text
+    monkeypatch.setattr(event_file_writer, "_global_uid", count)
     config = config_in(tmp_path)
     for loss in (9.0, 0.5):
         tracker = run(config)
@@ -106,11 +109,11 @@ def broken(*_: Any, **__: Any) -> None:
 
 
 def break_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking.TensorBoard, "__init__", broken)
+    monkeypatch.setattr(TensorBoard, "__init__", broken)
 
 
 def break_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking.TensorBoard, "log", broken)
+    monkeypatch.setattr(TensorBoard, "log", broken)
 
 
 def break_the_writer_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +124,7 @@ def break_the_writer_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking.TensorBoard, "close", broken)
+    monkeypatch.setattr(TensorBoard, "close", broken)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -174,7 +177,7 @@ def test_the_time_left_counts_only_steps_of_this_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([1000.0, 1020.0, 1020.0])
-    monkeypatch.setattr(tracking.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     view = ProgressView(200, 100)
     view.log(110, {"step": 110, "loss": 0.5})  # ten steps in 20 s
     view.log(200, {"step": 200, "loss": 0.5})
@@ -194,8 +197,10 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> str:
         view.log(10, TRAIN)
         view.log(10, EVALUATION)
         view.close()
-        terminal.flush()
-        written = os.read(master, 1 << 16)
+        print("\x03", file=terminal, flush=True)
+        written = b""
+        while b"\x03" not in written:  # what was written arrives in pieces
+            written += os.read(master, 1 << 16)
     os.close(master)
     return written.decode()
 

@@ -1,0 +1,139 @@
+"""ColossalChat: the flags of train_dpo.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rather.migrate.engine import Peer
+from rather.migrate.peers.shared import (
+    DETAILS,
+    DTYPES,
+    MACHINERY,
+    MODEL,
+    SAMPLES,
+    STRATEGY,
+    TRAINING,
+    length,
+    recompute,
+    run_folder,
+    tracker,
+)
+from rather.migrate.rules import CHANGED, NEEDLESS, RENAMED, Given, Outcome, Rule, each, needless, never, to
+
+PLUGINS = ("ddp", "zero2", "zero2_cpu", "gemini", "gemini_auto", "3d")
+WIDE = "only the plugin 3d reads it"
+
+
+def of_3d(path: str) -> Rule:
+    """Degrees, which ColossalChat reads for one plugin only."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        if given.get("plugin") != "3d" or value in (None, False, 1):
+            return Outcome(NEEDLESS, note=WIDE if given.get("plugin") != "3d" else "")
+        return Outcome(RENAMED, {path: value})
+
+    return rule
+
+
+def loss(value: Any, given: Given) -> Outcome:
+    """simpo_loss only normalises by length and sets a margin: the reference stays unless it is disabled."""
+    if value != "simpo_loss":
+        return Outcome(RENAMED, {"pref_loss": "sigmoid"})
+    if given.get("disable_reference_model"):
+        return Outcome(RENAMED, {"pref_loss": "simpo", "gamma": given.get("gamma") or 1.4})
+    note = "with its reference this is length-normalised DPO with a margin, not SimPO"
+    values = {"pref_loss": "sigmoid", "length_normalization": True, "gamma": given.get("gamma") or 1.4}
+    return Outcome(CHANGED, values, note)
+
+
+def gamma(value: Any, given: Given) -> Outcome:
+    simpo = given.get("loss_type") == "simpo_loss"
+    return Outcome(RENAMED, {"gamma": value}) if value and not simpo else Outcome(NEEDLESS)
+
+
+def warmup(value: Any, given: Given) -> Outcome:
+    if value is None:
+        return Outcome(RENAMED, {TRAINING + "warmup_ratio": 0.025})
+    return Outcome(RENAMED, {TRAINING + "warmup_steps": value})
+
+
+def reference(value: Any, given: Given) -> Outcome:
+    simpo = given.get("loss_type") == "simpo_loss"
+    return Outcome(RENAMED, {"reference_free": True}) if value and not simpo else Outcome(NEEDLESS)
+
+
+def files(path: str) -> Rule:
+    return lambda value, given: (
+        Outcome(CHANGED, {path: value if isinstance(value, list) else [value]}, "folders of prepare_dataset.py")
+        if value else Outcome(NEEDLESS)
+    )  # fmt: skip
+
+
+def accumulation(value: Any, given: Given) -> Outcome:
+    note = "the loss is a mean over the step; ColossalChat sums micro-batches, so that its clipping bites harder"
+    values = {TRAINING + "gradient_accumulation_steps": value}
+    return Outcome(CHANGED, values, note) if value > 1 else Outcome(RENAMED, values)
+
+
+RULES: dict[str, Rule] = {
+    "pretrain": to("pretrain"),
+    "tokenizer_dir": to(MODEL + "tokenizer_name_or_path"),
+    "plugin": to(STRATEGY, {name: name for name in PLUGINS}),
+    "tp": of_3d(DETAILS + "tp_size"),
+    "pp": of_3d(DETAILS + "pp_size"),
+    "sp": of_3d(DETAILS + "cp_size"),
+    "zero_stage": of_3d(DETAILS + "zero_stage"),
+    "enable_sequence_parallelism": of_3d(DETAILS + "sequence_parallel"),
+    "sp_mode": needless("sp becomes context parallel, or norms by sequence under tp"),
+    "zero_cpu_offload": never("plugin zero2_cpu keeps the optimizer on the host"),
+    "ref_tp": to("ref_tp"),
+    "loss_type": loss,
+    "beta": to("beta"),
+    "gamma": gamma,
+    "length_normalization": to("length_normalization"),
+    "disable_reference_model": reference,
+    "disable_loss_mask": to("apply_loss_mask", {True: False, False: True}),
+    "dataset": files(SAMPLES),
+    "eval_dataset": files("validation.data_args.file_name"),
+    "max_length": length(),
+    "lr": to(TRAINING + "learning_rate"),
+    "weight_decay": to(TRAINING + "weight_decay"),
+    "warmup_steps": warmup,
+    "max_epochs": to(TRAINING + "num_train_epochs", float),
+    "batch_size": to(TRAINING + "per_device_train_batch_size"),
+    "accumulation_steps": accumulation,
+    "grad_clip": to("max_grad_norm"),
+    "mixed_precision": to(MODEL + "dtype", DTYPES),
+    "lora_config": to(MODEL + "lora_config"),
+    "grad_checkpoint": recompute,
+    "save_dir": run_folder,
+    "save_interval": to("save_steps", lambda value: value or None, note="counts optimizer steps; there it counts "
+                        "micro-batches and is looked at once an epoch"),
+    "log_dir": to("logging_dir"),
+    "use_wandb": tracker("wandb"),
+    "checkpoint_path": never("its checkpoints are of another kind; name its folder modeling as pretrain"),
+    # Hard-coded there, so that their defaults are written out.
+    "(adam_beta2)": to(TRAINING + "adam_beta2"),
+    "(schedule)": lambda value, given: Outcome(RENAMED, {
+        TRAINING + "lr_scheduler_type": "cosine", TRAINING + "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}),
+    **each("model_type config_file use_flash_attn microbatch_size", needless(MACHINERY)),
+}  # fmt: skip
+
+COLOSSALCHAT = Peer(
+    "colossalchat",
+    RULES,
+    defaults={
+        "plugin": "gemini", "weight_decay": 0.1, "warmup_steps": None, "beta": 0.1, "max_length": 2048, "max_epochs": 3,
+        "batch_size": 4, "mixed_precision": "fp16", "save_interval": 1000, "lr": 5e-6, "(adam_beta2)": 0.95,
+        "(schedule)": "cosine",
+    },
+    marks=("plugin", "accumulation_steps", "grad_clip", "mixed_precision", "disable_loss_mask", "ref_tp",
+           "save_interval", "length_normalization", "disable_reference_model", "microbatch_size", "zero_cpu_offload",
+           "save_dir"),
+    words=("coati", "--plugin"),
+    always=(
+        "gamma is SimPO's target margin in units of reward, never label smoothing.",
+        "Log-probs are summed in float32 or better; ColossalChat sums them in half precision.",
+        "Each epoch has its own order; ColossalChat repeats one.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,58 @@
+"""ROLL: its YAML is read by `rather train` as it is; the table tells what becomes of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rather.config import roll
+from rather.config.keys import table
+from rather.config.load import composed_values
+from rather.migrate.engine import Peer
+from rather.migrate.rules import IMPOSSIBLE, NEEDLESS, RENAMED, Given, Outcome, Rule, needless
+
+
+class OwnKeys(Mapping[str, Rule]):
+    """Every key of our schema stays; what has no counterpart is told as the loader tells it."""
+
+    def __init__(self) -> None:
+        self.aside, self.refused = (
+            {".".join(names): text for names, text in known} for known in (roll._told(), roll._refused())
+        )
+
+    def __getitem__(self, key: str) -> Rule:
+        if key in self.aside:
+            return needless(self.aside[key])
+        if key in self.refused:
+            return lambda value, given: Outcome(IMPOSSIBLE if value else NEEDLESS, note=self.refused[key])
+        if key.partition(".")[0] in ("hydra", "defaults", *roll.GROUPS):
+            return needless("Hydra's own")
+        if key in table() or ".strategy_config." in key or key.partition(".")[0] == "system_envs":
+            return lambda value, given: kept(key, value, given)
+        raise KeyError(key)
+
+    def __iter__(self) -> Any:
+        return iter([*table(), *self.aside, *self.refused])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def kept(key: str, value: Any, given: Given) -> Outcome:
+    if value is None:
+        return Outcome(NEEDLESS)
+    return Outcome(RENAMED, {key: value})
+
+
+ROLL = Peer(
+    "roll",
+    OwnKeys(),
+    marks=("actor_train.strategy_args.strategy_name", "actor_train.training_args.learning_rate",
+           "checkpoint_config.type", "is_offload_states", "rollout_batch_size", "actor_train.infer_batch_size"),
+    words=("start_dpo_pipeline.py",),
+    reader=composed_values,
+    whole=("reference.data_args", "hydra", *roll.GROUPS),
+    always=("beta, ipo and label_smoothing count here; ROLL's pipeline never hands them to its loss.",
+            "The schedule is as long as the run; ROLL divides it by the number of data-parallel ranks.",
+            "The file also runs as it is: rather train FILE."),
+)  # fmt: skip

@@ -1,0 +1,333 @@
+"""Rules that several peers share: transformers' TrainingArguments, adapters, data sets, batch sizes, DeepSpeed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rather.config.keys import table
+from rather.migrate.rules import (
+    CHANGED,
+    IMPOSSIBLE,
+    NEEDLESS,
+    NOTHING,
+    OPEN,
+    RENAMED,
+    Given,
+    Outcome,
+    Refused,
+    Rule,
+    each,
+    needless,
+    never,
+    only,
+    to,
+)
+
+TRAINING, MODEL, DATA = "actor_train.training_args.", "actor_train.model_args.", "actor_train.data_args."
+STRATEGY, DETAILS = "actor_train.strategy_args.strategy_name", "actor_train.strategy_args.strategy_config."
+SAMPLES = "actor_train.data_args.file_name"
+LENGTH, OVERLONG = "sequence_length", DATA + "overlong"
+READABLE = (".json", ".jsonl", ".parquet", ".arrow", ".gz", ".feather")
+DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
+SCHEDULES = {"warmup_stable_decay": "wsd"} | {
+    name: name for name in table()["actor_train.training_args.lr_scheduler_type"].choices
+}
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adam", "AdamW", "torch.optim.AdamW")
+MACHINERY = "of the peer's machinery; no result depends on it"
+UPLOAD = "nothing is uploaded; the run folder holds model and model card"
+NO_LIMIT = 32768
+
+
+# ---- values
+
+
+def positive(path: str) -> Rule:
+    """-1 and 0 stand for `not given`."""
+    return lambda value, given: Outcome(RENAMED, {path: value}) if value and value > 0 else Outcome(NEEDLESS)
+
+
+def whole_steps(path: str) -> Rule:
+    def rule(value: Any, given: Given) -> Outcome:
+        if isinstance(value, float) and not value.is_integer():
+            raise Refused(f"{value} is a share of the run; write a number of steps")
+        return Outcome(RENAMED, {path: int(value)}) if value and value > 0 else Outcome(NEEDLESS)
+
+    return rule
+
+
+def length(*, cut: str = "", note: str = "") -> Rule:
+    """Tokens of prompt and answer, and what happens to longer pairs."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        more = {OVERLONG: cut} if cut else {}
+        if value is None:
+            told = f"a length is needed here; pairs above {NO_LIMIT} tokens are dropped and counted"
+            return Outcome(CHANGED, {LENGTH: NO_LIMIT}, told)
+        return Outcome(CHANGED if note else RENAMED, {LENGTH: value, **more}, note)
+
+    return rule
+
+
+def run_folder(value: Any, given: Given) -> Outcome:
+    """`out/my-run` is the folder `out` and the run `my-run` in it."""
+    if not value:
+        return Outcome(NEEDLESS)
+    path = Path(str(value))
+    parent = "./" if str(path.parent) == "." else str(path.parent)
+    note = "the run is written to this folder; the model lies in its subfolder model/"
+    return Outcome(CHANGED, {"output_dir": parent, "exp_name": path.name}, note)
+
+
+def dataset(path: str = SAMPLES) -> Rule:
+    """A local file is read as it is; a name on a hub has to be saved to a file first."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        if value in NOTHING:
+            return Outcome(NEEDLESS)
+        names = [str(name) for name in value] if isinstance(value, list) else str(value).split(",")
+        files = [name if name.endswith(READABLE) else f"{Path(name.partition('#')[0]).name}.jsonl" for name in names]
+        strangers = [name for name, file in zip(names, files, strict=True) if name != file]
+        values = {path: files[0] if len(files) == 1 else files}
+        if not strangers:
+            return Outcome(RENAMED, values)
+        return Outcome(OPEN, values, f"only local files are read: save {', '.join(strangers)} as JSON lines there")
+
+    return rule
+
+
+def trackers(value: Any, given: Given) -> Outcome:
+    names = value if isinstance(value, list) else str(value).split(",")
+    wanted = [name for name in names if name not in ("none", "None", "all")]
+    known = table()["track_with"].choices
+    kept = [name for name in wanted if name in known]
+    lost = [name for name in wanted if name not in known]
+    values = {"track_with": kept[0] if len(kept) == 1 else kept or None}
+    if lost:
+        return Outcome(IMPOSSIBLE, values, f"no tracker {', '.join(lost)}; there are {', '.join(known)}")
+    return Outcome(RENAMED, values)
+
+
+def tracker(name: str) -> Rule:
+    """A switch of one tracker."""
+    return lambda value, given: trackers(name, given) if value else Outcome(NEEDLESS, note="no tracker")
+
+
+def loss_name(path: str = "pref_loss", **others: str | None) -> Rule:
+    """The name of a loss, where a peer has another name for it; None where we have no such loss."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
+        if lost := [name for name in names if name in others and others[name] is None]:
+            raise Refused(f"there is no loss {lost[0]}")
+        ours = [others.get(name) or name for name in names]
+        return Outcome(RENAMED, {path: ours[0] if len(ours) == 1 else ours})
+
+    return rule
+
+
+# ---- precision, memory, devices
+
+
+def bf16(value: Any, given: Given) -> Outcome:
+    """One of three: bf16, fp16, or neither."""
+    other = given.get("fp16") in (True, "true", "auto")
+    dtype = "fp16" if other else "bf16" if value in (True, "auto") else "fp32"
+    return Outcome(CHANGED, {MODEL + "dtype": dtype}, "weights have exact float32 copies, sums are float32 or better")
+
+
+def fp16(value: Any, given: Given) -> Outcome:
+    return Outcome(RENAMED, {MODEL + "dtype": "fp16"}) if value is True else Outcome(NEEDLESS)
+
+
+def recompute(value: Any, given: Given) -> Outcome:
+    return Outcome(RENAMED, {MODEL + "disable_gradient_checkpointing": not value})
+
+
+def deepspeed(value: Any, given: Given) -> Outcome:
+    """A DeepSpeed file that lies here is read; otherwise its name tells the stage."""
+    if value in NOTHING:
+        return Outcome(NEEDLESS)
+    if isinstance(value, dict):
+        return Outcome(RENAMED, {STRATEGY: "deepspeed_train", DETAILS[:-1]: value})
+    if Path(str(value)).expanduser().is_file():
+        return Outcome(RENAMED, {STRATEGY: "deepspeed_train", DETAILS + "config_file": str(value)})
+    name = Path(str(value)).name
+    stage = next((stage for stage in "123" if f"zero{stage}" in name or f"z{stage}" in name), None)
+    if stage is None:
+        raise Refused(f"{value} is not here, and its name tells no stage; set actor_train.strategy_args.strategy_name")
+    cpu = "offload" in name and stage == "2"
+    told = f"{value} is not here; its name tells stage {stage}"
+    return Outcome(CHANGED, {STRATEGY: f"zero{stage}" + ("_cpu" if cpu else "")}, told)
+
+
+def zero_stage(value: Any, given: Given) -> Outcome:
+    return Outcome(RENAMED, {STRATEGY: f"zero{value}" if value else "ddp"})
+
+
+def fsdp(value: Any, given: Given) -> Outcome:
+    if value in NOTHING:
+        return Outcome(NEEDLESS)
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if "hybrid" in text:
+        raise Refused("set strategy_name: hsdp with strategy_config.shard_size, the ranks of one replica")
+    return Outcome(RENAMED, {STRATEGY: "zero2" if "shard_grad_op" in text else "fsdp2_train"})
+
+
+# ---- transformers' TrainingArguments
+
+
+def warmup(value: Any, given: Given) -> Outcome:
+    if given.get("lr_scheduler_type") == "constant" and value:
+        return Outcome(CHANGED, {}, "transformers' constant schedule has no warm-up; ours would have one")
+    share = isinstance(value, float) and 0 < value < 1
+    return Outcome(RENAMED, {TRAINING + ("warmup_ratio" if share else "warmup_steps"): value if share else int(value)})
+
+
+def warmup_ratio(value: Any, given: Given) -> Outcome:
+    if given.get("warmup_steps"):
+        return Outcome(NEEDLESS, note="warmup_steps wins")
+    constant = given.get("lr_scheduler_type") == "constant" and value
+    return warmup(value, given) if constant else Outcome(RENAMED, {TRAINING + "warmup_ratio": value})
+
+
+def evaluated(value: Any, given: Given) -> Outcome:
+    """eval_strategy: steps without eval_steps means logging_steps."""
+    if str(value) != "steps" or given.get("eval_steps"):
+        return Outcome(NEEDLESS, note="evaluation is always after each epoch and at the end")
+    return Outcome(CHANGED, {"eval_steps": int(given.get("logging_steps") or 1)}, "as often as logging_steps")
+
+
+def eval_steps(value: Any, given: Given) -> Outcome:
+    strategy = given.get("eval_strategy") or given.get("evaluation_strategy")
+    if str(strategy) not in ("steps", "None"):
+        return Outcome(NEEDLESS, note=f"eval_strategy is {strategy}")
+    return whole_steps("eval_steps")(value, given)
+
+
+def save_strategy(value: Any, given: Given) -> Outcome:
+    if str(value) == "steps":
+        return Outcome(NEEDLESS)
+    note = "checkpoints are counted in steps; the last one is always written" if str(value) != "no" else ""
+    return Outcome(CHANGED if note else RENAMED, {"save_steps": None}, note)
+
+
+def save_steps(value: Any, given: Given) -> Outcome:
+    other = str(given.get("save_strategy") or "steps") != "steps"
+    return Outcome(NEEDLESS, note="save_strategy decides") if other else whole_steps("save_steps")(value, given)
+
+
+def best_metric(value: Any, given: Given) -> Outcome:
+    name = str(value).removeprefix("eval_")
+    return Outcome(RENAMED, {"metric_for_best_model": f"eval/{name}"}) if value else Outcome(NEEDLESS)
+
+
+HF: dict[str, Rule] = {
+    "output_dir": run_folder,
+    "learning_rate": to(TRAINING + "learning_rate"),
+    "lr_scheduler_type": to(TRAINING + "lr_scheduler_type", SCHEDULES),
+    "lr_scheduler_kwargs": to(TRAINING + "lr_scheduler_kwargs"),
+    "weight_decay": to(TRAINING + "weight_decay"),
+    "adam_beta1": to(TRAINING + "adam_beta1"),
+    "adam_beta2": to(TRAINING + "adam_beta2"),
+    "adam_epsilon": to(TRAINING + "adam_epsilon"),
+    "per_device_train_batch_size": to(TRAINING + "per_device_train_batch_size"),
+    "gradient_accumulation_steps": to(TRAINING + "gradient_accumulation_steps"),
+    "num_train_epochs": to(TRAINING + "num_train_epochs", float),
+    "max_steps": positive("max_steps"),
+    "warmup_steps": warmup,
+    "warmup_ratio": warmup_ratio,
+    "max_grad_norm": to("max_grad_norm"),
+    "seed": to("seed"),
+    "data_seed": to(TRAINING + "data_seed"),
+    "optim": only(*ADAMW, why="the optimizer is AdamW; its memory is a third with precision: lean"),
+    "bf16": bf16,
+    "fp16": fp16,
+    "gradient_checkpointing": recompute,
+    "torch_compile": to("compile", {True: "on", False: "off"}),
+    "use_cpu": to("platform", {True: "cpu", False: "auto"}),
+    "no_cuda": to("platform", {True: "cpu", False: "auto"}),
+    "full_determinism": to("deterministic"),
+    "logging_steps": whole_steps("logging_steps"),
+    "logging_dir": to("logging_dir"),
+    "eval_strategy": evaluated,
+    "evaluation_strategy": evaluated,
+    "eval_steps": eval_steps,
+    "save_strategy": save_strategy,
+    "save_steps": save_steps,
+    "save_total_limit": lambda value, given: Outcome(RENAMED, {"max_ckpt_to_keep": value or 0}),
+    "per_device_eval_batch_size": to("actor_train.infer_batch_size"),
+    "load_best_model_at_end": to("save_best", note="the best model lies beside the last one"),
+    "metric_for_best_model": best_metric,
+    "resume_from_checkpoint": to("resume_from_checkpoint"),
+    "overwrite_output_dir": to("overwrite", note="true starts anew where a run exists, and never continues it"),
+    "report_to": trackers,
+    "deepspeed": deepspeed,
+    "fsdp": fsdp,
+    "dataset_num_proc": to(DATA + "preprocessing_num_workers"),
+    "preprocessing_num_workers": to(DATA + "preprocessing_num_workers"),
+    **each("push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision", never(UPLOAD)),
+    **each("neftune_noise_alpha label_smoothing_factor", never("is not offered", unless=(0, 0.0))),
+    **each("save_only_model", needless("checkpoints are always whole; the result in model/ is the model alone")),
+    **each("run_name project", needless("a run is named after its folder")),
+    **each("use_liger_kernel", needless("log-probs are always made without holding the logits")),
+    **each("group_by_length auto_find_batch_size", needless("micro-batches follow a token budget")),
+    **each(
+        "do_train do_eval do_predict logging_strategy logging_first_step logging_nan_inf_filter log_level disable_tqdm "
+        "remove_unused_columns dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_drop_last ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb "
+        "ddp_backend local_rank fsdp_config accelerator_config gradient_checkpointing_kwargs torch_compile_backend "
+        "torch_compile_mode torch_empty_cache_steps greater_is_better eval_delay eval_on_start "
+        "eval_accumulation_steps include_num_input_tokens_seen tf32 average_tokens_across_devices save_safetensors "
+        "bf16_full_eval fp16_full_eval attn_implementation",
+        needless(MACHINERY),
+    ),
+}
+HF_DEFAULTS = {
+    "num_train_epochs": 3.0, "learning_rate": 5e-5, "logging_steps": 500, "save_steps": 500, "save_total_limit": None,
+}  # fmt: skip
+
+
+# ---- adapters
+
+
+def adapter(
+    rank: str, alpha: str, dropout: str, target: str, modules: str, *, off: tuple[str, Any] | None = None
+) -> dict[str, Rule]:
+    """Keys of an adapter by the peer's names. `off`: the key and its values that say that there is no adapter."""
+
+    def wanted(rule: Rule) -> Rule:
+        def of(value: Any, given: Given) -> Outcome:
+            if off and given.get(off[0]) in off[1]:
+                return Outcome(NEEDLESS, note="no adapter is trained")
+            return rule(value, given) if value is not None else Outcome(NEEDLESS)
+
+        return of
+
+    def dropped(value: Any, given: Given) -> Outcome:
+        return Outcome(CHANGED, {MODEL + "lora_dropout": 0.0}, "dropout is off in preference training") if value else (
+            Outcome(NEEDLESS)
+        )
+
+    return {
+        rank: wanted(positive(MODEL + "lora_rank")),
+        alpha: wanted(to(MODEL + "lora_alpha", float)),
+        dropout: wanted(dropped),
+        target: wanted(to(MODEL + "lora_target", _targets)),
+        modules: wanted(to(MODEL + "modules_to_save")),
+        "use_rslora": wanted(to(MODEL + "use_rslora")),
+        "use_dora": wanted(to(MODEL + "use_dora")),
+        **each("load_in_4bit", to(MODEL + "quantization", {True: "4bit", False: None})),
+        **each("load_in_8bit", never("weights are held in 4 bits or not at all: model_args.quantization")),
+        **each(
+            "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype lora_task_type",
+            needless(MACHINERY),
+        ),
+    }
+
+
+def _targets(value: Any) -> Any:
+    names = value if isinstance(value, list) else str(value).replace(" ", "").split(",")
+    if names in (["all"], ["all-linear"]):
+        return "all-linear"
+    return names if len(names) > 1 else names[0]

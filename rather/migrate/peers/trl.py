@@ -1,0 +1,182 @@
+"""TRL: DPOConfig as YAML or JSON, or a `trl dpo` line. Version 1.x, unless a key is there that 0.29 removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rather.migrate.engine import Peer
+from rather.migrate.peers.shared import (
+    DATA,
+    DTYPES,
+    HF,
+    HF_DEFAULTS,
+    MACHINERY,
+    MODEL,
+    OVERLONG,
+    adapter,
+    dataset,
+    length,
+    loss_name,
+)
+from rather.migrate.rules import CHANGED, NEEDLESS, OPEN, RENAMED, Given, Outcome, Rule, each, needless, never, only, to
+
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # in 1.x; before, sigmoid was smoothed as well
+REMOVED = (
+    "max_prompt_length", "max_completion_length", "generate_during_eval", "reference_free", "rpo_alpha",
+    "force_use_ref_model", "ref_adapter_name", "model_adapter_name", "label_pad_token_id", "use_logits_to_keep",
+    "ref_model_init_kwargs", "base_model_attribute_name", "is_encoder_decoder",
+)  # fmt: skip
+DIVERGENCES = {
+    "reverse_kl": "reverse_kl", "forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"
+}  # fmt: skip
+
+
+def is_old(given: Given) -> bool:
+    """Whether a config was written for TRL before 0.29."""
+    return any(key in given for key in REMOVED)
+
+
+def label_smoothing(value: Any, given: Given) -> Outcome:
+    losses = given.get("loss_type") or ["sigmoid"]
+    names = losses if isinstance(losses, list) else [losses]
+    if not value:
+        return Outcome(NEEDLESS)
+    if any(name in SMOOTHED for name in names) or (is_old(given) and "sigmoid" in names):
+        return Outcome(RENAMED, {"label_smoothing": value})
+    return Outcome(CHANGED, {}, f"TRL 1.x ignores it for {', '.join(names)}; write it to have it")
+
+
+def truncation(value: Any, given: Given) -> Outcome:
+    if value in (None, "keep_start"):
+        return Outcome(RENAMED, {OVERLONG: "truncate_response"})
+    note = "prompts are cut, of both answers alike; pairs whose answer alone is too long are dropped"
+    return Outcome(CHANGED, {OVERLONG: "truncate_prompt"}, note)
+
+
+def alpha(value: Any, given: Given) -> Outcome:
+    if given.get("f_divergence_type") != "alpha_divergence":
+        return Outcome(NEEDLESS)
+    if is_old(given):
+        return Outcome(CHANGED, {"f_alpha_divergence_coef": 1 - value}, "1 - alpha, as TRL writes it from 0.29 on")
+    return Outcome(RENAMED, {"f_alpha_divergence_coef": value})
+
+
+def weights_dtype(value: Any, given: Given) -> Outcome:
+    """TRL's dtype is that of the weights; what is computed in is bf16 or fp16."""
+    if value in (None, "auto", "float32"):
+        return Outcome(NEEDLESS, note="the optimizer works on float32 weights anyway")
+    note = "weights have exact float32 copies, so that no small step is lost"
+    return Outcome(CHANGED, {MODEL + "dtype": DTYPES[value]}, note)
+
+
+def init_kwargs(value: Any, given: Given) -> Outcome:
+    if not value:
+        return Outcome(NEEDLESS)
+    known = weights_dtype(value.get("dtype") or value.get("torch_dtype"), given)
+    lost = [key for key in value if key not in ("dtype", "torch_dtype", "attn_implementation", "use_cache")]
+    return Outcome(CHANGED, known.values, f"not read: {', '.join(lost)}") if lost else known
+
+
+def synced(path: str) -> Rule:
+    def rule(value: Any, given: Given) -> Outcome:
+        return Outcome(RENAMED, {path: value}) if given.get("sync_ref_model") else Outcome(NEEDLESS)
+
+    return rule
+
+
+def only_with(loss: str, path: str) -> Rule:
+    def rule(value: Any, given: Given) -> Outcome:
+        return Outcome(RENAMED, {path: value}) if loss in str(given.get("loss_type")) else Outcome(NEEDLESS)
+
+    return rule
+
+
+def named_dataset(value: Any, given: Given) -> Outcome:
+    """TRL evaluates on another split of the same data set."""
+    found = dataset()(value, given)
+    if str(given.get("eval_strategy", "no")) == "no" or found.status != OPEN:
+        return found
+    held_out = f"{Path(str(value)).name}-{given.get('dataset_test_split', 'test')}.jsonl"
+    return Outcome(OPEN, {**found.values, "validation.data_args.file_name": held_out}, found.note)
+
+
+def beta(value: Any, given: Given) -> Outcome:
+    alone = given.get("loss_type") in ("sft", ["sft"])
+    return Outcome(NEEDLESS, note="sft has none") if alone else Outcome(RENAMED, {"beta": value})
+
+
+RULES: dict[str, Rule] = {
+    **HF,
+    **adapter("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
+              off=("use_peft", (False, None))),
+    "use_peft": needless("lora_rank says it"),
+    "lora_target_parameters": never("only linear layers take an adapter"),
+    "model_name_or_path": to("pretrain"),
+    "model_revision": to(MODEL + "revision"),
+    "trust_remote_code": to(MODEL + "trust_remote_code"),
+    "dtype": weights_dtype,
+    "torch_dtype": weights_dtype,
+    "model_init_kwargs": init_kwargs,
+    "dataset_name": named_dataset,
+    **each("dataset_config dataset_train_split dataset_test_split", needless("name the files of the split you want")),
+    **each("dataset_streaming ignore_bias_buffers", needless(MACHINERY)),
+    "test_split_size": to("validation.data_args.split"),
+    "loss_type": loss_name(kto_pair=None, bco_pair="bco_pair", aot_pair="aot_unpaired"),
+    "loss_weights": to("loss_weights"),
+    "beta": beta,
+    "label_smoothing": label_smoothing,
+    "ld_alpha": to("ld_alpha"),
+    "f_divergence_type": to("f_divergence_type", DIVERGENCES),
+    "f_alpha_divergence_coef": alpha,
+    "use_weighting": to("use_weighting"),
+    "discopop_tau": only_with("discopop", "discopop_tau"),
+    "rpo_alpha": to("rpo_alpha", note="the NLL is a mean over all tokens of the step, whatever the micro-batches"),
+    "reference_free": to("reference_free"),
+    "max_length": length(),
+    "truncation_mode": truncation,
+    "max_prompt_length": to(DATA + "max_prompt_length"),
+    "max_completion_length": never("the answer alone has no limit; overlong: truncate_response cuts it"),
+    "precompute_ref_log_probs": to("reference.cache.enabled", lambda value: True,
+                                   note="the reference is always computed once and kept on disk"),
+    "precompute_ref_batch_size": to("reference.infer_batch_size"),
+    "sync_ref_model": to("sync_ref_model"),
+    "ref_model_mixup_alpha": synced("ref_model_mixup_alpha"),
+    "ref_model_sync_steps": synced("ref_model_sync_steps"),
+    "router_aux_loss_coef": never("mixtures of experts are not offered", unless=(0, 0.0)),
+    "disable_dropout": only(True, why="dropout is always off in preference training"),
+    "generate_during_eval": never("no answers are generated during evaluation"),
+    "force_use_ref_model": needless("the loss decides whether there is a reference"),
+    **each("padding_free", needless("pairs are always packed, which changes no result")),
+    **each("pad_to_multiple_of pad_token label_pad_token_id use_logits_to_keep activation_offloading",
+           needless(MACHINERY)),
+    **each("ref_adapter_name model_adapter_name", needless("the starting adapter is the reference")),
+    "tools": needless("tools are a column of the rows"),
+}  # fmt: skip
+
+TRL = Peer(
+    "trl",
+    RULES,
+    defaults={
+        **HF_DEFAULTS, "learning_rate": 1e-6, "logging_steps": 10, "bf16": True, "max_length": 1024,
+        "truncation_mode": "keep_start", "use_peft": False, "lora_r": 16, "lora_alpha": 32,
+        "lora_target_modules": ["q_proj", "v_proj"],  # PEFT's choice for most families
+    },
+    marks=(*REMOVED, "loss_weights", "precompute_ref_log_probs", "model_init_kwargs", "dataset_train_split", "use_peft",
+           "truncation_mode", "f_alpha_divergence_coef", "use_weighting", "sync_ref_model", "ref_model_mixup_alpha",
+           "ref_model_sync_steps", "discopop_tau", "lora_target_modules", "model_revision", "padding_free"),
+    words=("trl dpo", "trl.scripts.dpo", "trl/scripts/dpo"),
+    whole=("model_init_kwargs", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_config",
+           "accelerator_config", "deepspeed"),
+    always=(
+        "Rows of plain text: TRL adds no chat template to them; we apply the tokenizer's own, where it has one.",
+        "TRL scores all that follows the prompt, the line end after the last end-of-turn token too; we score the last "
+        "answer up to its end-of-turn token.",
+        "`sft` and `aot` depend on micro-batches in TRL; here they count over the whole step.",
+        "Metrics in TRL are averages over micro-batches; here they are averages over pairs.",
+        "The order of the pairs is another one.",
+        "`parity: trl-1.x` (before 0.29 trl-0.2x) makes TRL's tokens and refuses what would mean something else there.",
+    ),
+    is_early=is_old,
+    early={"truncation_mode": "keep_end", "max_prompt_length": 512, "f_alpha_divergence_coef": 1.0},
+)  # fmt: skip

@@ -1,0 +1,160 @@
+"""A YAML or JSON file or a command line -> the keys and values that somebody wrote for another trainer."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rather.errors import ConfigError
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+WORDS = {"true": True, "false": False, "none": None, "null": None}
+FILES = (".yaml", ".yml", ".json")
+# Of launchers: how many processes a node runs, and how many nodes.
+PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "n_gpus_per_node", "NPROC_PER_NODE")
+LAUNCHER = ("module", "config_file", "config_path", "config_name", "hostfile", "master_port", "master_addr",
+            "node_rank", "main_process_port", "rdzv_backend", "rdzv_endpoint", "standalone")  # fmt: skip
+NODES = ("nnodes", "num_nodes", "num_machines", "NNODES")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was written: nested values, the words of a command line, and how many devices its launcher asks for."""
+
+    name: str
+    values: dict[str, Any]
+    words: tuple[str, ...] = ()
+    devices: int | None = None
+    file: Path | None = None
+
+
+def read_file(path: Path) -> Source:
+    """A YAML or JSON file of settings, or a text file that holds a command line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); name a YAML, JSON or text file.") from None
+    if path.suffix in FILES:
+        return Source(path.name, _mapping(text, path), file=path)
+    return read_line(text, path.name, path.parent)
+
+
+def read_line(line: str, name: str = "the line", folder: Path = Path()) -> Source:
+    """A command line as it would be typed: environment, launcher, script, flags; a config file in it is read too."""
+    joined = "\n".join(each for each in line.replace("\\\n", " ").splitlines() if not each.lstrip().startswith("#"))
+    try:
+        words = shlex.split(joined)
+    except ValueError as error:
+        raise ConfigError(f"{name}: is not a command line ({error}).") from None
+    if not words:
+        raise ConfigError(f"{name}: holds no command line.")
+    written = list(_written(words))
+    values: dict[str, Any] = {}
+    for key, value in written:
+        if key == "config" or (not key and str(value).endswith(FILES)):
+            values |= _base(str(value), folder, name)
+    flags = {key: value for key, value in written if key and key != "config"}
+    launched = (*PROCESSES, *NODES, *LAUNCHER)
+    values |= {key: value for key, value in flags.items() if key not in launched and not key.isupper()}
+    return Source(name, values, tuple(words), _devices(flags))
+
+
+def flat(values: Mapping[str, Any], whole: tuple[str, ...] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{"policy": {"precision": "bf16"}} -> ("policy.precision", "bf16"); keys of `whole` keep their mapping."""
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and path not in whole:
+            yield from flat(value, whole, f"{path}.")
+        else:
+            yield path, value
+
+
+def with_powers(value: Any) -> Any:
+    """The values of a file. YAML 1.1 reads 5e-7 as text; other text was written in quotes and stays text."""
+    if isinstance(value, list):
+        return [with_powers(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): with_powers(item) for key, item in value.items()}
+    is_number = isinstance(value, str) and "e" in value.lower() and NUMBER.fullmatch(value)
+    return float(value) if is_number else value
+
+
+def plain(value: Any) -> Any:
+    """Numbers and words of a command line, where all is text."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    if value.lower() in WORDS:
+        return WORDS[value.lower()]
+    if NUMBER.fullmatch(value):
+        return int(value) if value.lstrip("+-").isdigit() else float(value)
+    if value[:1] in "[{" and value[-1:] in "]}":
+        try:
+            return with_powers(yaml.safe_load(value))
+        except yaml.YAMLError:
+            return value
+    return value
+
+
+def _mapping(text: str, path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from None
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(f"{path}: holds no keys and values.")
+    settings: dict[str, Any] = with_powers(values)
+    return settings
+
+
+def _base(word: str, folder: Path, name: str) -> dict[str, Any]:
+    """The values of a config file that a command line names."""
+    path = Path(word).expanduser()
+    found = next((each for each in (folder / path, path) if each.is_file()), None)
+    if found is None:
+        raise ConfigError(f"{name}: the config file {word} is not there; run this where the line would be typed.")
+    return _mapping(found.read_text(encoding="utf-8"), found)
+
+
+def _written(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """--key value, --key=value, --switch, --key a b c, key=value; a word that stands alone has the empty key."""
+    i = 0
+    while i < len(words):
+        word = words[i]
+        i += 1
+        if not word.startswith("--"):
+            key, equals, value = word.partition("=")
+            is_setting = bool(equals) and re.fullmatch(r"[+~]{0,2}[\w.]+", key) is not None
+            yield (key.lstrip("+~"), plain(value)) if is_setting else ("", word)
+            continue
+        key, equals, value = word[2:].partition("=")
+        taken = [value] if equals else []
+        while not equals and i < len(words) and not _ends_values(words[i]):
+            taken.append(words[i])
+            i += 1
+        yield _named(key), True if not taken else plain(taken[0]) if len(taken) == 1 else plain(taken)
+
+
+def _ends_values(word: str) -> bool:
+    return word.endswith(".py") or (word.startswith("-") and not NUMBER.fullmatch(word))
+
+
+def _named(key: str) -> str:
+    return key if key in PROCESSES else key.replace("-", "_")
+
+
+def _devices(flags: Mapping[str, Any]) -> int | None:
+    processes = next((flags[key] for key in PROCESSES if isinstance(flags.get(key), int)), None)
+    nodes = next((flags[key] for key in NODES if isinstance(flags.get(key), int)), 1)
+    if processes is None:
+        visible = str(flags.get("CUDA_VISIBLE_DEVICES", ""))
+        return len(visible.split(",")) if visible else None
+    return int(processes) * (1 if "num_processes" in flags else int(nodes))

@@ -1,0 +1,391 @@
+"""Adapters of the LoRA family, through PEFT: small trained matrices beside frozen weights.
+
+PEFT puts its layers into the Hugging Face model in place of the linear ones; whatever else runs the model sees the same
+model as before. Adapters off, it is the base; a frozen copy of an adapter that did not begin as nothing lies beside it.
+
+What an adapter begins with is a function of the seed, the layer's name and the base weights alone: however a model is
+divided, each rank takes its part of the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, LoraModel
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rather.config.adapters import PISSA
+from rather.config.schema import ActorModelArgs, ModelArgs
+from rather.errors import ConfigError
+from rather.model.digest import model_folder
+from rather.model.policy import START
+from rather.pieces import Place, Stored, Streamed, safetensors_file
+
+TRAINED = "default"  # PEFT's name of the adapter that is trained; its frozen beginning is the adapter START
+CONFIG, WEIGHTS, NOTES = "adapter_config.json", "adapter_model.safetensors", "rather.json"
+ALL_LINEAR = "all-linear"
+KNOWN = (  # what an adapter's config may say; anything else must be as PEFT's default
+    "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora", "lora_dropout", "task_type",
+    "peft_type", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights", "auto_mapping",
+    "peft_version", "megatron_core", "runtime_config", "qalora_group_size",
+)  # fmt: skip
+_MATRIX = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)\.(?:default|reference)\.weight")
+_WHOLE = re.compile(r"(.+)\.modules_to_save\.(?:default|reference)\.(.+)")
+_PEFT = "base_model.model."  # what every name in an adapter's file begins with
+
+
+# --- which adapter ---
+
+
+def adapter_config(args: ModelArgs) -> LoraConfig:
+    """PEFT's description of the adapter that a role's settings ask for: a new one, or one that is there."""
+    if args.adapter_name_or_path is not None:
+        return saved_config(adapter_folder(args.adapter_name_or_path))
+    assert isinstance(args, ActorModelArgs)
+    rank = args.lora_rank or 8
+    targets = _names(args.lora_target or ALL_LINEAR)
+    return LoraConfig(
+        r=rank,
+        lora_alpha=_number(args.lora_alpha or 2 * rank),
+        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        modules_to_save=_names(args.modules_to_save or args.additional_target or []) or None,
+        use_rslora=args.use_rslora,
+        use_dora=args.use_dora,
+        init_lora_weights=args.init_lora_weights,  # type: ignore[arg-type]
+        task_type="CAUSAL_LM",
+    )
+
+
+def adapter_folder(name: str) -> Path:
+    folder = model_folder(name, None)
+    if folder is None or not (folder / CONFIG).exists() or not (folder / WEIGHTS).exists():
+        raise ConfigError(
+            f"adapter_name_or_path: {name} is no PEFT adapter, which is a folder with {CONFIG} and {WEIGHTS}, or a hub "
+            "name of one"
+        )
+    return folder
+
+
+def saved_config(folder: Path) -> LoraConfig:
+    """Of an adapter on the disk; one that does more than we know is refused."""
+    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    plain = LoraConfig().to_dict()
+    odd = [key for key, value in values.items() if key not in KNOWN and value and value != plain.get(key)]
+    if values.get("peft_type") != "LORA" or odd:
+        kind = ", ".join(f"{key}: {values[key]}" for key in odd) or f"peft_type: {values.get('peft_type')}"
+        raise ConfigError(f"adapter_name_or_path: {folder} has {kind}, which is not supported; LoRA and its kin are")
+    own = {key: values[key] for key in KNOWN[:6] if values.get(key) is not None}
+    return LoraConfig(**own, init_lora_weights=True, task_type="CAUSAL_LM")
+
+
+def base_of(folder: Path) -> tuple[str | None, str | None]:
+    """Name and revision of the model that an adapter was trained on, as it says itself."""
+    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return values.get("base_model_name_or_path"), values.get("revision")
+
+
+def quantization_of(folder: Path) -> Any:
+    """How the base was held in training, as Rather writes it down; None where it was not quantised."""
+    notes = folder / NOTES
+    return json.loads(notes.read_text(encoding="utf-8")).get("quantization") if notes.exists() else None
+
+
+def config_of(causal_lm: Any) -> LoraConfig | None:
+    """Of the adapter in a model; None without one."""
+    found: LoraConfig | None = getattr(causal_lm, "peft_config", {}).get(TRAINED)
+    return found
+
+
+def adapter_digest(folder: Path) -> str:
+    digest = sha256()
+    for name in (CONFIG, WEIGHTS):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _names(value: str | list[str]) -> list[str]:
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def _number(value: float) -> Any:
+    """PEFT writes down whole numbers."""
+    return int(value) if float(value).is_integer() else value
+
+
+# --- into a model ---
+
+
+def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> None:
+    """Puts the adapter into the model, on the meta device as well, and freezes all else; values come from `Source`.
+
+    PiSSA's start is kept whatever the reference is: on the base as it was, the trained adapter is less it.
+    """
+    config = adapter_config(args)
+    start = config.init_lora_weights
+    config.init_lora_weights = False
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT speaks of tied weights and of second adapters
+            tuner = LoraModel(causal_lm, config, TRAINED)
+            if keeps_start or _is_pissa(start):
+                tuner.peft_config[START] = config
+                tuner.inject_adapter(causal_lm, START)
+    except ValueError as error:
+        raise ConfigError(f"lora_target: {str(error).splitlines()[0]}") from error
+    config.init_lora_weights = start
+    causal_lm.peft_config = {TRAINED: config}
+    _refuse_unused(causal_lm, config)
+    _refuse_others(causal_lm)
+    for name, parameter in causal_lm.named_parameters():
+        parameter.requires_grad_(f".{TRAINED}." in name)
+
+
+def _is_pissa(init: Any) -> bool:
+    return isinstance(init, str) and bool(PISSA.fullmatch(init))
+
+
+def _refuse_unused(causal_lm: Any, config: LoraConfig) -> None:
+    """Names that PEFT passes over in silence. It writes all-linear out; a text is a pattern of an existing adapter."""
+    targets = [] if isinstance(config.target_modules, str) else sorted(config.target_modules or [])
+    whole = config.modules_to_save or []
+    for key, names, kind in (("lora_target", targets, LoraLayer), ("modules_to_save", whole, ModulesToSaveWrapper)):
+        found = [name for name, module in causal_lm.named_modules() if isinstance(module, kind)]
+        unused = [name for name in names if not any(f".{one}".endswith(f".{name}") for one in found)]
+        if unused:
+            raise ConfigError(f"{key}: the model has no module that is named {', '.join(unused)}")
+
+
+def _refuse_others(causal_lm: Any) -> None:
+    """What PEFT would take, but would be merged to something else, or never be asked."""
+    layers = [module for module in causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for name, module in causal_lm.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        if id(module) not in inside or not isinstance(module.get_base_layer(), nn.Linear):
+            raise ConfigError(
+                f"lora_target: {name} is no linear layer inside the decoder layers, and only those take an adapter; "
+                "to train it whole, name it in modules_to_save"
+            )
+    ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
+    tied = causal_lm.config.get_text_config().tie_word_embeddings
+    if tied and any(isinstance(end, ModulesToSaveWrapper) for end in ends):
+        raise ConfigError(
+            "modules_to_save: the embedding of this model is its head as well (tie_word_embeddings), and a trained "
+            "copy of one would part them; leave both out"
+        )
+
+
+def tuned_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)]
+
+
+@contextmanager
+def as_it_began(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model is its own reference: the frozen copy of its adapter, or the base alone where there is none.
+
+    Not through PEFT's switches, which also turn gradients off and on: FSDP2 would keep them off.
+    """
+    layers = tuned_layers(model)
+    kept = any(START in getattr(layer, kind, ()) for layer in layers for kind in ("lora_A", "modules_to_save"))
+    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+    for layer in layers:
+        layer._active_adapter, layer._disable_adapters = ([START], False) if kept else (layer._active_adapter, True)
+    try:
+        yield
+    finally:
+        for layer, (active, disabled) in zip(layers, before, strict=True):
+            layer._active_adapter, layer._disable_adapters = active, disabled
+
+
+# --- what it begins with ---
+
+
+class Source:
+    """The weights of a model with an adapter by their names in it: of the base's files, and of the adapter's.
+
+    Asked as `Stored` is. PiSSA takes what its adapter begins with out of the base.
+    """
+
+    def __init__(self, base: Stored, config: LoraConfig, args: ModelArgs, seed: int) -> None:
+        self.base, self.config, self.seed = base, config, seed
+        path = args.adapter_name_or_path
+        self.saved = _saved(adapter_folder(path), base) if path is not None else None
+        self.changes_base = _is_pissa(config.init_lora_weights)
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def __contains__(self, name: str) -> bool:
+        match = _MATRIX.fullmatch(name)
+        if self.saved is not None and (match or _WHOLE.fullmatch(name)):
+            return _saved_name(name) in self.saved
+        return (f"{match[1]}.weight" if match else base_name(name)) in self.base
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        match = _MATRIX.fullmatch(name)
+        if self.saved is not None and (match or _WHOLE.fullmatch(name)):
+            return self.saved.shape(_saved_name(name))
+        if not match:
+            return self.base.shape(base_name(name))
+        out, inner = self.base.shape(f"{match[1]}.weight")
+        rank = self.config.r
+        return {"lora_A": (rank, inner), "lora_B": (out, rank), "lora_magnitude_vector": (out,)}[match[2]]
+
+    def read(self, name: str, place: Place) -> Tensor:
+        if match := _MATRIX.fullmatch(name):
+            return self._begun(match[1])[match[2]][place.slices].clone()
+        if self.changes_base and name.endswith(".base_layer.weight"):
+            return self._begun(name.removesuffix(".base_layer.weight"))["base"][place.slices].clone()
+        if self.saved is not None and _WHOLE.fullmatch(name):
+            return self.saved.read(_saved_name(name), place)
+        return self.base.read(base_name(name), place)
+
+    def _begun(self, module: str) -> dict[str, Tensor]:
+        """The whole matrices of one layer; those of the last are kept, for one is asked for several times."""
+        if self._last[0] != module:
+            self._last = module, self._loaded(module) if self.saved is not None else self._fresh(module)
+        return self._last[1]
+
+    def _loaded(self, module: str) -> dict[str, Tensor]:
+        assert self.saved is not None
+        kinds = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if self.config.use_dora else [])]
+        return {kind: self.saved[_saved_name(f"{module}.{kind}.{TRAINED}.weight")] for kind in kinds}
+
+    def _fresh(self, module: str) -> dict[str, Tensor]:
+        """PEFT's own start of a layer, on the CPU in float32."""
+        name = f"{module}.weight"
+        out, inner = self.base.shape(name)
+        asks = self.changes_base or self.config.use_dora
+        linear = nn.Linear(inner, out, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.base[name].float() if asks else torch.empty(out, inner), requires_grad=False)
+        seed = int.from_bytes(sha256(f"{self.seed} {module}".encode()).digest()[:7], "big")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            layer: Any = LoraLinear(linear, TRAINED, self.config, r=self.config.r, lora_alpha=self.config.lora_alpha)
+        begun = {kind: getattr(layer, kind)[TRAINED].weight.detach() for kind in ("lora_A", "lora_B")}
+        if self.config.use_dora:
+            begun["lora_magnitude_vector"] = layer.lora_magnitude_vector[TRAINED].weight.detach()
+        if self.changes_base:
+            begun["base"] = linear.weight.detach()
+            # Singular vectors have no sign of their own: ranks on different machines must choose the same.
+            rows = begun["lora_A"]
+            signs = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True)).sign()
+            begun |= {"lora_A": rows * signs, "lora_B": begun["lora_B"] * signs.T}
+        return begun
+
+
+def base_name(name: str) -> str:
+    """The name in the base of a frozen weight, or of the one that a module trained whole began as."""
+    if match := _WHOLE.fullmatch(name):
+        return f"{match[1]}.{match[2]}"
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _saved_name(name: str) -> str:
+    """A trained weight's name in the file of an adapter."""
+    if match := _MATRIX.fullmatch(name):
+        return f"{_PEFT}{match[1]}.{match[2]}{'' if match[2] == 'lora_magnitude_vector' else '.weight'}"
+    return f"{_PEFT}{base_name(name)}"
+
+
+# --- onto the disk ---
+
+
+def adapter_files(
+    folder: Path,
+    config: LoraConfig,
+    weights: Mapping[str, Tensor],
+    base: str,
+    revision: str | None,
+    quantized: str | None,
+) -> None:
+    """Writes what PeftModel.from_pretrained opens. `weights` are named as in the policy, and stay float32."""
+
+    def of(adapter: str) -> dict[str, Tensor]:
+        names = [name for name in weights if f".{adapter}." in name]
+        return {_saved_name(name.removeprefix("causal_lm.")): weights[name].float() for name in names}
+
+    saved, began, values = of(TRAINED), of(START), config.to_dict()
+    if _is_pissa(config.init_lora_weights):
+        saved = {name: _difference(name, saved[name], began.get(name)) for name in saved}
+        values["r"] = 2 * config.r
+        values["lora_alpha"] = _number(config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2))
+    values |= {"base_model_name_or_path": base, "revision": revision, "init_lora_weights": True, "inference_mode": True}
+    values["target_modules"] = sorted(config.target_modules or [])
+    (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+    if quantized:
+        (folder / NOTES).write_text(json.dumps({"quantization": quantized}) + "\n", encoding="utf-8")
+    with open(folder / WEIGHTS, "xb") as file:
+        for chunk in safetensors_file({name: _whole(saved[name]) for name in sorted(saved)}, {}):
+            file.write(chunk)
+
+
+def _difference(name: str, now: Tensor, began: Tensor | None) -> Tensor:
+    """PiSSA: the base lacks what the adapter began with. On the base as it was, the adapter is B A - B0 A0."""
+    if name.endswith("lora_A.weight") and began is not None:
+        return torch.cat([now, began])
+    if name.endswith("lora_B.weight") and began is not None:
+        return torch.cat([now, -began], dim=1)
+    return now
+
+
+def _whole(tensor: Tensor) -> Streamed:
+    return Streamed(tensor.dtype, tuple(tensor.shape), lambda: iter([tensor]))
+
+
+# --- into the base ---
+
+
+def merged(base: Stored, adapter: Path, dtype: torch.dtype) -> dict[str, Streamed]:
+    """The base with an adapter in it, in the base's names: computed in float32, a weight at a time, when written."""
+    config, saved = saved_config(adapter), _saved(adapter, base)
+    return {name: _merged(name, base, config, saved, dtype) for name in sorted(base)}
+
+
+def _saved(adapter: Path, base: Stored) -> Stored:
+    """The matrices of an adapter; those of another model are refused."""
+    saved = Stored([adapter / WEIGHTS])
+    changed = {_module_of(own) or own for own in (name.removeprefix(_PEFT) for name in saved)}
+    if foreign := changed - set(base):
+        raise ConfigError(f"{adapter}: the adapter is of another model: the base has no {min(foreign)}")
+    return saved
+
+
+def _module_of(name: str) -> str | None:
+    """The base weight that an adapter's matrix changes."""
+    match = re.fullmatch(r"(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)", name)
+    return f"{match[1]}.weight" if match else None
+
+
+def _merged(name: str, base: Stored, config: LoraConfig, saved: Stored, dtype: torch.dtype) -> Streamed:
+    if _PEFT + name in saved:
+        return saved.streamed(_PEFT + name, dtype)
+    module = _PEFT + name.removesuffix(".weight")
+    if f"{module}.lora_A.weight" not in saved:
+        return base.streamed(name, dtype)
+
+    def parts() -> Iterator[Tensor]:
+        a, b = (saved[f"{module}.lora_{matrix}.weight"].float() for matrix in "AB")
+        weight = base[name].float() + _scale(config) * (b @ a)
+        if config.use_dora:
+            weight *= (saved[f"{module}.lora_magnitude_vector"].float() / weight.norm(dim=1))[:, None]
+        yield weight.to(dtype)
+
+    return Streamed(dtype, base.shape(name), parts)
+
+
+def _scale(config: LoraConfig) -> float:
+    return float(config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r))

@@ -1,0 +1,102 @@
+"""`rather merge`: the merged model is the base with its adapter, or nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from rather.cli import app
+from rather.merge import merge
+from tests.tiny import make_model
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(torch.arange(3, 50)[None]).logits
+    return found
+
+
+def test_by_the_command(shared: Path, tuned: Path, tmp_path: Path) -> None:
+    """The adapter knows its base; here its folder has no tokenizer, so that of the base comes along."""
+    done = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged")])
+    assert done.exit_code == 0, done.output
+    assert "log-probs before and after differ by" in done.output
+    assert "at most 0.0001 is allowed" in done.output
+    source = AutoModelForCausalLM.from_pretrained(shared / "base")
+    expected = logits(PeftModel.from_pretrained(source, tuned).eval())
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, atol=1e-5)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == 63
+    again = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged")])
+    assert again.exit_code == 2
+    assert "is there already" in again.output
+
+
+def test_half_precision_is_allowed_its_rounding(tuned: Path, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base", dtype=torch.bfloat16)
+    found = merge(str(tuned), tmp_path / "merged", str(base))
+    assert found.allowed == 0.1
+    assert 0 < found.difference < 0.1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_hidden_layers": 1}, "is of another model: the base has no model.layers.1"),
+        ({"intermediate_size": 64}, "do not fill the model: model.layers.0.mlp.down_proj.lora_A"),
+    ],
+)
+def test_a_foreign_base_is_refused(tuned: Path, tmp_path: Path, changes: dict[str, int], sentence: str) -> None:
+    base = make_model(tmp_path / "base", **changes)
+    done = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged"), "--base", str(base)])
+    assert done.exit_code == 2
+    assert sentence in done.output
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_merge_that_changes_the_model_is_not_written(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rather.model.adapters._scale", lambda _config: 0.0)
+    done = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged")])
+    assert done.exit_code == 2
+    assert "not written: log-probs before and after differ" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_base_that_is_gone_is_asked_for(tuned: Path, tmp_path: Path) -> None:
+    shutil.copytree(tuned, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    done = CliRunner().invoke(app, ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")])
+    assert done.exit_code == 2
+    assert "which is not here; name it with --base" in done.output
+
+
+def test_a_base_quantised_in_training_is_told(tuned: Path, tmp_path: Path) -> None:
+    """Without bitsandbytes the adapter is compared on the base as it is, and the log says so."""
+    shutil.copytree(tuned, tmp_path / "adapter")
+    (tmp_path / "adapter" / "rather.json").write_text('{"quantization": "4bit"}')
+    found = merge(str(tmp_path / "adapter"), tmp_path / "merged")
+    assert (find_spec("bitsandbytes") is not None) == (found.allowed is None)
+
+
+def test_weights_that_are_no_numbers_are_refused(tuned: Path, tmp_path: Path) -> None:
+    shutil.copytree(tuned, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    weights[min(weights)].fill_(float("nan"))
+    save_file(weights, file)
+    done = CliRunner().invoke(app, ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")])
+    assert done.exit_code == 2
+    assert "not finite numbers" in done.output

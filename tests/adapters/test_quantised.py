@@ -1,0 +1,94 @@
+"""An adapter on 4-bit weights: its reference is these without it, and it is merged into the weights as they were."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from rather.batch import TokenPair
+from rather.config.schema import DPOConfig
+from rather.merge import merge
+from rather.pipeline import DPOPipeline
+from tests.tiny import make_config, make_model, make_pairs, metrics
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; pip install 'rather[quantization]'")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantised")
+    make_model(folder / "base", hidden_size=128, intermediate_size=256)
+    make_pairs(folder / "pairs.jsonl", 40)
+    make_pairs(folder / "held_out.jsonl", 9, seed=1)
+    return folder
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    args = {"quantization": "4bit", "lora_rank": 4, "dtype": "fp32"}
+    settings = {f"actor_train__model_args__{key}": value for key, value in args.items()}
+    training = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 8}
+    changes["deterministic"] = torch.cuda.is_available()
+    return make_config(folder, exp_name=name, actor_train__training_args=training, **settings, **changes)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> DPOPipeline:
+    pipeline = DPOPipeline(config_of(folder, "whole", max_steps=4, save_steps=2))
+    assert pipeline.run() == 0
+    return pipeline
+
+
+def log_prob(model: Any, pair: TokenPair) -> Tensor:
+    """Of the chosen answer, by the model's own forward."""
+    ids = torch.tensor([*pair.prompt.tolist(), *pair.chosen.tolist()], device=model.device)[None]
+    with torch.no_grad():
+        logps = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return sum((logps[a - 1 : b - 1].sum() for a, b in pair.chosen_scored), torch.zeros((), device=model.device)).cpu()
+
+
+def test_the_reference_is_the_4_bit_base(folder: Path, trained: DPOPipeline) -> None:
+    lines = metrics(trained.config)
+    assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[-1]["eval/loss"] < math.log(2) - 0.01
+    pair = trained.data.train.take([0])[0]
+    assert trained.reference is not None
+    own = trained.reference.compute_log_probs(trained.packing.policy([pair], 256))["sum"][0, 0]
+    four = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    held = {"quantization_config": four, "dtype": torch.float32, "device_map": {"": trained.actor_train.device}}
+    expected = log_prob(AutoModelForCausalLM.from_pretrained(folder / "base", **held), pair)
+    full = log_prob(AutoModelForCausalLM.from_pretrained(folder / "base"), pair)
+    assert float(own) == pytest.approx(float(expected), abs=1e-3)
+    assert abs(float(expected - full)) > 5e-3, "4 bits are not the full weights"
+
+
+def test_it_is_merged_into_the_weights_as_they_were(folder: Path, trained: DPOPipeline, tmp_path: Path) -> None:
+    run_dir = trained.config.run_dir
+    merged = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    assert getattr(merged.config, "quantization_config", None) is None
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    pair = trained.data.train.take([0])[0]
+    own, before = log_prob(merged, pair), log_prob(base, pair)
+    by_peft = log_prob(PeftModel.from_pretrained(base, run_dir / "adapter"), pair)
+    assert abs(float(own - before)) > 0.01
+    assert float(own) == pytest.approx(float(by_peft), abs=1e-4)
+    told = merge(str(run_dir / "adapter"), tmp_path / "merged")
+    assert told.allowed is None
+    assert 1e-4 < told.difference < 1
+
+
+def test_it_goes_on_to_the_bit(folder: Path, trained: DPOPipeline) -> None:
+    whole = trained.config.run_dir
+    again = config_of(folder, "again", max_steps=4, resume_from_checkpoint=str(whole / "checkpoint-2"))
+    assert DPOPipeline(again).run() == 0
+    name = "adapter_model.safetensors"
+    assert (again.run_dir / "adapter" / name).read_bytes() == (whole / "adapter" / name).read_bytes()

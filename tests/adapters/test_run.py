@@ -1,0 +1,287 @@
+"""Training adapters in one process: what the reference is, what is trained, what is saved, and that it resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rather.checkpoint import open_checkpoint
+from rather.cluster.host import Host, Process
+from rather.cluster.member import Member
+from rather.cluster.preflight import need_of
+from rather.cluster.worker import ActorWorker
+from rather.compare.losses import measure
+from rather.config.adapters import reference_is_policy
+from rather.config.schema import DPOConfig, ModelArgs
+from rather.data.pack import pack
+from rather.errors import CheckpointError
+from rather.model.check import two_pairs
+from rather.model.load import load_policy
+from rather.model.policy import PolicyModel, pair_columns
+from rather.pipeline import DPOPipeline
+from tests.tiny import in_child, make_config, metrics
+
+STEPS = 3
+LN_2 = math.log(2)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "some": {"lora_target": "q_proj,v_proj", "lora_alpha": 3},
+    "rslora": {"use_rslora": True},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "pissa-rslora": {"init_lora_weights": "pissa_niter_4", "use_rslora": True},
+    "modules": {"modules_to_save": ["lm_head", "embed_tokens"], "model_name_or_path": "untied"},
+    "bf16": {"dtype": "bf16"},
+}
+
+
+def config_of(folder: Path, name: str, changes: dict[str, Any], **more: Any) -> DPOConfig:
+    args = {"lora_rank": 4, **changes}
+    if "model_name_or_path" in args:
+        args["model_name_or_path"] = str(folder / args["model_name_or_path"])
+    settings = {f"actor_train__model_args__{key}": value for key, value in args.items()}
+    options: dict[str, Any] = {"max_steps": STEPS, "actor_train__training_args__learning_rate": 0.01, "exp_name": name}
+    options["reference__cache__enabled"] = False  # so that each run asks its reference
+    return make_config(folder, **{**options, **settings, **more})
+
+
+def trained(config: DPOConfig) -> DPOPipeline:
+    pipeline = DPOPipeline(config)
+    assert pipeline.run() == 0
+    return pipeline
+
+
+def log_probs(policy: PolicyModel) -> Tensor:
+    (batch,) = pack(two_pairs(policy.vocabulary_size), budget=10**6)
+    with torch.no_grad():
+        return pair_columns(policy, batch)["sum"]
+
+
+def reference_of(pipeline: DPOPipeline) -> Tensor:
+    """The log-probs of the same pairs by the role of the reference."""
+    (batch,) = pack(two_pairs(pipeline.actor_train.embedding_rows()), budget=10**6)
+    assert pipeline.reference is not None
+    return pipeline.reference.compute_log_probs([batch])["sum"]
+
+
+def policy_of(pipeline: DPOPipeline) -> PolicyModel:
+    assert isinstance(pipeline.actor_train, ActorWorker)
+    policy = pipeline.actor_train.trainer.policy
+    assert isinstance(policy, PolicyModel)
+    return policy
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(torch.arange(3, 50)[None]).logits.float()
+    return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_from_the_base_to_the_merged_model(shared: Path, name: str) -> None:
+    config = config_of(shared, name, VARIANTS[name])
+    pipeline = trained(config)
+    exact = name != "bf16"
+    args = ModelArgs(dtype=config.actor_train.model_args.dtype)
+    base = load_policy(config.actor_train.model_path, args, "cpu")
+    # Before any training the policy is the reference, and the reference is the base, also after training.
+    lines = metrics(config)
+    first = next(line for line in lines if "loss" in line)
+    assert first["loss"] == pytest.approx(LN_2, abs=1e-12 if exact else 1e-3)
+    assert lines[-1]["eval/loss"] < LN_2
+    close = {"rtol": 0, "atol": 1e-12 if "pissa" not in name else 1e-4}
+    assert torch.allclose(reference_of(pipeline), log_probs(base), **close)
+    assert not torch.allclose(log_probs(policy_of(pipeline)), log_probs(base), atol=1e-2)
+    # Only the adapter has gradients, masters, moments, and a place in the checkpoint.
+    policy, wanted = policy_of(pipeline), [".lora_", *([".modules_to_save."] if name == "modules" else [])]
+    held = {key for key, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert held
+    assert all(".default." in key and any(part in key for part in wanted) for key in held)
+    saved = open_checkpoint(config.run_dir / f"checkpoint-{STEPS}")
+    assert saved.tensors("model").keys() == held
+    assert {key.rpartition(".")[0] for key in saved.tensors("optimizer")} == held
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    # The merged model, and PEFT's on the original base, are the policy.
+    tolerance = 1e-5 if exact else 0.05
+    source = AutoModelForCausalLM.from_pretrained(config.actor_train.model_path, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(config.run_dir / "model", dtype=torch.float32)
+    opened = PeftModel.from_pretrained(source, config.run_dir / "adapter")
+    assert torch.allclose(logits(merged), logits(opened), atol=1e-5)
+    policy.causal_lm.set_attn_implementation("eager")
+    assert torch.allclose(logits(merged), logits(policy.causal_lm), atol=tolerance)
+    assert opened.peft_config["default"].base_model_name_or_path == str(Path(config.actor_train.model_path).absolute())
+
+
+def test_pissa_beside_a_reference_of_its_own_is_exported_on_the_base_as_it_was(shared: Path) -> None:
+    config = config_of(shared, "apart", VARIANTS["pissa"], reference__model_args__dtype="fp32")
+    assert not reference_is_policy(config)
+    policy = policy_of(trained(config))
+    policy.causal_lm.set_attn_implementation("eager")
+    merged = AutoModelForCausalLM.from_pretrained(config.run_dir / "model", dtype=torch.float32)
+    assert torch.allclose(logits(merged), logits(policy.causal_lm), atol=1e-5)
+
+
+def test_sizes_are_those_of_the_adapter(shared: Path) -> None:
+    """Counted: rank 4 on the 7 linear layers of 2 decoder layers, in float32 with two moments."""
+    pipeline = trained(config_of(shared, "sizes", {}))
+    run = pipeline.config.run_dir
+    attention, mlp = [(32, 32), (32, 16), (32, 16), (32, 32)], [(32, 48), (32, 48), (48, 32)]
+    weights = 2 * 4 * sum(map(sum, attention + mlp))
+    assert weights == 3712
+    for group, each in (("model", 1), ("optimizer", 2)):
+        with safe_open(run / f"checkpoint-{STEPS}" / f"{group}-00001.safetensors", "pt") as file:
+            assert sum(file.get_tensor(key).numel() for key in file.keys()) == each * weights  # noqa: SIM118
+    files = [path.stat().st_size for path in (run / "adapter").glob("*.safetensors")]
+    assert 4 * weights < sum(files) < 4 * weights + 8192
+    # In the middle of a step: weights, gradients, moments. No second model, and the check before a run knew it.
+    assert isinstance(pipeline.actor_train, ActorWorker)
+    trainer, policy = pipeline.actor_train.trainer, policy_of(pipeline)
+    assert trainer.optimizer is not None
+    (batch,) = pack(two_pairs(policy.vocabulary_size), budget=10**6)
+    trainer.rehearse(batch)
+    held = [*policy.parameters(), *trainer.optimizer.gradients(), *trainer.optimizer.moments().values()]
+    need = need_of(pipeline.config, pipeline.config.actor_train, "cpu")
+    assert need is not None
+    assert sum(tensor.numel() * tensor.element_size() for tensor in held) == need.once
+    assert need_of(pipeline.config, pipeline.config.reference, "cpu") is None
+
+
+def test_an_existing_adapter_is_trained_on_and_is_the_reference(shared: Path, tuned: Path) -> None:
+    args = {"lora_rank": None, "adapter_name_or_path": str(tuned)}
+    pipeline = trained(config_of(shared, "existing", args))
+    assert next(line for line in metrics(pipeline.config) if "loss" in line)["loss"] == pytest.approx(LN_2, abs=1e-12)
+    began = load_policy(str(shared / "base"), ModelArgs(adapter_name_or_path=str(tuned)), "cpu")
+    base = load_policy(str(shared / "base"), ModelArgs(), "cpu")
+    assert torch.equal(reference_of(pipeline), log_probs(began))
+    assert not torch.allclose(log_probs(began), log_probs(base), atol=0.1)
+    # `began` is what PEFT makes of the folder.
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(shared / "base"), tuned).eval()
+    began.causal_lm.set_attn_implementation("eager")
+    assert torch.allclose(logits(began.causal_lm), logits(peft), atol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(pipeline.config.run_dir / "model")
+    policy_of(pipeline).causal_lm.set_attn_implementation("eager")
+    assert torch.allclose(logits(merged), logits(policy_of(pipeline).causal_lm), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dora", "pissa-rslora", "modules"])
+def test_what_a_run_left_is_trained_on(shared: Path, name: str) -> None:
+    first = trained(config_of(shared, f"first-{name}", VARIANTS[name]))
+    base = {key: VARIANTS[name][key] for key in VARIANTS[name].keys() & {"model_name_or_path"}}
+    left = {"lora_rank": None, "adapter_name_or_path": str(first.config.run_dir / "adapter"), **base}
+    pipeline = trained(config_of(shared, f"second-{name}", left))
+    assert next(line for line in metrics(pipeline.config) if "loss" in line)["loss"] == pytest.approx(LN_2, abs=1e-12)
+    assert torch.allclose(reference_of(pipeline), log_probs(policy_of(first)), atol=1e-3)
+    assert not torch.allclose(log_probs(policy_of(pipeline)), log_probs(policy_of(first)), atol=1e-2)
+    merged = AutoModelForCausalLM.from_pretrained(pipeline.config.run_dir / "model")
+    policy_of(pipeline).causal_lm.set_attn_implementation("eager")
+    assert torch.allclose(logits(merged), logits(policy_of(pipeline).causal_lm), atol=1e-5)
+
+
+def test_the_base_can_be_the_reference_of_an_existing_adapter(shared: Path, tuned: Path) -> None:
+    args = {"lora_rank": None, "adapter_name_or_path": str(tuned)}
+    pipeline = trained(config_of(shared, "above", args, reference__model_args__adapter_name_or_path=None))
+    base = load_policy(str(shared / "base"), ModelArgs(), "cpu")
+    assert torch.equal(reference_of(pipeline), log_probs(base))
+    assert next(line for line in metrics(pipeline.config) if "loss" in line)["loss"] != pytest.approx(LN_2, abs=1e-6)
+
+
+def test_another_model_as_reference_is_a_second_model(shared: Path) -> None:
+    config = config_of(shared, "second", {}, reference__model_args__model_name_or_path=str(shared / "untied"))
+    pipeline = trained(config)
+    other = load_policy(str(shared / "untied"), ModelArgs(), "cpu")
+    assert torch.equal(reference_of(pipeline), log_probs(other))
+
+
+def test_the_cache_tells_adapters_apart(shared: Path, tuned: Path) -> None:
+    """What was computed for the base must not answer for the adapter, and the other way round."""
+
+    def counts(name: str, args: dict[str, Any]) -> dict[str, Any]:
+        config = config_of(shared, name, args, output_dir=str(shared / "cached"), reference__cache__enabled=True)
+        trained(config)
+        report: dict[str, Any] = json.loads((config.run_dir / "report.json").read_text())["reference"]
+        return report
+
+    assert counts("base", {"lora_rank": None})["pairs_from_cache"] == 0
+    assert counts("off", {})["pairs_computed"] == 0
+    existing = {"lora_rank": None, "adapter_name_or_path": str(tuned)}
+    assert counts("first", existing)["pairs_from_cache"] == 0
+    assert counts("second", existing)["pairs_computed"] == 0
+
+
+def test_the_merged_model_and_the_checkpoint_are_evaluated_as_the_run_was(shared: Path) -> None:
+    """`rather eval` and `rather compare-losses` load them without the policy that trained them."""
+    config = config_of(shared, "evaluated", VARIANTS["pissa"])
+    trained(config)
+    pipeline = DPOPipeline(config)
+    pipeline.initialize(model=str(config.run_dir / "model"))
+    last = metrics(config)[-1]
+    assert pipeline.evaluate()["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
+    assert pipeline.reference is not None
+    assert not any("lora" in name for name, _ in policy_of(pipeline).named_parameters())
+    found = measure(config, pairs=9)
+    margins = (found.policy["sum"] - found.reference["sum"]) @ torch.tensor([1.0, -1.0], dtype=torch.float64)
+    assert float(-torch.nn.functional.logsigmoid(0.1 * margins).mean()) == pytest.approx(last["eval/loss"], rel=1e-5)
+
+
+def test_roles_in_one_process_of_a_cluster_are_neighbours(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rather.cluster.host.end_with_others", lambda _driver: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    host, config = Host({}, 1, Process.this()), config_of(shared, "hosted", {})
+    for role in ("actor_train", "reference"):
+        assert host.add(role, None, config, Member(device="cpu")).failure is None
+        assert host.call(role, 0, "initialize", 3).failure is None
+    assert host.workers["reference"].borrowed is host.workers["actor_train"]
+    assert host.workers["reference"].trainer is host.workers["actor_train"].trainer
+
+
+# --- killed and resumed ---
+
+
+class Killed(ActorWorker):
+    """Dies without a word when as many steps are done as the environment says."""
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train_step(*args, **kwargs)
+        self.done = getattr(self, "done", 0) + 1
+        if str(self.done) == os.environ.get("TEST_KILL_AFTER"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+def train(folder: Path, name: str, changes: dict[str, Any], kill_after: str) -> int:
+    os.environ["TEST_KILL_AFTER"] = kill_after
+    options = {"actor_train__worker_cls": "tests.adapters.test_run.Killed", "save_steps": 2, "max_steps": 5}
+    return DPOPipeline(config_of(folder, name, changes, **options)).run()
+
+
+@pytest.mark.parametrize("variant", ["lora", "pissa"])
+def test_killed_and_resumed_to_the_bit(shared: Path, variant: str) -> None:
+    changes, killed = VARIANTS[variant], f"killed-{variant}"
+    assert in_child(train, shared, killed, changes, "3") == -signal.SIGKILL
+    assert in_child(train, shared, killed, changes, "") == 0
+    assert in_child(train, shared, f"whole-{variant}", changes, "") == 0
+    one, other = (shared / "output" / name for name in (killed, f"whole-{variant}"))
+    for group in ("model", "optimizer"):
+        tensors = [open_checkpoint(run / "checkpoint-5").tensors(group) for run in (one, other)]
+        assert tensors[0].keys() == tensors[1].keys()
+        assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (one / file).read_bytes() == (other / file).read_bytes()
+
+
+def test_a_checkpoint_of_another_adapter_is_refused(shared: Path) -> None:
+    trained(config_of(shared, "changed", {}))
+    with pytest.raises(CheckpointError, match=r"adapter.lora_rank: 4 then, 8 now"):
+        DPOPipeline(config_of(shared, "changed", {"lora_rank": 8}, max_steps=9)).run()

@@ -1,0 +1,196 @@
+"""Adapter settings: every one is honoured or refused with a sentence; files of other programs are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rather.cluster.preflight import need_of
+from rather.config.adapters import keeps_start, reference_is_policy
+from rather.config.load import config_from_dict
+from rather.config.paths import check_paths
+from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
+from rather.errors import ConfigError
+from rather.model import load
+from rather.model.adapters import adapter_config
+from rather.model.load import load_policy
+from rather.pipeline import DPOPipeline
+from rather.plan.state import stored_weights
+from tests.tiny import make_config
+
+
+def config(args: dict[str, Any] | None = None, **more: Any) -> DPOConfig:
+    """`more` has dotted keys with __ for a dot."""
+    values: dict[str, Any] = {"pretrain": "base", "actor_train": {"data_args": {"file_name": "pairs.jsonl"}}}
+    values["actor_train"]["model_args"] = args or {}
+    for key, value in more.items():
+        *parents, last = key.split("__")
+        section = values
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return config_from_dict(values)
+
+
+TP: dict[str, Any] = {"actor_train__strategy_args__tp_size": 2, "actor_train__device_mapping": [0, 1]}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"lora_rank": 4, "lora_dropout": 0.1}, {}, "lora_dropout: 0.1: dropout is off in preference training"),
+    ({"lora_alpha": 4}, {}, "lora_alpha: is for adapters; set lora_rank as well"),
+    ({"use_dora": True}, {}, "use_dora: is for adapters"),
+    ({"lora_rank": 4, "adapter_name_or_path": "x"}, {}, "lora_rank: the adapter in x brings its own"),
+    ({"lora_rank": 4, "init_lora_weights": "olora"}, {}, "init_lora_weights: olora is not one of true, gaussian"),
+    ({"lora_rank": 4, "init_lora_weights": False}, {}, "init_lora_weights: False is not one of"),
+    ({"lora_rank": 4, "init_lora_weights": "pissa", "use_dora": True}, {}, "pissa and use_dora each change"),
+    ({"lora_rank": 4, "modules_to_save": "norm", "additional_target": "norm"}, {}, "ROLL's name of modules_to_save"),
+    ({"lora_rank": 4, "use_dora": True}, TP, "use_dora: its norms run over weights that tensor parallel cuts"),
+    ({"lora_rank": 4, "init_lora_weights": "pissa"}, TP, "pissa decomposes weights that tensor parallel cuts"),
+    ({"lora_rank": 4, "modules_to_save": "norm"}, TP, "modules that are trained whole are not cut by tensor"),
+    ({"lora_rank": 4}, {"sync_ref_model": True}, "sync_ref_model: moves the weights of a second model"),
+    ({"lora_rank": 4}, {"reference__offload": "on"}, "reference.offload: the reference is the policy without its"),
+    ({"quantization": "4bit"}, {}, "4-bit weights cannot be trained; set lora_rank"),
+    ({"quantization": "4bit", "lora_rank": 4, "init_lora_weights": "pissa"}, {}, "before they are rounded"),
+    ({"quantization": "4bit", "lora_rank": 4, "use_dora": True}, {}, "use_dora begins with the norms of the weights"),
+    (
+        {"quantization": "4bit", "lora_rank": 4},
+        {"actor_train__device_mapping": [0, 1]},
+        "4-bit weights are not divided; use one device",
+    ),
+    ({}, {"reference__model_args__quantization": "4bit"}, "only a policy with adapters that is its own reference"),
+]
+
+
+@pytest.mark.parametrize(("args", "more", "sentence"), REFUSED, ids=[sentence[:40] for _, _, sentence in REFUSED])
+def test_what_cannot_be_done_is_said(args: dict[str, Any], more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config(args, **more)
+    assert sentence in str(refused.value)
+
+
+def test_four_bits_need_their_extra(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "is_bitsandbytes_available", lambda: False)
+    settings = {"actor_train__model_args__quantization": "4bit", "actor_train__model_args__lora_rank": 4}
+    with pytest.raises(ConfigError, match=r"quantization: 4bit needs bitsandbytes; install rather\[quantization\]"):
+        DPOPipeline(make_config(shared, exp_name="extra", **settings)).run()
+
+
+def test_settings_become_those_of_peft() -> None:
+    plain = adapter_config(ActorModelArgs(lora_target="q_proj, v_proj"))
+    assert (plain.r, plain.lora_alpha, plain.target_modules) == (8, 16, {"q_proj", "v_proj"})
+    own = adapter_config(ActorModelArgs(lora_rank=2, lora_alpha=7, use_rslora=True, use_dora=True))
+    assert (own.r, own.lora_alpha, own.target_modules, own.use_rslora, own.use_dora) == (2, 7, "all-linear", True, True)
+    roll = adapter_config(ActorModelArgs(lora_rank=2, additional_target="norm,embed_tokens"))
+    assert roll.modules_to_save == ["norm", "embed_tokens"]
+
+
+def write(folder: Path, **values: Any) -> dict[str, Any]:
+    (folder / "lora.json").write_text(json.dumps(values))
+    return {"lora_config": str(folder / "lora.json")}
+
+
+def test_a_file_of_colossalchat_is_read(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, r=16, lora_alpha=24, linear_lora_dropout=0, embedding_lora_dropout=0, lora_train_bias="none",
+        lora_initialization_method="PiSSA", target_modules=["q_proj", "o_proj"],
+    )  # fmt: skip
+    read = config(file)
+    args = read.actor_train.model_args
+    assert (args.lora_rank, args.lora_alpha, args.lora_target) == (16, 24, ["q_proj", "o_proj"])
+    assert args.init_lora_weights == "pissa_niter_4"
+    assert read.followed["actor_train.model_args.lora_rank"] == "actor_train.model_args.lora_config"
+    assert keeps_start(read)
+    assert config({**file, "lora_rank": 2}).actor_train.model_args.lora_rank == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"r": 4, "linear_lora_dropout": 0.1}, "lora_dropout: 0.1: dropout is off"),
+        ({"r": 4, "lora_train_bias": "all"}, "biases stay as they are"),
+        ({"r": 4, "embedding_lora_dropout": 0.1}, "embedding_lora_dropout: dropout is off"),
+        ({"r": 4, "target_module": ["q_proj"]}, "unknown key 'target_module'"),
+        ({"r": "four"}, "lora_rank is 'four'"),
+    ],
+)
+def test_a_file_that_cannot_be_honoured_is_refused(tmp_path: Path, values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config(write(tmp_path, **values))
+    assert sentence in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read \(No such file"):
+        config({"lora_config": str(tmp_path / "nowhere.json")})
+
+
+def test_where_the_reference_is() -> None:
+    assert not reference_is_policy(config())
+    assert reference_is_policy(config({"lora_rank": 4}))
+    assert not keeps_start(config({"lora_rank": 4}))
+    existing = {"adapter_name_or_path": "tuned"}
+    assert keeps_start(config(existing))
+    base = config(existing, reference__model_args__adapter_name_or_path=None)
+    assert reference_is_policy(base)
+    assert not keeps_start(base)
+    for other in ({"model_name_or_path": "other"}, {"adapter_name_or_path": "other"}, {"dtype": "bf16"}):
+        changes = {f"reference__model_args__{key}": value for key, value in other.items()}
+        assert not reference_is_policy(config(existing, **changes))
+    assert not reference_is_policy(config({"lora_rank": 4}, reference__device_mapping=[1]))
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"lora_target": "q_project"}, "lora_target: Target modules"),
+        ({"lora_target": "q_proj,v_project"}, "lora_target: the model has no module that is named v_project"),
+        ({"lora_rank": 2, "modules_to_save": ["norm", "nrom"]}, "modules_to_save: the model has no module that is"),
+        ({"lora_target": "embed_tokens"}, "embed_tokens is no linear layer inside the decoder layers"),
+        ({"lora_target": ["q_proj", "lm_head"]}, "lm_head is no linear layer inside the decoder layers"),
+        ({"lora_rank": 2, "modules_to_save": "lm_head"}, "modules_to_save: the embedding of this model is its head"),
+    ],
+)
+def test_modules_that_cannot_be_adapted_are_refused(shared: Path, args: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_policy(str(shared / "base"), ActorModelArgs(**args), "cpu")
+    assert sentence in str(refused.value)
+
+
+def test_an_adapter_that_is_not_there_is_told_before_anything_starts(shared: Path) -> None:
+    for path, sentence in ((shared / "tunde", "tunde does not exist"), (shared / "base", "base is not a PEFT adapter")):
+        settings = make_config(shared, actor_train__model_args__adapter_name_or_path=str(path))
+        with pytest.raises(ConfigError, match=f"actor_train.model_args.adapter_name_or_path: .*{sentence}"):
+            check_paths(settings)
+
+
+def test_a_folder_that_is_no_adapter_is_refused(shared: Path, tuned: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="base is no PEFT adapter"):
+        load_policy(str(shared / "base"), ModelArgs(adapter_name_or_path=str(shared / "base")), "cpu")
+    values = json.loads((tuned / "adapter_config.json").read_text())
+    (tmp_path / "adapter_model.safetensors").write_bytes((tuned / "adapter_model.safetensors").read_bytes())
+    for odd in ({"peft_type": "IA3"}, {"rank_pattern": {"q_proj": 2}}, {"bias": "all"}):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(values | odd))
+        with pytest.raises(ConfigError, match=f"{next(iter(odd))}: .*which is not supported"):
+            load_policy(str(shared / "base"), ModelArgs(adapter_name_or_path=str(tmp_path)), "cpu")
+
+
+def test_memory_counts_frozen_and_trained_weights_apart(shared: Path) -> None:
+    whole = make_config(shared)
+    adapted = make_config(shared, actor_train__model_args__lora_rank=4)
+    weights = stored_weights(whole.actor_train.model_path, None)
+    assert weights is not None
+    full, small = (need_of(each, each.actor_train, "cpu") for each in (whole, adapted))
+    assert full is not None
+    assert small is not None
+    assert full.once == 16 * weights
+    assert small.once == 4 * weights + 16 * 3712
+    assert small.told == f"{weights:.3g} weights x 4 bytes + {3712:.3g} weights x 16 bytes"
+    assert need_of(adapted, adapted.reference, "cpu") is None, "the reference is the policy"
+    assert need_of(whole, whole.reference, "cpu") is not None
+
+
+def test_keys_of_adapters_are_not_keys_of_the_reference() -> None:
+    with pytest.raises((ConfigError, ValidationError), match="lora_rank"):
+        config({}, reference__model_args__lora_rank=4)

@@ -1,0 +1,227 @@
+"""Adapters train alike, and leave the reference alone, however the model under them is divided."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rather import checkpoint
+from rather.cluster.member import Member
+from rather.cluster.spmd import Memory, SpmdCluster
+from rather.config.schema import ActorModelArgs, DPOConfig
+from rather.config.strategies import Layout
+from rather.data.pack import pack
+from rather.data.template import load_tokenizer
+from rather.model.adapters import as_it_began
+from rather.model.load import Start, load_divided, load_policy
+from rather.model.policy import PolicyModel
+from rather.parallel.apply import build_mesh
+from rather.parallel.shard import STAGES
+from rather.trainer import RankTrainer, Whole
+from tests.padded import random_pairs
+from tests.same import test_elastic as elastic
+from tests.same.canonical import (
+    Outcome,
+    Setup,
+    assert_same,
+    joined,
+    make_policy,
+    make_step,
+    make_trainer,
+    pairs_of,
+    train,
+)
+from tests.same.pool import pool
+from tests.tiny import make_config
+
+SETUP = Setup(steps=3, lr=3e-4, layers=4, family="qwen2")  # with biases
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the model lies on its ranks, and which adapter it has."""
+
+    layout: dict[str, Any]
+    args: dict[str, Any] = field(default_factory=dict)
+    kept: bool = False
+    world: int = 2
+
+
+CASES = {
+    "ddp": Case({"dp": 2}),
+    "zero2": Case({"dp": 2, "shard": 2, "stage": 2}),
+    "fsdp2": Case({"dp": 2, "shard": 2, "stage": 3}),
+    "fsdp2 pissa": Case({"dp": 2, "shard": 2, "stage": 3}, {"init_lora_weights": "pissa"}, kept=True),
+    "fsdp2 dora": Case({"dp": 2, "shard": 2, "stage": 3}, {"use_dora": True}),
+    "fsdp2 modules": Case({"dp": 2, "shard": 2, "stage": 3}, {"modules_to_save": "norm"}),
+    "fsdp2 recomputed": Case({"dp": 2, "shard": 2, "stage": 3, "recompute": "full"}),
+    "tp": Case({"dp": 1, "tp": 2}),
+    "tp rslora": Case({"dp": 1, "tp": 2, "sequence_parallel": True}, {"use_rslora": True}),
+    "pp": Case({"dp": 1, "pp": 2}),
+    "pp zero bubble": Case({"dp": 1, "pp": 2, "schedule": "zero_bubble", "virtual": 2}),
+    "cp": Case({"dp": 1, "cp": 2}),
+    "tp and fsdp2": Case({"dp": 2, "shard": 2, "stage": 3, "tp": 2}, world=4),
+}
+
+
+def args_of(case: Case) -> ActorModelArgs:
+    return ActorModelArgs(lora_rank=3, lora_alpha=12, **case.args)
+
+
+def reference(trainer: RankTrainer) -> Tensor:
+    """By the policy as it began, after it was trained."""
+    step = make_step(pairs_of(SETUP)[0], trainer.mesh.size("dp"))
+    with as_it_began(trainer.policy):
+        return trainer.log_probs(step.dealt[trainer.mesh.rank("dp")], len(step.facts.weight))["sum"]
+
+
+def divided(folder: str, case: Case) -> tuple[Outcome, Tensor, int]:
+    layout = Layout(**case.layout)
+    mesh = build_mesh(layout, "cpu")
+    policy = load_divided(folder, args_of(case), "cpu", mesh, layout, trains=True, start=Start(5, case.kept))
+    runner = Whole(policy, STAGES[layout.stage]) if isinstance(policy, PolicyModel) else None
+    trainer = make_trainer(SETUP, mesh, policy, runner)  # type: ignore[arg-type]
+    outcome = train(trainer, SETUP)
+    outcome.weights = {name: piece for name, piece in outcome.weights.items() if ".default." in name}
+    assert trainer.optimizer is not None
+    return outcome, reference(trainer), sum(m.numel() for m in trainer.optimizer.moments().values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("adapted")
+    make_policy(SETUP).causal_lm.save_pretrained(made)
+    return str(made)
+
+
+@cache
+def alone(folder: str, args: tuple[tuple[str, Any], ...], kept: bool) -> tuple[Outcome, Tensor]:
+    policy = load_policy(folder, args_of(Case({}, dict(args))), "cpu", start=Start(5, kept))
+    trainer = make_trainer(SETUP, policy=policy)
+    outcome = train(trainer, SETUP)
+    outcome.weights = {name: weight for name, weight in outcome.weights.items() if ".default." in name}
+    return outcome, reference(trainer)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_layout_does_not_matter(folder: str, name: str) -> None:
+    case = CASES[name]
+    expected, began = alone(folder, tuple(case.args.items()), case.kept)
+    results = pool(case.world).run(divided, folder, case)
+    assert_same(joined([outcome for outcome, _, _ in results]), expected)
+    base = make_trainer(SETUP, policy=load_policy(folder, ActorModelArgs(), "cpu"))
+    step = make_step(pairs_of(SETUP)[0], 1)
+    close = 1e-6 if not case.kept else 1e-4
+    assert torch.allclose(began, base.log_probs(step.dealt[0])["sum"], rtol=close)
+    for _, columns, _ in results:
+        assert torch.allclose(columns, began, rtol=1e-6)
+    copies = {"ddp": 2, "cp": 2, "zero2": 1, "fsdp2": 1, "pp": 1}
+    if name in copies:  # moments on all ranks together: two for each trained weight, and none for a frozen one
+        trained = sum(weight.numel() for weight in expected.weights.values())
+        assert sum(moments for _, _, moments in results) == 2 * trained * copies[name]
+
+
+def in_half(folder: str, layout: dict[str, Any]) -> tuple[set[Any], set[Any], list[float]]:
+    """The dtypes in which frozen and trained weights are held, and the losses."""
+    wanted = Layout(**layout)
+    mesh = build_mesh(wanted, "cpu")
+    args = ActorModelArgs(lora_rank=3, dtype="bf16")
+    policy: Any = load_divided(folder, args, "cpu", mesh, wanted, trains=True, start=Start(5))
+    held = {wide: {p.dtype for p in policy.parameters() if p.requires_grad == wide} for wide in (False, True)}
+    trainer = make_trainer(SETUP, mesh, policy, Whole(policy, STAGES[wanted.stage]))
+    return held[False], held[True], train(trainer, SETUP).losses
+
+
+def test_frozen_shards_stay_in_the_precision_they_are_computed_in(folder: str) -> None:
+    expected, _ = alone(folder, (), False)
+    for frozen, trained, losses in pool(2).run(in_half, folder, {"dp": 2, "shard": 2, "stage": 3}):
+        assert frozen == {torch.bfloat16}
+        assert trained == {torch.float32}
+        assert losses == pytest.approx(expected.losses, rel=0.05)
+
+
+# --- saved under one layout, resumed under another ---
+
+
+def adapted(folder: str, kind: str, layout: Layout) -> RankTrainer:
+    args = ActorModelArgs(lora_rank=3, init_lora_weights="pissa" if kind == "pissa" else True)
+    start = Start(5, kind == "pissa")
+    mesh = build_mesh(layout, "cpu")
+    policy: Any
+    if layout.devices == 1:
+        policy = load_policy(folder, args, "cpu", start=start)
+    else:
+        policy = load_divided(folder, args, "cpu", mesh, layout, trains=True, start=start)
+    runner = Whole(policy, STAGES[layout.stage]) if isinstance(policy, PolicyModel) else None
+    return make_trainer(elastic.SETUP, mesh, policy, runner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [("lora", "1", "dp2"), ("lora", "1", "zero3"), ("lora", "zero3", "1"), ("lora", "tp2", "pp2"),
+     ("pissa", "1", "zero3"), ("pissa", "zero3", "1")],
+)  # fmt: skip
+def test_a_checkpoint_goes_on_under_another_layout(tmp_path: Path, kind: str, before: str, after: str) -> None:
+    make_policy(elastic.SETUP).causal_lm.save_pretrained(tmp_path / "base")
+    make = partial(adapted, str(tmp_path / "base"), kind)
+    alone = make(elastic.LAYOUTS["1"])
+    expected = train(alone, elastic.SETUP, 0, elastic.SAVED_AFTER + 10).losses[elastic.SAVED_AFTER :]
+    elastic.on(elastic.LAYOUTS[before], elastic.save, tmp_path / "run", make)
+    path = tmp_path / "run" / f"checkpoint-{elastic.SAVED_AFTER}"
+    assert not any("base_layer" in name for name in checkpoint.open_checkpoint(path).tensors("model"))
+    elastic.assert_goes_on(path, elastic.LAYOUTS[after], expected, make)
+
+
+# --- both roles of a run ---
+
+
+def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
+    """Trains as ranks under torchrun do: losses, the reference's log-probs afterwards, and whether it is the policy."""
+    member = Member(dist.get_rank(), dist.get_world_size(), "cpu")
+    memory = Memory(member)
+    policy, reference = (SpmdCluster(name, config, member, memory) for name in ("actor_train", "reference"))
+    reference.worker.neighbour = policy.worker
+    policy.initialize(4)
+    reference.initialize(4)
+    steps = [random_pairs(12, 60, seed=seed, longest=12) for seed in range(4)]
+    packed = [pack(pairs, 64, ranks=policy.layout.dp) for pairs in steps]
+    losses = []
+    for batches in packed:
+        result = policy.train_step(batches, reference.compute_log_probs(batches))
+        losses.append(result.sums["loss"])
+    policy.save_model(config.run_dir / "model", load_tokenizer(config.actor_train.tokenizer_path, None, False), "card")
+    return losses, reference.compute_log_probs(packed[0])["sum"], reference.worker.trainer is policy.worker.trainer
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tp", "pissa"])
+def test_roles_share_one_model_and_leave_one_adapter(tmp_path: Path, kind: str) -> None:
+    args: dict[str, Any] = {"lora_rank": 3, **({"init_lora_weights": "pissa"} if kind == "pissa" else {})}
+    strategy = {"tp_size": 2} if kind == "tp" else {"strategy_name": "fsdp2_train"}
+
+    def config_of(name: str, **changes: Any) -> DPOConfig:
+        changes |= {f"actor_train__model_args__{key}": value for key, value in args.items()}
+        training = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+        return make_config(tmp_path, exp_name=name, actor_train__training_args=training, **changes)
+
+    strategies = {f"actor_train__strategy_args__{key}": value for key, value in strategy.items()}
+    both = config_of("both", actor_train__device_mapping=[0, 1], **strategies)
+    alone = config_of("alone")
+    ((expected, began, _),) = pool(1).run(roles, alone)
+    assert expected[0] == pytest.approx(12 * math.log(2), abs=1e-5 if kind == "pissa" else 1e-9)
+    for losses, columns, shared in pool(2).run(roles, both):
+        assert shared
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert torch.allclose(columns, began, rtol=1e-6)
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        one, other = (load_file(each.run_dir / file) for each in (alone, both))
+        assert one.keys() == other.keys()
+        assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5

@@ -1,0 +1,269 @@
+"""Each tracker, with its real package, receives a killed and resumed run as one; nothing is sent anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import struct
+import tomllib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rather.errors import ConfigError
+from rather.pipeline import DPOPipeline
+from rather.tracking import TRACKERS, RunTracker, check_installed, json_line, trackers
+from rather.tracking.past import IDS, Past
+from tests.house.source import ROOT
+from tests.tiny import in_child, make_config
+from tests.train.test_resume import train
+
+REAL = [name for name in ("wandb", "trackio", "mlflow") if find_spec(name)]
+CANARY = "hf_canarycanarycanarycanary"
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {
+        "exp_name": "tracked",
+        "max_steps": 5,
+        "save_steps": 3,
+        "track_with": ["tensorboard", *REAL],
+        "tracker_kwargs": {
+            "project": "own",
+            "name": "first try",
+            **({"tags": ["tiny"], "notes": "a run"} if {"wandb", "mlflow"} & set(REAL) else {}),
+            **({"mode": "offline"} if "wandb" in REAL else {}),
+        },
+        "system_envs": {"SOME_TOKEN": CANARY},
+    }
+
+
+def tracked(folder: Path, kill_after: str) -> int:
+    places = {"HOME": "home", "TRACKIO_DIR": "trackio", "WANDB_CACHE_DIR": "cache", "WANDB_CONFIG_DIR": "cache"}
+    os.environ.update({name: str(folder / place) for name, place in places.items()})
+    code = train(folder, settings(folder), kill_after)
+    written_out()
+    return code
+
+
+def written_out() -> None:
+    """W&B writes in a process of its own, which ends with ours; a child of multiprocessing must ask for that."""
+    if "wandb" in REAL:
+        import wandb
+
+        wandb.teardown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is killed in step 5, with steps 1 to 4 told and 3 in a checkpoint, and resumed to its end at 5."""
+    folder = tmp_path_factory.mktemp("tracked")
+    make_config(folder)
+    assert in_child(tracked, folder, "5") == -9
+    ids = json.loads((folder / "output/tracked/trackers.json").read_text())
+    assert list(ids) == REAL
+    assert in_child(tracked, folder, "") == 0
+    assert json.loads((folder / "output/tracked/trackers.json").read_text()).keys() == ids.keys()
+    return folder
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "output/tracked/metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """W&B's file of a run: the log format of LevelDB after seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, held = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        held += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(held)
+            held = b""
+
+
+@needs("wandb")
+def test_wandb_offline(folder: Path) -> None:
+    [run_id] = {file.stem.removeprefix("run-") for file in folder.glob("logs/tracked/wandb/*/*.wandb")}
+    assert run_id == json.loads((folder / "output/tracked/trackers.json").read_text())["wandb"]
+    killed, resumed = sorted(folder.glob("logs/tracked/wandb/offline-run-*/*.wandb"))
+    records = list(wandb_records(resumed))
+    [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert (run.run_id, run.project, run.display_name, run.notes, list(run.tags)) == (
+        run_id, "own", "first try", "a run", ["tiny"],
+    )  # fmt: skip
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["pretrain"] == str(folder / "base")
+    assert config["resumed_after_step"] == 3
+    rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
+    steps = {row.step.num: {"/".join(item.nested_key): item.value_json for item in row.item} for row in rows}
+    told = {step: json.loads(row["loss"]) for step, row in steps.items() if "loss" in row}
+    assert told == pytest.approx(losses(folder))
+    assert "eval/loss" in steps[0]
+    assert killed.parent != resumed.parent
+
+
+@needs("trackio")
+def test_trackio(folder: Path) -> None:
+    with sqlite3.connect(folder / "trackio" / "own.db") as database:
+        rows = list(database.execute("select run_id, run_name, step, metrics from metrics order by id"))
+        [config] = [json.loads(text) for [text] in database.execute("select config from configs")]
+    run_id = json.loads((folder / "output/tracked/trackers.json").read_text())["trackio"]
+    assert {(identity, name) for identity, name, _, _ in rows} == {(run_id, "first try")}
+    told = [(step, json.loads(metrics)) for _, _, step, metrics in rows]
+    assert {step: row["loss"] for step, row in told if "loss" in row} == pytest.approx(losses(folder))
+    steps = [step for step, row in told if "loss" in row]
+    assert steps in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 4, 5])  # it writes behind: step 4 came before the kill or not
+    assert [step for step, row in told if row.get("resumed_after_step") == 3] == [3]
+    assert config["pretrain"] == str(folder / "base")
+
+
+@needs("mlflow")
+def test_mlflow(folder: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/logs/mlflow.db")
+    experiment = client.get_experiment_by_name("own")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == json.loads((folder / "output/tracked/trackers.json").read_text())["mlflow"]
+    assert (run.info.run_name, run.info.status) == ("first try", "FINISHED")
+    assert run.data.tags["resumed_after_step"] == "3"
+    assert run.data.tags["mlflow.note.content"] == "a run"
+    assert "tiny" in run.data.tags
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [point.step for point in history] == [1, 2, 3, 4, 4, 5]  # each is written at once, and none can be removed
+    assert {point.step: point.value for point in history} == pytest.approx(losses(folder))
+    assert run.data.params["actor_train.training_args.learning_rate"] == "0.001"
+    assert run.data.params["system_envs.SOME_TOKEN"] == "***"
+
+
+def test_no_secret_reaches_a_tracker(folder: Path) -> None:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(files) > 20
+    assert [file for file in files if CANARY.encode() in file.read_bytes()] == []
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "swanlab"])
+def test_a_tracker_that_is_not_installed_is_told_before_anything_costs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    config = make_config(tmp_path, track_with=name)
+    (tmp_path / "pairs.jsonl").unlink()  # nothing is read before
+    with pytest.raises(ConfigError, match=rf"pip install 'rather\[{name}\]'"):
+        DPOPipeline(config)
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B leaves a folder `wandb` where it was started."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "only_a_folder").mkdir()
+    assert find_spec("only_a_folder") is not None
+    assert not trackers._is_installed("only_a_folder")
+    check_installed(make_config(tmp_path / "run", track_with="tensorboard"))
+
+
+@needs("wandb")
+@pytest.mark.parametrize(("key", "told"), [("", "wandb login"), ("a" * 40, "connection refused")])
+def test_wandb_that_takes_nothing_is_kept_here(
+    key: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name, value in {"BASE_URL": "http://127.0.0.1:9", "CONFIG_DIR": str(tmp_path), "API_KEY": key}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setitem(trackers.WANDB_WAITS, "init_timeout", 2)
+    config = make_config(tmp_path, track_with="wandb")
+    with RunTracker(config, total_steps=2, start_step=0, metrics_position=None, quiet=True) as tracker:
+        tracker.log({"step": 1, "loss": 0.5})
+    written_out()
+    assert told in caplog.text
+    assert "off from here" not in caplog.text
+    [file] = tmp_path.glob("logs/run/wandb/offline-run-*/*.wandb")
+    rows = [record.history for record in wandb_records(file) if record.WhichOneof("record_type") == "history"]
+    assert [row.step.num for row in rows] == [1]
+
+
+def with_a_newer_run_of_the_name(folder: Path) -> int:
+    os.environ["TRACKIO_DIR"] = str(folder / "trackio-names")
+    places = [str(folder / place) for place in ("a", "b")]
+    configs = [make_config(folder, track_with="trackio", exp_name="same", output_dir=place) for place in places]
+    for config in configs:
+        with RunTracker(config, total_steps=2, start_step=0, metrics_position=None, quiet=True) as tracker:
+            tracker.log({"step": 1, "loss": 0.5})
+            position = tracker.position()
+    with RunTracker(configs[0], total_steps=2, start_step=1, metrics_position=position, quiet=True) as tracker:
+        tracker.log({"step": 2, "loss": 0.4})
+    return 0
+
+
+@needs("trackio")
+def test_trackio_never_goes_on_with_another_run_of_the_name(folder: Path) -> None:
+    assert in_child(with_a_newer_run_of_the_name, folder) == 0
+    with sqlite3.connect(folder / "trackio-names" / "rather.db") as database:
+        rows = list(database.execute("select run_id, step from metrics order by id"))
+    assert [step for _, step in rows] == [1, 1]
+    assert len({identity for identity, _ in rows}) == 2
+
+
+def test_lost_records_come_back_as_they_were(tmp_path: Path) -> None:
+    records = [{"step": 0, "eval/loss": 0.7}, {"step": 1, "loss": float("inf")}, {"step": 2, "loss": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(map(json_line, records)))
+    assert list(Past(tmp_path, 2).records(1)) == records[1:]
+    assert list(Past(tmp_path, 0).records(0)) == []
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"wandb": "a', b"[]", b"\xff"])
+def test_ids_that_a_kill_has_torn_begin_a_new_run(tmp_path: Path, torn: bytes) -> None:
+    (tmp_path / IDS).write_bytes(torn)
+    past = Past(tmp_path, 2)
+    assert past.run_id("wandb") is None
+    past.keep_run_id("wandb", "b")
+    assert Past(tmp_path, 2).run_id("wandb") == "b"
+
+
+def test_each_tracker_is_an_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert TRACKERS.keys() - {"tensorboard"} <= project["optional-dependencies"].keys()
+
+
+@needs("mlflow")
+def test_a_server_out_of_reach_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    config = make_config(tmp_path, track_with="mlflow", tracker_kwargs={"uri": "http://127.0.0.1:9"})
+    with RunTracker(config, total_steps=2, start_step=0, metrics_position=None, quiet=True) as tracker:
+        tracker.log({"step": 1, "loss": 0.5})
+    assert caplog.text.count("mlflow failed and is off from here") == 1
+    assert (config.run_dir / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
+
+
+@needs("swanlab")
+def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    options = {"mode": "offline", "project": "own", "tags": ["tiny"], "notes": "a run"}
+    config = make_config(tmp_path, track_with="swanlab", tracker_kwargs=options)
+    with RunTracker(config, total_steps=4, start_step=0, metrics_position=None, quiet=True) as tracker:
+        tracker.log({"step": 1, "loss": 0.5})
+        position = tracker.position()
+    with RunTracker(config, total_steps=4, start_step=1, metrics_position=position, quiet=True) as tracker:
+        tracker.log({"step": 2, "loss": 0.4})
+    files = list(tmp_path.glob("logs/run/swanlog/*/*.swanlab"))
+    run_id = json.loads((config.run_dir / "trackers.json").read_text())["swanlab"]
+    assert [file.stem for file in files] == [f"run-{run_id}"] * 2
