@@ -89,7 +89,8 @@ def record_batch(draw: np.random.Generator, first: int, end: int) -> Any:
     numbers = np.arange(first, end)
     columns |= {"weight": np.ones(rows), "margin": np.full(rows, np.nan), "soft_label": np.full(rows, np.nan)}
     columns |= {"id": pa.array([""] * rows), "source": np.zeros(rows, np.int32), "number": numbers}
-    columns |= {name: numbers.astype(np.uint64) for name in ("prompt_hash", "pair_hash", "swapped_hash")}
+    hashes = [field.name for field in SCHEMA if field.type == pa.uint64()]
+    columns |= {name: numbers.astype(np.uint64) for name in hashes}
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
 
 

@@ -1,0 +1,310 @@
+"""The arithmetic of a forecast: by hand for a tiny model, against autograd itself, against what an H200 measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rather.batch import TokenPair
+from rather.config.load import config_from_dict
+from rather.config.schema import DPOConfig, ModelArgs
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.model.policy import PolicyModel, pair_columns
+from rather.model.sizes import Sizes, few_layers, sizes_of
+from rather.plan.activations import Running, head, kept
+from rather.plan.disk import checkpoint_bytes, disk_of
+from rather.plan.forecast import Forecast, Pairs, assumed_pairs, forecast
+from rather.plan.memory import Chosen, Device, Memory, Work
+from rather.plan.others import best, changed, enough_devices, on_devices, ways_of
+from rather.plan.speed import GPUS, Flops, listed_speed, passes
+from rather.plan.state import state_of
+
+GIB = 1 << 30
+QWEN = {
+    "0.5B": (896, 24, 14, 2, 4864, 151_936, True),
+    "1.5B": (1536, 28, 12, 2, 8960, 151_936, True),
+    "7B": (3584, 28, 28, 4, 18_944, 152_064, False),
+}
+NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+         "vocab_size", "tie_word_embeddings")  # fmt: skip
+
+
+def model(folder: Path, name: str = "tiny", **changes: Any) -> Path:
+    """A folder with a config.json and nothing else."""
+    values: dict[str, Any] = dict(zip(NAMES, QWEN.get(name, (32, 2, 4, 2, 48, 63, True)), strict=True))
+    place = folder / f"{name}{len(list(folder.iterdir()))}"
+    place.mkdir()
+    family = {"model_type": "qwen2" if name in QWEN else "llama", "dtype": "bfloat16"}
+    (place / "config.json").write_text(json.dumps({**family, **values, **changes}), encoding="utf-8")
+    return place
+
+
+def config(folder: Path, pretrain: Path, **changes: Any) -> DPOConfig:
+    values: dict[str, Any] = {
+        "exp_name": "plan",
+        "output_dir": str(folder / "output"),
+        "pretrain": str(pretrain),
+        "sequence_length": 1024,
+        "compile": "off",
+        "actor_train": {
+            "data_args": {"file_name": "pairs.jsonl"},
+            "training_args": {"per_device_train_batch_size": 16},
+        },
+    }
+    return changed(config_from_dict(values), changes)
+
+
+def steps(pairs: int, prompt: int = 100, answer: int = 200, count: int = 1) -> list[list[TokenPair]]:
+    draw = np.random.default_rng(0)
+
+    def pair() -> TokenPair:
+        ids = [draw.integers(3, 60, n).astype(np.int32) for n in (prompt, answer, answer)]
+        ids[1][0], ids[2][0] = 1, 2  # answers that begin alike share their beginning
+        scored = ((prompt, prompt + answer),)
+        return TokenPair(ids[0], ids[1], ids[2], scored, scored)
+
+    return [[pair() for _ in range(pairs)] for _ in range(count)]
+
+
+def pairs_of(sample: list[list[TokenPair]], total: int = 100) -> Pairs:
+    return Pairs(len(sample[0]) * total, 0, total, 1.0, sample, max(pair.tokens for pair in sample[0]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plan")
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Sizes:
+    return sizes_of(str(model(folder)), ModelArgs())
+
+
+@pytest.fixture(scope="module")
+def seven(folder: Path) -> tuple[Path, Sizes]:
+    place = model(folder, "7B")
+    return place, sizes_of(str(place), ModelArgs())
+
+
+# --- by hand ---
+
+
+def test_sizes_come_from_the_config_alone(tiny: Sizes) -> None:
+    # Embeddings 63 x 32 (tied); in each of two layers q and o 32 x 32, k and v 16 x 32, three of 48 x 32, two norms.
+    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32
+    assert (tiny.in_layers, tiny.weights) == (2 * layer, 63 * 32 + 2 * layer + 32)
+    assert (tiny.query, tiny.key, tiny.gated, tiny.norms, tiny.stored) == (32, 16, True, [32, 32], 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "expected"),
+    [
+        ({}, "cpu", (4, 4, 0, 8)),
+        ({}, "cuda", (2, 4, 2, 8)),
+        ({"precision": "lean"}, "cuda", (2, 2, 0, 2 + 4 / 256)),
+        ({"actor_train.model_args.dtype": "fp16"}, "cuda", (2, 4, 4, 8)),
+        ({"actor_train.device_mapping": [0, 1, 2, 3], "actor_train.strategy_args.strategy_name": "zero3"}, "cuda",
+         (1, 1, 0, 2)),
+        ({"actor_train.device_mapping": [0, 1], "actor_train.strategy_args.tp_size": 2}, "cuda", (1, 2, 1, 4)),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_weight(
+    folder: Path, tiny: Sizes, changes: dict[str, Any], kind: str, expected: tuple[float, ...]
+) -> None:
+    found = config(folder, folder / "tiny0", **changes)
+    state = state_of(found, found.actor_train, kind, tiny.shapes, found.actor_train.model_args)
+    assert tuple(state.by_part) == pytest.approx([tiny.weights * each for each in expected])
+
+
+def test_an_adapter_freezes_the_base(folder: Path, tiny: Sizes) -> None:
+    found = config(folder, folder / "tiny0", **{"actor_train.model_args.lora_rank": 4})
+    state = state_of(found, found.actor_train, "cuda", tiny.shapes, found.actor_train.model_args)
+    adapter = 4 * 2 * (2 * (32 + 32) + 2 * (16 + 32) + 3 * (48 + 32))
+    assert tuple(state.by_part) == (2 * tiny.weights + 2 * adapter, 4 * adapter, 2 * adapter, 8 * adapter)
+    assert checkpoint_bytes(found, tiny.shapes) == 12 * adapter
+
+
+def test_a_peak_adds_up_by_hand(folder: Path, tiny: Sizes) -> None:
+    """One micro-batch of a step, in float32: no gradients are there when the head works."""
+    found = config(folder, folder / "tiny0")
+    memory = Memory(found, tiny, Device("cpu", GIB), reference=True, compiled=False)
+    parts = memory.peak(Chosen(4096, "none", False, False, True), Work(50_000, 1_000, 1, 10))
+    norms, attention, mlp = 2 * 3 * 32, 3 * 32 + 2 * 1.25 * 16, 4 * 48
+    assert parts.activations == 50_000 * 4 * (2 * (norms + attention + mlp) + 3 * 32)
+    assert (parts.weights, parts.moments, parts.reference) == tuple(tiny.weights * n for n in (4, 8, 4))
+    assert parts.total == sum(asdict(parts).values())
+
+
+def test_logits_past_the_limit_are_made_in_chunks(seven: tuple[Path, Sizes]) -> None:
+    running = Running("cuda", 2)
+    few, many = head(seven[1], 1000, running), head(seven[1], 100_000, running)
+    assert few.logits == 1000 * 152_064 * 2
+    assert many.logits == 1 << 30
+    assert head(seven[1], 1000, replace(running, adapter=True)).beside == 2 * 1000 * 3584 * 2
+
+
+# --- against autograd ---
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_activations_are_what_autograd_saves(folder: Path, rank: int | None) -> None:
+    """On a CPU, of two models that differ by two layers; parameters are not counted."""
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    place = str(model(folder, **wide))
+    args = config(folder, Path(place), **({"actor_train.model_args.lora_rank": rank} if rank else {})).actor_train
+    sizes = sizes_of(place, args.model_args)
+    (batch,) = pack(steps(4, 64, 96)[0], 10**6)
+
+    def saved(layers: int) -> int:
+        policy = PolicyModel(few_layers(place, args.model_args, layers, "cpu", torch.float32))
+        known = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+        found: dict[int, tuple[int, Any]] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                found[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            pair_columns(policy, batch)
+        return sum(size for size, _ in found.values())
+
+    measured = (saved(4) - saved(2)) / 2 / len(batch.ids_N)
+    assert kept(sizes, Running("cpu", 4, adapter=bool(rank))) == pytest.approx(measured, rel=0.06)
+
+
+# --- against an H200 (bench/results/gpu_vs_trl_*.json, LOG.md) ---
+
+
+def test_peaks_that_an_h200_measured(folder: Path) -> None:
+    for name, tokens, rows, batches, online, gib in [
+        ("0.5B", 27_136, 20_503, 2, True, 39.26),
+        ("0.5B", 23_552, 20_197, 1, False, 33.12),
+        ("1.5B", 30_720, 9_977, 2, True, 87.44),
+        ("7B", 4_096, 3_639, 13, False, 133.12),
+    ]:
+        place = model(folder, name)
+        sizes = sizes_of(str(place), ModelArgs())
+        memory = Memory(config(folder, place), sizes, Device("cuda", 140 * GIB), reference=online, compiled=True)
+        found = memory.peak(Chosen(tokens, "none", False, False, True), Work(tokens, rows, batches, tokens))
+        assert found.total / GIB == pytest.approx(gib, rel=0.03), (name, tokens)
+
+
+# --- what grows and what shrinks ---
+
+
+def total(folder: Path, model: tuple[Path, Sizes], tokens: int = 4096, level: Any = "none", **changes: Any) -> float:
+    memory = Memory(
+        config(folder, model[0], **changes), model[1], Device("cuda", 80 * GIB), reference=True, compiled=False
+    )
+    return memory.peak(Chosen(tokens, level, False, False, True), Work(tokens, tokens, 4, tokens)).total
+
+
+def test_more_tokens_need_more_and_recomputing_needs_less(folder: Path, seven: tuple[Path, Sizes]) -> None:
+    peaks = [total(folder, seven, tokens) for tokens in (1024, 2048, 4096, 8192)]
+    assert peaks == sorted(peaks)
+    levels = [total(folder, seven, 8192, level) for level in ("full", "selective", "half", "none")]
+    assert levels == sorted(levels)
+    assert len(set(levels)) == 4
+
+
+def test_dividing_needs_less(folder: Path, seven: tuple[Path, Sizes]) -> None:
+    name = "actor_train.strategy_args.strategy_name"
+    mapped = {"actor_train.device_mapping": list(range(8)), "reference.device_mapping": list(range(8))}
+    peaks = [total(folder, seven, **{**mapped, name: stage}) for stage in ("zero3", "zero2", "zero1", "ddp")]
+    assert peaks == sorted(peaks)
+    for axis in ("tp", "pp", "cp"):
+        divided = {**mapped, "actor_train.strategy_args": {f"{axis}_size": 4, "strategy_name": "zero1"}}
+        assert total(folder, seven, **divided) < peaks[2], axis
+    lean = total(folder, seven, **{"precision": "lean"})
+    lora = total(folder, seven, **{"actor_train.model_args.lora_rank": 8})
+    quantised = {"actor_train.model_args": {"lora_rank": 8, "quantization": "4bit"}}
+    assert total(folder, seven, **quantised) < lora < lean < total(folder, seven)
+
+
+# --- what is said ---
+
+
+def judged(found: DPOConfig, sizes: Sizes, gpu: str, sample: list[list[TokenPair]]) -> Forecast:
+    device = Device("cuda", GPUS[gpu].gib * GIB)
+    return forecast(found, sizes, device, pairs_of(sample), listed_speed(gpu, sizes.weights, compiled=False))
+
+
+def test_what_does_not_fit_has_ways_that_do(folder: Path, seven: tuple[Path, Sizes]) -> None:
+    from rather.plan_command import verdict
+
+    found, sample = config(folder, seven[0]), steps(16)
+    own = judged(found, seven[1], "h100", sample)
+    ways = best(list(ways_of(found, seven[1], "cuda", lambda other: judged(other, seven[1], "h100", sample))))
+    assert not own.fits
+    assert ways
+    assert all(way.forecast.fits for way in ways)
+    said = verdict(own, ways, None)
+    assert said.startswith("does not fit: ")
+    assert said.endswith(f"; try {ways[0].typed}")
+    again = changed(found, ways[0].change)
+    assert judged(again, seven[1], "h100", sample).fits
+    assert "fits: " in verdict(judged(again, seven[1], "h100", sample), [], None)
+
+
+def test_too_large_for_any_setting_names_more_devices(folder: Path, seven: tuple[Path, Sizes]) -> None:
+    found, sample = config(folder, seven[0], **{"actor_train.model_args.lora_rank": None}), steps(16)
+    more = enough_devices(found, lambda other: judged(other, seven[1], "l4", sample))
+    assert more is not None
+    assert more.forecast.fits
+    assert more.change["actor_train.device_mapping"] in ("0-7", "0-15", "0-31")
+    wide = on_devices(found, 8)
+    assert wide.actor_train.device_mapping == wide.reference.device_mapping == list(range(8))
+
+
+def test_batches_steps_and_disk_are_exact(folder: Path, tiny: Sizes) -> None:
+    changes = {
+        "actor_train.training_args.gradient_accumulation_steps": 4,
+        "actor_train.device_mapping": [0, 1],
+        "reference.device_mapping": [0, 1],
+        "save_steps": 10,
+        "max_ckpt_to_keep": 3,
+    }
+    found = config(folder, folder / "tiny0", **changes)
+    own = forecast(found, tiny, Device("cpu", GIB), pairs_of(steps(128)), None)
+    assert own.batch == "16 a device x 4 accumulated x 2 data-parallel = 128 pairs a step"
+    assert own.as_json()["pairs_per_step"] == 128
+    assert own.step_tokens == 128 * 500
+    disk = disk_of(found, tiny, steps=100, pairs=7, data=5, reference=True)
+    assert (disk.checkpoints, disk.model) == (4 * 12 * tiny.weights, 2 * tiny.weights)
+    assert (disk.data, disk.reference) == (5, 7 * 2 * 2 * 28)
+    assert json.loads(json.dumps(own.as_json()))["memory_bytes"]["total"] == round(own.parts.total)
+
+
+def test_flops_and_time_follow_from_each_other(folder: Path, tiny: Sizes) -> None:
+    batches = pack(steps(4)[0], 10**6)
+    flops = Flops.of(batches, tiny)
+    cells = 4 * (300 * 300 / 2 + 200 * 300 - 200 * 200 / 2)
+    assert flops.layers == 2 * tiny.in_layers * 4 * 500 + 4 * 2 * 32 * cells
+    assert flops.head == 2 * 63 * 32 * 4 * 400
+    assert passes("none", adapter=False) == 3 < passes("full", adapter=False) == 4
+    slow, fast = (listed_speed(name, 7_600_000_000, compiled=True).train for name in ("l4", "h100"))
+    assert fast / slow == pytest.approx(989 / 121)
+
+
+def test_without_data_pairs_are_as_long_as_they_may_be(folder: Path) -> None:
+    found = assumed_pairs(config(folder, folder / "tiny0"), "none here")
+    assert (len(found.sample[0]), found.largest, found.assumed) == (16, 512 + 512 + 512, "none here")
+
+
+def test_a_model_that_is_not_here_is_a_sentence(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nobody/nothing: is no folder here.*hf download nobody/nothing "):
+        sizes_of("nobody/nothing", ModelArgs())
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        sizes_of(str(tmp_path), ModelArgs())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="tells no sizes"):
+        sizes_of(str(tmp_path), ModelArgs())
