@@ -34,7 +34,7 @@ def compare_losses_command(
     ] = None,
     pairs: Annotated[int, typer.Option(help="Most pairs, spread over the evaluation or training pairs.", min=1)] = 512,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw every loss against the margin: an .svg or .html file.", show_default=False)
+        Path | None, typer.Option(help="Draw every loss against the margin: an .html file.", show_default=False)
     ] = None,
 ) -> None:
     """Evaluate every loss on the same log-probs of a trained model: value, gradient, share of saturated pairs."""

@@ -1,0 +1,610 @@
+"use strict";
+/* The board: asks its own server, and puts all that comes from runs into the page as text. */
+(() => {
+  const EVERY = 2000;  // milliseconds between two looks at the runs
+  const ASK_AGAIN = 300;  // and between two questions about a pair that is being computed
+  const ENDED = "The board has ended: start `rather board` again.";
+  const FIRST_METRICS = ["loss", "rewards/accuracies", "rewards/margins"];
+  const given = JSON.parse(document.getElementById("data").textContent);
+  const $ = (id) => document.getElementById(id);
+
+  let runs = [], selected = [], opened = null;
+  let sort = { key: "changed", down: true };
+  let drawnVersions = null, shownVersion = null;
+  const rows = new Map();  // id of a run -> the elements of its row
+
+  history.replaceState(null, "", location.pathname + location.hash);  // the token need not stand in the address bar
+
+  function element(tag, properties = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(properties)) {
+      if (value === null || value === undefined) continue;
+      if (name in made && name !== "role") made[name] = value;
+      else made.setAttribute(name, value);
+    }
+    made.append(...children.filter((child) => child !== null));
+    return made;
+  }
+
+  async function ask(path, query) {
+    const words = new URLSearchParams();
+    for (const [name, values] of Object.entries(query || {})) {
+      for (const value of [].concat(values)) words.append(name, value);
+    }
+    const answer = await fetch(`${path}?${words}`, { cache: "no-store" }).catch(() => { throw new Error(ENDED); });
+    if (!answer.ok) throw new Error(await answer.text());
+    return answer.json();
+  }
+
+  const wait = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+  const is = (value) => value !== null && value !== undefined;
+  const number = (value) => (is(value) ? String(Number(value.toPrecision(4))) : "");
+  const share = (value) => (is(value) ? value.toFixed(3) : "");
+  const minus = (a, b) => (is(a) && is(b) ? a - b : null);  // a NaN comes as null, which JavaScript would count as 0
+  const plain = (value) => (is(value) ? value.toFixed(3).replace("-", "−") : "no number");
+  const signed = (value) => (value >= 0 && is(value) ? "+" : "") + plain(value);
+  const last = (path) => path.split("/").filter(Boolean).pop() || "";
+
+  function duration(seconds) {
+    if (!is(seconds)) return "";
+    if (seconds < 90) return `${seconds.toFixed(0)} s`;
+    if (seconds < 5400) return `${(seconds / 60).toFixed(0)} min`;
+    return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} d`;
+  }
+
+  function table(caption, headings, lines) {
+    const head = headings.map((text) => element("th", { scope: "col" }, text));
+    const body = lines.map((cells) => element("tr", {}, ...cells.map((cell, place) => {
+      const text = typeof cell === "number" ? number(cell) : String(cell);
+      if (place === 0) return element("th", { scope: "row" }, text);
+      return element("td", { className: typeof cell === "number" || /^[+−]?\d+\.\d{3}$/.test(text) ? "number" : "" }, text);
+    })));
+    const made = element("table", {}, element("caption", {}, caption),
+      element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
+    return element("div", { className: "scroll", role: "region", "aria-label": caption, tabIndex: 0 }, made);
+  }
+
+  /* --- the list --- */
+
+  function cellsOf(run) {
+    const notes = [];
+    if (run.problem) notes.push(run.problem);
+    if (run.health) notes.push(`${run.health} findings`);
+    if (run.incidents) notes.push(`${run.incidents} incidents`);
+    const ago = is(run.changed) ? `${duration(Math.max(0, Date.now() / 1000 - run.changed))} ago` : "";
+    return {
+      state: run.state, step: is(run.step) ? `${run.step}${is(run.total) ? ` of ${run.total}` : ""}` : "", loss: number(run.loss), accuracy: share(run.accuracy),
+      held_out: share(run.held_out), seconds: duration(run.seconds), changed: ago, model: last(run.model || ""),
+      loss_type: run.loss_type || "", notes: notes.join("; "),
+    };
+  }
+
+  function makeRow(run) {
+    const box = element("input", { type: "checkbox", tabIndex: -1, "aria-label": `Compare ${run.name}` });
+    const name = element("button", { type: "button", tabIndex: -1 }, run.name);
+    const cells = Object.fromEntries(Object.keys(cellsOf(run)).map((key) => [key, element("td", { className: key })]));
+    box.addEventListener("change", () => choose(run.id, box.checked));
+    name.addEventListener("click", () => open(run.id));
+    const line = element("tr", {}, element("td", {}, box), element("th", { scope: "row" }, name), ...Object.values(cells));
+    line.dataset.id = run.id;
+    return { line, box, name, cells };
+  }
+
+  function fillRow(row, run) {
+    for (const [key, text] of Object.entries(cellsOf(run))) {
+      if (row.cells[key].textContent !== text) row.cells[key].textContent = text;
+    }
+    row.cells.state.className = run.state;
+    row.cells.model.title = run.model || "";
+    row.box.checked = selected.includes(run.id);
+    row.line.toggleAttribute("data-open", run.id === opened);
+    row.name.toggleAttribute("aria-current", run.id === opened);
+  }
+
+  function visible() {
+    const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const kept = runs.filter((run) => {
+      const text = [run.name, run.state, run.model, run.loss_type, run.problem].join(" ").toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
+    const value = (run) => (sort.key === "notes" ? (run.health || 0) + (run.incidents || 0) : run[sort.key]);
+    const rank = (a, b) => {
+      if (!is(a) || !is(b)) return is(a) ? -1 : is(b) ? 1 : 0;  // what has no value comes last either way
+      const order = typeof a === "string" ? a.localeCompare(b, undefined, { numeric: true }) : a - b;
+      return sort.down ? -order : order;
+    };
+    return kept.sort((a, b) => rank(value(a), value(b)) || a.name.localeCompare(b.name));
+  }
+
+  function list() {
+    const body = $("rows"), shown = visible();
+    for (const run of runs) {
+      if (!rows.has(run.id)) rows.set(run.id, makeRow(run));
+      fillRow(rows.get(run.id), run);
+    }
+    const lines = shown.map((run) => rows.get(run.id).line);
+    const now = [...body.children];
+    if (lines.length !== now.length || lines.some((line, place) => line !== now[place])) {
+      const held = document.activeElement;
+      body.replaceChildren(...lines);
+      if (held && body.contains(held)) held.focus({ preventScroll: true });
+    }
+    for (const heading of document.querySelectorAll("thead th[data-key]")) {
+      if (heading.dataset.key !== sort.key) heading.removeAttribute("aria-sort");
+      else heading.setAttribute("aria-sort", sort.down ? "descending" : "ascending");
+    }
+    if (lines.length && !lines.some((line) => line.querySelector("[tabindex='0']"))) reachable(lines[0]);
+    $("shown").textContent = shown.length < runs.length ? `${shown.length} of ${runs.length} shown` : "";
+  }
+
+  /* One row is in the order of Tab; the arrows lead to the others. */
+  function reachable(line) {
+    for (const control of $("rows").querySelectorAll("[tabindex='0']")) control.tabIndex = -1;
+    for (const control of line.querySelectorAll("input, button")) control.tabIndex = 0;
+  }
+
+  function say() {
+    const counts = new Map();
+    for (const run of runs) counts.set(run.state, (counts.get(run.state) || 0) + 1);
+    const parts = [...counts].sort().map(([state, count]) => `${count} ${state}`);
+    const text = runs.length ? `${runs.length} runs in ${last(given.folder)}: ${parts.join(", ")}` : `No run in ${given.folder} yet.`;
+    if ($("status").textContent !== text) $("status").textContent = text;
+    $("status").title = given.folder;
+  }
+
+  async function look() {
+    for (;;) {
+      if (!document.hidden) {
+        try {
+          take((await ask("/api/runs")).runs);
+          await refresh();
+        } catch (error) {
+          tell(error);
+        }
+      }
+      await wait(EVERY);
+    }
+  }
+
+  function tell(error) {
+    drawnVersions = shownVersion = null;  // what failed is tried again
+    $("status").textContent = error.message;
+  }
+
+  const refresh = () => Promise.all([drawIfNew(), showRunIfNew()]);
+
+  function take(found) {
+    const first = runs.length === 0;
+    runs = found;
+    const ids = new Set(runs.map((run) => run.id));
+    for (const id of rows.keys()) if (!ids.has(id)) rows.delete(id);
+    selected = selected.filter((id) => ids.has(id));
+    if (opened !== null && !ids.has(opened)) {
+      opened = null;
+      forgetPair();
+    }
+    if (first && runs.length) {
+      opened = (visible()[0] || runs[0]).id;
+      selected = [opened];
+    }
+    list();
+    say();
+  }
+
+  function choose(id, on) {
+    if (on && selected.length >= given.most) {
+      $("compared").textContent = `${given.most} runs at most are compared; take one out first.`;
+      list();
+      return;
+    }
+    selected = on ? [...selected, id] : selected.filter((each) => each !== id);
+    list();
+    refresh().catch(tell);
+  }
+
+  function open(id) {
+    if (opened !== id) forgetPair();
+    opened = id;
+    selected = [id];
+    list();
+    refresh().catch(tell);
+  }
+
+  const runOf = (id) => runs.find((run) => run.id === id);
+
+  /* --- curves --- */
+
+  function lineName(run, column, metric, several) {
+    const set = column.slice("eval/".length, -metric.length - 1);
+    const kind = column === metric ? "training" : `held-out ${set}`.trim();
+    return several ? `${run.name}, ${kind}` : kind;
+  }
+
+  function figureOf(metric, answers) {
+    const several = selected.length > 1, data = [];
+    selected.forEach((id, place) => {
+      for (const [column, [x, y]] of Object.entries(answers[id].lines[metric] || {})) {
+        const held = column !== metric;
+        data.push({
+          type: "scatter", mode: x.length <= 24 ? "lines+markers" : "lines", x, y, name: lineName(runOf(id), column, metric, several),
+          line: { color: `var(--series-${(several ? place : held ? 1 : 0) % 8 + 1})`, dash: held ? "dash" : "solid", width: 2 },
+        });
+      }
+    });
+    const layout = { height: 280, uirevision: metric, showlegend: data.length > 1, xaxis: { title: { text: "step" } } };
+    return { data, layout };
+  }
+
+  function numbersOf(metric, figure) {
+    const lines = figure.data.map((trace) => {
+      const known = trace.y.filter(is);
+      const range = known.length ? [known[0], known[known.length - 1], Math.min(...known), Math.max(...known)] : ["", "", "", ""];
+      return [trace.name, known.length, ...range];
+    });
+    return table(`${metric}: summary of the points drawn`, ["line", "points", "first", "last", "lowest", "highest"], lines);
+  }
+
+  function chartAt(place) {
+    const charts = $("charts");
+    while (charts.children.length <= place) {
+      const name = `chart-${charts.children.length}`;
+      charts.append(element("figure", { className: "chart", "aria-labelledby": name, "aria-describedby": `${name}-told` },
+        element("figcaption", {}, element("strong", { id: name }), element("span", { id: `${name}-told` })),
+        element("div", { className: "plot" }),
+        element("details", {}, element("summary", {}, "Numbers", element("span", { className: "unseen" })), element("div"))));
+    }
+    return charts.children[place];
+  }
+
+  function drawChart(place, metric, answers) {
+    const chart = chartAt(place), figure = figureOf(metric, answers);
+    const [name, told] = chart.querySelectorAll("figcaption > *");
+    name.textContent = metric;
+    const newest = figure.data.filter((trace) => trace.x.length).map((trace) => {
+      const known = trace.y.filter(is);
+      return `${trace.name} ${known.length ? number(known[known.length - 1]) : "no number"} at step ${trace.x[trace.x.length - 1]}`;
+    });
+    told.textContent = newest.length > 4 ? `${newest.length} lines` : newest.join("; ") || "no run here has it";
+    chart.querySelector("summary span").textContent = ` of ${metric}`;
+    chart.querySelector("details > div").replaceChildren(numbersOf(metric, figure));
+    rather.draw(chart.querySelector(".plot"), figure);
+  }
+
+  function offerMetrics(answers) {
+    const box = $("metric"), names = [...new Set(Object.values(answers).flatMap((answer) => answer.metrics))];
+    const offered = names.filter((name) => !FIRST_METRICS.includes(name)).sort();
+    if (offered.join() === [...box.options].map((option) => option.value).join()) return;
+    const wanted = lastMetric();
+    box.replaceChildren(...offered.map((name) => element("option", { value: name, selected: name === wanted }, name)));
+  }
+
+  const lastMetric = () => $("metric").value || "logps/chosen";
+
+  async function draw(versions) {
+    const chosen = selected.slice(), metrics = [...FIRST_METRICS, lastMetric()];
+    const [answers, differing] = await Promise.all([
+      chosen.length ? ask("/api/curves", { run: chosen, metric: metrics }) : {},
+      chosen.length > 1 ? ask("/api/differences", { run: chosen }) : null,
+    ]);
+    if (versions !== drawnVersions) return;  // something newer is on its way
+    const damaged = chosen.filter((id) => answers[id].damaged).map((id) => `${runOf(id).name}: ${answers[id].damaged} damaged lines are left out`);
+    const names = chosen.map((id) => runOf(id).name);
+    $("compared").textContent = [names.join(", ") || "Choose a run in the list.", ...damaged].join("; ");
+    $("charts").hidden = !chosen.length;
+    showDifferences(names, differing);
+    if (!chosen.length) return;
+    metrics.forEach((metric, place) => drawChart(place, metric, answers));
+    offerMetrics(answers);
+  }
+
+  async function drawIfNew() {
+    const versions = [lastMetric(), ...selected.map((id) => `${id}${runOf(id).version}`)].join();
+    if (versions === drawnVersions) return;
+    drawnVersions = versions;
+    await draw(versions);
+  }
+
+  function showDifferences(names, differing) {
+    if (differing === null) {
+      $("different").replaceChildren(element("p", { className: "muted" }, "Choose two runs or more by their boxes: the settings on which they differ stand here side by side."));
+      return;
+    }
+    const lines = differing.differences.map(([key, values]) => [key, ...values.map((value) => (value === null || value === "null" ? "not set" : value))]);
+    $("different").replaceChildren(lines.length
+      ? table("Settings that differ", ["key", ...names], lines)
+      : element("p", {}, "All settings are the same."));
+  }
+
+  /* --- one run --- */
+
+  async function showRunIfNew() {
+    const version = opened === null ? "" : `${opened}${runOf(opened).story}`;
+    if (version === shownVersion) return;
+    shownVersion = version;
+    $("inspected").textContent = opened === null ? "none is open" : runOf(opened).name;
+    if (opened === null) {
+      $("opened").replaceChildren(element("p", { className: "muted" }, "Open a run by its name in the list."));
+      return;
+    }
+    const told = await ask("/api/run", { run: opened });
+    if (version !== shownVersion) return;
+    const run = runOf(opened);
+    const parts = [element("h3", {}, run.name), element("p", {}, `${run.state}; ${run.model || "model not known"}; folder ${told.folder}`)];
+    if (run.report) parts.push(element("p", {}, element("a", { href: `/report?run=${run.id}`, target: "_blank", rel: "noopener" }, "Report of this run")));
+    for (const problem of told.problems) parts.push(element("p", { className: "damaged" }, problem));
+    parts.push(element("h3", {}, "Findings"), findings(told.health.lines));
+    parts.push(element("h3", {}, "Incidents"), incidents(told.incidents));
+    parts.push(element("h3", {}, "Answers"), ...answersOf(told.answers.lines));
+    const settings = Object.entries(told.config).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]);
+    parts.push(element("details", {}, element("summary", {}, "Settings"), table("All settings", ["key", "value"], settings)));
+    $("opened").replaceChildren(...parts);
+  }
+
+  function findings(lines) {
+    if (!lines.length) return element("p", { className: "muted" }, "None.");
+    const items = lines.map((line) => element("li", {},
+      element("strong", { className: String(line.severity) }, `${line.severity}, step ${line.step}: ${line.name}`),
+      element("br"), String(line.text || ""), line.advice ? element("br") : null, line.advice ? String(line.advice) : null));
+    return element("ul", { className: "findings" }, ...items);
+  }
+
+  function incidents({ lines, left_out: leftOut }) {
+    if (!lines.length) return element("p", { className: "muted" }, "None.");
+    const cells = lines.slice().reverse().map(({ time, kind, step, ...facts }) => [
+      time || "", step ?? "", kind || "", Object.entries(facts).map(([name, fact]) => `${name}: ${typeof fact === "object" ? JSON.stringify(fact) : fact}`).join("; "),
+    ]);
+    return table(leftOut ? `The last ${lines.length} incidents, ${leftOut} earlier ones are in the file` : "Incidents, newest first", ["time", "step", "kind", "what"], cells);
+  }
+
+  function answersOf(lines) {
+    if (!lines.length) return [element("p", { className: "muted" }, "None: eval_prompts names the prompts to be answered.")];
+    const steps = [...new Set(lines.map((line) => line.step))];
+    const box = element("select", { id: "answers-step" }, ...steps.map((step) => element("option", { value: step, selected: step === steps[steps.length - 1] }, String(step))));
+    const place = element("div");
+    const fill = () => place.replaceChildren(...lines.filter((line) => String(line.step) === box.value).map(oneAnswer));
+    box.addEventListener("change", fill);
+    fill();
+    return [element("div", { className: "tools" }, element("label", { htmlFor: "answers-step" }, "At step"), box), place];
+  }
+
+  function oneAnswer(line) {
+    const side = (name, text, stats) => element("div", {},
+      element("strong", {}, name), " ", element("span", { className: "muted" }, `${stats?.tokens ?? "?"} tokens, repetition ${number(Number(stats?.repetition ?? 0))}, ${stats?.ended ? "ended" : "not ended"}`),
+      element("p", { className: "answer" }, String(text ?? "")));
+    return element("div", { className: "card" }, element("p", { className: "answer muted" }, String(line.prompt ?? "")),
+      element("div", { className: "grid" }, side("reference", line.reference, line.reference_stats), side("policy", line.policy, line.policy_stats)));
+  }
+
+  /* --- pairs --- */
+
+  let question = 0;  // answers to earlier ones come too late
+
+  function forgetPair() {
+    question += 1;
+    $("index").value = 0;
+    $("index").removeAttribute("max");
+    $("set").replaceChildren(element("option", {}, "train"));
+    for (const id of ["doing", "waited", "hits", "pair"]) $(id).replaceChildren();
+  }
+
+  async function answered(query) {
+    const mine = ++question, began = Date.now();
+    for (;;) {
+      const answer = await ask("/api/pair", { run: opened, set: $("set").value, ...query });
+      if (mine !== question) return null;
+      const seconds = Math.round((Date.now() - began) / 1000);
+      const texts = { done: "", refused: answer.why, working: answer.doing };
+      if ($("doing").textContent !== texts[answer.state]) $("doing").textContent = texts[answer.state];
+      $("waited").textContent = answer.state === "working" && seconds >= 2 ? `${seconds} s` : "";
+      if (answer.state !== "working") return answer.state === "done" ? answer : null;
+      await wait(ASK_AGAIN);
+      if (mine !== question) return null;
+    }
+  }
+
+  function offerSets(sets) {
+    const box = $("set"), wanted = box.value, names = Object.keys(sets);
+    if (names.join() !== [...box.options].map((option) => option.value).join()) {
+      box.replaceChildren(...names.map((name) => element("option", { value: name, selected: name === wanted }, `${name}`)));
+    }
+    $("index").max = Math.max(0, sets[box.value] - 1);
+  }
+
+  async function showPair() {
+    if (opened === null) return;
+    const focused = document.activeElement && document.activeElement.closest("#pair") !== null;
+    const answer = await answered({ index: Math.max(0, Math.floor(Number($("index").value)) || 0) });
+    if (answer === null) return;
+    offerSets(answer.sets);
+    $("index").value = answer.index;
+    renderPair(answer);
+    if (focused) $("pair").querySelector("[role='option'][tabindex='0']").focus();
+  }
+
+  function move(by) {
+    const most = Number($("index").max || Infinity);
+    $("index").value = Math.min(most, Math.max(0, Number($("index").value) + by));
+    showPair().catch(tell);
+  }
+
+  async function find(start) {
+    if (opened === null) return;
+    const answer = await answered({ search: $("text").value, index: start });
+    if (answer === null) return;
+    offerSets(answer.sets);
+    const hits = answer.hits.map((hit) => {
+      const button = element("button", { type: "button" }, `Pair ${hit.index}${hit.id ? ` (${hit.id})` : ""}`);
+      button.addEventListener("click", () => { $("index").value = hit.index; showPair().catch(tell); });
+      return element("li", {}, button, " ", element("span", { className: "muted" }, `… ${hit.prompt.slice(-100)} `), hit.chosen);
+    });
+    const parts = [element("p", {}, hits.length ? `${hits.length} pairs found` : "No pair found"), element("ul", { className: "findings" }, ...hits)];
+    if (answer.next !== null) {
+      const more = element("button", { type: "button" }, `Search on from pair ${answer.next}`);
+      more.addEventListener("click", () => find(answer.next).catch(tell));
+      parts.push(more);
+    }
+    $("hits").replaceChildren(...parts);
+  }
+
+  function ratios(side, when) {
+    return side.logps[when].map((value, place) => minus(value, side.logps.reference[place]));
+  }
+
+  function renderPair(answer) {
+    const { chosen, rejected } = answer.sides;
+    const first = Math.min(answer.prompt_tokens, ...[chosen.scored[0], rejected.scored[0]].filter(is));
+    const readout = element("p", { className: "readout muted" }, "Point at a token, or reach one with Tab and the arrows.");
+    const lists = Object.fromEntries(Object.entries(answer.sides).map(([name, side]) => [name, tokenList(name, side, first, readout)]));
+    const scale = element("div", { className: "scale" });
+    const numbers = element("details", {}, element("summary", {}, "Numbers of all tokens"), element("div"));
+    const colour = (when) => {
+      const all = Object.values(answer.sides).flatMap((side) => ratios(side, when).map(Math.abs)).sort((a, b) => a - b);
+      const most = all.length ? all[Math.floor(0.98 * (all.length - 1))] : 0;
+      for (const [name, side] of Object.entries(answer.sides)) paint(lists[name], side, when, most);
+      scale.replaceChildren(element("span", {}, `${plain(-most)} less likely`), element("i", { "aria-hidden": "true" }), element("span", {}, `${signed(most)} more likely, in nats`));
+    };
+    numbers.addEventListener("toggle", () => { if (numbers.open) numbers.lastChild.replaceChildren(...tokenTables(answer)); });
+    const ways = element("fieldset", {}, element("legend", {}, "Coloured by policy / reference"), ...["after", "before"].map((when) => {
+      const radio = element("input", { type: "radio", name: "when", value: when, checked: when === "after" });
+      radio.addEventListener("change", () => colour(when));
+      return element("label", {}, radio, ` ${when} training`);
+    }));
+    $("pair").replaceChildren(
+      element("h3", {}, `Pair ${answer.index} of ${answer.pairs}${answer.id ? ` (${answer.id})` : ""}`),
+      element("p", { id: "verdict" }, verdict(answer)), sumsOf(answer), ways, scale,
+      element("h4", {}, "Prompt"),
+      element("p", { className: "said prompt", tabIndex: 0, role: "region", "aria-label": "Prompt" }, chosen.texts.slice(0, first).join("")),
+      element("h4", {}, "Chosen"), lists.chosen, element("h4", {}, "Rejected"), lists.rejected, readout, numbers);
+    colour("after");
+  }
+
+  function verdict(answer) {
+    const gain = (side) => minus(side.sums.after, side.sums.before);
+    const margin = (when) => minus(...answer.rewards[when]);
+    const { chosen, rejected } = answer.sides;
+    return `Training moved the chosen answer by ${signed(gain(chosen))} nats and the rejected one by ${signed(gain(rejected))}; ` +
+      `reward margin ${plain(margin("before"))} before, ${plain(margin("after"))} after. ` +
+      `Reference: ${last(answer.models.reference)}. Before: ${last(answer.models.before)}. After: ${answer.models.after}.`;
+  }
+
+  function sumsOf(answer) {
+    const lines = ["chosen", "rejected"].map((name, place) => {
+      const { sums } = answer.sides[name];
+      return [name, plain(sums.reference), plain(sums.before), plain(sums.after), signed(minus(sums.before, sums.reference)),
+        signed(minus(sums.after, sums.reference)), plain(answer.rewards.before[place]), plain(answer.rewards.after[place])];
+    });
+    const numeric = (values) => values.map(([a, b]) => signed(minus(a, b)));
+    const pairs = ["reference", "before", "after"].map((when) => [answer.sides.chosen.sums[when], answer.sides.rejected.sums[when]]);
+    const ratio = (when) => ["chosen", "rejected"].map((name) => minus(answer.sides[name].sums[when], answer.sides[name].sums.reference));
+    lines.push(["margin", ...numeric(pairs), ...numeric([ratio("before"), ratio("after"), answer.rewards.before, answer.rewards.after])]);
+    return table("Sums over the scored tokens, in nats, and rewards", ["answer", "log-prob reference", "log-prob before", "log-prob after", "log-ratio before", "log-ratio after", "reward before", "reward after"], lines);
+  }
+
+  function shownText(text) {
+    return text === "" ? "·" : text.replaceAll("\n", "⏎\n");
+  }
+
+  function tokenList(name, side, first, readout) {
+    const places = new Map(side.scored.map((token, place) => [token, place]));
+    const options = side.texts.slice(first).map((text, offset) => {
+      const place = places.get(first + offset);
+      const option = element("span", { className: `token${place === undefined ? " unscored" : ""}`, role: "option", tabIndex: -1, "aria-selected": "false" }, shownText(text));
+      const words = () => {
+        if (place === undefined) return `${JSON.stringify(text)}: not scored`;
+        const of = (model) => side.logps[model][place];
+        return `${JSON.stringify(text)}: log-ratio ${signed(minus(of("after"), of("reference")))} after, ${signed(minus(of("before"), of("reference")))} before; ` +
+          `log-prob ${plain(of("reference"))} by the reference, ${plain(of("after"))} by the trained policy`;
+      };
+      option.setAttribute("aria-label", words());
+      const show = () => { readout.textContent = words(); readout.classList.remove("muted"); };
+      option.addEventListener("mouseenter", show);
+      option.addEventListener("focus", show);
+      return option;
+    });
+    if (options.length) options[0].tabIndex = 0;
+    const made = element("div", { className: "said tokens", role: "listbox", "aria-label": `Tokens of the ${name} answer`, "aria-orientation": "horizontal" }, ...options);
+    made.addEventListener("keydown", stepAmongTokens);
+    return made;
+  }
+
+  function paint(list, side, when, most) {
+    const places = new Map(side.scored.map((token, place) => [token, place]));
+    const first = side.texts.length - list.children.length, values = ratios(side, when);
+    [...list.children].forEach((option, offset) => {
+      const place = places.get(first + offset);
+      if (place === undefined) return;
+      option.classList.toggle("up", values[place] > 0);
+      option.classList.toggle("down", values[place] < 0);
+      option.style.setProperty("--share", most ? Math.min(1, Math.abs(values[place]) / most) : 0);
+    });
+  }
+
+  function tokenTables(answer) {
+    return Object.entries(answer.sides).map(([name, side]) => table(`Scored tokens of the ${name} answer`,
+      ["token", "text", "reference", "before", "after", "log-ratio before", "log-ratio after"],
+      side.scored.map((token, place) => {
+        const of = (model) => side.logps[model][place];
+        return [token, JSON.stringify(side.texts[token]), plain(of("reference")), plain(of("before")), plain(of("after")),
+          signed(minus(of("before"), of("reference"))), signed(minus(of("after"), of("reference")))];
+      })));
+  }
+
+  function focusOption(option) {
+    for (const each of option.parentElement.querySelectorAll("[tabindex='0']")) each.tabIndex = -1;
+    option.tabIndex = 0;
+    option.focus();
+  }
+
+  function stepAmongTokens(event) {
+    const options = [...event.currentTarget.children], at = options.indexOf(document.activeElement);
+    const lists = [...$("pair").querySelectorAll("[role='listbox']")];
+    const other = lists[1 - lists.indexOf(event.currentTarget)].children;
+    const targets = {
+      ArrowRight: options[at + 1], ArrowLeft: options[at - 1], Home: options[0], End: options[options.length - 1],
+      ArrowDown: other[Math.min(at, other.length - 1)], ArrowUp: other[Math.min(at, other.length - 1)],
+    };
+    if (!(event.key in targets)) return;
+    event.preventDefault();
+    if (targets[event.key]) focusOption(targets[event.key]);
+  }
+
+  /* --- keys --- */
+
+  $("rows").addEventListener("keydown", (event) => {
+    const line = event.target.closest("tr");
+    const next = { ArrowDown: line.nextElementSibling, ArrowUp: line.previousElementSibling }[event.key];
+    if (!["ArrowDown", "ArrowUp"].includes(event.key)) return;
+    event.preventDefault();
+    if (!next) return;
+    reachable(next);
+    next.querySelector(event.target.tagName.toLowerCase()).focus();
+  });
+
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
+    const keys = { "/": () => $("filter").focus(), "?": () => $("help").showModal(), n: () => move(1), p: () => move(-1) };
+    if (!(event.key in keys)) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+
+  for (const heading of document.querySelectorAll("thead th[data-key]")) {
+    heading.querySelector("button").addEventListener("click", () => {
+      const { key } = heading.dataset;
+      sort = { key, down: sort.key === key ? !sort.down : !["name", "state", "model", "loss_type"].includes(key) };
+      list();
+    });
+  }
+  const submitted = (action) => (event) => { event.preventDefault(); action(); };
+  $("filter").addEventListener("input", list);
+  $("metric").addEventListener("change", () => drawIfNew().catch(tell));
+  $("keys").addEventListener("click", () => $("help").showModal());
+  $("ask").addEventListener("submit", submitted(() => showPair().catch(tell)));
+  $("find").addEventListener("submit", submitted(() => find(0).catch(tell)));
+  $("set").addEventListener("change", () => { $("index").value = 0; showPair().catch(tell); });
+  $("previous").addEventListener("click", () => move(-1));
+  $("next").addEventListener("click", () => move(1));
+
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", look);
+  else look();
+})();

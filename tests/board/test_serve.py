@@ -1,0 +1,429 @@
+"""The server: who is answered and what, and that nothing of a request or of a folder can break it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rather import control, run_folder
+from rather.board import runs as board_runs
+from rather.board.growing import Column, Curves, Growing
+from rather.board.serve import ROUTES, Board
+from rather.cli import app
+from rather.config.schema import DPOConfig
+from tests.board.conftest import FINDING, INCIDENT, add_line, asked, get, rows
+from tests.house.source import ROOT
+
+Serve = Callable[[Path], Board]
+
+
+def write_run(folder: Path, lines: int = 3, **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    settings = {"pretrain": "base", "pref_loss": "sigmoid", "beta": 0.1, **config}
+    (folder / "config.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items()))
+    rest = '"rewards/accuracies": 0.5, "logps/chosen": -7.5, "grad_norm": 1.25, "lr": 1e-06'
+    numbers = ((step, 1 / step, step / 7) for step in range(1, lines + 1))
+    told = (f'{{"step": {at}, "loss": {loss}, "rewards/margins": {margin}, {rest}}}\n' for at, loss, margin in numbers)
+    (folder / "metrics.jsonl").write_text("".join(told))
+    return folder
+
+
+# --- who is answered ---
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_nothing_is_told_without_the_token(board: Board, path: str) -> None:
+    for headers in ({"Accept": "*/*"}, {"Authorization": "Bearer wrong"}, {"Cookie": f"{board.cookie}=wrong"}):
+        answer, body = get(board, path, **headers)
+        assert answer.status == 403
+        assert b"`rather board` printed" in body
+    assert get(board, f"{path}?token=wrong", Accept="*/*")[0].status == 403
+    assert board.token.encode() not in body
+
+
+def test_the_token_of_the_address_becomes_a_cookie(board: Board) -> None:
+    answer, body = get(board, f"/?token={board.token}", Accept="text/html")
+    assert answer.status == 200
+    cookie = answer.getheader("Set-Cookie") or ""
+    assert cookie == f"{board.cookie}={board.token}; HttpOnly; SameSite=Strict; Path=/"
+    assert board.token.encode() not in body
+    assert get(board, "/api/runs", Cookie=f"other=1; {board.cookie}={board.token}")[0].status == 200
+    assert get(board, "/api/runs")[0].getheader("Set-Cookie") is None
+    assert board.address == f"http://127.0.0.1:{board.server_port}/?token={board.token}"
+    assert board.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("other", ['a={"b":1}', "a b=1", "flag", "COOKIE=wrong"])
+def test_cookies_of_other_programs_on_this_host_do_no_harm(serve: Serve, tmp_path: Path, other: str) -> None:
+    board = serve(tmp_path)
+    cookies = f"{other.replace('COOKIE', board.cookie)}; {board.cookie}={board.token}"
+    assert get(board, "/api/runs", Cookie=cookies)[0].status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.evil:{port}"]
+)
+def test_a_foreign_host_is_refused(board: Board, host: str) -> None:
+    """DNS rebinding: the page of a stranger, whose name leads here, and even with the token."""
+    answer, _ = get(board, "/api/runs", Host=host.format(port=board.server_port), Authorization=f"Bearer {board.token}")
+    assert answer.status == 421
+
+
+def test_localhost_is_this_host(board: Board) -> None:
+    name = f"localhost:{board.server_port}"
+    assert get(board, "/api/runs", Host=name, Authorization=f"Bearer {board.token}")[0].status == 200
+
+
+@pytest.mark.parametrize("lines", ["", "Host: {host}\r\nHost: {host}\r\n"])
+def test_no_host_and_two_hosts_are_refused(board: Board, lines: str) -> None:
+    with socket.create_connection(("127.0.0.1", board.server_port), timeout=30) as connection:
+        host = lines.format(host=f"127.0.0.1:{board.server_port}")
+        connection.sendall(f"GET /?token={board.token} HTTP/1.1\r\n{host}\r\n".encode())
+        assert b" 421 " in connection.recv(1 << 16).split(b"\r\n")[0]
+
+
+def test_an_address_that_is_none(serve: Serve, tmp_path: Path) -> None:
+    board = serve(tmp_path)
+    with socket.create_connection(("127.0.0.1", board.server_port), timeout=30) as connection:
+        headers = f"Host: 127.0.0.1:{board.server_port}\r\nAuthorization: Bearer {board.token}\r\n"
+        connection.sendall(f"GET http://[ HTTP/1.1\r\n{headers}\r\n".encode())
+        assert b" 404 " in connection.recv(1 << 16).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+def test_only_get(board: Board, method: str) -> None:
+    answer, _ = get(board, "/api/runs", method=method, Authorization=f"Bearer {board.token}")
+    assert answer.status == 405
+    assert answer.getheader("Allow") == "GET"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/board.js/../serve.py", "/board.css",
+     "/serve.py", "/report?run=../first", "/api/run?run=first", "/api/run?run=%2Fetc", "/api/run",
+     "/api/pair?run=.&index=1", "http://127.0.0.1:{port}/api/runs"],
+)  # fmt: skip
+def test_no_path_of_a_request_names_a_file(board: Board, path: str) -> None:
+    answer, body = get(board, path.format(port=board.server_port))
+    assert answer.status == 404
+    assert b"root:" not in body
+
+
+def test_strange_queries_are_refused(board: Board) -> None:
+    first = rows(board)["first"]["id"]
+    assert get(board, f"/api/pair?run={first}&index=-1")[0].status == 400
+    assert get(board, f"/api/pair?run={first}&index=9e9")[0].status == 400
+    assert get(board, "/api/runs?" + "&".join(f"a{i}=1" for i in range(200)))[0].status == 400
+
+
+def test_headers_let_nothing_in_or_out(board: Board) -> None:
+    answer, body = get(board, "/")
+    policy = answer.getheader("Content-Security-Policy") or ""
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "'unsafe-eval'" not in policy
+    assert "script-src 'self' 'sha256-" in policy
+    assert answer.getheader("Referrer-Policy") == "no-referrer"
+    assert answer.getheader("Cache-Control") == "no-store"
+    assert b"https://" not in body
+    script = get(board, "/plotly.js")[0]
+    assert "immutable" in (script.getheader("Cache-Control") or "")
+    report, text = get(board, f"/report?run={rows(board)['first']['id']}")
+    assert b"<title>first</title>" in text
+    assert (report.getheader("Content-Security-Policy") or "").startswith("sandbox allow-scripts; default-src 'none'")
+
+
+# --- what is told ---
+
+
+def test_the_list_tells_what_the_runs_did(board: Board, trained: dict[str, DPOConfig]) -> None:
+    found = rows(board)
+    assert set(found) == {"first", "second"}
+    last = [json.loads(line) for line in (trained["second"].run_dir / "metrics.jsonl").read_text().splitlines()]
+    train, held_out = ([r for r in last if key in r][-1] for key in ("loss", "eval/loss"))
+    row = found["second"]
+    assert (row["state"], row["step"], row["total"], row["loss_type"]) == ("ended", 5, 5, "sigmoid")
+    assert row["loss"] == train["loss"]
+    assert row["accuracy"] == train["rewards/accuracies"]
+    assert row["held_out"] == held_out["eval/rewards/accuracies"]
+    assert row["model"] == trained["second"].pretrain
+    assert row["seconds"] > 0
+    assert (found["first"]["health"], found["first"]["incidents"], found["first"]["report"]) == (1, 1, True)
+
+
+def test_a_run_and_its_differences(board: Board) -> None:
+    found = rows(board)
+    told = asked(board, f"/api/run?run={found['first']['id']}")
+    assert told["health"]["lines"] == [FINDING]
+    assert told["incidents"]["lines"] == [INCIDENT]
+    assert told["config"]["actor_train.training_args.per_device_train_batch_size"] == 8
+    assert told["problems"] == []
+    differ = asked(board, f"/api/differences?run={found['first']['id']}&run={found['second']['id']}")["differences"]
+    assert ["beta", ["null", "0.3"]] in differ
+    assert {key for key, _ in differ} == {"exp_name", "beta"}
+
+
+def test_names_of_files_are_those_of_the_run_folder() -> None:
+    assert board_runs.FINISHED == run_folder.FINISHED
+    assert board_runs.RUN_REPORT == run_folder.RUN_REPORT
+    assert board_runs.REPORT == run_folder.REPORT_PAGE
+    assert board_runs.STARTS == run_folder.STARTS
+
+
+def test_what_cannot_be_shown_is_answered_too(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nested so deep that it can be read and not be written again; dates are texts."""
+    run = write_run(tmp_path / "run")
+    with (run / "config.yaml").open("a") as file:
+        file.write("since: 2030-01-02\n")
+    board = serve(tmp_path)
+    row = rows(board)["run"]
+    assert asked(board, f"/api/run?run={row['id']}")["config"]["since"] == "2030-01-02"
+    (run / "incidents.jsonl").write_text('{"a": ' + "[" * 700 + "]" * 700 + "}\n")
+    answer, body = get(board, f"/api/run?run={row['id']}")
+    assert answer.status == 500
+    assert b"RecursionError" in body
+    assert "could not be answered" in caplog.text
+    assert rows(board)["run"]["incidents"] == 1
+
+
+def test_versions_tell_what_has_changed(serve: Serve, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    board = serve(tmp_path)
+    versions = [(rows(board)["run"]["version"], rows(board)["run"]["story"])]
+
+    def changed() -> tuple[bool, bool]:
+        row = rows(board)["run"]
+        versions.append((row["version"], row["story"]))
+        return versions[-1][0] != versions[-2][0], versions[-1][1] != versions[-2][1]
+
+    assert changed() == (False, False)
+    add_line(run / "metrics.jsonl", {"step": 4, "loss": 1.0})
+    assert changed() == (True, False)
+    add_line(run / "health.jsonl", FINDING)
+    assert changed() == (True, True)
+    (run / ".finished").write_text("4\n")
+    assert changed() == (True, True)
+
+
+def test_the_time_of_the_last_start(serve: Serve, tmp_path: Path) -> None:
+    """Whose report.json comes with its first checkpoint: until then the file is of the start before."""
+    run = write_run(tmp_path / "run")
+    (run / "report.json").write_text('{"seconds": 5000.0}')
+    for name, at in (("config.yaml", 100), ("report.json", 200), ("metrics.jsonl", 190)):
+        os.utime(run / name, (at, at))
+    board = serve(tmp_path)
+    assert rows(board)["run"]["seconds"] == 5000
+    for name, at in (("config.yaml", 300), ("metrics.jsonl", 330)):
+        os.utime(run / name, (at, at))
+    assert rows(board)["run"]["seconds"] == 30
+
+
+def test_a_config_that_names_no_loss(serve: Serve, tmp_path: Path) -> None:
+    (write_run(tmp_path / "run") / "config.yaml").write_text("pretrain: base\n")
+    assert rows(serve(tmp_path))["run"]["loss_type"] == ""
+
+
+def test_states(serve: Serve, tmp_path: Path) -> None:
+    for name in ("running", "stopped", "failed", "ended", "deep/er"):
+        write_run(tmp_path / name)
+    (tmp_path / "deep" / ".lock").touch()  # of a sweep
+    (tmp_path / "ended" / ".finished").write_text("3\n")
+    (tmp_path / "stopped" / "LATEST").write_text("checkpoint-3\n")
+    (tmp_path / "failed" / "LATEST").write_text("checkpoint-2\n")
+    (tmp_path / "no run").mkdir()
+    board = serve(tmp_path)
+    with control.lock(tmp_path / "running"):
+        found = rows(board)
+        assert found.pop("deep/er")["state"] == "failed"
+        assert {name: row["state"] for name, row in found.items()} == {name: name for name in found}
+    assert rows(board)["running"]["state"] == "failed"
+
+
+def test_a_folder_that_is_a_run(serve: Serve, tmp_path: Path) -> None:
+    board = serve(write_run(tmp_path / "alone"))
+    (row,) = rows(board).values()
+    assert (row["name"], row["report"]) == ("alone", False)
+    assert get(board, f"/report?run={row['id']}")[0].status == 404
+
+
+def damage(folder: Path) -> None:
+    """One run for each way to be broken."""
+    for name, content in {"binary": b"\xff\xfe\x00" * 99, "no yaml": b"a: [", "list": b"- a\n", "bomb": BOMB}.items():
+        (write_run(folder / name) / "config.yaml").write_bytes(content)
+    (write_run(folder / "garbage") / "metrics.jsonl").write_bytes(b"\x00\xff{]\n[1]\n")
+    (write_run(folder / "folder") / "metrics.jsonl").unlink()
+    (folder / "folder" / "metrics.jsonl").mkdir()
+    (write_run(folder / "strange") / "metrics.jsonl").write_text(
+        '{"step": "x", "loss": {}}\n{"loss": 1e999}\n{"step": 1, "loss": null, "a": [1], "b": ' + "9" * 400 + "}\n"
+    )
+    (write_run(folder / "deep") / "incidents.jsonl").write_text("[" * 100_000 + "\n{\n")
+    (folder / "empty").mkdir()
+    (folder / "empty" / ".lock").touch()
+
+
+BOMB = b"pretrain: [&a [x, x], &b [*a, *a], &c [*b, *b], *c, *c]\n"
+
+
+def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None:
+    damage(tmp_path)
+    write_run(tmp_path / "good")
+    board = serve(tmp_path)
+    found = rows(board)
+    named = {"binary": "is not text", "no yaml": "is not YAML", "list": "no settings", "bomb": "aliases",
+             "garbage": "2 of its last lines are damaged", "folder": "cannot be read"}  # fmt: skip
+    for name, problem in named.items():
+        assert found[name]["state"] == "damaged", name
+        assert problem in found[name]["problem"]
+    assert found["good"]["problem"] == ""
+    assert found["empty"]["state"] == "failed"
+    for name, row in found.items():
+        curves = asked(board, f"/api/curves?run={row['id']}&metric=loss")[row["id"]]
+        told = asked(board, f"/api/run?run={row['id']}")
+        asked(board, f"/api/differences?run={row['id']}&run={found['good']['id']}")
+        assert get(board, f"/api/pair?run={row['id']}&index=0")[0].status == 200
+        assert curves["damaged"] == {"garbage": 2, "strange": 2}.get(name, 0)
+        assert bool(told["problems"]) == (name in {"binary", "no yaml", "list", "bomb", "deep"}), name
+
+
+# --- while a run writes ---
+
+
+def test_only_whole_lines_count(tmp_path: Path) -> None:
+    file = write_run(tmp_path / "run") / "metrics.jsonl"
+    curves = Curves(file)
+    curves.update()
+    assert list(curves.columns["loss"].steps) == [1, 2, 3]
+    with file.open("a") as out:
+        out.write('{"step": 4, "lo')
+    curves.update()
+    assert len(curves.columns["loss"].steps) == 3
+    with file.open("a") as out:
+        out.write('ss": 0.125}\n')
+    curves.update()
+    assert curves.columns["loss"].values[-1] == 0.125
+    assert curves.file.damaged == 0
+
+
+def test_a_run_that_goes_back_to_its_checkpoint_is_read_anew(tmp_path: Path) -> None:
+    """Cut and longer again before the next look: by its size alone nobody would know."""
+    file = write_run(tmp_path / "run", lines=9) / "metrics.jsonl"
+    curves = Curves(file)
+    curves.update()
+    kept = file.read_bytes().split(b"\n")[:4]
+    again = [json.dumps({"step": step, "loss": 7.0, "note": "x" * 99}).encode() for step in range(5, 20)]
+    file.write_bytes(b"\n".join([*kept, *again]) + b"\n")
+    curves.update()
+    assert list(curves.columns["loss"].steps) == list(range(1, 20))
+    assert list(curves.columns["loss"].values[4:]) == [7.0] * 15
+    file.unlink()
+    assert curves.file.was_cut()
+    curves.update()
+    assert not curves.columns
+
+
+def test_only_new_bytes_are_read(tmp_path: Path) -> None:
+    file = Growing(write_run(tmp_path / "run") / "metrics.jsonl")
+    assert len(list(file.new())) == 3
+    place = file.place
+    add_line(file.path, {"step": 4, "loss": 1.0})
+    assert [record["step"] for record in file.new()] == [4]
+    assert file.place > place
+    assert list(file.new()) == []
+
+
+# --- speed ---
+
+
+def test_200_runs_and_100_000_points(serve: Serve, tmp_path: Path) -> None:
+    """On a quiet core 0.3 s for the list, 1.5 s for the long curve, 0.1 s to look at both again; here with room."""
+    for number in range(199):
+        write_run(tmp_path / f"run-{number}", lines=20, beta=number)
+    long = write_run(tmp_path / "long", lines=100_000)
+    board = serve(tmp_path)
+    began = monotonic()
+    found = rows(board)
+    listed = monotonic() - began
+    assert len(found) == 200
+    assert found["long"]["step"] == 100_000
+    began = monotonic()
+    path = f"/api/curves?run={found['long']['id']}&metric=loss&metric=rewards/margins"
+    steps, values = asked(board, path)[found["long"]["id"]]["lines"]["loss"]["loss"]
+    drawn = monotonic() - began
+    assert len(steps) <= board_runs.POINTS
+    assert (steps[0], steps[-1], values[0]) == (1, 100_000, 1.0)
+    add_line(long / "metrics.jsonl", {"step": 100_001, "loss": 99.0})
+    began = monotonic()
+    assert rows(board)["long"]["version"] != found["long"]["version"]
+    assert asked(board, path)[found["long"]["id"]]["lines"]["loss"]["loss"][1][-1] == 99.0
+    again = monotonic() - began
+    assert listed < 3
+    assert drawn < 15
+    assert again < 3
+
+
+def test_curves_that_nobody_looks_at_are_given_up(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_runs, "MOST_KEPT", 100)
+    for name in ("a", "b", "c"):
+        write_run(tmp_path / name, lines=10)
+    board = serve(tmp_path)
+    for row in rows(board).values():
+        asked(board, f"/api/curves?run={row['id']}&metric=loss")
+    assert sum(curves.points for curves in board.runs._curves.values()) <= 120
+
+
+def test_points_are_counted_while_another_thread_adds_a_metric(tmp_path: Path) -> None:
+    curves = Curves(tmp_path / "metrics.jsonl")
+
+    class Adds(array):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            curves.columns[f"metric {len(curves.columns)}"] = Column(array("q", [1]), array("d", [1.0]))
+            return 1
+
+    curves.columns["loss"] = Column(Adds("q"), array("d"))
+    assert curves.points == 1
+
+
+# --- the command ---
+
+
+def test_the_server_needs_no_torch() -> None:
+    probe = "import sys, rather.board.serve; print(*{'torch', 'transformers', 'plotly'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not done.stdout.split()
+
+
+def test_command(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("rather.board.command.webbrowser.open", opened.append)
+    monkeypatch.setattr("rather.board.command.has_display", lambda: True)
+    monkeypatch.setattr(Board, "serve_forever", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    write_run(tmp_path / "run")
+    runner = CliRunner()
+    done = runner.invoke(app, ["board", str(tmp_path), "--no-browser"])
+    assert done.exit_code == 0, done.output
+    assert ": 1 runs at http://127.0.0.1:" in done.output
+    assert not opened
+    assert runner.invoke(app, ["board", str(tmp_path)]).exit_code == 0
+    assert opened[0].startswith("http://127.0.0.1:")
+    taken = runner.invoke(app, ["board", str(tmp_path), "--port", str(board.server_port)])
+    assert taken.exit_code == 2
+    assert "leave it out for a free one" in taken.output
+    missing = runner.invoke(app, ["board", str(tmp_path / "nowhere")])
+    assert missing.exit_code == 2
+    assert "is no folder" in missing.output

@@ -1,0 +1,61 @@
+"""Runs that were made to be ill, each with what must be found in it, and ten healthy ones."""
+
+from __future__ import annotations
+
+from tests.health.village import RATE, Case, Row, alike, by_lot, grumpy, kind, longer, noisy, swapped
+
+
+def messy(rows: list[Row]) -> list[Row]:
+    """Some pairs twice, some the other way round as well, some too long."""
+    long = [{**row, "chosen": row["chosen"] + row["rejected"] * 6} for row in rows[-40:]]
+    return [*rows[:-40], *rows[:40], *map(swapped, rows[40:80]), *long]
+
+
+ILL = {
+    "steps of a hundred times the rate": Case(
+        noisy, noisy, rate=100 * RATE, changes={"save_steps": 8, "max_ckpt_to_keep": 0}
+    ),
+    "no steps at all": Case(kind, kind, rate=0.0),
+    "labels by lot": Case(by_lot, by_lot),
+    "few pairs many times": Case(by_lot, kind, count=24, steps=48),
+    "the longer answer": Case(longer, longer, count=600, steps=32),
+    "answers that are alike": Case(alike, alike, rate=10 * RATE),
+    "long after it is learnt": Case(kind, kind, count=700, steps=40, rate=7 * RATE),
+    "a messy file": Case(
+        kind,
+        kind,
+        steps=2,
+        changes={"sequence_length": 32, "actor_train__data_args__overlong": "truncate_response"},
+        spoil=messy,
+    ),
+}
+FOUND_IN = {
+    "learning_rate_too_high": "steps of a hundred times the rate",
+    "answers_repeat": "steps of a hundred times the rate",
+    "answers_do_not_end": "steps of a hundred times the rate",
+    "nothing_learned": "no steps at all",
+    "accuracy_stuck": "labels by lot",
+    "overfitting": "few pairs many times",
+    "length_exploitation": "the longer answer",
+    "answers_longer": "the longer answer",
+    "data/length_bias": "the longer answer",
+    "chosen_falling": "answers that are alike",
+    "margin_saturated": "long after it is learnt",
+    "data/duplicate_pairs": "a messy file",
+    "data/contradictory_pairs": "a messy file",
+    "data/truncation": "a messy file",
+}
+HEALTHY = {
+    "sigmoid": Case(kind, kind, seed=10, steps=20, rate=RATE / 4),
+    "grumpy sigmoid": Case(grumpy, grumpy, seed=11, steps=20, rate=RATE / 4),
+    "noisy labels": Case(noisy, kind, seed=12, steps=20, rate=RATE / 4),
+    "sigmoid with likelihood": Case(kind, kind, seed=13, steps=20, changes={"rpo_alpha": 0.5}),
+    "ipo": Case(kind, kind, seed=14, steps=20, rate=RATE / 3, changes={"pref_loss": "ipo"}),
+    "apo_zero": Case(grumpy, grumpy, seed=15, steps=20, rate=RATE / 2, changes={"pref_loss": "apo_zero"}),
+    "sigmoid_norm": Case(
+        kind, kind, seed=16, steps=20, rate=RATE / 6, changes={"pref_loss": "sigmoid_norm", "beta": 1.0}
+    ),
+    "simpo": Case(kind, kind, seed=17, steps=20, rate=RATE / 3, changes={"pref_loss": "simpo"}),
+    "orpo": Case(grumpy, grumpy, seed=18, steps=20, rate=RATE / 2, changes={"pref_loss": "orpo"}),
+    "cpo": Case(kind, kind, seed=19, steps=20, rate=RATE / 2, changes={"pref_loss": "cpo", "logging_steps": 2}),
+}

@@ -1,0 +1,263 @@
+"""eval_prompts: who answers, what is told of the answers, and that training does not notice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rather.answers import ANSWERS, Answers, read_prompts, repetition
+from rather.config.schema import DPOConfig
+from rather.data.prepare import recipe_of
+from rather.data.tokens import Encoder
+from rather.demo.base import make_tokenizer
+from rather.errors import ConfigError, DataError, MemoryShortage
+from rather.model.generate import Answer
+from rather.pipeline import DPOPipeline
+from tests.health.village import RATE, Case, Village, kind
+from tests.tiny import make_config, metrics
+
+# Of float32 on every device, for answers are compared with those of a float32 model.
+CHANGES = {"save_steps": 2, "max_ckpt_to_keep": 0, "actor_train__model_args__dtype": "fp32"}
+CASE = Case(kind, kind, count=64, steps=4, rate=10 * RATE, changes=CHANGES)
+STATS = ("tokens", "repetition", "ended")
+
+
+def lines(config: DPOConfig, step: int | None = None) -> list[dict[str, Any]]:
+    rows = [json.loads(row) for row in (config.run_dir / ANSWERS).read_text().splitlines()]
+    return [row for row in rows if step is None or row["step"] == step]
+
+
+def texts(config: DPOConfig, step: int, who: str) -> list[str]:
+    return [row[who] for row in lines(config, step)]
+
+
+def by_hand(folder: Path, prompts: Sequence[str]) -> list[str]:
+    """The likeliest token each time, one prompt after another, without any cache."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = []
+    for prompt in prompts:
+        ids: list[int] = tokenizer(prompt).input_ids
+        start = len(ids)
+        while len(ids) < start + 16 and (len(ids) == start or ids[-1] != tokenizer.eos_token_id):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        found.append(tokenizer.decode(ids[start:], skip_special_tokens=True))
+    return found
+
+
+def state(config: DPOConfig, step: int) -> dict[str, bytes]:
+    """Weights, moments and random numbers of a checkpoint."""
+    files = (config.run_dir / f"checkpoint-{step}").glob("*.safetensors")
+    return {file.name: file.read_bytes() for file in files}
+
+
+# --- a run ---
+
+
+@pytest.fixture(scope="module")
+def run(village: Village) -> DPOConfig:
+    return village.trained("answered", CASE)
+
+
+def test_policy_and_reference_answer_the_same_prompts_at_each_evaluation(village: Village, run: DPOConfig) -> None:
+    assert run.eval_prompts is not None
+    prompts = run.eval_prompts.prompts or []
+    evaluated = [line["step"] for line in metrics(run) if "eval/loss" in line]
+    assert [row["step"] for row in lines(run)] == [step for step in evaluated for _ in prompts]
+    assert [row["prompt"] for row in lines(run, 4)] == prompts
+    base = by_hand(village.folder / "base", prompts)
+    assert texts(run, 0, "policy") == texts(run, 0, "reference") == texts(run, 4, "reference") == base
+    assert texts(run, 4, "policy") == by_hand(run.run_dir / "model", prompts) != base
+
+
+def test_metrics_are_means_of_what_the_lines_tell(run: DPOConfig) -> None:
+    for record in (line for line in metrics(run) if "eval/loss" in line):
+        rows = lines(run, record["step"])
+        assert record["eval/answers/prompts"] == len(rows)
+        for who in ("policy", "reference"):
+            for name in STATS:
+                mean = sum(row[f"{who}_stats"][name] for row in rows) / len(rows)
+                assert record[f"eval/answers/{who}/{name}"] == pytest.approx(mean)
+    first = lines(run, 0)[0]
+    assert first["policy_stats"] == {"tokens": 5, "repetition": 0.0, "ended": True}
+    assert len(first["policy"].split()) == 5
+
+
+def test_training_does_not_notice(village: Village, run: DPOConfig) -> None:
+    plain = village.config("unanswered", CASE, eval_prompts=None)
+    DPOPipeline(plain).run()
+    assert not (plain.run_dir / ANSWERS).exists()
+    for step in (2, 4):
+        assert len(state(plain, step)) >= 3, "weights, moments, random numbers"
+        assert state(plain, step) == state(run, step)
+    told = [{k: v for k, v in line.items() if "answers" not in k and not _timed(k)} for line in metrics(run)]
+    assert told == [{k: v for k, v in line.items() if not _timed(k)} for line in metrics(plain)]
+
+
+def _timed(key: str) -> bool:
+    return key.startswith("time/") or key.endswith("_per_second")
+
+
+def test_a_run_that_goes_on_has_the_same_bits_and_no_line_twice(village: Village, run: DPOConfig) -> None:
+    config = village.killed("answered", CASE, 2)
+    with (config.run_dir / ANSWERS).open("ab") as file:
+        file.write(b'{"step": 4, "prompt": "\xc3')  # a kill tears letters, too
+    DPOPipeline(config).run()
+    assert state(config, 4) == state(run, 4)
+    assert lines(config) == lines(run)
+
+
+def test_without_a_reference_the_policy_is_compared_with_its_beginning(village: Village) -> None:
+    """Also where the run goes on, and without held-out pairs."""
+    case = replace(CASE, changes={**CASE.changes, "pref_loss": "simpo", "validation__data_args__file_name": None})
+    whole = lines(village.trained("no-reference", case))
+    config = village.killed("no-reference", case, 2)
+    DPOPipeline(config).run()
+    assert lines(config) == whole
+    assert sorted({row["step"] for row in whole}) == [0, 1, 2, 3, 4]
+    asked = [row["prompt"] for row in lines(config, 0)]
+    assert texts(config, 4, "reference") == by_hand(village.folder / "base", asked)
+    assert texts(config, 4, "policy") != texts(config, 4, "reference")
+
+
+def test_a_reference_that_moves_answers_anew(village: Village) -> None:
+    changes = {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 2, "eval_steps": 2}
+    config = village.config("moving", CASE, **changes)
+    DPOPipeline(config).run()
+    assert texts(config, 4, "reference") == texts(config, 4, "policy"), "it has just become the policy"
+    assert texts(config, 4, "reference") != texts(config, 0, "reference")
+
+
+def test_with_an_adapter_the_reference_is_the_model_without_it(village: Village) -> None:
+    config = village.config("adapter", CASE, actor_train__model_args__lora_rank=4)
+    DPOPipeline(config).run()
+    asked = [row["prompt"] for row in lines(config, 4)]
+    assert texts(config, 4, "reference") == by_hand(village.folder / "base", asked)
+    assert texts(config, 4, "policy") == by_hand(config.run_dir / "model", asked)
+    assert texts(config, 4, "policy") != texts(config, 4, "reference")
+
+
+# --- prompts ---
+
+
+def asking(tmp_path: Path, **asked: Any) -> DPOConfig:
+    return make_config(tmp_path, eval_prompts=asked)
+
+
+def test_prompts_come_from_the_config_or_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first one\n\n  second\n")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "first\\nline", "id": 3}\n"second"\n')
+    wanted = {"a.txt": ["first one", "  second"], "a.jsonl": ["first\nline", "second"]}
+    for name, prompts in wanted.items():
+        config = asking(tmp_path, file=str(tmp_path / name))
+        assert config.eval_prompts
+        assert read_prompts(config.eval_prompts, config) == prompts
+    config = asking(tmp_path, prompts=["x y"])
+    assert config.eval_prompts
+    assert read_prompts(config.eval_prompts, config) == ["x y"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.txt", "\n", "has no prompt"),
+        ("a.jsonl", '{"prompt": 3}\n', "neither a text nor a row"),
+        ("a.jsonl", "{\n", "prompt 1: not valid JSON"),
+    ],
+)
+def test_a_file_without_prompts_is_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    config = asking(tmp_path, file=str(tmp_path / name))
+    assert config.eval_prompts
+    with pytest.raises(DataError, match=said):
+        read_prompts(config.eval_prompts, config)
+
+
+def test_what_cannot_be_is_said_with_the_config(tmp_path: Path) -> None:
+    for asked in ({}, {"prompts": ["a"], "file": "a.txt"}):
+        with pytest.raises(ConfigError, match="give either prompts or file"):
+            asking(tmp_path, **asked)
+    with pytest.raises(ConfigError, match="names no prompt"):
+        asking(tmp_path, prompts=[])
+    for changes in ({"actor_train__device_mapping": [0, 1]}, {"reference__device_mapping": [1]}):
+        with pytest.raises(ConfigError, match="eval_prompts needs one device per policy"):
+            make_config(tmp_path, eval_prompts={"prompts": ["a"]}, **changes)
+    with pytest.raises(ConfigError, match="eval_prompts needs one device per policy"):
+        make_config(tmp_path, eval_prompts={"prompts": ["a"]}, ray__address="auto")
+
+
+def test_a_missing_file_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    from rather.config.paths import check_paths
+
+    with pytest.raises(DataError, match=r"eval_prompts\.file: the data file"):
+        check_paths(asking(tmp_path, file=str(tmp_path / "none.txt")))
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path) -> None:
+    config = asking(tmp_path, prompts=["w1", " ".join(["w1"] * 40)], max_new_tokens=32)
+    with pytest.raises(ConfigError, match=r"prompt 2 has 41 tokens.*sequence_length \(64\)"):
+        DPOPipeline(config).run()
+
+
+def test_prompts_are_written_as_in_training(tmp_path: Path) -> None:
+    config = make_config(tmp_path, actor_train__data_args__separator=" ")
+    plain = AutoTokenizer.from_pretrained(tmp_path / "base")
+    encoder = Encoder(recipe_of(plain, config, config.actor_train.data_args))
+    assert encoder.training_prompt("w1 w2") == [1, 4, 5]
+    chat = make_tokenizer(["How are you?"])
+    encoder = Encoder(recipe_of(chat, make_config(tmp_path), config.validation.data_args.model_copy()))
+    ids = encoder.training_prompt("How are you?")
+    assert isinstance(ids, list)
+    assert chat.decode(ids) == "<|bos|><|user|>How are you?<|assistant|>"
+
+
+# --- pieces ---
+
+
+def test_repetition_is_the_share_of_runs_that_came_before() -> None:
+    assert repetition([1, 2, 3]) == 0
+    assert repetition([1, 2, 3, 4, 5]) == 0
+    assert repetition([7] * 16) == pytest.approx(12 / 13, abs=1e-4)
+    assert repetition([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
+
+
+class Small:
+    """A worker whose memory holds so many prompts at once."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.calls = most, list[int]()
+
+    def answer(self, prompts: Sequence[list[int]], _tokenizer: Any, _most: int) -> list[Answer]:
+        self.calls.append(len(prompts))
+        if len(prompts) > self.most:
+            raise torch.OutOfMemoryError("none left")
+        return [Answer(prompt, ended=True) for prompt in prompts]
+
+    def release(self) -> None:
+        pass
+
+
+def test_fewer_prompts_at_once_where_memory_falls_short(run: DPOConfig) -> None:
+    answers = Answers.__new__(Answers)
+    answers.asked, answers.tokenizer = run.eval_prompts, None  # type: ignore[assignment]
+    prompts = [[number] for number in range(8)]
+    small: Any = Small(2)
+    assert [answer.ids for answer in answers._fitting(small, prompts)] == prompts
+    assert small.calls == [8, 4, 2, 2, 4, 2, 2]
+    nothing: Any = Small(0)
+    with pytest.raises(MemoryShortage, match="lower max_new_tokens"):
+        answers._fitting(nothing, prompts)
+
+
+def test_an_answer_ends_with_the_turn_of_its_template() -> None:
+    answers = Answers.__new__(Answers)
+    answers.end_of_turn = 9
+    assert answers._cut(Answer([4, 5, 9, 6], ended=False)) == Answer([4, 5], ended=True)
+    assert answers._cut(Answer([4, 5], ended=False)) == Answer([4, 5], ended=False)

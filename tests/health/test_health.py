@@ -1,0 +1,234 @@
+"""Every finding appears on the run that was made for it, and none on ten healthy runs; each is told once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rather.cli import app
+from rather.config.schema import DPOConfig
+from rather.health.history import LINES, PAIRS, History, Recent
+from rather.health.rules import RULES
+from rather.health.watch import HEALTH, SEVERITIES, Finding, Health, Watch, counts, read_findings
+from rather.pipeline import DPOPipeline
+from tests.health.cases import FOUND_IN, HEALTHY, ILL
+from tests.health.village import Village
+from tests.tiny import metrics
+
+WILD = "steps of a hundred times the rate"
+
+
+def names(config: DPOConfig) -> list[str]:
+    return [one.name for one in read_findings(config.run_dir)]
+
+
+def slug(name: str) -> str:
+    return name.replace(" ", "-")
+
+
+def ill(village: Village, name: str) -> DPOConfig:
+    return village.trained(slug(name), ILL[name])
+
+
+# --- on real runs ---
+
+
+def test_every_rule_has_a_run_that_was_made_for_it() -> None:
+    assert set(RULES) <= set(FOUND_IN)
+    assert set(FOUND_IN.values()) == set(ILL)
+    assert len(HEALTHY) == 10
+
+
+@pytest.mark.parametrize("finding", FOUND_IN)
+def test_a_finding_appears_on_the_run_made_for_it(village: Village, finding: str) -> None:
+    config = ill(village, FOUND_IN[finding])
+    found = {one.name: one for one in read_findings(config.run_dir)}
+    assert finding in found, f"found were {sorted(found)}"
+    one = found[finding]
+    assert math.isfinite(one.number)
+    assert any(letter.isdigit() for letter in one.text)
+    assert one.text.endswith(".")
+    assert one.advice.endswith(".")
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_no_finding(village: Village, name: str) -> None:
+    config = village.trained(slug(name), HEALTHY[name])
+    assert names(config) == []
+    assert not (config.run_dir / HEALTH).exists()
+    report = json.loads((config.run_dir / "report.json").read_text())
+    assert report["health"] == {"serious": 0, "warning": 0, "info": 0}
+    first, *_, last = [line["eval/loss"] for line in metrics(config) if "eval/loss" in line]
+    assert last < 0.95 * first, "it must have learnt something"
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_findings_follow_from_the_metrics_alone(village: Village, name: str) -> None:
+    """So that a run which goes on finds again what was found, and nothing else."""
+    config = ill(village, name)
+    health = Health(ILL[name].steps)
+    again = [one for record in metrics(config) for one in health.look(record)]
+    written = [one for one in read_findings(config.run_dir) if not one.name.startswith("data/")]
+    assert again == written
+    assert len({one.name for one in written}) == len(written)
+
+
+def test_findings_are_counted_in_the_report(village: Village) -> None:
+    config = ill(village, WILD)
+    report = json.loads((config.run_dir / "report.json").read_text())
+    assert report["health"] == counts(config.run_dir)
+    assert report["health"]["serious"] >= 2
+
+
+def test_a_run_that_goes_on_tells_nothing_twice(village: Village, caplog: pytest.LogCaptureFixture) -> None:
+    whole = ill(village, WILD)
+    config = village.killed(slug(WILD), ILL[WILD], 8)
+    assert read_findings(config.run_dir)[-1].step > 8, "something to be found again"
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "rather.health"):
+        DPOPipeline(config).run()
+    assert (config.run_dir / HEALTH).read_text() == (whole.run_dir / HEALTH).read_text()
+    assert len(metrics(config)) == len(metrics(whole))
+    assert not [record for record in caplog.records if record.name == "rather.health.watch"]
+
+
+# --- the watch over a file ---
+
+
+def line(step: int, **values: Any) -> dict[str, Any]:
+    return {"step": step, "pairs": 64, "loss": 0.69, "rewards/ties": 0.0, **values}
+
+
+def write_metrics(folder: Path, records: list[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+def test_a_finding_is_written_when_it_appears_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_metrics(tmp_path, [])
+    watch = Watch(tmp_path, total_steps=100, start_step=0)
+    with caplog.at_level(logging.INFO, "rather.health"):
+        for step in range(1, 20):
+            watch.log(step, line(step, loss=0.69 if step < 5 else 3.0))
+    (found,) = read_findings(tmp_path)
+    assert (found.name, found.severity, found.step) == ("learning_rate_too_high", "serious", 6)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert found.text in said
+    assert found.advice in said
+
+
+def test_after_a_cut_only_what_was_found_before_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    records = [line(step, loss=0.69 if step < 5 else 3.0) for step in range(1, 20)]
+    write_metrics(tmp_path, [])
+    watch = Watch(tmp_path, total_steps=100, start_step=0)
+    for record in records:
+        watch.log(record["step"], record)
+    whole = (tmp_path / HEALTH).read_text()
+    write_metrics(tmp_path, records[:4])
+    caplog.clear()
+    watch = Watch(tmp_path, total_steps=100, start_step=4)
+    assert not (tmp_path / HEALTH).exists()
+    for record in records[4:]:
+        watch.log(record["step"], record)
+    assert (tmp_path / HEALTH).read_text() == whole
+    assert not caplog.records
+
+
+def test_a_finding_whose_line_was_lost_is_told_after_all(tmp_path: Path) -> None:
+    """Killed between metrics.jsonl and health.jsonl, or within a line."""
+    write_metrics(tmp_path, [line(step, loss=0.69 if step < 5 else 3.0) for step in range(1, 20)])
+    (tmp_path / HEALTH).write_text('{"step": 6, "name": "learn')
+    Watch(tmp_path, total_steps=100, start_step=19)
+    assert [one.name for one in read_findings(tmp_path)] == ["learning_rate_too_high"]
+
+
+def test_a_damaged_file_of_findings_stops_no_run(tmp_path: Path) -> None:
+    """A letter that a kill has torn, a line of another version, one that is no finding at all."""
+    good = {"step": 1, "name": "a", "severity": "warning", "text": "ü", "number": 1.0, "advice": "b"}
+    lines = [json.dumps(one, ensure_ascii=False) for one in (good, {"step": 2, "kind": "older"}, 3, good)]
+    whole = "\n".join(lines).encode()
+    (tmp_path / HEALTH).write_bytes(whole + b"\n" + whole[: whole.index("ü".encode()) + 1])
+    assert counts(tmp_path) == {"serious": 0, "warning": 2, "info": 0}
+
+
+def test_numbers_that_are_none_are_passed_over() -> None:
+    health = Health(100)
+    for step in range(1, 30):
+        nothing = {"loss": None, "rewards/accuracies": math.nan, "sft_loss": math.inf, "nonfinite": {"loss": "nan"}}
+        assert not health.look(line(step, **nothing))
+
+
+def test_a_window_holds_enough_lines_and_enough_pairs_and_no_more() -> None:
+    draw = random.Random(0)
+    for pairs in (1, 10, 100, 1000):
+        recent, values = Recent(), [draw.random() for _ in range(600)]
+        for value in values:
+            recent.add({"pairs": pairs, "loss": value})
+        size = max(LINES, math.ceil(PAIRS / pairs))
+        assert len(recent.lines) == size
+        assert recent.pairs == size * pairs
+        assert recent.mean("loss") == pytest.approx(sum(values[-size:]) / size)
+        assert recent.mean("grad_norm") is None
+
+
+def test_several_held_out_sets_are_judged_each_by_itself() -> None:
+    history, found = History(100), []
+    for step in range(1, 13):
+        history.add(line(step, loss=0.69 - 0.05 * step))
+        if step % 2 == 0:
+            worse = 0.6 + 0.05 * step
+            history.add({"step": step, "eval/good/loss": 0.5, "eval/bad/loss": worse, "eval/bad/sft_loss": 1.0})
+            found.append(RULES["overfitting"].find(history))
+    assert set(history.held) == {"good", "bad"}
+    assert found[1] is None, "one evaluation is not believed"
+    told = next(one for one in found if one)
+    assert "of bad" in told.text
+    assert told.number == pytest.approx(0.2)
+
+
+def test_data_findings_come_from_the_report_of_the_data(tmp_path: Path) -> None:
+    one = {"set": "train", "number": 0.2, "text": "20 % are cut.", "advice": "Raise sequence_length."}
+    found = [
+        {"name": "truncation", "severity": "warning", **one},
+        {"name": "leakage", "severity": "serious", **one, "set": "eval"},
+        {"name": "sampled", "severity": "info", **one},
+    ]
+    (tmp_path / "data_report.json").write_text(json.dumps({"look": {"findings": found}}))
+    write_metrics(tmp_path, [])
+    Watch(tmp_path, total_steps=9, start_step=0)
+    assert read_findings(tmp_path) == [
+        Finding(0, "data/truncation", "warning", "20 % are cut.", 0.2, "Raise sequence_length."),
+        Finding(0, "data/eval/leakage", "serious", "20 % are cut.", 0.2, "Raise sequence_length."),
+    ]
+
+
+# --- the command ---
+
+
+def test_the_command_prints_the_worst_first(village: Village) -> None:
+    run_dir = ill(village, WILD).run_dir
+    table = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["health", str(run_dir)])
+    assert table.exit_code == 0
+    for one in read_findings(run_dir):
+        assert one.name in table.output
+    plain = CliRunner().invoke(app, ["health", str(run_dir), "--json"])
+    told = json.loads(plain.output)
+    assert sorted(one["name"] for one in told) == sorted(one.name for one in read_findings(run_dir))
+    assert [one["severity"] for one in told] == sorted((one["severity"] for one in told), key=SEVERITIES.index)
+    assert set(told[0]) == {"step", "name", "severity", "text", "number", "advice"}
+
+
+def test_the_command_on_a_healthy_run_and_on_no_run(village: Village, tmp_path: Path) -> None:
+    run_dir = village.trained("sigmoid", HEALTHY["sigmoid"]).run_dir
+    assert "nothing was found" in CliRunner().invoke(app, ["health", str(run_dir)]).output
+    assert json.loads(CliRunner().invoke(app, ["health", str(run_dir), "--json"]).output) == []
+    refused = CliRunner().invoke(app, ["health", str(tmp_path)])
+    assert refused.exit_code == 2
+    assert "holds no run" in refused.output

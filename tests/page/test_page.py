@@ -1,0 +1,194 @@
+"""Pages stand alone, take nothing from data as markup, and thin long curves without losing what one looks for."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import random
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rather.page import as_json, chart, escape, lines, page, plotly_bundle, slug, table, thinned
+from tests.browser import NARROW, OpenPage, drawn_points, figures, overflow, stays_here, wait_until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+HOSTILE = '</script><script>document.title = "hacked"</script><img src=x onerror=alert(1)>"\'&'
+
+
+def test_data_is_no_markup() -> None:
+    assert "<" not in escape(HOSTILE)
+    assert '"' not in escape(HOSTILE)
+    assert not re.search("[<>&]", as_json({HOSTILE: [HOSTILE]}))
+    assert json.loads(as_json({HOSTILE: [HOSTILE]})) == {HOSTILE: [HOSTILE]}
+    drawn = chart(lines({HOSTILE: ([1], [2.0])}), HOSTILE, HOSTILE)
+    text = page(HOSTILE, drawn + table(HOSTILE, [HOSTILE], [[HOSTILE]]))
+    assert "<img" not in text
+    assert text.count("<script>") == 1
+
+
+def test_numbers_that_are_none_become_null() -> None:
+    assert as_json([math.nan, math.inf, 1.5, (1, True)]) == "[null,null,1.5,[1,true]]"
+
+
+def test_only_the_page_s_own_scripts_may_run() -> None:
+    text = page("a", "<p>b</p>", scripts=["let a = 1;"])
+    policy = re.search('Content-Security-Policy" content="([^"]+)"', text)
+    assert policy
+    for source in re.findall("<script>(.*?)</script>", text, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy[1]
+    assert "default-src 'none'" in policy[1]
+    assert "'unsafe-inline'" not in policy[1].partition("script-src")[2].partition(";")[0]
+
+
+def test_contents_only_where_there_are_several_parts() -> None:
+    parts = "".join(f'<h2 id="{slug(name)}">{name}</h2>' for name in ("One & two", "Three", "Four"))
+    assert '<a href="#one-two">One & two</a>' in page("a", parts)
+    assert "<nav" not in page("a", '<h2 id="b">B</h2>')
+
+
+def test_a_table_has_caption_and_headings() -> None:
+    text = table("Cost", ["what", "amount"], [["pairs", 12345], ["share", 0.123456], ["none", "-"]])
+    assert "<caption>Cost</caption>" in text
+    assert text.count('scope="row"') == 3
+    assert '<th scope="col" class="number">amount</th>' in text
+    assert '<td class="number">12,345</td>' in text
+    assert ">0.1235<" in text
+    assert "<tbody></tbody>" in table("Nothing", ["a", "b"], [])
+
+
+def test_a_chart_tells_its_numbers() -> None:
+    few = chart(lines({"a": ([1, 2], [0.5, None]), "b": ([1, 2], [3.0, 4.0])}), "Few", "Told.")
+    assert "Few: all points" in few
+    assert '<th scope="row">2</th><td class="number">-</td><td class="number">4</td>' in few
+    many = chart(lines({"a": (range(100), [float(i) for i in range(100)])}), "Many", "Told.")
+    assert re.findall('<td class="number">(.*?)</td>', many) == ["100", "0", "99", "0", "99"]
+    assert "Nothing: summary" in chart(lines({"a": ([], [])}), "Nothing", "Told.")
+
+
+def noisy(count: int) -> list[float | None]:
+    draw = random.Random(0)
+    return [math.exp(-i / count) + draw.gauss(0, 0.05) for i in range(count)]
+
+
+def test_short_lines_stay_as_they_are() -> None:
+    assert thinned([1, 2, 3], [0.1, None, 0.3], most=3) == ([1, 2, 3], [0.1, None, 0.3])
+
+
+@pytest.mark.parametrize("most", [10, 300, 1000])
+def test_long_lines_keep_their_ends_extremes_and_order(most: int) -> None:
+    values = noisy(100_000)
+    values[4_711], values[77_777] = 9.0, -9.0
+    steps = list(range(1, 100_001))
+    x, y = thinned(steps, values, most)
+    assert len(x) == len(y) <= most
+    assert x == sorted(set(x))
+    assert (x[0], x[-1]) == (1, 100_000)
+    assert [values[step - 1] for step in x] == y
+    assert {9.0, -9.0} <= set(y)
+
+
+def test_a_thinned_line_covers_the_same_area() -> None:
+    """Of every hundredth of the line, lowest and highest differ by less than the width of a drawn line."""
+    values = [value for value in noisy(50_000) if value is not None]
+    x, y = thinned(range(50_000), values)
+    for start in range(0, 50_000, 500):
+        kept = [value for step, value in zip(x, y, strict=True) if start <= step < start + 500 and value is not None]
+        assert abs(max(kept) - max(values[start : start + 500])) < 0.05
+        assert abs(min(kept) - min(values[start : start + 500])) < 0.05
+
+
+def test_gaps_of_a_long_line_are_kept() -> None:
+    values = noisy(10_000)
+    values[5_000], values[6_000] = None, math.nan
+    values[7_000:8_000] = [math.inf] * 1000
+    x, y = thinned(range(10_000), values, 400)
+    assert len(x) <= 400
+    assert {5_000, 6_000} <= set(x)
+    in_the_gap = [value for step, value in zip(x, y, strict=True) if 7_000 <= step < 8_000]
+    assert in_the_gap
+    assert set(in_the_gap) == {math.inf}
+
+
+def test_thinning_is_quick() -> None:
+    values = noisy(100_000)
+    began = time.process_time()
+    thinned(range(100_000), values)
+    assert time.process_time() - began < 1
+
+
+def hostile_page(folder: Path) -> Path:
+    long = list(range(100_000))
+    body = "".join(
+        [
+            '<h2 id="curves">Curves</h2><div class="grid">',
+            chart(lines({HOSTILE: (long, noisy(100_000))}), "Long " + HOSTILE, HOSTILE),
+            chart(lines({"a": ([1, 2, 3], [0.1, math.nan, 0.3])}), "Short", HOSTILE),
+            "</div>",
+            table(HOSTILE, ["a", "b"], [["x" * 200, HOSTILE]]),
+        ]
+    )
+    file = folder / "page.html"
+    file.write_text(page(HOSTILE, body, scripts=[plotly_bundle()], data={"a": HOSTILE}), encoding="utf-8")
+    return file
+
+
+def test_in_a_browser(open_page: OpenPage, tmp_path: Path) -> None:
+    file = hostile_page(tmp_path)
+    opened = open_page(file, theme="dark")
+    assert opened.title() == HOSTILE
+    assert opened.evaluate("JSON.parse(document.getElementById('data').textContent).a") == HOSTILE
+    long, *short = drawn_points(opened)
+    assert 100 < long <= 1000
+    assert short
+    assert overflow(opened) == 0
+    opened.set_viewport_size({"width": NARROW[0], "height": NARROW[1]})
+    wait_until(opened, "document.querySelector('.plot svg').getBoundingClientRect().width < 390")
+    assert overflow(opened) == 0
+
+
+def test_the_theme_is_kept_and_colours_the_charts(open_page: OpenPage, tmp_path: Path) -> None:
+    colour = "getComputedStyle(document.querySelector('path.js-line')).stroke"
+    ground = "getComputedStyle(document.body).backgroundColor"
+    opened = open_page(hostile_page(tmp_path), theme="light")
+    light = (opened.evaluate(colour), opened.evaluate(ground))
+    assert opened.inner_text("#theme") == "Dark theme"
+    opened.click("#theme")
+    dark = (opened.evaluate(colour), opened.evaluate(ground))
+    assert opened.inner_text("#theme") == "Light theme"
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+    opened.reload()
+    opened.wait_for_selector("html[data-ready]", state="attached")
+    assert (opened.evaluate(colour), opened.evaluate(ground)) == dark
+
+
+def test_a_script_that_came_along_does_not_run(browser: Browser, tmp_path: Path) -> None:
+    """Were a text ever not escaped, the page's own policy would still stop it."""
+    file = tmp_path / "page.html"
+    file.write_text(page("a", f"<p>{HOSTILE}</p>"), encoding="utf-8")
+    opened = browser.new_page()
+    refused: list[str] = []
+    opened.on("console", lambda message: refused.append(message.text))
+    opened.goto(file.as_uri())
+    opened.wait_for_selector("html[data-ready]", state="attached")
+    assert opened.title() == "a"
+    assert any("Content Security Policy" in text for text in refused)
+    opened.close()
+
+
+def test_what_stays_on_the_machine() -> None:
+    assert all(map(stays_here, ["file:///a.html", "data:,", "blob:null/1", "http://127.0.0.1:8000/"]))
+    assert not any(map(stays_here, ["https://cdn.plot.ly/x.js", "http://127.0.0.1.example.org/"]))
+
+
+def test_figures_are_found(tmp_path: Path) -> None:
+    assert figures(hostile_page(tmp_path).read_text(encoding="utf-8"))["short"]["data"][0]["y"] == [0.1, None, 0.3]

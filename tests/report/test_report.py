@@ -1,0 +1,440 @@
+"""report.html of a real run that was resumed: what it says is what the folder holds, and a browser draws it."""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from rather import control
+from rather.cli import app
+from rather.pipeline import DPOPipeline
+from rather.redaction import HIDDEN
+from rather.report import write
+from rather.report.folder import Folder, columns_of, without_secrets
+from rather.report.start import command, note_start
+from rather.report.write import LiveReport, report_page, write_report
+from tests.browser import (
+    NARROW,
+    WIDE,
+    OpenPage,
+    accessibility_findings,
+    drawn_points,
+    figures,
+    overflow,
+    screenshot,
+)
+from tests.tiny import make_config
+
+SECRET = "canary-4711-canary"
+FINDING = {
+    "step": 4,
+    "name": "chosen log-prob falling",
+    "severity": "serious",
+    "text": "80 % of the chosen answers are less likely than before.",
+    "number": 0.8,
+    "advice": f"Raise beta. <b>{SECRET}</b>",
+}
+STATS = {"tokens": 9, "repetition": 0.25, "ended": True}
+INCIDENT = {"time": "2026-01-01T00:00:00+00:00", "kind": "nonfinite", "step": 3, "action": "skip"}
+
+
+def answer(step: int) -> dict[str, Any]:
+    texts = {"prompt": "w1 <w2>", "reference": "w50 w51", "policy": f"w3 of step {step}"}
+    return {"step": step, **texts, "reference_stats": STATS, "policy_stats": STATS}
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Twelve steps by two commands, with what others write into a run folder."""
+    folder = tmp_path_factory.mktemp("report")
+    config = make_config(folder, eval_steps=2, logging_steps=1, actor_train__training_args__num_train_epochs=4)
+    file = folder / "shop.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOP_API_KEY", SECRET)
+        arguments = ["train", str(file), "beta=0.3", "max_steps=12"]
+        patch.setattr("sys.argv", ["rather", *arguments])
+        with pytest.MonkeyPatch.context() as stopping:
+            stopping.setattr(control, "taken", lambda run_dir, step: control.STOP if step == 6 else None)
+            assert invoke(*arguments).exit_code == 143
+        assert "<dd>stopped</dd>" in (config.run_dir / "report.html").read_text(encoding="utf-8")
+        done = invoke(*arguments)
+        assert done.exit_code == 0, done.output
+        said = {"health": [FINDING], "answers": [answer(0), answer(12)], "incidents": [INCIDENT]}
+        for name, lines in said.items():
+            (config.run_dir / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+        assert invoke("report", config.run_dir).exit_code == 0
+        yield config.run_dir
+
+
+@pytest.fixture
+def text(run_dir: Path) -> str:
+    return (run_dir / "report.html").read_text(encoding="utf-8")
+
+
+def cells(text: str, caption: str) -> dict[str, list[str]]:
+    """The rows of a table by their headings."""
+    body = text.partition(f"<caption>{caption}</caption>")[2].partition("</table>")[0]
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', body)
+    return {name: [html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", rest)] for name, rest in rows}
+
+
+def test_curves_are_those_of_the_metrics(run_dir: Path, text: str) -> None:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    training, held_out = ([line for line in records if ("eval/loss" in line) == wanted] for wanted in (False, True))
+    drawn = figures(text)
+    for anchor, metrics in {
+        "loss": ["loss"],
+        "accuracy": ["rewards/accuracies"],
+        "margin": ["rewards/margins"],
+        "rewards": ["rewards/chosen", "rewards/rejected"],
+        "lengths": ["lengths/chosen", "lengths/rejected"],
+    }.items():
+        expected = [[line[name] for line in training] for name in metrics]
+        expected += [[line[f"eval/{name}"] for line in held_out] for name in metrics]
+        assert [line["y"] for line in drawn[anchor]["data"]] == expected, anchor
+        assert drawn[anchor]["data"][0]["x"] == list(range(1, 13))
+    assert [line["name"] for line in drawn["loss"]["data"]] == ["training", "held-out"]
+    assert {"time-of-a-step", "speed", "prompt-lengths"} <= drawn.keys()
+
+
+def test_one_report_of_both_starts(text: str) -> None:
+    assert "<dd>12 of 12</dd>" in text
+    assert "<dd>all ties \N{RIGHTWARDS ARROW} " in text
+    assert "<dd>finished</dd>" in text
+    starts = [each for each in cells(text, "Starts of this run").values() if "beta=0.3" in each[1]]
+    assert [before for before, _ in starts] == ["0", "6"]
+
+
+def test_settings_against_their_defaults(text: str) -> None:
+    settings = cells(text, "Keys that differ from their defaults")
+    assert settings["beta"] == ["0.3", "null", "command line"]
+    assert settings["sequence_length"][:2] == ["64", "1024"]
+    assert settings["sequence_length"][2].startswith("shop.yaml:")
+    assert settings["reference.model_args.model_name_or_path"][2] == "follows pretrain"
+    assert "seed" not in settings
+
+
+def test_machine_time_and_cost(run_dir: Path, text: str) -> None:
+    machine = cells(text, "The last start")
+    assert {"torch", "transformers", "Python", "device"} <= machine.keys()
+    assert (machine["devices"], machine["hosts"]) == (["1"], ["1"])
+    cost = cells(text, "Cost of all steps in metrics.jsonl; a shared prompt counts once")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    training = [record for record in records if "tokens" in record]
+    assert cost["Pairs"] == [f"{sum(record['pairs'] for record in training)}"]
+    assert cost["Tokens"] == [f"{sum(record['tokens'] for record in training):,}"]
+    seconds = sum(record["pairs"] / record["pairs_per_second"] for record in training)
+    assert float(cost["Device-hours in steps"][0]) == pytest.approx(seconds / 3600, rel=1e-3)
+    parts = json.loads((run_dir / "report.json").read_text())
+    assert set(parts["parts"]) == {"wait", "train", "reference", "evaluate", "save"}
+    assert sum(parts["parts"].values()) <= parts["seconds"]
+    assert "everything else" in text
+
+
+def test_findings_answers_and_incidents(text: str) -> None:
+    assert "80 % of the chosen answers are less likely than before." in text
+    assert "After: the policy at step 12" in text
+    assert "w3 of step 12" in text
+    assert "w3 of step 0" not in text
+    assert "w1 &lt;w2&gt;" in text
+    assert "9 tokens, ended by itself, repetition 0.25" in text
+    assert "action: skip" in text
+
+
+def test_no_secret_and_no_markup_from_data(text: str) -> None:
+    assert SECRET not in text
+    assert f"&lt;b&gt;{HIDDEN}&lt;/b&gt;" in text
+
+
+def test_texts_are_redacted_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_API_KEY", SECRET)
+    told = {"a": ["see http://host", "me@host", {"b": SECRET, "c": 1}], "d": f"x{SECRET}y", "e": ""}
+    assert without_secrets(told) == {
+        "a": ["see http://host", "me@host", {"b": HIDDEN, "c": 1}],
+        "d": f"x{HIDDEN}y",
+        "e": "",
+    }
+
+
+def test_it_can_be_made_again_from_the_folder(run_dir: Path, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "again.html"
+    done = invoke("report", run_dir, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert str(out) in done.output
+    assert out.read_text(encoding="utf-8") == text
+    assert os.listdir(tmp_path) == ["again.html"]
+
+
+def test_a_folder_without_a_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    done = invoke("report", tmp_path)
+    assert done.exit_code == 2
+    assert "holds no run" in done.output
+    unwritable = invoke("report", run_dir, "--out", tmp_path / "missing" / "a.html")
+    assert unwritable.exit_code == 2
+    assert "cannot be written" in unwritable.output
+
+
+def test_a_folder_of_which_little_is_left(run_dir: Path, tmp_path: Path) -> None:
+    """And a last line that a kill has torn."""
+    metrics = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text(metrics + '{"step": 13, "lo', encoding="utf-8")
+    page = report_page(Folder.of(tmp_path), "not finished")
+    assert "<dd>12</dd>" in page
+    assert "<dd>not finished</dd>" in page
+    (tmp_path / "metrics.jsonl").write_text("", encoding="utf-8")
+    assert "No step has been logged yet." in report_page(Folder.of(tmp_path), "running")
+
+
+def test_a_damaged_file_costs_its_part_alone(run_dir: Path, tmp_path: Path) -> None:
+    metrics = (run_dir / "metrics.jsonl").read_bytes()
+    strange = [b'{"step": NaN}', b'{"step": 1e400}', b'{"step": 5, "loss": 1' + b"0" * 400 + b"}", b"\xff\xfe",
+               b'{"step": 5, "nonfinite": 3}', b'{"step": 5, "nonfinite": {"loss": "x"}}']  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_bytes(metrics + b"\n".join(strange) + b"\n")
+    for name, line in (("health", {"step": 1}), ("answers", {"prompt": []}), ("starts", {"settings": 3})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    (tmp_path / "incidents.jsonl").mkdir()
+    for name in ("data_report", "plan", "report"):
+        (tmp_path / f"{name}.json").write_text('{"measured": 1, "parts": 1, "seconds": "x"}', encoding="utf-8")
+    page = report_page(Folder.of(tmp_path), "not finished")
+    assert figures(page)["loss"]["data"][0]["x"] == list(range(1, 13))
+    told = dict(re.findall(r'<h2 id="([^"]+)">.*?</h2>(.{,80})', page))
+    damaged = {anchor for anchor, text in told.items() if "is damaged" in text}
+    assert told.keys() - damaged == {"curves", "incidents"}
+
+
+def test_half_a_character_is_no_reason_to_write_none(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
+    (tmp_path / "health.jsonl").write_text(json.dumps({**FINDING, "text": "half \ud83d"}), encoding="utf-8")
+    assert "half ?" in write_report(tmp_path, state="running").read_text(encoding="utf-8")
+
+
+def test_the_folder_one_stands_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run_dir)
+    page = report_page(Folder.of(Path()), "running")
+    assert f"<title>{run_dir.name}</title>" in page
+    assert f"exp_name={run_dir.name}-again" in page
+
+
+def test_two_that_write_at_once(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rather report` while the run writes its own: each has a file of its own until it is whole."""
+    out, move, pid = tmp_path / "report.html", os.replace, os.getpid()
+
+    def other_first(source: Path, target: Path) -> None:
+        with monkeypatch.context() as other:
+            other.setattr(os, "replace", move)
+            other.setattr(os, "getpid", lambda: pid + 1)
+            write_report(run_dir, out, state="running")
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", other_first)
+    write_report(run_dir, out, state="running")
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_device_hours_are_those_of_each_start(run_dir: Path) -> None:
+    run = Folder.of(run_dir)
+    run.starts[1]["environment"]["devices"] = 3
+    pairs, speed = run.metrics["pairs"], run.metrics["pairs_per_second"]
+    spent = [count / fast for count, fast in zip(pairs.values, speed.values, strict=True)]
+    cost = cells(report_page(run, "running"), "Cost of all steps in metrics.jsonl; a shared prompt counts once")
+    expected = (sum(spent[:6]) + 3 * sum(spent[6:])) / 3600
+    assert float(cost["Device-hours in steps"][0]) == pytest.approx(expected, rel=1e-3)
+    assert cost["Devices"] == ["3"]
+
+
+def test_a_start_that_cannot_be_told_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    monkeypatch.setattr("sys.argv", ["rather", "train", "caf\udce9.yaml"])  # a name in Latin-1, as Python reads it
+    note_start(config, "cpu", 0, 5)
+    (start,) = Folder.of(_with_metrics(config.run_dir)).starts
+    assert start["command"] == "rather train 'caf\udce9.yaml'"
+    monkeypatch.setattr("sys.argv", [])
+    note_start(config, "cpu", 0, 5)
+    assert "this start is not told there" in caplog.text
+
+
+def _with_metrics(folder: Path) -> Path:
+    (folder / "metrics.jsonl").touch()
+    return folder
+
+
+def test_numbers_that_are_none_are_gaps() -> None:
+    column = columns_of([{"step": 1, "loss": 0.5}, {"step": 2, "loss": None, "nonfinite": {"loss": "inf"}}])["loss"]
+    assert (list(column.steps), list(column.values)) == ([1, 2], [0.5, float("inf")])
+
+
+def test_lines_that_tell_more_come_between_those_that_tell_less() -> None:
+    more = {"step": 2, "loss": 2.0, "more": 7.0}
+    columns = columns_of([{"step": 1, "loss": 3.0}, more, {"step": 3, "loss": 1.0}, {"step": "x"}, {}])
+    assert (list(columns["loss"].steps), list(columns["loss"].values)) == ([1, 2, 3], [3.0, 2.0, 1.0])
+    assert (list(columns["more"].steps), list(columns["more"].values)) == ([2], [7.0])
+
+
+def test_a_hundred_thousand_lines(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 100_001))
+    drawn = figures(report_page(Folder.of(tmp_path), "running"))["loss"]["data"][0]
+    assert len(drawn["x"]) <= 1000
+    assert (drawn["x"][0], drawn["x"][-1], drawn["y"][0]) == (1, 100_000, 1.0)
+
+
+def test_the_command_that_it_names_gives_the_same_numbers(run_dir: Path, text: str) -> None:
+    line = re.search(r"<pre>(rather train .*?)</pre>", text)
+    assert line
+    program, *arguments = shlex.split(html.unescape(line[1]))
+    assert program == "rather"
+    done = invoke(*arguments, "report_html=false")
+    assert done.exit_code == 0, done.output
+    there = run_dir.with_name("run-again")
+
+    def numbers(folder: Path) -> list[dict[str, Any]]:
+        told = ("second", "time/")
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{name: value for name, value in each.items() if not any(map(name.count, told))} for each in records]
+
+    assert numbers(there) == numbers(run_dir)
+    assert "was changed" not in text
+    assert not (there / "report.html").exists()
+    assert (there / "starts.jsonl").exists()
+
+
+def test_settings_that_were_changed_on_the_way_are_named(run_dir: Path) -> None:
+    run = Folder.of(run_dir)
+    run.starts[0]["settings"]["max_steps"]["value"] = 6
+    assert "max_steps was changed when the run was resumed" in report_page(run, "stopped")
+
+
+def test_a_report_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(tmp_path, max_steps=1, save_steps=None)
+    (config.run_dir / "report.html").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        assert DPOPipeline(config).run() == 0
+    assert [each.getMessage()[:40] for each in caplog.records] == ["report.html failed and is off from here;"]
+    assert (config.run_dir / "model").exists()
+    assert not list(config.run_dir.glob(".report*"))
+
+
+class Clock:
+    """Stands in for the module `time`; writing a report takes `cost` seconds of it."""
+
+    def __init__(self) -> None:
+        self.now, self.cost = 1000.0, 0.5
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
+    """When reports were written, and in which state, by a clock that the test moves."""
+    found: list[tuple[float, str]] = []
+    clock = Clock()
+    monkeypatch.setattr(write, "time", clock)
+
+    def noted(run_dir: Path, *, state: str) -> None:
+        found.append((clock.now, state))
+        clock.now += clock.cost
+
+    monkeypatch.setattr(write, "write_report", noted)
+    return found
+
+
+def test_writing_takes_less_than_a_hundredth_of_the_time(written: list[Any], tmp_path: Path) -> None:
+    live = LiveReport(make_config(tmp_path), leads=True)
+    clock: Any = write.time
+    for second in range(10_000):
+        clock.now += 1.0
+        live.log(evaluated=second % 10 == 0)
+    assert 0.005 < len(written) * clock.cost / (clock.now - 1000) <= 0.01
+    assert written[0][0] - 1000 >= write.FIRST
+
+
+def test_without_evaluations_it_is_written_every_few_minutes(written: list[Any], tmp_path: Path) -> None:
+    clock: Any = write.time
+    with LiveReport(make_config(tmp_path), leads=True) as live:
+        for _ in range(3600):
+            clock.now += 1.0
+            live.log(evaluated=False)
+    assert [state for _, state in written] == ["running"] * (3600 // 300) + ["stopped"]
+
+
+def test_a_run_that_fails_says_so(written: list[Any], tmp_path: Path) -> None:
+    def fails() -> None:
+        with LiveReport(make_config(tmp_path), leads=True):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
+    assert [state for _, state in written] == ["failed"]
+
+
+def test_who_writes_none(written: list[Any], tmp_path: Path) -> None:
+    for live in (
+        LiveReport(make_config(tmp_path), leads=False),
+        LiveReport(make_config(tmp_path, report_html=False), leads=True),
+    ):
+        with live:
+            pass
+    assert not written
+
+
+def test_it_is_there_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "FIRST", 0.0)
+    monkeypatch.setattr(write, "SHARE", 1e9)
+    states = []
+
+    def noted(run_dir: Path, out: Path | None = None, *, state: str) -> Path:
+        states.append((state, (run_dir / ".finished").exists()))
+        return write_report(run_dir, out, state=state)
+
+    monkeypatch.setattr(write, "write_report", noted)
+    config = make_config(tmp_path, max_steps=2, eval_steps=1, save_steps=None)
+    DPOPipeline(config).run()
+    assert states == [("running", False)] * 3 + [("stopped", True)]
+
+
+def test_the_command_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/rather", "train", "a b.yaml"])
+    assert command() == "rather train 'a b.yaml'"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert command() == "torchrun --nproc-per-node 2 -m rather train 'a b.yaml'"
+    monkeypatch.setattr("sys.argv", ["mine.py", "x"])
+    assert command() == "python mine.py x"
+
+
+@pytest.mark.parametrize(("size", "theme"), [(WIDE, "light"), (NARROW, "dark")])
+def test_in_a_browser(
+    open_page: OpenPage, run_dir: Path, size: tuple[int, int], theme: str
+) -> None:
+    page = open_page(run_dir / "report.html", size=size, theme=theme)
+    assert page.locator(".plot svg.main-svg").count() >= page.locator("figure.chart").count() >= 12
+    assert sum(points >= 5 for points in drawn_points(page)) >= 15
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (max(map(int, re.findall(r"\d+", ground)[:3])) < 60) == (theme == "dark")
+    assert overflow(page) == 0
+    assert not accessibility_findings(page)
+    screenshot(page, f"report-{theme}")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
+
+
