@@ -1,0 +1,157 @@
+"""`rather chat`: greedy answers as transformers gives them, streamed, by the chat template, with commands between."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rather.chat import Chat, Speaker
+from rather.config.schema import DPOConfig, ModelArgs
+from rather.errors import ConfigError
+from rather.model.attention import IMPLEMENTATION
+from rather.model.generate import Answer, Decoding, generate
+from rather.model.load import load_policy
+from rather.weights import weights_of
+from tests.commands.conftest import rather
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}w0 {{ m.content }} {% elif m.role == 'user' %}"
+    "w1 {{ m.content }} {% else %}w2 {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}w2 {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(run: DPOConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained model with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(run.run_dir / "model", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def plainly(folder: Path, text: str, count: int) -> str:
+    """The answer by transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    causal_lm: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    out = causal_lm.generate(ids, do_sample=False, max_new_tokens=count)[0, ids.shape[1] :]
+    return str(tokenizer.decode(out, skip_special_tokens=True))
+
+
+def test_one_answer_is_the_greedy_one_of_transformers(model: Path) -> None:
+    done = rather("chat", model, "--prompt", "w5 w6", "--max-new-tokens", 8)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip() == plainly(model, "<s> w1 w5 w6 w2 ", 8).strip()
+    assert done.stdout.strip()
+
+
+def test_a_model_without_a_template_goes_on_with_the_text(run: DPOConfig) -> None:
+    done = rather("chat", run.run_dir, "--prompt", "w5 w6", "--max-new-tokens", 6)
+    assert done.stdout.strip() == plainly(run.run_dir / "model", "<s> w5 w6", 6).strip()
+    refused = rather("chat", run.run_dir, "--prompt", "w5", "--system", "w3")
+    assert refused.exit_code == 2
+    assert "has no chat template, so there is no place for a system message" in refused.output
+
+
+def test_a_conversation(model: Path) -> None:
+    """The second question follows the first answer; /reset forgets both; /system goes before."""
+    said = "w5\nw6\n/reset\nw6\n/system w9\nw6\n/rest\n/quit\nw7\n"
+    done = rather("chat", model, "--max-new-tokens", 5, input=said)
+    assert done.exit_code == 0, done.output
+    first = plainly(model, "<s> w1 w5 w2 ", 5)
+    expected = [
+        first,
+        plainly(model, f"<s> w1 w5 w2 {first} </s>w1 w6 w2 ", 5),
+        plainly(model, "<s> w1 w6 w2 ", 5),
+        plainly(model, "<s> w0 w9 w1 w6 w2 ", 5),
+    ]
+    lines = [line.removeprefix("> ").strip() for line in done.stdout.splitlines()]
+    assert [line for line in lines if line.startswith("w")] == [text.strip() for text in expected if text.strip()]
+    assert lines.count("(a new conversation)") == 2
+    assert "/rest is not known" in done.stdout
+
+
+def test_the_end_of_the_input_ends_it(model: Path) -> None:
+    assert rather("chat", model, input="").exit_code == 0
+
+
+def test_two_models_answer_the_same(model: Path, folder: Path) -> None:
+    names = (folder / "output" / "run", "--beside", folder / "base")
+    done = rather("chat", *names, "--prompt", "w5", "--max-new-tokens", 4)
+    assert done.exit_code == 0, done.output
+    titles = [line for line in done.stdout.splitlines() if "──" in line]
+    assert [title.strip("─ ") for title in titles] == [str(folder / "output" / "run"), str(folder / "base")]
+    assert plainly(folder / "base", "<s> w5", 4) in done.stdout
+
+
+def test_drawing_needs_a_temperature(model: Path) -> None:
+    for option in (("--top-p", 0.9), ("--seed", 3)):
+        done = rather("chat", model, "--prompt", "w5", *option)
+        assert done.exit_code == 2
+        assert "nothing is drawn at temperature 0; set --temperature" in done.output
+    drawn = [
+        rather("chat", model, "--prompt", "w5", "--temperature", 3, "--top-p", 0.99, "--seed", seed).stdout
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_pieces_come_as_they_are_made(model: Path) -> None:
+    speaker = Speaker.of(weights_of(str(model)), None)
+    pieces: list[str] = []
+    speaker.answer("w5", Decoding(6), pieces.append)
+    assert len(pieces) > 1
+    assert "".join(pieces) == speaker.turns[-1]["content"]
+    with pytest.raises(ConfigError, match="tokens and the model 128 positions; /reset it"):
+        speaker.answer("w5 " * 130, Decoding(6), pieces.append)
+
+
+def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_came(model: Path) -> None:
+    chat = Chat([Speaker.of(weights_of(str(model)), None)], Decoding(20), Console(quiet=True))
+    told: list[str] = []
+
+    def stop(piece: str) -> None:
+        told.append(piece)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    speaker = chat.speakers[0]
+    with pytest.raises(KeyboardInterrupt):
+        speaker.answer("w5", chat.decoding, stop)
+    assert speaker.turns[-1]["content"] == "".join(told[:2])
+
+
+def test_a_question_that_is_too_long_is_not_remembered(model: Path) -> None:
+    speaker = Speaker.of(weights_of(str(model)), None)
+    speaker.answer("w5", Decoding(2), lambda _piece: None)
+    before = list(speaker.turns)
+    speaker.causal_lm.config.max_position_embeddings = 20
+    with pytest.raises(ConfigError, match="the model 20 positions; /reset it"):
+        speaker.answer("w6 " * 30, Decoding(2), lambda _piece: None)
+    assert speaker.turns == before
+
+
+def test_answers_of_many_are_those_of_each_and_leave_the_model_as_it_was(folder: Path, run: DPOConfig) -> None:
+    """Prompts of different lengths in one batch; sampling settings of the model are not taken; ends are."""
+    policy = load_policy(str(folder / "base"), ModelArgs(), "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    prompts = [tokenizer(text).input_ids for text in ("w5", "w7 w8 w9 w10", "w3 w4")]
+    causal_lm = policy.causal_lm
+    causal_lm.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=9.0)
+    together = generate(causal_lm, tokenizer, prompts, Decoding(7))
+    alone = [generate(causal_lm, tokenizer, [prompt], Decoding(7))[0] for prompt in prompts]
+    assert together == alone
+    assert causal_lm.config._attn_implementation == IMPLEMENTATION
+    assert causal_lm.generation_config.temperature == 5.0
+    first = together[0].ids
+    causal_lm.generation_config.eos_token_id = [2, first[2]]
+    place = first.index(first[2])
+    assert generate(causal_lm, tokenizer, prompts[:1], Decoding(7)) == [Answer(first[:place], True)]
+    assert torch.is_grad_enabled()

@@ -1,0 +1,102 @@
+"""`rather export`: what is written opens, is the same model, in the precision and sizes asked for, or is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rather import checkpoint
+from rather.config.schema import DPOConfig
+from rather.errors import ConfigError
+from rather.exporting import bytes_of
+from tests.commands.conftest import rather
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(3, 50)[None]).logits
+    return found
+
+
+def test_a_run_in_half_precision_and_small_files(run: DPOConfig, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = rather("export", run.run_dir, out, "--dtype", "bf16", "--shard-size", "20KB")
+    assert done.exit_code == 0, done.output
+    assert "at most 0.1 is allowed" in done.output
+    before, after = weights(run.run_dir / "model"), weights(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor.bfloat16()) for name, tensor in before.items())
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 1
+    assert max(file.stat().st_size for file in files) < 22_000
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert len(AutoTokenizer.from_pretrained(out)) == 63
+    card = (out / "README.md").read_text()
+    assert "aligned with preference pairs by Rather" in card
+    assert "Exported from" in card
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_has_its_own_weights(run: DPOConfig, tmp_path: Path) -> None:
+    done = rather("export", run.run_dir / "checkpoint-2", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    saved = checkpoint.open_checkpoint(run.run_dir / "checkpoint-2").tensors("model")
+    written = weights(tmp_path / "out")
+    assert {f"causal_lm.{name}" for name in written} == set(saved)
+    assert all(torch.equal(saved[f"causal_lm.{name}"], tensor) for name, tensor in written.items())
+    assert any(not torch.equal(tensor, written[name]) for name, tensor in weights(run.run_dir / "model").items())
+
+
+@pytest.mark.parametrize("source", ["", "adapter", "checkpoint-3"])
+def test_an_adapter_alone_and_merged(lora: DPOConfig, folder: Path, tmp_path: Path, source: str) -> None:
+    """From the run, its adapter or its checkpoint: PEFT opens the adapter, and merged it is the run's model."""
+    expected = logits(AutoModelForCausalLM.from_pretrained(lora.run_dir / "model"))
+    alone = rather("export", lora.run_dir / source, tmp_path / "alone", "--adapter")
+    assert alone.exit_code == 0, alone.output
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    assert torch.allclose(logits(PeftModel.from_pretrained(base, tmp_path / "alone").eval()), expected, atol=1e-4)
+    whole = rather("export", lora.run_dir / source, tmp_path / "whole", "--dtype", "fp32")
+    assert whole.exit_code == 0, whole.output
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")), expected, atol=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "whole"]
+
+
+def test_what_does_not_open_is_not_there(run: DPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rather.model import export
+
+    state = export._state
+    monkeypatch.setattr(export, "_state", lambda *args: {name: 2 * t for name, t in state(*args).items()})
+    done = rather("export", run.run_dir, tmp_path / "out")
+    assert done.exit_code == 2
+    assert "not written: log-probs before and after differ by" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_exported_says_why(run: DPOConfig, lora: DPOConfig, tmp_path: Path) -> None:
+    for arguments, sentence in (
+        ((run.run_dir, tmp_path), "is there already; name a folder that is not"),
+        ((run.run_dir, tmp_path / "out", "--adapter"), "has no adapter; leave it out to export the model"),
+        ((lora.run_dir, tmp_path / "out", "--adapter", "--dtype", "bf16"), "an adapter is one file in float32"),
+        ((run.run_dir, tmp_path / "out", "--shard-size", "5 apples"), "write a number and KB, MB or GB, such as 5GB"),
+    ):
+        done = rather("export", *arguments)
+        assert done.exit_code == 2, done.output
+        assert sentence in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes() -> None:
+    assert (bytes_of("5GB"), bytes_of("0.5 mb"), bytes_of("300KB")) == (5 * 10**9, 500_000, 300_000)
+    with pytest.raises(ConfigError):
+        bytes_of("0GB")
