@@ -12,6 +12,7 @@ VENV  := .venv
 STAMP := $(VENV)/.installed
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST  := $(VENV)/bin/python -m pytest -q
+MKDOCS  := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 WORKERS ?= 2
 MINUTES ?= 60
 
@@ -31,15 +32,18 @@ ifdef FRESH
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo test test-faults soak check sbom bench clean
+.PHONY: help install demo test test-all test-faults soak check docs screenshots sbom bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train a tiny model on this machine and watch its answers change"
 	@echo "make test     run the test suite"
+	@echo "make test-all     and the further cells of its matrices that tests/wide.py lists"
 	@echo "make test-faults  kill a run at every place in every layout; most of an hour"
 	@echo "make soak     break runs at random for an hour; MINUTES=10 for less"
-	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on what is installed"
+	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on what is installed, the docs with their links"
+	@echo "make docs     the documentation as a site: site/index.html"
+	@echo "make screenshots  the pictures of the docs, taken anew by the tests that drive a browser"
 	@echo "make sbom     sbom.json: a list of all installed packages (CycloneDX)"
 	@echo "make bench    list the benchmarks; make bench NAME=<one of them> runs it"
 	@echo "make install  make $(VENV) with the command 'rather' (the others do it by themselves)"
@@ -53,8 +57,11 @@ demo: $(STAMP)
 
 # Two at a time: most tests of processes wait for each other. Status 5: no test was chosen, by ARGS, of this half.
 test: $(STAMP)
-	@$(PYTEST) -n $(WORKERS) -m "not alone" $(ARGS); first=$$?; $(PYTEST) -m alone $(ARGS); second=$$?; \
+	@$(PYTEST) -n $(WORKERS) --no-loadscope-reorder -m "not alone" $(ARGS); first=$$?; $(PYTEST) -m alone $(ARGS); second=$$?; \
 	  case "$$first $$second" in "0 0"|"0 5"|"5 0") ;; *) exit 1 ;; esac
+
+test-all:
+	@$(MAKE) --no-print-directory test ARGS="--all $(ARGS)"
 
 test-faults: $(STAMP)
 	@$(PYTEST) -m "faults_all or not alone" tests/faults $(ARGS)
@@ -67,6 +74,14 @@ check: $(STAMP)
 	@$(VENV)/bin/python -m mypy
 	@$(VENV)/bin/python -m bandit -q -r rather -c pyproject.toml
 	@$(VENV)/bin/python .ci/audit
+	@$(MKDOCS)
+
+docs: $(STAMP)
+	@$(MKDOCS)
+	@echo "site/index.html; its search needs a server: python3 -m http.server -b 127.0.0.1 -d site"
+
+screenshots: $(STAMP)
+	@RATHER_SCREENSHOTS=1 $(PYTEST) tests/report tests/board/test_page.py
 
 sbom: $(STAMP)
 	@$(VENV)/bin/python -m cyclonedx_py environment $(VENV) --pyproject pyproject.toml --of JSON -o sbom.json
@@ -82,7 +97,7 @@ else
 endif
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build site *.egg-info
 	find rather tests bench examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # An interpreter serves when it really runs (a pyenv shim may not), is 3.11 or newer and can make a venv with pip.
@@ -107,7 +122,7 @@ export PYTHON
 $(STAMP): pyproject.toml constraints.txt
 	@[ -z "$(FRESH)" ] && $(PIP) --version >/dev/null 2>&1 || { $(FIND_PYTHON); \
 	  echo "Making $(VENV) with $$("$$found" --version)"; "$$found" -m venv --clear $(VENV); }
-	@echo "Downloading PyTorch ($(if $(TORCH),$(TORCH),$(PINNED_TORCH): 0.15 GB without CUDA; about 3 GB with it, the default on Linux)) and 0.15 GB of other packages; 1.4 GB on disk without CUDA."
+	@echo "Downloading PyTorch ($(if $(TORCH),$(TORCH),$(PINNED_TORCH): 0.15 GB without CUDA; about 3 GB with it, the default on Linux)) and 0.3 GB of other packages; 2 GB on disk without CUDA."
 	@$(if $(TORCH),:,echo "A machine without a GPU can take the small build: make install TORCH='$(PINNED_TORCH)+cpu --extra-index-url URL', with the URL of PyTorch's CPU index.")
 	@grep -v $(if $(TORCH),'^torch==','^$$') constraints.txt > $(VENV)/constraints.txt
 	@$(PIP) install --no-compile -c $(VENV)/constraints.txt $(if $(TORCH),$(TORCH),$(PINNED_TORCH))

@@ -12,11 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rather.api import DPOTrainer
     from rather.cluster.cluster import Cluster
     from rather.cluster.resources import ResourceManager
     from rather.cluster.worker import ActorWorker
     from rather.config.load import load_config
     from rather.config.schema import DPOConfig
+    from rather.config.schema import TrainingArgs as TrainingArguments
+    from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
     from rather.pipeline import DPOPipeline
 
 __version__ = "0.1.0"
@@ -25,13 +28,21 @@ _HOME = {
     "Cluster": "rather.cluster.cluster",
     "DPOConfig": "rather.config.schema",
     "DPOPipeline": "rather.pipeline",
+    "DPOTrainer": "rather.api",
+    "DataCollatorForPreferenceDataset": "rather.data.collate",
     "ResourceManager": "rather.cluster.resources",
+    "StatefulDistributedSampler": "rather.data.collate",
+    "TrainingArguments": "rather.config.schema:TrainingArgs",
     "load_config": "rather.config.load",
 }
-__all__ = ["ActorWorker", "Cluster", "DPOConfig", "DPOPipeline", "ResourceManager", "load_config"]
+__all__ = [
+    "ActorWorker", "Cluster", "DPOConfig", "DPOPipeline", "DPOTrainer", "DataCollatorForPreferenceDataset",
+    "ResourceManager", "StatefulDistributedSampler", "TrainingArguments", "load_config",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'rather' has no attribute '{name}'")
-    return getattr(import_module(_HOME[name]), name)
+    home, _, other = _HOME[name].partition(":")
+    return getattr(import_module(home), other or name)

@@ -13,6 +13,9 @@ def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool
     numbers = ", ".join(f"{key} {value}" for key, value in settings.items())
     names = " + ".join(config.loss_names)
     reference = f"`{config.reference.model_path}`" if with_reference else "none"
+    settings_of_adapter = config.actor_train.model_args.adapter_settings or {}
+    said = ", ".join(f"{key} {value}" for key, value in settings_of_adapter.items() if value not in (None, False))
+    adapter = f"\n| adapter | {said} |" if said else ""
     card = f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -26,7 +29,7 @@ tags: [rather, preference-alignment, {", ".join(config.loss_names)}]
 | | |
 |---|---|
 | loss | {names}{f" ({numbers})" if numbers else ""} |
-| reference | {reference} |
+| reference | {reference} |{adapter}
 | pairs | {pairs} in training, {config.global_batch()} per step, {step} steps |
 | learning rate | {training.learning_rate} ({training.lr_scheduler_type}) |
 | sequence length | {config.sequence_length} |

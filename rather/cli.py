@@ -14,11 +14,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from rather.board.command import board_command
 from rather.compare.command import compare_losses_command
+from rather.data_command import data_command
+from rather.doctor import doctor_command
 from rather.folder_commands import save_now_command, stop_command, verify_command
+from rather.health.command import health_command
+from rather.migrate.command import migrate_command
+from rather.model_commands import chat_command, compare_command, export_command, score_command
+from rather.plan_command import plan_command
 from rather.recipes.commands import recipes_app
 from rather.redaction import redact
-from rather.signals import StopRequest
+from rather.report.command import report_command
+from rather.signals import PATIENCE, StopRequest, leave_within
+from rather.sweep.command import sweep_command
 from rather.terminal import ConfigPath, Overrides, guarded
 from rather.terminal import settings as settings_of
 
@@ -34,10 +43,22 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at a configuration: effective values, meanings, the schema.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(recipes_app, name="recipes")
+app.command("data", epilog="Example: `rather data dpo.yaml --html data.html`")(data_command)
+app.command("plan", epilog="Example: `rather plan dpo.yaml --gpus 8 --gpu h100`")(plan_command)
+app.command("doctor", epilog="Example: `rather doctor dpo.yaml`")(doctor_command)
 app.command("verify", epilog="Example: `rather verify output/dpo`")(verify_command)
 app.command("stop", epilog="Example: `rather stop output/dpo`")(stop_command)
 app.command("save-now", epilog="Example: `rather save-now dpo.yaml`")(save_now_command)
-app.command("compare-losses", epilog="Example: `rather compare-losses dpo.yaml --plot a.svg`")(compare_losses_command)
+app.command("health", epilog="Example: `rather health output/dpo`")(health_command)
+app.command("report", epilog="Example: `rather report output/dpo`")(report_command)
+app.command("board", epilog="Example: `rather board output`")(board_command)
+app.command("compare-losses", epilog="Example: `rather compare-losses dpo.yaml --plot a.html`")(compare_losses_command)
+app.command("migrate", epilog="Example: `rather migrate trl.yaml --out dpo.yaml`")(migrate_command)
+app.command("score", epilog="Example: `rather score output/dpo pairs.jsonl --reference base --by lang`")(score_command)
+app.command("chat", epilog="Example: `rather chat output/dpo --beside base`")(chat_command)
+app.command("export", epilog="Example: `rather export output/dpo out --dtype bf16 --shard-size 5GB`")(export_command)
+app.command("compare", epilog="Example: `rather compare output/a output/b`")(compare_command)
+app.command("sweep", epilog="Example: `rather sweep dpo.yaml beta=0.01,0.05,0.1`")(sweep_command)
 
 
 def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False) -> int:
@@ -94,32 +115,6 @@ def train(
     raise typer.Exit(guarded(lambda: _with_one_voice(lambda: train_from_config(config, given, dry_run=dry_run))))
 
 
-@app.command(epilog="Example: `rather data dpo.yaml --show 3`")
-def data(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    show: Annotated[int, typer.Option(help="Print this many pairs with their scored tokens.", min=0)] = 0,
-) -> None:
-    """Prepare the pairs and show what the model will really see, and every dropped row with its reason."""
-
-    def work() -> int:
-        settings = settings_of(config, overrides or [])
-        from rather.data.prepare import prepare
-        from rather.data.show import print_report, show_pairs
-        from rather.data.template import load_tokenizer
-
-        prepared = prepare(settings)
-        console = Console()
-        print_report(prepared.report, console)
-        if show:
-            args = settings.actor_train.model_args
-            path = settings.actor_train.tokenizer_path
-            show_pairs(prepared.train, load_tokenizer(path, args.revision, args.trust_remote_code), show, console)
-        return 0
-
-    raise typer.Exit(guarded(work))
-
-
 @app.command("eval", epilog="Example: `rather eval dpo.yaml --model output/dpo/model`")
 def evaluate(
     config: ConfigPath,
@@ -143,6 +138,23 @@ def evaluate(
         with closing(DPOPipeline(settings)) as pipeline:
             pipeline.initialize(model=model or str(result))
             typer.echo(json.dumps(pipeline.evaluate(), indent=1))
+        return 0
+
+    raise typer.Exit(guarded(work))
+
+
+@app.command("merge", epilog="Example: `rather merge output/lora/adapter --out merged`")
+def merge_adapter(
+    adapter: Annotated[str, typer.Argument(help="Folder or hub name of a PEFT adapter.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the merged model.", show_default=False)],
+    base: Annotated[str | None, typer.Option(help="Its base, where it is not as it says.", show_default=False)] = None,
+) -> None:
+    """Merge an adapter into its base, after comparing log-probs before and after."""
+
+    def work() -> int:
+        from rather.merge import merge
+
+        typer.echo(f"{out}: {merge(adapter, out, base)}")
         return 0
 
     raise typer.Exit(guarded(work))
@@ -238,6 +250,10 @@ def _dry_run(pipeline: Any) -> int:
 def main() -> None:
     try:
         app()
+    except SystemExit as end:
+        if isinstance(end.code, int) and end.code > 128:  # by a signal: no library may hold the exit up
+            leave_within(PATIENCE, end.code)
+        raise
     except Exception as error:  # a bug of ours, told without the secrets that its trace may hold
         print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         sys.exit(1)

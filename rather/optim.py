@@ -89,8 +89,8 @@ class Optimizer:
         return self.loss_scale.value if self.loss_scale else 1.0
 
     def gradient(self, name: str) -> Tensor | None:
-        """What of one parameter's gradient lies on this rank."""
-        return self._states[name].gradient
+        """What of one parameter's gradient lies on this rank; None of a frozen one."""
+        return self._states[name].gradient if name in self._states else None
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
         """What of the gradient lies on this rank; of the named parameters only, where names are given."""

@@ -12,13 +12,14 @@ import torch
 
 from rather import control, faults
 from rather.ahead import ahead
+from rather.answers import Answers
 from rather.batch import Columns, PairBatch
 from rather.card import model_card
 from rather.checkpoint import Checkpoint
 from rather.cluster.launch import Role, launch
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import ActorWorker
-from rather.config.checks import device_problems
+from rather.config.checks import device_problems, missing
 from rather.config.schema import ActorConfig, DPOConfig
 from rather.data.prepare import Prepared, prepare
 from rather.data.template import choose_template, load_tokenizer
@@ -26,28 +27,23 @@ from rather.errors import ConfigError, DataError, HangError, WorkerLost
 from rather.metrics import Window
 from rather.objective import from_config
 from rather.reference import ReferenceLogps
+from rather.report.write import LiveReport
 from rather.run.asking import Asking
 from rather.run.evaluation import BrokenOff, Evaluation
 from rather.run.guard import Guard
 from rather.run.identity import identity_of
 from rather.run.incidents import Incidents
 from rather.run.memory import Memory
+from rather.run.notes import Notes
 from rather.run.place import claim
 from rather.run.progress import Progress
 from rather.run.refusals import check_step_zero, refuse_foreign_tokens, refuse_missing_columns
 from rather.run.saving import Saving
 from rather.run.steps import Course, Packing, Step
 from rather.run.timeline import Timeline, Times
-from rather.run_folder import (
-    mark_finished,
-    mark_unfinished,
-    metrics_position,
-    trace_file,
-    write_run_files,
-    write_run_report,
-)
+from rather.run_folder import mark_finished, mark_unfinished, metrics_position, trace_file
 from rather.signals import StopRequest
-from rather.tracking import NoTracker, RunTracker
+from rather.tracking import NoTracker, RunTracker, check_installed
 from rather.trainer import StepResult
 
 log = logging.getLogger(__name__)
@@ -60,6 +56,9 @@ class DPOPipeline:
 
     def __init__(self, pipeline_config: DPOConfig) -> None:
         self.config = config = pipeline_config
+        if unnamed := [f"{key}: {text}" for key, text, _ in missing(config)]:
+            raise ConfigError(unnamed)
+        check_installed(config)
         self.objective = from_config(config)  # a wrong number should cost no work
         faults.arm(config.run_dir, "driver", 0)
         self.progress = Progress()
@@ -95,8 +94,10 @@ class DPOPipeline:
         self.memory = Memory(self.packing, self.incidents)
         self.asking = Asking(config, self.objective, roles, course, self.packing, self.timeline, self.memory)
         self.evaluation = Evaluation(roles.actor_train, self.asking, self.packing, self.data.evals)
+        self.answers = Answers(config, roles) if config.eval_prompts else None
         self.saving = Saving(config, roles, self.identity, self.total_steps)
         self.guard = Guard(config, course, self.incidents)
+        self.notes = Notes(config, roles, course)
         self.progress = Progress()
 
     def _prepared(self) -> Prepared:
@@ -160,17 +161,20 @@ class DPOPipeline:
                 advice = "early stopping ended it" if early else "raise max_steps or num_train_epochs to train on"
                 log.info("%s is finished at step %d; %s", run_dir, newest.step, advice)
                 return 0
-            self.initialize(newest, with_reference=self.roles.told(self.asking.open(newest)))
+            with_reference = self.roles.told(self.asking.open(newest))
+            self.notes.forecast(reference=with_reference)
+            self.initialize(newest, with_reference=with_reference)
             self.stop.begin_training()
             self.evaluation.stopped = self._stopped
             self.asking.recheck(self.progress.step)
             if self.roles.leads:
                 mark_unfinished(run_dir)
-                write_run_files(self.config, self.data.report)
+            self.notes.begin(self.tokenizer, self.progress.step)
             trace = trace_file(self.config, newest) if self.roles.leads else None
-            with self._tracker(newest) as self.tracker, self.timeline.drawn(trace):
-                self._train()
-            self._end()
+            with LiveReport(self.config, leads=self.roles.leads) as self.page:
+                with self._tracker(newest) as self.tracker, self.timeline.drawn(trace):
+                    self._train()
+                self._end()
             return self.stop.exit_code
 
     def initialize(
@@ -180,11 +184,13 @@ class DPOPipeline:
 
         Without the reference where all its log-probs are known.
         """
-        self.tokenizer = _tokenizer(self.config.actor_train)
+        self.tokenizer = tokenizer_of(self.config.actor_train)
         self.actor_train.initialize(self.total_steps, model)
         refuse_foreign_tokens(self.config, self.data, self.actor_train)
         if with_reference:
             self.asking.load()
+        if self.answers:
+            self.answers.begin(self.tokenizer, resumes=newest is not None)
         if newest is not None:
             self.progress = self.saving.restore(newest)
 
@@ -201,6 +207,8 @@ class DPOPipeline:
     def _train(self) -> None:
         config, progress, back_from = self.config, self.progress, None
         faults.at_step(progress.step)
+        if self.answers:
+            self.answers.forget_untold()
         if self.guard.wants_checkpoint(progress):
             self.save()
         if self._ends_before_a_step():
@@ -218,7 +226,7 @@ class DPOPipeline:
                 if config.sync_ref_model and due(progress.step, config.ref_model_sync_steps):
                     self.asking.follow_policy()
                     faults.point("follow.done")
-                    self.evaluation.forget_reference()
+                    self._forget_reference()
                 last = progress.step == self.total_steps
                 if last or due(progress.step, config.logging_steps):
                     self._track_training(result)
@@ -242,12 +250,18 @@ class DPOPipeline:
         self.tracker.go_back(metrics_position(self.config, newest), newest.step)
         self.timeline.times = Times()
         if self.config.sync_ref_model:
-            self.evaluation.forget_reference()
+            self._forget_reference()
+
+    def _forget_reference(self) -> None:
+        """It has moved: what evaluations know of it is of the past."""
+        self.evaluation.forget_reference()
+        if self.answers:
+            self.answers.forget_reference()
 
     def _end(self) -> None:
         """Exports the model, unless a signal asked for the end."""
         run_dir, step = self.config.run_dir, self.progress.step
-        self._write_report()
+        self.notes.report(self.progress.step, self.timeline.tally, self.asking)
         self.asking.tell_counts()
         if self._stopped():
             log.info("stopped and saved at step %d; the same command goes on from there", step)
@@ -326,6 +340,7 @@ class DPOPipeline:
         record["skipped_iter"] = window.skipped
         self.tracker.log(record | self.timeline.times.record(window.pairs, window.tokens))
         progress.window, self.timeline.times = Window(), Times()
+        self.page.log(evaluated=False)
 
     def evaluate(self) -> dict[str, float | int]:
         """All evaluation sets, weighted by pairs, no remainder dropped. Empty without any set."""
@@ -352,17 +367,20 @@ class DPOPipeline:
         Broken off by a signal it is done again, when the run goes on after `result`.
         """
         config, progress = self.config, self.progress
-        if not self.data.evals:
+        if not (self.data.evals or self.answers):
             return False
         try:
             with self.timeline.span("driver", "evaluate", progress.step):
                 record = self.evaluate()
+                if self.answers:
+                    record |= self.answers.record(progress.step, self._stopped)
         except BrokenOff:
             names = ("grad_norm", "lr", "zeros_in_grad")
             progress.unevaluated = {name: getattr(result, name) for name in names} if result else None
             return False
         progress.unevaluated = None
         self.tracker.log({"step": progress.step, "epoch": self.course.epoch_at(progress.step), **record})
+        self.page.log(evaluated=True)
         judged = config.save_best or config.early_stopping_patience
         if judged and progress.judge(record, config) and config.save_best:
             self._save_model("best_model")
@@ -376,18 +394,12 @@ class DPOPipeline:
             self.saving.save(self.progress, self._synced)
             if last:
                 self.saving.wait(last=True)
-        self._write_report()
+        self.notes.report(self.progress.step, self.timeline.tally, self.asking)
 
     def _synced(self) -> int:
         """Brings what a checkpoint relies on to the disk; the length of metrics.jsonl."""
         self.asking.sync()
         return self.tracker.position()
-
-    def _write_report(self) -> None:
-        """What this start of the run took, for people and scripts: nothing reads it back."""
-        if self.roles.leads:
-            report = {"steps": self.progress.step, **self.timeline.tally.report(), "reference": self.asking.report()}
-            write_run_report(self.config.run_dir, report)
 
     def _save_model(self, name: str) -> None:
         step, pairs, with_reference = self.progress.step, len(self.data.train), self.reference is not None
@@ -401,7 +413,7 @@ def due(step: int, every: int | None) -> bool:
     return bool(every) and step % (every or 1) == 0
 
 
-def _tokenizer(actor: ActorConfig) -> Any:
+def tokenizer_of(actor: ActorConfig) -> Any:
     """The policy's tokenizer, carrying the chat template it is trained with into the exported model."""
     args = actor.model_args
     tokenizer = load_tokenizer(actor.tokenizer_path, args.revision, args.trust_remote_code)

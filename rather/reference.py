@@ -10,6 +10,7 @@ the values that a step used lie in the run's own file before the next checkpoint
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
 import uuid
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from rather import faults
 from rather.batch import Columns, PairBatch, Span, TokenPair
+from rather.config.adapters import keeps_start
 from rather.config.schema import DPOConfig
-from rather.data.cache import Cache
+from rather.data.cache import Cache, text_sha
 from rather.errors import ConfigError
 from rather.model.digest import model_digest, model_folder
 from rather.model.load import compute_dtype, device_of
@@ -37,7 +39,7 @@ from rather.store import UNKNOWN, BlockFile, Found, Records, Stored, Table
 log = logging.getLogger(__name__)
 
 SCORER = 1  # raised when the same model and tokens would get other log-probs than before, beyond rounding
-NO_ADAPTER = ""  # the place of an adapter's digest in the key
+NO_ADAPTER = ""  # in the place of an adapter's digest in the key
 SEGMENTS = "*.logps"
 OFFSET_BITS = 44  # a place of token log-probs: the file's number above, the offset in it below
 
@@ -97,9 +99,11 @@ class ReferenceLogps:
             log.info("reference.worker_cls: what a worker of your own computes is not cached")
         elif config.reference.cache.enabled and (digest := self._digest()):
             dtype = str(compute_dtype(config.reference.model_args, self.device)).removeprefix("torch.")
-            identity = f"{digest} {NO_ADAPTER} {dtype} {SCORER}"
+            adapter = self._adapter()
+            identity = f"{digest} {adapter} {dtype} {SCORER}"
             self._start = blake2b(identity.encode(), digest_size=16)
-            self.folder = config.reference_cache_dir / f"{digest[:24]}-{dtype}-{SCORER}"
+            beside = f"-{adapter[:12]}" if adapter else ""
+            self.folder = config.reference_cache_dir / f"{digest[:24]}{beside}-{dtype}-{SCORER}"
             self._read(own_file)
             self._segment = self._numbered(self.folder / f"{uuid.uuid4().hex}.logps")
 
@@ -116,6 +120,20 @@ class ReferenceLogps:
         if digest is None:
             log.info("reference.cache: the files of %s are not here yet; nothing is cached", role.model_path)
         return digest
+
+    def _adapter(self) -> str:
+        """What else than the model's files decides the log-probs, as a digest."""
+        config, args = self.config, self.config.reference.model_args
+        facts: list[Any] = []
+        if args.adapter_name_or_path is not None:
+            from rather.model.adapters import adapter_digest, adapter_folder
+
+            facts.append(adapter_digest(adapter_folder(args.adapter_name_or_path)))
+        elif keeps_start(config):  # PiSSA: the sum of its two parts is the base but for rounding
+            facts += [config.actor_train.model_args.adapter_settings, config.seed]
+        if args.quantization:
+            facts.append(args.quantization)
+        return text_sha(json.dumps(facts)) if facts else NO_ADAPTER
 
     def _read(self, own_file: Path | None) -> None:
         assert self.folder is not None

@@ -14,17 +14,22 @@ from rather.checkpoint import Checkpoint
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, DiskError
+from rather.tracking.past import IDS as TRACKER_IDS
 
 log = logging.getLogger(__name__)
 
 REFERENCE_LOG = "reference.log"  # the reference log-probs that the run used
 RUN_REPORT = "report.json"
+PLAN = "plan.json"  # the forecast, and what was measured beside it
 DATA_REPORT = "data_report.json"
 TRACE = "trace.json"
+STARTS = "starts.jsonl"
+REPORT_PAGE = "report.html"
 FINISHED = ".finished"  # tells the step of the exported model: written after the export, removed before training
 OWN_NAMES = (
     "metrics.jsonl", "config.yaml", DATA_REPORT, "checkpoint-*", ".tmp-*", ".old-*", "LATEST", "model",
-    "best_model", REFERENCE_LOG, RUN_REPORT, TRACE, FINISHED, "incidents.jsonl",
+    "best_model", "adapter", "best_adapter", REFERENCE_LOG, RUN_REPORT, TRACE, TRACKER_IDS, FINISHED, "incidents.jsonl",
+    PLAN, STARTS, REPORT_PAGE, "health.jsonl", "answers.jsonl",
 )  # fmt: skip
 
 
@@ -97,12 +102,12 @@ def write_data_report(run_dir: Path, report: Mapping[str, Any]) -> None:
     _write_json(run_dir / DATA_REPORT, report)
 
 
-def write_run_report(run_dir: Path, report: Mapping[str, Any]) -> None:
+def write_run_report(run_dir: Path, report: Mapping[str, Any], name: str = RUN_REPORT) -> None:
     """Nothing relies on it: a full disk costs the report, not the run."""
     try:
-        _write_json(run_dir / RUN_REPORT, report)
+        _write_json(run_dir / name, report)
     except OSError as error:
-        log.warning("%s: cannot be written (%s)", run_dir / RUN_REPORT, error.strerror)
+        log.warning("%s: cannot be written (%s)", run_dir / name, error.strerror)
 
 
 def mark_unfinished(run_dir: Path) -> None:
@@ -114,7 +119,9 @@ def mark_finished(run_dir: Path, step: int) -> None:
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Half a character, which UTF-8 has not, becomes its escape in JSON."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    file.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _own_files(run_dir: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from rather import faults
 from rather.batch import Columns, PairBatch, PairFacts
 from rather.metrics import Scored, weighted_sums
 from rather.model.park import Parked
-from rather.model.policy import PolicyModel, pair_columns
+from rather.model.policy import START, PolicyModel, pair_columns
 from rather.objective import PairLoss
 from rather.optim import Optimizer
 from rather.parallel.collectives import all_reduce_
@@ -44,6 +44,7 @@ class StepResult:
     held: Reason | None  # why the step was not taken: nothing was touched
     zeros_in_grad: int | None
     trouble: Trouble | None = None  # where numbers are none
+    by_batch: Sequence[Mapping[str, float]] = ()  # the same sums of each micro-batch, where a loss has them
 
     @property
     def skipped(self) -> int:
@@ -207,6 +208,8 @@ class RankTrainer:
         own = self._here(weights)
         with torch.no_grad():
             for name, parameter in self.policy.named_parameters():
+                if self.optimizer and not parameter.requires_grad:
+                    continue
                 part = local(parameter)
                 part.copy_(torch.lerp(part.float(), own[name].to(part.device).float(), share))
 
@@ -247,8 +250,9 @@ class RankTrainer:
         return {name: local(parameter.detach()) for name, parameter in self.policy.named_parameters()}
 
     def weight_pieces(self) -> dict[str, Tensor | Piece]:
-        """The weights that are this rank's to store."""
-        return self._pieces(self.weights())
+        """The weights that are this rank's to store; with them, what an adapter began with, where that is kept."""
+        begun = {name: local(p.detach()) for name, p in self.policy.named_parameters() if f".{START}." in name}
+        return self._pieces({**self.weights(), **begun} if begun else self.weights())
 
     def _pieces(
         self, tensors: Mapping[str, Tensor], rows: Mapping[str, Place] | None = None
@@ -327,10 +331,12 @@ class RankTrainer:
         numbers = self._told(torch.cat([table.flatten(), policy.flatten()])).cpu()
         faults.point("all_reduce.done")
         grad_norm, zeros = numbers[:2].tolist()
-        sums = _in_order(numbers[2 : 2 + table.numel()].view_as(table))
-        named = dict(zip(rows[0], sums.tolist(), strict=True))
+        told = numbers[2 : 2 + table.numel()].view_as(table)
+        named, *each = (dict(zip(rows[0], row, strict=True)) for row in [_in_order(told).tolist(), *told.tolist()])
         logps, lr = numbers[2 + table.numel() :].view_as(policy), optimizer.lr
-        result = StepResult(named, logps, grad_norm, lr, None, int(zeros) if self.count_zeros else None)
+        found = int(zeros) if self.count_zeros else None
+        by_batch = [row for row in each if row["weight"]]
+        result = StepResult(named, logps, grad_norm, lr, None, found, by_batch=by_batch)
         held = self._held(result, limits)
         if held is None:
             faults.point("optimizer")

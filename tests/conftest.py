@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+from tests.browser import MISSING
+from tests.browser import browser as browser
+from tests.browser import open_page as open_page
+from tests.wide import is_wide
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -44,17 +50,33 @@ def team_data() -> Path:
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also what tests/wide.py lists, as make test-all does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu need a CUDA device; wide ones run where all are asked for, or a file or test by its name."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    named = any("tests/" in argument and argument.endswith((".py", "]")) for argument in config.args)
+    if not config.option.all and not named:
+        config.hook.pytest_deselected(items=[item for item in items if is_wide(item.nodeid)])
+        items[:] = [item for item in items if not is_wide(item.nodeid)]
+    groups = [*SHARING.values(), None]  # what takes longest comes first
+    items.sort(key=lambda item: groups.index(_group(item.nodeid)))
 
 
-# Folders whose tests share costly processes go to one worker, those with a Ray to the same one. Elsewhere a file does.
-SHARING = {"tests/cluster/": "ray", "tests/faults/": "ray", "tests/same/": "ranks"}
+# Tests that share costly processes go to one worker, those with a Ray to the same one. Elsewhere a file does.
+SHARING = {
+    r"tests/cluster/|tests/faults/.*(on_ray|\[ray)": "ray",
+    r"tests/same/": "ranks",
+    r"tests/faults/": "nursery",
+}
+
+
+def _group(test: str) -> str | None:
+    return next((group for pattern, group in SHARING.items() if re.match(pattern, test)), None)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -63,7 +85,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class BySharing(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((group for folder, group in SHARING.items() if file.startswith(folder)), file)
+            return _group(nodeid) or nodeid.partition("::")[0]
 
     return BySharing(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many tests of pages were not run for want of a Chromium, and the command that installs one."""
+    missed = [report for report in terminalreporter.stats.get("skipped", []) if MISSING in str(report.longrepr)]
+    if missed:
+        terminalreporter.write_line(f"{len(missed)} tests of pages were not run: {MISSING}", yellow=True)

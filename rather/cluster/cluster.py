@@ -23,9 +23,9 @@ from rather.cluster.preflight import need_of
 from rather.cluster.resources import ResourceManager, Seat, last_line, wait_elsewhere, where
 from rather.cluster.shares import beside, places, shares
 from rather.cluster.supervision import Supervision
-from rather.config.schema import DPOConfig, RoleConfig
+from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
 from rather.config.strategies import layout
-from rather.errors import HangError, RatherError, WorkerLost
+from rather.errors import ConfigError, HangError, RatherError, WorkerLost
 from rather.trainer import StepResult
 from rather.trouble import Limits
 
@@ -42,10 +42,12 @@ class Cluster:
         resource_manager: ResourceManager,
         worker_config: RoleConfig,
         *,
-        pipeline_config: DPOConfig,
+        pipeline_config: DPOConfig | None = None,
     ) -> None:
+        """`name` is the role: actor_train is trained, reference is not. `worker_cls` is ActorWorker or a subclass."""
         self.role, self.worker_cls, self.manager = name, worker_cls, resource_manager
-        self.config, self.worker_config = pipeline_config, worker_config
+        self.config = pipeline_config or _around(name, worker_config)
+        self.worker_config = worker_config
         self.layout = layout(worker_config)
         self.mapping = worker_config.device_mapping or [0]
         self.takes_turns = False  # with another process on the same devices
@@ -102,6 +104,10 @@ class Cluster:
     def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
         found: dict[str, float] = self._first("score", facts, policy, reference, phase="eval")
         return found
+
+    def peak_memory(self) -> int:
+        """Of the rank that took most."""
+        return int(max(self._call("peak_memory", phase="save")))
 
     def numbers(self) -> dict[str, Any]:
         found: dict[str, Any] = self._first("numbers", phase="save")
@@ -234,6 +240,24 @@ class FrozenReference(Cluster):
 
     def _stop(self) -> None:
         self.manager.stop(self.mapping)
+
+
+def _around(name: str, worker_config: RoleConfig) -> DPOConfig:
+    """A run that says nothing but this role."""
+    kinds: dict[str, type] = {"actor_train": ActorConfig, "reference": ReferenceConfig}
+    if name not in kinds:
+        raise ConfigError(f"name: '{name}' is no role; there are {' and '.join(kinds)}.")
+    if not isinstance(worker_config, kinds[name]):
+        raise ConfigError(f"worker_config: {type(worker_config).__name__} is not the config of {name}.")
+    if worker_config.model_args.model_name_or_path is None:
+        raise ConfigError("worker_config: no model is named; set model_args.model_name_or_path.")
+    if worker_config.is_canonical:
+        raise ConfigError("worker_config: is of a run with determinism: canonical; give that as pipeline_config.")
+    log.warning(
+        "%s: the loss, its numbers and the seed are their defaults; give pipeline_config= for those of a run", name
+    )
+    own: Any = {name: worker_config.model_copy(deep=True)}  # a config completes what it is made of
+    return DPOConfig(**own)
 
 
 def _tokens(batches: Sequence[PairBatch]) -> int:

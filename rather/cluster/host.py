@@ -144,7 +144,9 @@ class Host:
             from rather.cluster.local import worker_class
 
             found = worker_class(worker_cls, f"{role}.worker_cls")
-            self.workers[role] = found(config, role, member)
+            self.workers[role] = worker = found(config, role, member)
+            if role == "reference":
+                worker.neighbour = self.workers.get("actor_train")
             faults.arm(config.run_dir, role, member.rank)
 
         return self._answer(work)

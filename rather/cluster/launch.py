@@ -107,6 +107,10 @@ def launch(config: DPOConfig, *, with_reference: bool, supervision: Supervision 
     kind = device_kind(config.platform)
     held = local_cluster("reference", config) if with_reference else None
     policy, closing = local_cluster("actor_train", config), ExitStack()
+    policy.set_environment()
+    if held:
+        held.neighbour = policy
+        held.set_environment()
     watchdog = _watchdog(config, Member(), supervision, (policy, held), closing)
     return Roles(policy, held, kind, here=True, closing=closing, watchdog=watchdog)
 
@@ -134,6 +138,8 @@ def _under_torchrun(config: DPOConfig, with_reference: bool, supervision: Superv
     memory = Memory(member)
     held = SpmdCluster("reference", config, member, memory) if with_reference else None
     policy = SpmdCluster("actor_train", config, member, memory)
+    if held:
+        held.worker.neighbour = policy.worker
     if member.rank == 0:
         log.info("actor_train: %s", policy.layout.told())
     watchdog = _watchdog(config, member, supervision, (policy, held), closing)

@@ -6,27 +6,20 @@ on top, so what is refused here cannot run, and what passes may still be too muc
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import snapshot_download
-
-from rather.config.paths import is_local
+from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
-from rather.errors import ConfigError, RatherError
-from rather.model.files import weight_files
-from rather.pieces import Stored
+from rather.errors import ConfigError
+from rather.plan.state import Part, state_of, stored_shapes
 
 GIB = 1 << 30
-# Bytes of a trained weight with its gradient and moments: in float32, in bfloat16, with precision lean.
-WIDE, ROUNDED, LEAN = 16, 14, 6
 CGROUPS = {  # limit, use, and the file cache that can be given up, by version
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -95,42 +88,24 @@ class Ledger:
 
 
 def need_of(config: DPOConfig, role: RoleConfig, kind: str, model: str | None = None) -> Need | None:
-    """Of each rank; None where the model cannot be looked at from here: loading it will tell."""
-    weights = stored_weights(model or role.model_path, None if model else role.model_args.revision)
-    if weights is None:
+    """Of each rank; None where the model is the policy's, or cannot be looked at from here: loading it will tell."""
+    args = role.model_args.of_other_weights() if model else role.model_args
+    shapes = stored_shapes(model or role.model_path, args.revision)
+    if shapes is None or (not role.trains and reference_is_policy(config)):
         return None
-    found, wide = layout(role), (role.model_args.dtype or ("fp32" if kind == "cpu" else "bf16")) == "fp32"
-    compute = 4 if wide else 2
-    state, shards = compute, found.shard * found.cp if found.stage else 1
-    # In a step zero1 and zero2 hold all weights, zero1 all gradients too; added up in lanes, these are counted below.
-    gathered = compute * (0, 1 if found.canonical else 2, 1, 0)[found.stage]
-    if role.trains:
-        alone = LEAN if config.precision == "lean" else WIDE if wide else ROUNDED
-        state = alone if found.devices == 1 else WIDE
-    cut = found.tp * found.pp
-    own, whole = weights * state / shards / cut, weights * gathered / cut
+    state, found = state_of(config, role, kind, shapes, args, narrow=True), layout(role)
+    own, whole, cut = state.own, state.gathered, state.cut
     on_host = own if found.host or kind == "cpu" else 0.0
-    parts = f"({state}/{shards} + {gathered})" if gathered else f"{state}/{shards}" if shards > 1 else f"{state}"
-    told = f"{weights:.3g} weights x {parts} bytes{f' / {cut} by tp and pp' if cut > 1 else ''}"
+    listed = " + ".join(f"{part.number:.3g} weights x {_bytes(part, state.shards)} bytes" for part in state.parts)
+    told = f"{listed}{f' / {cut} by tp and pp' if cut > 1 else ''}"
     if kind == "cpu":
-        return Need(0.0, own + whole, weights * state, told)
-    return Need(own + whole - on_host, on_host, weights * state, told)
+        return Need(0.0, own + whole, state.once, told)
+    return Need(own + whole - on_host, on_host, state.once, told)
 
 
-def stored_weights(name: str, revision: str | None) -> int | None:
-    """Numbers in the model's files, where these are on this machine."""
-    try:
-        folder = Path(name if is_local(name) else snapshot_download(name, revision=revision, local_files_only=True))
-        tied = _json(folder / "config.json").get("tie_word_embeddings", False)
-        stored = Stored(weight_files(folder))
-    except (OSError, ValueError, RatherError):  # loading tells why
-        return None
-    return sum(prod(stored.shape(key)) for key in stored if not (tied and key == "lm_head.weight"))
-
-
-def _json(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+def _bytes(part: Part, shards: int) -> str:
+    each = f"{part.bytes:g}/{shards}" if shards > 1 or part.gathered else f"{part.bytes:g}"
+    return f"({each} + {part.gathered:g})" if part.gathered else each
 
 
 def free_memory() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,17 +12,16 @@ from rather.batch import PairBatch
 from rather.cluster.preflight import need_of
 from rather.config.strategies import layout
 from rather.errors import MemoryShortage
-from rather.model.head import KEEP_BYTES
-from rather.model.load import compute_dtype
+from rather.model.sizes import sizes_of
 from rather.objective import from_config
 from rather.parallel.shard import local
+from rather.plan.activations import Running, head, kept
+from rather.plan.state import itemsize
 
 if TYPE_CHECKING:
     from rather.cluster.worker import ActorWorker
 
 UNIT = 1000  # tokens
-# Numbers of the residual stream's and of the MLP's width that a layer keeps for each token until its backward pass.
-KEPT: Mapping[str, tuple[float, float]] = {"none": (8, 4), "half": (6, 1.5), "selective": (4, 1), "full": (1, 0)}
 FIXES = 3
 
 
@@ -82,19 +81,16 @@ def table(worker: ActorWorker) -> dict[str, float]:
 
 def _of_tokens(worker: ActorWorker) -> dict[str, float]:
     """Of a thousand scored tokens; activations as the planner measured them, else computed."""
-    config = worker.causal_lm.config.get_text_config()
-    found, kind, planned = worker.layout, worker.device.split(":")[0], worker.planned
-    dtype = compute_dtype(worker.source[1], worker.device).itemsize
-    logits = min(UNIT * config.vocab_size / found.tp * dtype, KEEP_BYTES[kind])
-    rows = {f"logits of {UNIT} tokens": logits}
+    found, kind, planned, args = worker.layout, worker.device.split(":")[0], worker.planned, worker.source[1]
+    sizes, level = sizes_of(*worker.source), planned.recompute if planned else "none"
+    running = Running(kind, itemsize(args, kind), level, worker.compiled, args.has_adapter)
+    rows = {f"logits of {UNIT} tokens": head(sizes, UNIT, running, found.tp).logits}
     if planned is None:
         return rows
     if planned.bytes_of_token:
         return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
-    wide, inner = KEPT[planned.recompute]
-    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    each = (wide * config.hidden_size + inner * mlp) * config.num_hidden_layers / found.pp / found.tp / found.cp
-    return {f"activations of {UNIT} tokens, computed": UNIT * each * dtype, **rows}
+    each = kept(sizes, running) * sizes.layers / found.pp / found.tp / found.cp
+    return {f"activations of {UNIT} tokens, computed": UNIT * each, **rows}
 
 
 def _beside(worker: ActorWorker) -> float:

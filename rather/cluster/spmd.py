@@ -95,6 +95,10 @@ class SpmdCluster:
     def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
         return self.worker.score(facts, policy, reference)
 
+    def peak_memory(self) -> int:
+        """Of this rank."""
+        return self.worker.peak_memory()
+
     def numbers(self) -> dict[str, Any]:
         return self.worker.numbers()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,17 @@ from rather.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.cluster.member import Member
 from rather.cluster.shortage import explained, explanation, sentence
 from rather.cluster.writing import Writer
+from rather.config.adapters import keeps_start, reference_is_policy
 from rather.config.canonical import threads_of
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError, MemoryShortage
 from rather.model.budget import TOKENS, Budget, NoRoom, choose_budget
 from rather.model.check import check_length
-from rather.model.export import export_model, export_stored
-from rather.model.layers import Recompute, arrange_layers
-from rather.model.load import compute_dtype, device_of, freeze, load_divided, load_policy
+from rather.model.export import export_adapter, export_model, export_stored
+from rather.model.generate import Answer, Decoding, generate
+from rather.model.layers import Recompute, arrange_layers, plain_layers
+from rather.model.load import Start, compute_dtype, device_of, freeze, load_divided, load_policy
 from rather.model.policy import PolicyModel
 from rather.objective import PairLoss, from_config, own_loss
 from rather.optim import Optimizer, schedule
@@ -33,12 +36,12 @@ from rather.parallel.apply import build_mesh
 from rather.parallel.canonical import Canonical, RowOptimizer
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
-from rather.pieces import Piece, Stored
+from rather.pieces import Piece, Stored, tensor_of
+from rather.plan.measured import Peak
+from rather.plan.speed import worth_compiling
 from rather.trainer import RankTrainer, Runner, StepResult, Whole
 from rather.trouble import Limits
 
-COMMON_SPEED = 3e14  # FLOP/s of a GPU without compilation
-WORTH_COMPILING = 600.0  # seconds of training
 RECOMPUTED = {"none": "kept", "half": "mostly kept", "selective": "in part recomputed", "full": "recomputed"}
 
 
@@ -53,6 +56,9 @@ class ActorWorker:
         self.planned: Budget | None = None  # for training
         wanted = config.checkpoint_config.async_save
         self.writer = Writer(role, self.member.rank, self.member.world, wanted, self.log)
+        self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
+        self.trainer: RankTrainer
+        self.rows: int
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
         """The objective; a subclass may return its own, or a plain function: PairLogps -> one loss per pair."""
@@ -71,11 +77,16 @@ class ActorWorker:
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         """Loads the model; `model` stands in for the configured one (evaluation of other weights)."""
         self._prepare_process()
+        self.peak = Peak(self.device)
         args = self.worker_config.model_args
-        if model:  # a revision belongs to the configured model
-            args = args.model_copy(update={"revision": None})
-        self.source = (model or self.worker_config.model_path, args)
+        self.source = (model or self.worker_config.model_path, args.of_other_weights() if model else args)
         self.layout = layout(self.worker_config)
+        if self.borrowed:
+            self.trainer, self.rows = self.borrowed.trainer, self.borrowed.rows
+            kept = keeps_start(self.config)
+            told = "as its adapter began, of which it keeps a copy" if kept else "with its adapters off"
+            self.log.info("%s: the policy %s; there is no second model", self.role, told)
+            return
         self.mesh = build_mesh(self.layout, self.device)
         trains = self.role == "actor_train"
         try:
@@ -90,6 +101,12 @@ class ActorWorker:
         )
         if not trains and self.config.reference.offload == "on":
             self.park()
+
+    @property
+    def borrowed(self) -> ActorWorker | None:
+        """The policy's worker, where this role computes with its model."""
+        lent = self.neighbour is not None and self.neighbour.source[1].has_adapter and reference_is_policy(self.config)
+        return self.neighbour if lent else None
 
     @property
     def is_divided(self) -> bool:
@@ -107,10 +124,11 @@ class ActorWorker:
             self.compiled = self.config.compile == "on"
             recompute = (self.layout.recompute or self._usual_recompute) if trains else "none"
             asked = replace(self.layout, recompute=recompute)
-            divided = load_divided(name, args, self.device, self.mesh, asked, trains=trains, compiled=self.compiled)
+            options: dict[str, Any] = {"trains": trains, "compiled": self.compiled, "start": self._start}
+            divided = load_divided(name, args, self.device, self.mesh, asked, **options)
             self._facts(divided)
             return divided
-        policy = load_policy(name, args, self.device, exact=trains and not lean)
+        policy = load_policy(name, args, self.device, exact=trains and not lean, start=self._start)
         self.compiled = self._compiles(policy, total_steps)
         self._facts(policy)
         if not trains:  # a policy's layers are arranged by what fits
@@ -119,6 +137,10 @@ class ActorWorker:
             recompute = self.layout.recompute or self._usual_recompute
             arrange_layers(policy, recompute=recompute, offload=self.layout.offload, compiled=self.compiled)
         return policy
+
+    @property
+    def _start(self) -> Start:
+        return Start(self.config.seed, self.role == "actor_train" and keeps_start(self.config))
 
     def _facts(self, policy: PolicyModel | Stages) -> None:
         """What of the whole model is asked for later, checked and told."""
@@ -143,7 +165,8 @@ class ActorWorker:
             "compute": compute_dtype(self.source[1], self.device) if self.is_divided else None,
         }
         if self.layout.canonical and self.layout.stage:
-            optimizer: Optimizer = RowOptimizer(dict(divided.named_parameters()), self.mesh, training, **options)
+            trained = {name: p for name, p in divided.named_parameters() if p.requires_grad}
+            optimizer: Optimizer = RowOptimizer(trained, self.mesh, training, **options)
         else:
             optimizer = Optimizer(divided.named_parameters(), training, **options)
         divided.exact = {}  # the optimizer's masters now
@@ -166,6 +189,7 @@ class ActorWorker:
         self.planned, activations = budget, RECOMPUTED[budget.recompute]
         host = ", on the host" if self.layout.offload else ""
         self.log.info("micro-batches of up to %d tokens, activations %s%s", budget.tokens, activations, host)
+        self.peak.begin_training()
         return budget.tokens
 
     def _fitting(
@@ -222,12 +246,32 @@ class ActorWorker:
     @faults.by_role
     def compute_log_probs(self, batches: Sequence[PairBatch], places: Tensor | None = None) -> Columns:
         """Of the pairs in these micro-batches; where other ranks have some too, of all that stand at `places`."""
+        with self._as_its_role():
+            return self._log_probs(batches, places)
+
+    def _as_its_role(self) -> AbstractContextManager[None]:
+        """Where the model is the policy's, and this role is the reference, it is meanwhile what it began as."""
+        if not self.borrowed:
+            return nullcontext()
+        from rather.model.adapters import as_it_began
+
+        return as_it_began(self.trainer.policy)
+
+    def _log_probs(self, batches: Sequence[PairBatch], places: Tensor | None) -> Columns:
         known = None if places is None or self.member.world == 1 else int(places.max()) + 1
         with explained(self, batches):
             columns = self.trainer.log_probs(batches, known)
         if places is None or self.member.world == 1:
             return columns
         return {name: column[places.to(column.device)] for name, column in columns.items()}
+
+    @faults.by_role
+    def answer(self, prompts: Sequence[Sequence[int]], tokenizer: Any, max_new_tokens: int) -> list[Answer]:
+        """One answer to each prompt, of a model that lies whole on its device: the likeliest token each time."""
+        policy, parked = self.trainer.policy, self.trainer.parked
+        assert isinstance(policy, PolicyModel)
+        with self._as_its_role(), parked.here() if parked else nullcontext(), plain_layers(policy):
+            return generate(policy.causal_lm, tokenizer, prompts, Decoding(max_new_tokens))
 
     def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
         return self.trainer.score(facts, policy, reference)
@@ -274,16 +318,27 @@ class ActorWorker:
     def embedding_rows(self) -> int:
         return self.rows
 
+    def peak_memory(self) -> int:
+        """Bytes, since the models began to load; on a GPU since training began."""
+        return self.peak.bytes
+
     @faults.by_role
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
         policy = self.trainer.policy
         assert isinstance(policy, PolicyModel)
-        export_model(policy, self.trainer.weights(), tokenizer, folder, card)
+        if self.source[1].has_adapter:
+            whole = {name: tensor_of(piece) for name, piece in self.trainer.weight_pieces().items()}
+            export_adapter(policy.causal_lm, whole, self.source, tokenizer, folder, card)
+        else:
+            export_model(policy, self.trainer.weights(), tokenizer, folder, card)
 
     @faults.by_role
     def export(self, pieces: Path, group: str, tokenizer: Any, folder: Path, card: str) -> None:
         """The model in Hugging Face's form, of the pieces that all ranks have written."""
-        export_stored(self.causal_lm, stored(pieces, group), tokenizer, folder, card)
+        if self.source[1].has_adapter:
+            export_adapter(self.causal_lm, stored(pieces, group), self.source, tokenizer, folder, card)
+        else:
+            export_stored(self.causal_lm, stored(pieces, group), tokenizer, folder, card)
 
     def release(self) -> None:
         """Gives memory that is not in use back to the device, where another process waits for its turn."""
@@ -296,23 +351,29 @@ class ActorWorker:
         if wanted != "auto" or not self.device.startswith("cuda") or self.layout.offload:
             return wanted == "on"
         weights = sum(p.numel() for p in policy.parameters())
-        tokens = total_steps * self.config.global_batch() * self.config.sequence_length
-        return 6.0 * weights * tokens / COMMON_SPEED > WORTH_COMPILING
+        return worth_compiling(self.config, weights, total_steps)
 
     def _tell(self, policy: PolicyModel | Stages) -> None:
         weights = sum(p.numel() for p in policy.parameters())
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         dtype = str(compute_dtype(self.source[1], self.device)).removeprefix("torch.")
         extra = "; layers are compiled, which takes a minute or two at the first steps" if self.compiled else ""
+        if self.role == "actor_train" and trained < weights:
+            extra += f"; {trained / 1e6:.4g}M of them are trained, in an adapter"
         if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
             extra += f"; {strategy} has nothing to divide on one device"
         told = (self.role, self.source[0], weights / 1e6, dtype, self.device, extra)
         self.log.info("%s: %s, %.4gM weights in %s on %s%s", *told)
 
-    def _prepare_process(self) -> None:
-        """Settings of the whole process, before the model comes."""
+    def set_environment(self) -> None:
+        """Of the whole process. Its allocator reads it once, when anybody first looks at a GPU."""
         os.environ.update(self.config.envs(self.worker_config))
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # micro-batches differ in size
+
+    def _prepare_process(self) -> None:
+        """Settings of the whole process, before the model comes."""
+        self.set_environment()
         torch.manual_seed(self.config.seed)
         torch.set_flush_denormal(True)  # tiny gradients become denormal and slow a CPU step tenfold
         if self.config.deterministic:

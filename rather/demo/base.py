@@ -21,6 +21,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from rather.model.generate import Decoding, generate
+
 STEPS, BATCH = 200, 32
 SPECIAL = BOS, EOS, PAD, UNK, USER, ASSISTANT = tuple(
     f"<|{name}|>" for name in ("bos", "eos", "pad", "unk", "user", "assistant")
@@ -98,17 +100,25 @@ def sample(folder: Path, prompts: Sequence[str], seed: int) -> list[str]:
     """One answer to each prompt, drawn from the model's own distribution (temperature 1, nothing cut off)."""
     tokenizer = AutoTokenizer.from_pretrained(folder)  # a folder made here  # nosec B615
     model: Any = AutoModelForCausalLM.from_pretrained(folder)  # the same  # nosec B615
-    rows = _encode(tokenizer, [(prompt,) for prompt in prompts])
+    asked = [tokenizer(text, add_special_tokens=False).input_ids for text in _texts(tokenizer, [(p,) for p in prompts])]
     torch.manual_seed(seed)
-    out = model.generate(**rows, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=40)
-    answers: list[str] = tokenizer.batch_decode(out[:, rows["input_ids"].shape[1] :], skip_special_tokens=True)
+    drawn = generate(model, tokenizer, asked, Decoding(max_new_tokens=40, temperature=1.0))
+    answers: list[str] = tokenizer.batch_decode([answer.ids for answer in drawn], skip_special_tokens=True)
     return answers
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[str]]) -> BatchEncoding:
     """Rows of (prompt,) or (prompt, answer) as one batch, padded on the left: a Llama's positions are relative."""
+    rows: BatchEncoding = tokenizer(
+        _texts(tokenizer, turns), return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+    )
+    return rows
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[str]]) -> list[str]:
+    """As the template writes them; behind a prompt alone an answer begins."""
     roles = ("user", "assistant")
-    texts = [
+    texts: list[Any] = [
         tokenizer.apply_chat_template(
             [{"role": role, "content": text} for role, text in zip(roles, row, strict=False)],
             tokenize=False,
@@ -116,7 +126,4 @@ def _encode(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[str]]) 
         )
         for row in turns
     ]
-    rows: BatchEncoding = tokenizer(
-        texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
-    )
-    return rows
+    return texts

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from rather import faults
+from rather.config.paths import is_local
+from rather.config.schema import ModelArgs
+from rather.model.digest import model_folder
+from rather.model.files import weight_files
 from rather.model.policy import PolicyModel
 from rather.pieces import Stored, Streamed, safetensors_file
 
@@ -22,16 +26,24 @@ LARGEST_FILE = 4_000_000_000  # bytes, as transformers' "4GB"
 
 def export_model(policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, card: str) -> None:
     """Writes `weights` (names as in the policy) in the dtype of the source model. Complete or not there at all."""
+    publish(whole_model(policy, weights, tokenizer, folder), folder, card)
+
+
+def whole_model(
+    policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, largest: int | None = None
+) -> Path:
+    """The same, not yet published as `folder`, in files of at most so many bytes."""
     model = policy.causal_lm
     dtype = model.config.dtype
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     with _any_generation_config(model, temporary / "generation_config.json"):
-        model.save_pretrained(temporary, state_dict=_state(policy, weights, dtype), max_shard_size="4GB")
+        state = _state(policy, weights, dtype)
+        model.save_pretrained(temporary, state_dict=state, max_shard_size=largest or "4GB")
     _name_dtype(temporary / "config.json", dtype)
     model.config.dtype = dtype  # save_pretrained overwrites it with the dtype it was trained in
     tokenizer.save_pretrained(temporary)
-    _publish(temporary, folder, card)
+    return temporary
 
 
 def export_stored(model: Any, stored: Stored, tokenizer: Any, folder: Path, card: str) -> None:
@@ -40,24 +52,79 @@ def export_stored(model: Any, stored: Stored, tokenizer: Any, folder: Path, card
     They are streamed: no more than some rows of one weight are in memory.
     """
     dtype = model.config.dtype
+    weights = {name.removeprefix("causal_lm."): stored.streamed(name, dtype) for name in sorted(stored)}
+    publish(_streamed(model, weights, tokenizer, folder), folder, card)
+
+
+def export_adapter(
+    model: Any, weights: Mapping[str, Tensor], source: tuple[str, ModelArgs], tokenizer: Any, folder: Path, card: str
+) -> None:
+    """The adapter as PEFT opens it, beside `folder`, and in `folder` the source's weights with it merged in."""
+    name, args = source
+    base, beside = model_folder(name, args.revision), adapter_beside(folder)
+    assert base is not None
+    publish(whole_adapter(model, weights, source, tokenizer, beside), beside, card)
+    publish(merged_model(model, base, beside, tokenizer, folder), folder, card)
+
+
+def whole_adapter(
+    model: Any, weights: Mapping[str, Tensor], source: tuple[str, ModelArgs], tokenizer: Any, folder: Path
+) -> Path:
+    """The adapter alone, not yet published as `folder`."""
+    from rather.model.adapters import adapter_files, config_of
+
+    name, args = source
+    config, base = config_of(model), model_folder(name, args.revision)
+    assert config is not None
+    assert base is not None
+    temporary = _empty(folder)
+    named = str(base.absolute()) if is_local(name) else name
+    adapter_files(temporary, config, weights, named, args.revision, args.quantization)
+    tokenizer.save_pretrained(temporary)
+    return temporary
+
+
+def merged_model(
+    model: Any, base: Path, adapter: Path, tokenizer: Any, folder: Path, largest: int | None = None
+) -> Path:
+    """The weights of a base with an adapter merged in, not yet published as `folder`; of `model` its configs are read.
+    """
+    from rather.model.adapters import merged
+
+    weights = merged(Stored(weight_files(base)), adapter, model.config.dtype)
+    return _streamed(model, weights, tokenizer, folder, largest)
+
+
+def adapter_beside(folder: Path) -> Path:
+    """model -> adapter, best_model -> best_adapter."""
+    return folder.with_name(folder.name.replace("model", "adapter"))
+
+
+def _streamed(
+    model: Any, weights: Mapping[str, Streamed], tokenizer: Any, folder: Path, largest: int | None = None
+) -> Path:
+    """All but the card, in a folder of another name."""
+    temporary = _empty(folder)
+    model.config.save_pretrained(temporary)
+    _name_dtype(temporary / "config.json", model.config.dtype)
+    model.generation_config.to_json_file(temporary / "generation_config.json")
+    _write_weights(temporary, weights, largest)
+    tokenizer.save_pretrained(temporary)
+    return temporary
+
+
+def _empty(folder: Path) -> Path:
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    model.config.save_pretrained(temporary)
-    _name_dtype(temporary / "config.json", dtype)
-    model.generation_config.to_json_file(temporary / "generation_config.json")
-    _write_weights(
-        temporary, {name.removeprefix("causal_lm."): stored.streamed(name, dtype) for name in sorted(stored)}
-    )
-    tokenizer.save_pretrained(temporary)
-    _publish(temporary, folder, card)
+    return temporary
 
 
-def _write_weights(folder: Path, weights: Mapping[str, Streamed]) -> None:
+def _write_weights(folder: Path, weights: Mapping[str, Streamed], largest: int | None) -> None:
     """One file, or several with the index that transformers reads."""
     shards: list[dict[str, Streamed]] = [{}]
     for name, weight in weights.items():
-        if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + weight.nbytes > LARGEST_FILE:
+        if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + weight.nbytes > (largest or LARGEST_FILE):
             shards.append({})
         shards[-1][name] = weight
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -72,7 +139,8 @@ def _write_weights(folder: Path, weights: Mapping[str, Streamed]) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _publish(temporary: Path, folder: Path, card: str) -> None:
+def publish(temporary: Path, folder: Path, card: str) -> None:
+    """What was made under another name becomes `folder`, complete or not at all."""
     (temporary / "README.md").write_text(card, encoding="utf-8")
     for file in temporary.rglob("*"):
         if file.is_file():
@@ -106,6 +174,7 @@ def _any_generation_config(model: Any, file: Path) -> Iterator[None]:
 
 def _name_dtype(config_file: Path, dtype: torch.dtype) -> None:
     config = json.loads(config_file.read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # how it was held in training; what is written is not quantised
     config["dtype"] = str(dtype).removeprefix("torch.")
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -11,8 +11,10 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path | None) -> list[Path]:
     """One file, or those that the index names, in the order in which transformers looks for them."""
+    if folder is None:
+        raise FileNotFoundError("neither a folder nor a hub model that can be had")
     whole, index = folder / WEIGHTS, folder / INDEX
     names = [WEIGHTS] if whole.exists() or not index.exists() else sorted(set(_listed(index)))
     for name in names:

@@ -7,8 +7,8 @@ policy and reference share it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from types import MethodType
 from typing import Any, Literal
@@ -47,6 +47,18 @@ def arrange_layers(
         log.warning("model family '%s' does not mark its layers: it runs without torch.compile", family)
     for layer in layers:
         layer.forward = MethodType(_run(type(layer).forward, recompute, offload, compiled), layer)
+
+
+@contextmanager
+def plain_layers(policy: PolicyModel) -> Iterator[None]:
+    """Meanwhile the layers run as their class does: compiled ones would be compiled anew for a cache of keys."""
+    arranged = [(layer, layer.__dict__.pop("forward", None)) for layer in layers_of(policy)]
+    try:
+        yield
+    finally:
+        for layer, forward in arranged:
+            if forward is not None:
+                layer.forward = forward
 
 
 @cache  # all layers of a class get the same function, and with it the same compiled code

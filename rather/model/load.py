@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+from transformers.utils.import_utils import is_bitsandbytes_available
 from transformers.utils.logging import disable_progress_bar
 
 from rather.config.paths import is_local
@@ -31,7 +33,7 @@ from rather.parallel.apply import divide, shards
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import places
 from rather.parallel.stages import Stages
-from rather.pieces import Stored
+from rather.pieces import Place, Stored
 
 REFUSED = {  # keys of a config.json with which transformers would fetch kernels, or read other files
     "quantization_config": "quantised weights cannot be trained; name the model in its full precision",
@@ -57,7 +59,17 @@ def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
     return DTYPES[args.dtype or ("bf16" if device.startswith("cuda") else "fp32")]
 
 
-def load_policy(name: str, args: ModelArgs, device: str, *, exact: bool = False) -> PolicyModel:
+@dataclass(frozen=True)
+class Start:
+    """What an adapter begins with beside the base: the seed, and whether the model keeps a frozen copy of it."""
+
+    seed: int = 0
+    kept: bool = False
+
+
+def load_policy(
+    name: str, args: ModelArgs, device: str, *, exact: bool = False, start: Start = Start()
+) -> PolicyModel:
     """Weights on the device, dropout off, every weight present and finite, attention proven on this family.
 
     With `exact`, weights that half precision would round are kept beside it, for an optimizer to start from.
@@ -66,7 +78,9 @@ def load_policy(name: str, args: ModelArgs, device: str, *, exact: bool = False)
         disable_progress_bar()
     common, config, _ = _config(name, args)
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
-    rounded = exact and compute in (torch.bfloat16, torch.float16) and source_dtype != compute
+    rounded = exact and compute in (torch.bfloat16, torch.float16) and source_dtype != compute and not args.has_adapter
+    if args.quantization:
+        common |= _in_4_bits(compute, device)
     with _opening(f"model '{name}': its weights"):
         if is_local(name):
             weight_files(Path(name).expanduser())
@@ -82,8 +96,11 @@ def load_policy(name: str, args: ModelArgs, device: str, *, exact: bool = False)
     causal_lm, info = loaded
     _refuse_partial(name, info)
     causal_lm.config.dtype = source_dtype
-    _refuse_nonfinite(name, causal_lm.to(device))
+    _refuse_nonfinite(name, causal_lm if args.quantization else causal_lm.to(device))
+    source = _adapted(name, causal_lm, args, start)
     policy = PolicyModel(causal_lm).eval()  # eval mode everywhere: no dropout in policy or reference
+    if source:
+        _fill_adapter(name, policy, source, device, compute, exact=exact and compute != torch.float32)
     if rounded:
         policy.exact = {key: parameter.detach() for key, parameter in policy.named_parameters()}
         for parameter in policy.parameters():  # not `.to`, which would round the rotary buffers as well
@@ -92,10 +109,60 @@ def load_policy(name: str, args: ModelArgs, device: str, *, exact: bool = False)
     return policy
 
 
+def takes_4_bits() -> bool:
+    return bool(is_bitsandbytes_available())
+
+
+def _in_4_bits(compute: torch.dtype, device: str) -> dict[str, Any]:
+    if not takes_4_bits():
+        raise ConfigError("quantization: 4bit needs bitsandbytes; install rather[quantization], or remove the key")
+    four = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+    return {"quantization_config": four, "device_map": {"": device}}
+
+
+def _adapted(name: str, causal_lm: Any, args: ModelArgs, start: Start) -> Any:
+    """Puts the adapter that a role asks for into the model; where its values come from, or None without one."""
+    if not args.has_adapter:
+        return None
+    from rather.model.adapters import Source, adapter_config, inject  # PEFT takes seconds to import
+
+    with _opening(f"model '{name}': its weights"):
+        stored = Stored(weight_files(model_folder(name, args.revision)))
+    inject(causal_lm, args, keeps_start=start.kept)
+    return Source(stored, adapter_config(args), args, start.seed)
+
+
+def _fill_adapter(
+    name: str, policy: PolicyModel, source: Any, device: str, dtype: torch.dtype, *, exact: bool
+) -> None:
+    """Gives an adapter its first values; what PiSSA takes out of the base is taken out."""
+    taken = ".base_layer.weight" if source.changes_base else None
+    for long_name, parameter in policy.named_parameters():
+        key = long_name.removeprefix("causal_lm.")
+        new = ".lora_" in key or ".modules_to_save." in key
+        if new or (taken and key.endswith(taken)):
+            value = _read(name, source, key, Place.all_of(parameter.shape))
+            if exact and parameter.requires_grad:
+                policy.exact[long_name] = value.float().to(device)
+            parameter.data = value.to(device, dtype)
+
+
 def load_divided(
-    name: str, args: ModelArgs, device: str, mesh: Mesh, layout: Layout, *, trains: bool, compiled: bool = False
+    name: str,
+    args: ModelArgs,
+    device: str,
+    mesh: Mesh,
+    layout: Layout,
+    *,
+    trains: bool,
+    compiled: bool = False,
+    start: Start = Start(),
 ) -> PolicyModel | Stages:
     """What this rank holds of a model. Collective. Shards that are trained are float32, and computed with in less."""
+    if args.quantization:
+        raise ConfigError("quantization: 4bit is for one process; start it without torchrun and ray.address")
     _, config, proven = _config(name, args)
     if not proven:
         raise ConfigError(
@@ -106,32 +173,34 @@ def load_divided(
     dtype = torch.float32 if trains and shards(mesh) else compute
     folder = model_folder(name, args.revision)
     with _opening(f"model '{name}': its weights"), _parameters_without_memory():
-        if folder is None:
-            raise FileNotFoundError("neither a folder nor a hub model that can be had")
         stored = Stored(weight_files(folder))
         causal_lm: Any = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=args.trust_remote_code
         )
-        if (folder / "generation_config.json").exists():
+        if folder and (folder / "generation_config.json").exists():
             causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
+    with _parameters_without_memory():
+        stored = _adapted(name, causal_lm, args, start) or stored
     causal_lm.config.dtype = source_dtype
-    exact = trains and dtype in (torch.bfloat16, torch.float16) and source_dtype != dtype
+    exact = trains and dtype in (torch.bfloat16, torch.float16) and (source_dtype != dtype or args.has_adapter)
 
     def fill(part: PolicyModel) -> None:
-        _fill(name, part, mesh, stored, "cpu" if layout.host else device, dtype, exact=exact)
+        _fill(name, part, mesh, stored, "cpu" if layout.host else device, exact=exact)
         for module in part.modules():
             for key, buffer in module._buffers.items():
                 module._buffers[key] = None if buffer is None else buffer.to(device)
 
-    policy = PolicyModel(causal_lm).eval().requires_grad_(trains)
+    policy = PolicyModel(causal_lm).eval()
+    for parameter in policy.parameters():
+        parameter.requires_grad_(trains and parameter.requires_grad)
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute)
     recompute = layout.recompute or "none"
     return divide(policy, mesh, layout, compute=compute, recompute=recompute, compiled=compiled, fill=fill)
 
 
-def _fill(
-    name: str, policy: PolicyModel, mesh: Mesh, stored: Stored, device: str, dtype: torch.dtype, *, exact: bool
-) -> None:
-    """Gives every parameter its values; those that several modules share stay shared."""
+def _fill(name: str, policy: PolicyModel, mesh: Mesh, stored: Any, device: str, *, exact: bool) -> None:
+    """Gives every parameter its values in its own dtype; those that several modules share stay shared."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in policy.modules():
         for key, parameter in module._parameters.items():
@@ -139,20 +208,26 @@ def _fill(
     own = places(policy, mesh)
     for long_name, parameter in list(policy.named_parameters()):
         key = long_name.removeprefix("causal_lm.")
-        if key not in stored or stored.shape(key) != own[long_name].whole:
-            found = f"has the shape {stored.shape(key)}" if key in stored else "is not there"
-            raise ConfigError(
-                f"model '{name}': the weights do not fill the model: {key} of {own[long_name].whole} {found}. A model "
-                "that is stored under older names is read whole on one device and can be saved anew from there"
-            )
-        value = stored.read(key, own[long_name])
-        if not torch.isfinite(value).all():
-            raise ConfigError(f"model '{name}': weights that are not finite numbers: {key}")
-        if exact:
+        value = _read(name, stored, key, own[long_name])
+        if exact and parameter.requires_grad:
             policy.exact[long_name] = value.float().to(device)
-        filled = nn.Parameter(_laid_out(value.to(device, dtype), parameter), requires_grad=parameter.requires_grad)
+        laid_out = _laid_out(value.to(device, parameter.dtype), parameter)
+        filled = nn.Parameter(laid_out, requires_grad=parameter.requires_grad)
         for module, where in holders[id(parameter)]:
             setattr(module, where, filled)
+
+
+def _read(name: str, stored: Any, key: str, place: Place) -> Tensor:
+    if key not in stored or stored.shape(key) != place.whole:
+        found = f"has the shape {stored.shape(key)}" if key in stored else "is not there"
+        raise ConfigError(
+            f"model '{name}': the weights do not fill the model: {key} of {place.whole} {found}. A model "
+            "that is stored under older names is read whole on one device and can be saved anew from there"
+        )
+    value: Tensor = stored.read(key, place)
+    if not torch.isfinite(value).all():
+        raise ConfigError(f"model '{name}': weights that are not finite numbers: {key}")
+    return value
 
 
 def _laid_out(value: Tensor, like: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from rather.batch import PairBatch
 from rather.model.head import Words, token_logps
 from rather.parallel.collectives import Group, enter, gather, leave
 
+START = "reference"  # in the names of the parameters of an adapter's frozen beginning
+
 
 class PolicyModel(nn.Module):
     """A Hugging Face causal language model whose forward takes a PairBatch."""

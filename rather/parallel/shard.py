@@ -49,7 +49,7 @@ class Sharding:
 
 def shard(policy: PolicyModel, mesh: Mesh, sharding: Sharding) -> None:
     """Divides the policy's parameters over the mesh, in place. From then on each is a DTensor that holds a shard."""
-    narrow = sharding.compute != next(policy.parameters()).dtype
+    narrow = any(sharding.compute != parameter.dtype for parameter in policy.parameters())
     options: dict[str, Any] = {
         "mesh": mesh.plane(sharded=sharding.stage != "ddp"),
         "reshard_after_forward": sharding.stage == "zero3",

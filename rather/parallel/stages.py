@@ -264,6 +264,10 @@ class Stages(nn.Module):
             _keep_gathered(stages)
 
     @property
+    def holds_last(self) -> bool:
+        return self._rank == self._last_rank
+
+    @property
     def _device(self) -> torch.device:
         """Where it computes: buffers are there, while shards may wait on the host."""
         return next(iter(self.buffers()), next(self.parameters())).device
@@ -279,6 +283,7 @@ class Stages(nn.Module):
         ends = [stage for stage in own if stage.tied and (stage.first or stage.last)]
         if len(ends) > 1:
             self._share_embedding(*ends)
+        ends = [end for end in ends if end.causal_lm.get_input_embeddings().weight.requires_grad]
         apart = self._first_rank != self._last_rank
         self.tied = _embedding_name(ends[0]) if ends and apart else None
         self.extra_copies = {self.tied} if self.tied and self._rank == self._last_rank else set()

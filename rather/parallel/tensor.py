@@ -85,11 +85,15 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
             continue
         regions.add(region)
         if style in ROW:
-            _cut(policy, names, module, "weight", 1, ranks)
-            setattr(region, child, _RowLinear(module, ranks, whole_input=style == "rowwise_split_input"))
+            _cut_adapters(policy, names, module, "lora_A", 1, ranks)
+            linear = _linear_of(module)
+            _cut(policy, names, linear, "weight", 1, ranks)
+            _end_region(region, child, _RowLinear(linear), ranks, whole_input=style == "rowwise_split_input")
         else:
-            _cut(policy, names, module, "weight", 0, ranks)
-            _cut(policy, names, module, "bias", 0, ranks)
+            _cut_adapters(policy, names, module, "lora_B", 0, ranks)
+            linear = _linear_of(module)
+            _cut(policy, names, linear, "weight", 0, ranks)
+            _cut(policy, names, linear, "bias", 0, ranks)
             if style == "colwise_gather_output":
                 module.register_forward_hook(partial(_whole_columns, ranks))
     for region in regions:
@@ -163,6 +167,7 @@ def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
 
 
 def _refuse_indivisible(causal_lm: Any, name: str, module: Any, style: str, tp: int) -> None:
+    module = _linear_of(module)
     if not isinstance(module, nn.Linear):
         family = causal_lm.config.model_type
         raise ConfigError(f"tp_size: model family '{family}': {name} is a {type(module).__name__}, no linear layer")
@@ -187,6 +192,21 @@ def _cut(policy: PolicyModel, names: dict[int, str], module: nn.Module, key: str
     setattr(module, key, nn.Parameter(own, requires_grad=whole.requires_grad))
     if name in policy.exact:
         policy.exact[name] = _own(policy.exact[name], dim, ranks.rank, ranks.of)
+
+
+def _linear_of(module: Any) -> Any:
+    """The linear layer itself, where an adapter surrounds it."""
+    return getattr(module, "base_layer", module)
+
+
+def _cut_adapters(
+    policy: PolicyModel, names: dict[int, str], module: Any, which: str, dim: int, ranks: _Ranks
+) -> None:
+    """A low-rank product is cut where the weight beside it is; the gradient of its other half is a part of a sum."""
+    for matrix in getattr(module, which, {}).values():
+        _cut(policy, names, matrix, "weight", dim, ranks)
+    other = {"lora_A": "lora_B", "lora_B": "lora_A"}[which]
+    policy.tp_partial |= {names[id(matrix.weight)] for matrix in getattr(module, other, {}).values()}
 
 
 def _own(whole: Tensor, dim: int, rank: int, of: int) -> Tensor:
@@ -240,19 +260,38 @@ def _whole_columns(ranks: _Ranks, _module: nn.Module, _args: Any, output: Tensor
 
 
 class _RowLinear(nn.Linear):
-    """The end of a region: this rank's columns in, the sum over ranks out; the bias comes after it, once."""
+    """This rank's columns in, its part of a sum over ranks out; the bias comes after the sum, once."""
 
-    def __init__(self, own: nn.Linear, ranks: _Ranks, *, whole_input: bool) -> None:
+    def __init__(self, own: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = own.weight.shape
         self.weight, self.bias = own.weight, own.bias
-        self.ranks, self.whole_input = ranks, whole_input
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.whole_input:
-            x = own_part(x, x.ndim - 1, self.ranks.group)
-        out = self.ranks.end(F.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias
+        return F.linear(x, self.weight)
+
+
+def _end_region(region: nn.Module, child: str, linear: _RowLinear, ranks: _Ranks, *, whole_input: bool) -> None:
+    """The sum over ranks comes behind the linear layer, or behind the adapter that surrounds it."""
+    last = region.get_submodule(child)
+    if hasattr(last, "base_layer"):
+        last.base_layer = linear
+    else:
+        setattr(region, child, linear)
+        last = linear
+    if whole_input:
+        last.register_forward_pre_hook(partial(_own_columns, ranks))
+    last.register_forward_hook(partial(_summed, ranks, linear))
+
+
+def _own_columns(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...]) -> Any:
+    x, *others = args
+    return (own_part(x, x.ndim - 1, ranks.group), *others)
+
+
+def _summed(ranks: _Ranks, linear: _RowLinear, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    out = ranks.end(output)
+    return out if linear.bias is None else out + linear.bias
 
 
 def _restrict(embedding: nn.Embedding, own: slice, ranks: _Ranks) -> None:

@@ -70,7 +70,7 @@ class Asking:
         if known is None:
             return False
         known.open(reference_log(self.config, newest))
-        if self.config.reference.cache.recheck or known.is_empty:
+        if self.config.reference.cache.recheck or self.config.eval_prompts or known.is_empty:
             return True
         data, rows = self.course.data, self.course.rows_after(newest.step if newest else 0)
         if len(rows) > MANY_PAIRS:

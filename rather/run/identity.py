@@ -28,7 +28,7 @@ GUARDS = {
     "tokenizer": Guarded(
         ("tokenizer", "chat template"), "actor_train.tokenizer_path and its files, actor_train.data_args.template"
     ),
-    "model": Guarded(("model", "model config"), "actor_train.model_path, actor_train.model_args.revision"),
+    "model": Guarded(("model", "model config", "adapter"), "actor_train.model_path, actor_train.model_args"),
     "reference": Guarded(
         ("reference", "reference config", "synced reference"),
         "reference.model_path, reference.model_args.revision, sync_ref_model and its numbers",
@@ -60,6 +60,7 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         "synced reference": synced,
         "seed": [config.seed, config.data_seed],
         "global batch": config.global_batch(),
+        "adapter": config.actor_train.model_args.adapter_settings,
         "grouped responses": True if config.group_responses and data.train.groups is not None else None,
     }
 

@@ -38,7 +38,7 @@ def claim(config: DPOConfig) -> None:
 
 def _strangers(config: DPOConfig) -> list[str]:
     """What lies in a run folder that no run has begun, and is not the logs of one."""
-    run_dir, logs = config.run_dir, [config.log_dir.absolute(), config.tensorboard_dir.absolute()]
+    run_dir, logs = config.run_dir, [config.log_dir.absolute(), config.tracker_dir.absolute()]
     if config.overwrite or any(any(run_dir.glob(name)) for name in OWN_NAMES):
         return []
     ours = {path.name for pattern in LOGS for path in run_dir.glob(pattern)}

@@ -62,8 +62,12 @@ def check_step_zero(
     roles = (config.actor_train, config.reference)
     dtypes = {compute_dtype(role.model_args, kind) for role in roles}
     revisions = {role.model_args.revision for role in roles}
-    if not same_weights(*(role.model_path for role in roles)) or len(dtypes) > 1 or len(revisions) > 1:
-        told = [(role.model_path, role.model_args.revision, role.model_args.dtype) for role in roles]
+    adapters = {role.model_args.adapter_name_or_path for role in roles}
+    if not same_weights(*(role.model_path for role in roles)) or any(
+        len(found) > 1 for found in (dtypes, revisions, adapters)
+    ):
+        names = ("revision", "dtype", "adapter_name_or_path")
+        told = [(role.model_path, *(getattr(role.model_args, name) for name in names)) for role in roles]
         log.info("policy %s and reference %s differ by intent: no check at step 0", *told)
         return
     lengths = torch.tensor([[scored_tokens(pair.chosen_scored), scored_tokens(pair.rejected_scored)] for pair in pairs])

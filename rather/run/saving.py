@@ -17,10 +17,11 @@ from typing import Any
 from rather import checkpoint, faults
 from rather.checkpoint import Checkpoint, Draft
 from rather.cluster.launch import Roles, mappings
-from rather.cluster.preflight import stored_weights
 from rather.config.schema import DPOConfig
 from rather.errors import CheckpointError, DiskError, HangError, WorkerError
 from rather.manifest import Written
+from rather.plan.disk import checkpoint_bytes
+from rather.plan.state import stored_shapes
 from rather.run.identity import refuse_other_run
 from rather.run.incidents import Incidents
 from rather.run.progress import Progress
@@ -29,7 +30,6 @@ from rather.run_folder import FINISHED, checkpoint_to_resume
 log = logging.getLogger(__name__)
 
 GRACE = 60.0  # seconds in which workers may finish a save after a run has failed
-BYTES = {"exact": 12, "lean": 6}  # of a saved weight with its moments
 
 
 @dataclass
@@ -201,8 +201,8 @@ class Saving:
         """Bytes of a checkpoint: as many as the last one had, before that by the number of weights."""
         if self._bytes is None:
             actor = self.config.actor_train
-            weights = stored_weights(actor.model_path, actor.model_args.revision) or 0
-            self._bytes = weights * BYTES[self.config.precision]
+            shapes = stored_shapes(actor.model_path, actor.model_args.revision) or {}
+            self._bytes = checkpoint_bytes(self.config, shapes)
         return self._bytes
 
     def _writers(self) -> list[str]:

@@ -55,6 +55,8 @@ class Timeline:
         span = Span(time.perf_counter())
         yield span
         span.seconds = time.perf_counter() - span.began
+        if track in ("actor_train", "driver"):  # one after another
+            self.tally.spend(name, span.seconds)
         if self._trace:
             self._trace.add(track, name, step, span)
 
@@ -69,6 +71,8 @@ class Timeline:
             self.times.reference += answered.seconds
             self.times.wait += waited
             self.tally.waited += waited
+            if self.in_turn:
+                self.tally.spend("reference", answered.seconds)
             yield answered
 
     def count(self, step: Step) -> None:
@@ -107,6 +111,10 @@ class Tally:
     tokens: int = 0
     real: int = 0  # tokens of micro-batches that are not fillers
     laid_out: int = 0
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of what the driver does, one after another
+
+    def spend(self, part: str, seconds: float) -> None:
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
 
     def add(self, step: Step, seconds: float) -> None:
         self.in_steps += seconds
@@ -122,6 +130,7 @@ class Tally:
             "pairs_per_second": self.pairs / seconds,
             "tokens_per_second": self.tokens / seconds,
             "peak_memory_bytes": _peak_memory(),
+            "parts": {"wait": self.waited, **self.parts},
             "packing": {"fill": self.real / max(self.laid_out, 1), "seconds_waited": self.waited},
         }
 

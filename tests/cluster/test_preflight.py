@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rather.cluster.preflight import Ledger, Room, free_in_group, free_memory, need_of, stored_weights
+from rather.cluster.preflight import Ledger, Room, free_in_group, free_memory, need_of
 from rather.errors import ConfigError
+from rather.plan.state import stored_weights
 from tests.tiny import make_config
 
 DEVICES = [0, 1, 2, 3]

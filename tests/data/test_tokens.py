@@ -263,6 +263,16 @@ def test_a_prompt_is_cut_on_the_left_behind_bos(encoder: Make) -> None:
     assert last == "By the door.<|im_end|>"
 
 
+def test_a_prompt_may_have_a_limit_of_its_own(encoder: Make) -> None:
+    whole = encoded(encoder(None, bos=True), LONG + "salt", " a", " b")
+    plain = encoder(None, bos=True, max_prompt_length=6)
+    result = encoded(plain, LONG + "salt", " a", " b")
+    assert kinds(result) == ["truncated_prompt"]
+    assert result.prompt == [whole.prompt[0], *whole.prompt[-5:]]
+    assert scored(plain, result) == [" a</s>"]
+    assert encoded(encoder(None, max_prompt_length=6), "q", " a", " b") == encoded(encoder(None), "q", " a", " b")
+
+
 def test_an_answer_is_cut_on_the_right_and_loses_its_end(encoder: Make) -> None:
     plain = encoder(None, sequence_length=12, overlong="truncate_response")
     result = encoded(plain, "q", " a " + LONG, " b")

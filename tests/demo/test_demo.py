@@ -1,17 +1,13 @@
-"""The demo's tokenizer, base model and folder, and the whole demo as a user runs it."""
+"""The demo's tokenizer, base model and folder. The whole of it, as a user runs it: tests/docs/test_newcomer.py."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from rather.demo.base import make_model, make_tokenizer, sample
 from rather.demo.run import MADE, MARKER, claim, yaml_text
@@ -91,31 +87,3 @@ def test_the_yaml_holds_odd_paths() -> None:
     settings = yaml.safe_load(yaml_text(Path("a: b/#'ü\" {c}")))
     assert settings["pretrain"] == "a: b/#'ü\" {c}/base"
     assert settings["validation"]["data_args"]["file_name"] == "a: b/#'ü\" {c}/held_out.json"
-
-
-def test_the_whole_demo(tmp_path: Path) -> None:
-    """Takes about 40 seconds on two cores. The dead proxy stands for a machine without a network."""
-    out = tmp_path / "rather-demo"
-    proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    here = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-m", "rather", "demo"],
-        cwd=tmp_path,
-        env={**os.environ, **proxies, **here, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads((out / "answers.json").read_text())
-    before, after = result["before"], result["after"]
-    assert 0.35 < before["preferred"] < 0.65
-    assert after["preferred"] > 0.9
-    assert after["eval/rewards/accuracies"] > 0.9
-    assert after["on_topic"] > max(0.9, before["on_topic"] - 0.05)
-
-    model = out / "output" / "demo" / "model"
-    assert [path for path in out.rglob("model") if path.is_dir()] == [model]
-    assert "rather-demo/output/demo/model" in done.stdout
-    assert f"{after['preferred']:.1%}" in done.stdout
-    AutoModelForCausalLM.from_pretrained(model)
-    AutoTokenizer.from_pretrained(model)

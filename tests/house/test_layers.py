@@ -15,14 +15,19 @@ from tests.house.source import ROOT, imports, module_name, python_files, where
 FLOORS = [
     {"rather", "__main__"},
     {"cli"},
-    {"demo", "compare", "recipes"},
-    {"pipeline", "run", "reference", "tracking", "card", "run_folder", "terminal", "verify", "folder_commands"},
+    {"demo", "board", "compare", "migrate", "recipes", "model_commands", "sweep", "plan_command",
+     "doctor"},
+    {"score", "chat", "exporting", "compare_runs", "weights", "merge"},
+    {"api", "coati"},
+    {"pipeline", "run", "reference", "tracking", "card", "run_folder", "terminal", "verify", "folder_commands",
+     "report", "data_command", "health", "answers"},
     {"cluster"},
-    {"trainer", "trouble", "checkpoint", "manifest"},
+    {"plan"},
+    {"trainer", "given", "trouble", "checkpoint", "manifest"},
     {"model", "parallel", "optim", "adamw", "kernels"},
     {"losses", "objective", "metrics", "data"},
     {"batch", "config"},
-    {"errors", "signals", "store", "ahead", "pieces", "redaction", "faults", "control"},
+    {"errors", "signals", "store", "ahead", "pieces", "redaction", "faults", "control", "page"},
 ]
 
 DOORS = {
@@ -30,9 +35,15 @@ DOORS = {
     "omegaconf": ("rather/config/load.py",),
     # demo/base.py plays the user who brings a model: it makes one and asks it for answers.
     "transformers": ("rather/model/", "rather/data/template.py", "rather/demo/base.py"),
-    "tensorboard": ("rather/tracking.py",),
-    "torch.utils.tensorboard": ("rather/tracking.py",),
+    "tensorboard": ("rather/tracking/",),
+    "torch.utils.tensorboard": ("rather/tracking/",),
+    "wandb": ("rather/tracking/",),
+    "trackio": ("rather/tracking/",),
+    "mlflow": ("rather/tracking/",),
+    "swanlab": ("rather/tracking/",),
     "ray": ("rather/cluster/",),
+    "peft": ("rather/model/adapters.py",),
+    "plotly": ("rather/page/",),
 }
 
 

@@ -75,7 +75,8 @@ def test_no_file_of_the_run_holds_reference_weights(trained: Trained) -> None:
     files = [file for file in config.run_dir.rglob("*") if file.is_file()]
     tensors = [file for file in files if file.suffix == ".safetensors"]
     assert len(tensors) == 2 * 3 + 2  # model, optimizer and rng of two checkpoints; model; best model
-    assert all(file.suffix in (".json", ".jsonl", ".yaml", ".md", ".log", "") for file in set(files) - set(tensors))
+    texts = (".json", ".jsonl", ".yaml", ".md", ".log", ".html", "")
+    assert all(file.suffix in texts for file in set(files) - set(tensors))
     for tensor in (tensor for file in tensors for tensor in load_file(file).values()):
         assert not any(tensor.shape == w.shape and torch.equal(tensor.float(), w.float()) for w in reference)
 

@@ -53,11 +53,12 @@ def fill(folder: Path, cache: str) -> int:
 
 
 def changes_of(folder: Path, name: str) -> dict[str, Any]:
-    """A run over its own copy of the half-filled cache."""
+    """A run over its own copy of the half-filled cache. Saved at once: killed at step 7, it goes on from step 5."""
     cache = folder / f"cache-{name}"
     if not cache.exists():
         shutil.copytree(folder / "half", cache)
-    return {**RUN, **TOKENS, "exp_name": name, "reference__cache__path": str(cache)}
+    own = {"exp_name": name, "reference__cache__path": str(cache), "checkpoint_config__async_save": "off"}
+    return {**RUN, **TOKENS, **own}
 
 
 @pytest.fixture(scope="module")

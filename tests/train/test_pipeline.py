@@ -73,6 +73,7 @@ def test_a_plain_run(shared: Path) -> None:
     assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
     written = {path.name for path in config.run_dir.iterdir() if not path.name.startswith(".")}
     files = {"metrics.jsonl", "config.yaml", "data_report.json", "report.json", "reference.log"}
+    files |= {"plan.json", "starts.jsonl", "report.html"}
     assert written == files | {"checkpoint-3", "LATEST", "model"}
     assert json.loads((config.run_dir / "data_report.json").read_text())
 

@@ -1,0 +1,71 @@
+"""`rather data`: what the model will really see, in the terminal, as a page or as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rather.errors import DiskError
+from rather.terminal import ConfigPath, Overrides, guarded
+from rather.terminal import settings as settings_of
+
+PAIRS_ON_A_PAGE = 3
+
+
+def data_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    show: Annotated[int, typer.Option(help="Print this many pairs with their scored tokens.", min=0)] = 0,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the tokenised pairs to this new folder.", show_default=False)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write everything as one HTML file, with charts.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of tables.")] = False,
+) -> None:
+    """Prepare the pairs and show what the model will really see: every dropped row with its reason, lengths, repeats,
+    contradictions, what evaluation shares with training, and whether prompts are as at inference."""
+
+    def work() -> int:
+        settings = settings_of(config, overrides or [])
+        from rather.data.look_page import data_page
+        from rather.data.prepare import prepare
+        from rather.data.save import save as save_pairs
+        from rather.data.show import print_look, print_report, show_pairs, token_view
+        from rather.data.template import load_tokenizer
+
+        prepared = prepare(settings)
+        report, console = dict(prepared.report), Console(stderr=as_json)
+        if show or save or html:
+            args = settings.actor_train.model_args
+            path = settings.actor_train.tokenizer_path
+            tokenizer = load_tokenizer(path, args.revision, args.trust_remote_code)
+            report["shown"] = token_view(prepared.train, tokenizer, show or PAIRS_ON_A_PAGE)
+        if as_json:
+            typer.echo(json.dumps(report, indent=1, ensure_ascii=False))
+        else:
+            print_report(report, console)
+            print_look(report["look"], console)
+        if show and not as_json:
+            show_pairs(prepared.train, tokenizer, show, console)
+        if save:
+            for folder in save_pairs(prepared, save, tokenizer.decode):
+                typer.echo(f"tokenised pairs are in {folder}", err=as_json)
+        if html:
+            _write(html, data_page(report, settings.exp_name))
+            typer.echo(f"the page is in {html}", err=as_json)
+        return 0
+
+    raise typer.Exit(guarded(work))
+
+
+def _write(file: Path, content: str) -> None:
+    try:
+        file.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise DiskError(f"--html {file}: cannot be written ({error.strerror}).") from error

@@ -1,0 +1,126 @@
+"""The data report as a page and as JSON: from the command, out of a run, and with pairs that would be markup."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rather.cli import app
+from rather.data.look_page import data_page, section
+from rather.pipeline import DPOPipeline
+from tests.browser import NARROW, OpenPage, accessibility_findings, overflow, screenshot
+from tests.tiny import make_config, make_model
+
+EVIL = "</script></pre><img src=x onerror=alert(1)><script>alert(2)</script>"
+NAME = "<img src=x onerror=alert(3)>.jsonl"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Path:
+    """A YAML whose pairs and file name are markup, some leaked, some repeated."""
+    folder = tmp_path_factory.mktemp("page")
+    model = make_model(folder / "base")
+    for file in folders["chat"].iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    rows = [{"prompt": f"{EVIL} {i}", "chosen": f"{EVIL} good {i}" * (1 + i % 3), "rejected": "bad", "id": EVIL}
+            for i in range(30)]  # fmt: skip
+    for name, some in ((NAME, [*rows, *rows[:3]]), ("held.jsonl", rows[:2])):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    config = {
+        "exp_name": "evil",
+        "output_dir": str(folder / "out"),
+        "pretrain": str(model),
+        "sequence_length": 1024,
+        "actor_train": {"data_args": {"file_name": str(folder / NAME)}},
+        "validation": {"data_args": {"file_name": {"held": str(folder / "held.jsonl")}}},
+    }
+    (folder / "run.yaml").write_text(json.dumps(config))
+    return folder / "run.yaml"
+
+
+def command(*arguments: str) -> Any:
+    done = CliRunner().invoke(app, ["data", *arguments])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def page(settings: Path) -> Path:
+    file = settings.parent / "data.html"
+    told = command(str(settings), "--html", str(file), "--show", "2")
+    assert f"the page is in {file}" in told.stdout.replace("\n", "")
+    return file
+
+
+class Elements(HTMLParser):
+    """Every element, and the text of scripts."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.handlers: list[str] = []
+        self.feed(document)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+
+def test_pairs_that_are_markup_stay_text(page: Path) -> None:
+    document = page.read_text()
+    found = Elements(document)
+    assert "img" not in found.names
+    assert not found.handlers
+    assert found.names.count("script") == 4  # the frame, two charts, plotly
+    assert "&lt;img src=x onerror=alert(3)&gt;.jsonl:31" in document
+    assert "2 pairs" in document
+
+
+def test_json_is_all_there_is(settings: Path) -> None:
+    report = json.loads(command(str(settings), "--json").stdout)
+    assert report["look"]["sets"]["train"]["repeats"]["pairs_again"] == 3
+    assert report["look"]["leaks"]["eval held"]["same_prompts"] == 2
+    assert report["look"]["findings"][0]["name"] == "leakage"
+    assert "shown" not in report
+    shown = json.loads(command(str(settings), "--json", "--show", "1").stdout)["shown"]
+    chosen = shown[0]["sides"]["chosen"]
+    assert len(chosen["shown"]) == chosen["tokens"]
+    scored = "".join(text for text, is_scored in chosen["shown"] if is_scored)
+    assert scored == f"{EVIL} good 0<|im_end|>"
+
+
+def test_a_place_that_cannot_be_written_is_said(settings: Path) -> None:
+    done = CliRunner().invoke(app, ["data", str(settings), "--html", str(settings.parent / "no" / "such.html")])
+    assert done.exit_code == 9
+    assert "such.html: cannot be written (No such file or directory)" in done.output.replace("\n", "")
+
+
+def test_refused_data_has_a_page_too() -> None:
+    """data_report.json of a run that ended because of its rows has no look."""
+    told = {"rows": 2, "pairs": 1, "dropped": {"bad_json": {"count": 1, "places": {}, "examples": []}}}
+    assert "not valid JSON" in section({"train": told, "evals": {}, "warnings": []})
+
+
+def test_the_page_in_a_browser(page: Path, open_page: OpenPage) -> None:
+    for theme, size in (("light", (1280, 900)), ("dark", NARROW)):
+        opened = open_page(page, size=size, theme=theme)
+        assert opened.locator(".plot .barlayer .point path").count() > 3
+        assert opened.locator("pre.tokens mark").count() > 10
+        assert opened.get_by_text("of the prompts of eval held are also in train").count() == 1
+        assert overflow(opened) == 0
+        assert accessibility_findings(opened) == []
+        screenshot(opened, f"data-{theme}")
+
+
+def test_a_run_leaves_the_whole_report(tmp_path: Path) -> None:
+    config = make_config(tmp_path, max_steps=1)
+    assert DPOPipeline(config).run() == 0
+    report = json.loads((config.run_dir / "data_report.json").read_text())
+    assert report["look"]["sets"]["train"]["pairs"] == 40
+    assert len(report["shown"]) == 3
+    assert "Answer lengths" in data_page(report, "run")

@@ -1,0 +1,85 @@
+"""What single pages promise: tests that exist, sentences that the code says, a page for every loss."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.house.source import ROOT, python_files, tree
+
+DOCS = ROOT / "docs"
+FIELD = re.compile(r"%[-+.\d]*[sdrfgi]")
+
+
+def blank(text: str) -> str:
+    """Fields of a message as `...`, white space as one blank."""
+    return re.sub(r"\s+", " ", FIELD.sub("...", text)).strip()
+
+
+def words_of(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+        return "".join(map(str, parts))
+    return str(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def messages() -> str:
+    """Every text in the code of the package, with `...` for what is put in."""
+    nodes = (node for file in python_files("rather") for node in ast.walk(tree(file)))
+    return "\n".join(filter(None, (blank(words_of(node)) for node in nodes)))
+
+
+def quoted() -> list[str]:
+    """The sentences that the page of troubles quotes: its blocks `text`, one sentence a line."""
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def said() -> str:
+    return messages()
+
+
+@pytest.mark.parametrize("sentence", quoted())
+def test_rather_says_what_the_page_of_troubles_quotes(sentence: str, said: str) -> None:
+    assert blank(sentence) in said
+
+
+def test_a_sentence_that_nobody_says_is_seen(said: str) -> None:
+    assert len(quoted()) > 25
+    assert blank("device_mapping: GPU ... has gone for lunch") not in said
+
+
+@pytest.mark.parametrize("page", ["promises.md", "never_run.md"])
+def test_every_test_that_is_named_exists(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    named = re.findall(r"`(?:tests/)?([\w/]+\.py)(?:::(\w+))?`", text)
+    assert named
+    for file, name in named:
+        path = ROOT / "tests" / file
+        assert path.is_file(), f"docs/{page}: tests/{file}"
+        functions = {node.name for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)}
+        assert not name or name in functions, f"docs/{page}: {file}::{name}"
+
+
+def test_every_promise_has_a_test() -> None:
+    lines = (DOCS / "promises.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if re.match(r"\| \d+ \|", line)]
+    assert len(rows) >= 13
+    assert not [row for row in rows if "::test_" not in row]
+
+
+def test_every_loss_has_its_page() -> None:
+    from rather.losses import LOSSES
+
+    index = (DOCS / "losses" / "index.md").read_text(encoding="utf-8")
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for name in LOSSES:
+        page = (DOCS / "losses" / f"{name}.md").read_text(encoding="utf-8")
+        assert page.startswith(f"# `{name}`"), name
+        assert all(part in page for part in ("```text\n", "**When.**", "```yaml\n")), name
+        assert f"[`{name}`]({name}.md)" in index
+        assert f"losses/{name}.md" in site
