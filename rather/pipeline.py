@@ -6,7 +6,6 @@ import logging
 from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 
@@ -20,9 +19,9 @@ from rather.cluster.launch import Role, launch
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import ActorWorker
 from rather.config.checks import device_problems, missing
-from rather.config.schema import ActorConfig, DPOConfig
+from rather.config.schema import DPOConfig
 from rather.data.prepare import Prepared, prepare
-from rather.data.template import choose_template, load_tokenizer
+from rather.data.template import tokenizer_of
 from rather.errors import ConfigError, DataError, HangError, WorkerLost
 from rather.metrics import Window
 from rather.objective import from_config
@@ -411,13 +410,3 @@ class DPOPipeline:
 
 def due(step: int, every: int | None) -> bool:
     return bool(every) and step % (every or 1) == 0
-
-
-def tokenizer_of(actor: ActorConfig) -> Any:
-    """The policy's tokenizer, carrying the chat template it is trained with into the exported model."""
-    args = actor.model_args
-    tokenizer = load_tokenizer(actor.tokenizer_path, args.revision, args.trust_remote_code)
-    template = choose_template(actor.data_args.template, tokenizer)
-    if template and template.name != "native":
-        tokenizer.chat_template = template.text
-    return tokenizer

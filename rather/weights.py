@@ -14,12 +14,11 @@ from rather.config.adapters import keeps_start
 from rather.config.load import load
 from rather.config.paths import is_local, nearest_names
 from rather.config.schema import ActorModelArgs, DPOConfig
-from rather.data.template import load_tokenizer
+from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
 from rather.model.digest import model_folder
 from rather.model.load import Start, freeze, load_policy
 from rather.model.policy import PolicyModel
-from rather.pipeline import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Weights:
         start = Start(self.run.seed, keeps_start(self.run)) if self.run else Start()
         policy = load_policy(self.model, args, device, start=start)
         if self.checkpoint:
-            _put(policy, self.checkpoint)
+            put(policy, self.checkpoint)
         return freeze(policy)
 
     def tokenizer(self) -> Any:
@@ -95,9 +94,9 @@ def _of_checkpoint(name: str, found: Checkpoint) -> Weights:
     return Weights(name, actor.model_path, actor.tokenizer_path, actor.model_args, found, run)
 
 
-def _put(policy: PolicyModel, found: Checkpoint) -> None:
-    """What was trained, in place of what the training began with."""
-    held, saved = dict(policy.named_parameters()), found.stored("model")
+def put(policy: PolicyModel, found: Checkpoint, group: str = "model") -> None:
+    """What was trained, in place of what the training began with. `reference`: of one that moved."""
+    held, saved = dict(policy.named_parameters()), found.stored(group)
     strange = [name for name in saved if name not in held or saved.shape(name) != tuple(held[name].shape)]
     unsaved = [name for name, parameter in held.items() if parameter.requires_grad and name not in saved]
     if strange or unsaved:

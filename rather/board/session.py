@@ -27,13 +27,14 @@ from rather.data.pack import pack
 from rather.data.pairs import PairDataset
 from rather.data.prepare import Prepared, prepare
 from rather.data.template import load_tokenizer
-from rather.errors import CheckpointError, ConfigError, DataError
+from rather.errors import ConfigError, DataError
 from rather.model.load import Start, compute_dtype, load_policy, same_weights
 from rather.model.policy import PolicyModel
 from rather.objective import PairLoss, from_config
 from rather.plan.state import stored_weights
 from rather.redaction import hide
 from rather.run_folder import FINISHED
+from rather.weights import put
 
 HITS = 20  # pairs listed at a time
 SEARCH_SECONDS = 1.5  # then what was found is told, and the search can go on from there
@@ -167,7 +168,7 @@ class Session:
             return self._loaded(str(source), actor.model_args.of_other_weights()), f"model/ of step {step}"
         self.tell(f"loading {source.path.name}")
         policy = self._loaded(actor.model_path, actor.model_args)
-        put(policy, source, "model")
+        put(policy, source)
         return policy, source.path.name
 
     def _loaded(self, name: str, args: ModelArgs) -> PolicyModel:
@@ -280,18 +281,6 @@ def starts_as_reference(config: DPOConfig) -> bool:
         and own.model_args.revision == other.model_args.revision
         and own.model_args.adapter_name_or_path == other.model_args.adapter_name_or_path
     )
-
-
-@torch.no_grad()
-def put(policy: PolicyModel, source: Checkpoint, group: str) -> None:
-    """Gives a model the weights that a checkpoint has of it."""
-    saved = source.stored(group)
-    for name, parameter in policy.named_parameters():
-        if not parameter.requires_grad:  # of the base under an adapter
-            continue
-        if name not in saved or saved.shape(name) != tuple(parameter.shape):
-            raise CheckpointError(f"{source.path}: its weights do not fit the model of the config, first {name}.")
-        parameter.copy_(saved[name])
 
 
 def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:

@@ -23,6 +23,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from rather.config.schema import ActorConfig
 from rather.data.cut import Bad
 from rather.data.messages import Turns
 from rather.errors import DataError
@@ -206,6 +207,16 @@ def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> C
     if chosen:
         chosen.check_syntax()
     return chosen
+
+
+def tokenizer_of(actor: ActorConfig) -> Any:
+    """The policy's tokenizer, carrying the chat template it is trained with into the exported model."""
+    args = actor.model_args
+    tokenizer = load_tokenizer(actor.tokenizer_path, args.revision, args.trust_remote_code)
+    template = choose_template(actor.data_args.template, tokenizer)
+    if template and template.name != "native":
+        tokenizer.chat_template = template.text
+    return tokenizer
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
