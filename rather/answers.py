@@ -22,6 +22,7 @@ from rather.data.tokens import Encoder
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.model.generate import Answer
 from rather.run.evaluation import BrokenOff
+from rather.strict_json import strict_json
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class Answers:
         """A disk that takes no line costs the texts, never the run."""
         try:
             with self.file.open(mode, encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                file.writelines(strict_json(row) + "\n" for row in rows)
         except OSError as error:
             log.warning("%s: cannot be written (%s)", self.file, error.strerror)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -15,20 +14,20 @@ import typer
 from rich.console import Console
 
 from rather.board.command import board_command
+from rather.commands.data import data_command
+from rather.commands.doctor import doctor_command
+from rather.commands.folders import save_now_command, stop_command, verify_command
+from rather.commands.models import chat_command, compare_command, export_command, merge_command, score_command
+from rather.commands.plan import plan_command
 from rather.compare.command import compare_losses_command
-from rather.data_command import data_command
-from rather.doctor import doctor_command
-from rather.folder_commands import save_now_command, stop_command, verify_command
 from rather.health.command import health_command
 from rather.migrate.command import migrate_command
-from rather.model_commands import chat_command, compare_command, export_command, score_command
-from rather.plan_command import plan_command
 from rather.recipes.commands import recipes_app
 from rather.redaction import redact
 from rather.report.command import report_command
 from rather.signals import PATIENCE, StopRequest, leave_within
 from rather.sweep.command import sweep_command
-from rather.terminal import ConfigPath, Overrides, guarded
+from rather.terminal import ConfigPath, Overrides, guarded, print_json
 from rather.terminal import settings as settings_of
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
@@ -57,6 +56,7 @@ app.command("migrate", epilog="Example: `rather migrate trl.yaml --out dpo.yaml`
 app.command("score", epilog="Example: `rather score output/dpo pairs.jsonl --reference base --by lang`")(score_command)
 app.command("chat", epilog="Example: `rather chat output/dpo --beside base`")(chat_command)
 app.command("export", epilog="Example: `rather export output/dpo out --dtype bf16 --shard-size 5GB`")(export_command)
+app.command("merge", epilog="Example: `rather merge output/lora/adapter --out merged`")(merge_command)
 app.command("compare", epilog="Example: `rather compare output/a output/b`")(compare_command)
 app.command("sweep", epilog="Example: `rather sweep dpo.yaml beta=0.01,0.05,0.1`")(sweep_command)
 
@@ -137,24 +137,7 @@ def evaluate(
             raise ConfigError(f"{result}: the run has no model yet; train first, or name weights with --model.")
         with closing(DPOPipeline(settings)) as pipeline:
             pipeline.initialize(model=model or str(result))
-            typer.echo(json.dumps(pipeline.evaluate(), indent=1))
-        return 0
-
-    raise typer.Exit(guarded(work))
-
-
-@app.command("merge", epilog="Example: `rather merge output/lora/adapter --out merged`")
-def merge_adapter(
-    adapter: Annotated[str, typer.Argument(help="Folder or hub name of a PEFT adapter.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the merged model.", show_default=False)],
-    base: Annotated[str | None, typer.Option(help="Its base, where it is not as it says.", show_default=False)] = None,
-) -> None:
-    """Merge an adapter into its base, after comparing log-probs before and after."""
-
-    def work() -> int:
-        from rather.merge import merge
-
-        typer.echo(f"{out}: {merge(adapter, out, base)}")
+            print_json(pipeline.evaluate())
         return 0
 
     raise typer.Exit(guarded(work))
@@ -212,7 +195,7 @@ def config_schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
     from rather.config.show import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=1))
+    print_json(json_schema())
 
 
 @config_app.command("reference")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from rather.checkpoint import Checkpoint
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, DiskError
+from rather.strict_json import strict_json
 from rather.tracking.past import IDS as TRACKER_IDS
 
 log = logging.getLogger(__name__)
@@ -119,9 +119,7 @@ def mark_finished(run_dir: Path, step: int) -> None:
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Half a character, which UTF-8 has not, becomes its escape in JSON."""
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    file.write_text(strict_json(value, indent=1) + "\n", encoding="utf-8")
 
 
 def _own_files(run_dir: Path) -> list[Path]:

@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rather.errors import ConfigError, Ended, RatherError, RayGone
 from rather.redaction import hide, redact
+from rather.strict_json import strict_json
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -46,6 +47,10 @@ def _with_source(problem: str, sources: Mapping[str, str]) -> str:
     keys, colon, text = problem.partition(": ")
     places = [sources[key] for key in keys.split(", ") if sources.get(key, "default") != "default"]
     return f"{keys} ({', '.join(places)}){colon}{text}" if places else problem
+
+
+def print_json(value: Any) -> None:
+    typer.echo(strict_json(value, indent=1))
 
 
 def guarded(work: Callable[[], int]) -> int:

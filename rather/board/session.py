@@ -34,7 +34,7 @@ from rather.objective import PairLoss, from_config
 from rather.plan.state import stored_weights
 from rather.redaction import hide
 from rather.run_folder import FINISHED
-from rather.weights import put
+from rather.use.weights import put
 
 HITS = 20  # pairs listed at a time
 SEARCH_SECONDS = 1.5  # then what was found is told, and the search can go on from there

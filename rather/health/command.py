@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.terminal import guarded
+from rather.terminal import guarded, print_json
 
 if TYPE_CHECKING:
     from rather.health.watch import Finding
@@ -34,7 +33,7 @@ def health_command(
             raise ConfigError(f"{run}: holds no run (it has no metrics.jsonl); name <output_dir>/<exp_name>.")
         found = sorted(read_findings(run), key=lambda one: SEVERITIES.index(one.severity))
         if as_json:
-            typer.echo(json.dumps([asdict(one) for one in found], indent=1, ensure_ascii=False))
+            print_json([asdict(one) for one in found])
         else:
             print_findings(found, Console())
         return 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from rather.health.history import History
 from rather.health.rules import RULES, Severity
+from rather.strict_json import strict_json
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Watch:
 
     def _write(self, findings: list[Finding], *, mode: str) -> None:
         with self.file.open(mode, encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in findings)
+            file.writelines(strict_json(asdict(one)) + "\n" for one in findings)
 
 
 def read_findings(run_dir: Path) -> list[Finding]:

@@ -20,6 +20,7 @@ from rather.config.masking import public_values
 from rather.config.schema import DPOConfig
 from rather.redaction import redact
 from rather.run_folder import STARTS
+from rather.strict_json import append_line
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,9 @@ def note_start(config: DPOConfig, kind: str, step: int, total_steps: int) -> Non
     """Appends this start; a run that begins has no earlier ones. Nothing relies on it, so no failure ends the run."""
     file = config.run_dir / STARTS
     try:
-        line = json.dumps(_record(config, kind, step, total_steps))
-        with file.open("a" if step else "w", encoding="utf-8") as out:
-            out.write(f"{line}\n")
+        if not step:
+            file.unlink(missing_ok=True)
+        append_line(file, _record(config, kind, step, total_steps))
     except Exception as error:
         log.warning("%s: this start is not told there (%s: %s)", file, type(error).__name__, error)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rather.redaction import redact
+from rather.strict_json import append_line, strict_json
 
 log = logging.getLogger(__name__)
 
@@ -31,22 +30,11 @@ class Incidents:
             return
         record = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "kind": kind, "step": step}
         record |= {name: redact(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        line = json.dumps(_strict(record), ensure_ascii=False, default=str, allow_nan=False) + "\n"
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(line)
+            append_line(self.file, record)
         except OSError as error:
             if not self._told:
                 log.warning("%s: %s; incidents are told here only", self.file, error.strerror or error)
             self._told = True
-            log.warning("incident: %s", line.rstrip())
-
-
-def _strict(value: Any) -> Any:
-    """JSON has no NaN: such a number is told as a text."""
-    if isinstance(value, dict):
-        return {name: _strict(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            log.warning("incident: %s", strict_json(record))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.terminal import ConfigPath, guarded
+from rather.terminal import ConfigPath, guarded, print_json
 
 if TYPE_CHECKING:
     from rather.sweep.results import Result
@@ -60,7 +59,7 @@ def _sweep(config: Path, values: Sequence[str], by: str | None, overwrite: bool,
     if as_json:
         top = winner(results)
         told = {"metric": metric, "best": top.point.name if top else None, "reference": sweep.reference}
-        typer.echo(json.dumps({**told, "runs": [result.told() for result in results]}, indent=1))
+        print_json({**told, "runs": [result.told() for result in results]})
     else:
         print_results(sweep, results, metric, Console())
         for sentence in (*said, f"curves of all runs: {page}"):

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rather.compare_runs import JUDGED, Run, best
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, DPOConfig
 from rather.errors import ConfigError
 from rather.metrics import OF_A_LOSS, PER_PAIR
 from rather.page import chart, escape, lines, page, plotly_bundle, table
 from rather.report.folder import METRICS, Folder
-from rather.score import wilson
 from rather.sweep.runs import DONE, PAGE, Outcome, Point, Sweep
+from rather.use.compare import JUDGED, Run, best
+from rather.use.score import wilson
 
 ACCURACY = "rewards/accuracies"
 RESCALING = ("pref_loss", "loss_weights", *LOSS_NUMBERS, *LOSS_MODIFIERS)  # keys under which losses have other units

@@ -19,7 +19,6 @@ import yaml
 from rather import control
 from rather.cluster.launch import mappings
 from rather.cluster.spmd import started_by_torchrun
-from rather.compare_runs import PLACE, differences, leaves
 from rather.config.load import dump_yaml
 from rather.config.masking import public_values
 from rather.config.schema import DPOConfig
@@ -30,11 +29,13 @@ from rather.pipeline import DPOPipeline
 from rather.redaction import redact
 from rather.run_folder import FINISHED
 from rather.signals import StopRequest
+from rather.strict_json import strict_json
 from rather.sweep.children import Children, last_words
 from rather.sweep.fill import REPORT
 from rather.sweep.grid import Grid, read_grid
 from rather.terminal import settings
 from rather.tracking import close_logging, setup_logging, worker_log
+from rather.use.compare import PLACE, differences, leaves
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class Sweep:
         content = {"facts": self.facts, "reference": self.reference, "runs": runs}
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{STATE}-{os.getpid()}"
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(strict_json(content, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, self.folder / STATE)
 
     def outcome(self, point: Point) -> Outcome:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.merge import merge
+from rather.use.merge import merge
 from tests.tiny import make_model
 
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from rather.batch import TokenPair
 from rather.config.schema import DPOConfig
-from rather.merge import merge
 from rather.pipeline import DPOPipeline
+from rather.use.merge import merge
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; pip install 'rather[quantization]'")

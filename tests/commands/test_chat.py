@@ -11,13 +11,13 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.chat import Chat, Speaker
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.generate import Answer, Decoding, generate
 from rather.model.load import load_policy
-from rather.weights import weights_of
+from rather.use.chat import Chat, Speaker
+from rather.use.weights import weights_of
 from tests.commands.conftest import rather
 
 TEMPLATE = (

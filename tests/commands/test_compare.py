@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rather.compare_runs import best, distance, first_difference
 from rather.config.schema import DPOConfig
+from rather.use.compare import best, distance, first_difference
 from tests.commands.conftest import rather, told
 from tests.tiny import metrics
 

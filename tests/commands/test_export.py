@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rather import checkpoint
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
-from rather.exporting import bytes_of
+from rather.use.export import bytes_of
 from tests.commands.conftest import rather
 
 

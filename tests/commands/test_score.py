@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.batch import TokenPair
 from rather.config.schema import DPOConfig
-from rather.score import wilson
+from rather.use.score import wilson
 from tests.commands.conftest import rather, told
 from tests.padded import padded_logps
 from tests.tiny import make_model, make_pairs, metrics

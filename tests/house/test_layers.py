@@ -15,19 +15,18 @@ from tests.house.source import ROOT, imports, module_name, python_files, where
 FLOORS = [
     {"rather", "__main__"},
     {"cli"},
-    {"demo", "board", "compare", "migrate", "recipes", "model_commands", "sweep", "plan_command",
-     "doctor"},
-    {"score", "chat", "exporting", "compare_runs", "weights", "merge"},
+    {"demo", "board", "compare", "migrate", "recipes", "commands", "sweep"},
+    {"use"},
     {"api", "coati"},
-    {"pipeline", "run", "reference", "tracking", "card", "run_folder", "terminal", "verify", "folder_commands",
-     "report", "data_command", "health", "answers"},
+    {"pipeline", "run", "reference", "tracking", "card", "run_folder", "terminal", "verify", "report", "health",
+     "answers"},
     {"cluster"},
     {"plan"},
     {"trainer", "given", "trouble", "checkpoint", "manifest"},
     {"model", "parallel", "optim", "adamw", "kernels"},
     {"losses", "objective", "metrics", "data"},
     {"batch", "config"},
-    {"errors", "signals", "store", "ahead", "pieces", "redaction", "faults", "control", "page"},
+    {"errors", "signals", "store", "ahead", "pieces", "redaction", "faults", "control", "page", "strict_json"},
 ]
 
 DOORS = {

@@ -239,7 +239,7 @@ def judged(found: DPOConfig, sizes: Sizes, gpu: str, sample: list[list[TokenPair
 
 
 def test_what_does_not_fit_has_ways_that_do(folder: Path, seven: tuple[Path, Sizes]) -> None:
-    from rather.plan_command import verdict
+    from rather.commands.plan import verdict
 
     found, sample = config(folder, seven[0]), steps(16)
     own = judged(found, seven[1], "h100", sample)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from rather.commands.doctor import findings
 from rather.config.load import dump_yaml
-from rather.doctor import findings
 from rather.pipeline import DPOPipeline
 from tests.tiny import WORDS, make_config, make_model
 
@@ -165,7 +165,7 @@ def test_doctor_sees_a_folder_that_cannot_be_written(run: dict[str, Any], tmp_pa
 
 
 def test_doctor_knows_packages_from_folders_and_from_those_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    import rather.doctor as doctor
+    import rather.commands.doctor as doctor
 
     def unknown(name: str) -> str:
         raise PackageNotFoundError(name)
@@ -178,7 +178,7 @@ def test_doctor_knows_packages_from_folders_and_from_those_of_another_name(monke
 
 
 def test_doctor_judges_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    import rather.doctor as doctor
+    import rather.commands.doctor as doctor
 
     monkeypatch.setattr(doctor.locale, "getpreferredencoding", lambda _: "ANSI_X3.4-1968")
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 
 from rather.errors import DiskError
-from rather.terminal import ConfigPath, Overrides, guarded
+from rather.terminal import ConfigPath, Overrides, guarded, print_json
 from rather.terminal import settings as settings_of
 
 PAIRS_ON_A_PAGE = 3
@@ -47,7 +46,7 @@ def data_command(
             tokenizer = load_tokenizer(path, args.revision, args.trust_remote_code)
             report["shown"] = token_view(prepared.train, tokenizer, show or PAIRS_ON_A_PAGE)
         if as_json:
-            typer.echo(json.dumps(report, indent=1, ensure_ascii=False))
+            print_json(report)
         else:
             print_report(report, console)
             print_look(report["look"], console)

@@ -11,12 +11,12 @@ import torch
 
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
-from rather.merge import Merged, log_probs, merge
 from rather.model.check import TOLERANCE
 from rather.model.digest import model_folder
 from rather.model.export import publish, whole_adapter, whole_model
 from rather.model.load import DTYPES, load_policy
-from rather.weights import Weights, here, weights_of
+from rather.use.merge import Merged, log_probs, merge
+from rather.use.weights import Weights, here, weights_of
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.terminal import ConfigPath, Overrides, guarded
+from rather.terminal import ConfigPath, Overrides, guarded, print_json
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -62,7 +61,7 @@ def _plan(path: Path, overrides: list[str], gpus: int | None, gpu: str | None, a
     said = verdict(own, ways, more)
     if as_json:
         others = [{"settings": dict(way.change), **way.forecast.as_json()} for way in ways]
-        typer.echo(json.dumps({**own.as_json(), "verdict": said, "others": others}, indent=1))
+        print_json({**own.as_json(), "verdict": said, "others": others})
     else:
         show(own, ways, said, Console())
     return 0

@@ -1,8 +1,7 @@
-"""Commands on finished work: `score`, `chat`, `export` and `compare`."""
+"""Commands on finished work: `score`, `chat`, `export`, `merge` and `compare`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.terminal import Overrides, guarded
+from rather.strict_json import strict_json
+from rather.terminal import Overrides, guarded, print_json
 
 Model = Annotated[
     str, typer.Argument(help="A model folder, hub name, adapter, run folder or checkpoint.", show_default=False)
@@ -51,17 +51,17 @@ def score_command(
 def _score(
     model: str, pairs: Path, overrides: list[str], reference: str | None, by: list[str], as_json: bool, out: Path | None
 ) -> int:
-    from rather.score import score, written
-    from rather.weights import weights_of
+    from rather.use.score import score, written
+    from rather.use.weights import weights_of
 
     with written(out) as file:
         other = weights_of(reference) if reference else None
         scores = score(weights_of(model), other, pairs, overrides, by)
         if file is not None:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in scores.lines())
+            file.writelines(strict_json(line) + "\n" for line in scores.lines())
     told = {"model": model, "reference": reference, "file": str(pairs), **scores.everything}
     if as_json:
-        typer.echo(json.dumps(told, indent=1, ensure_ascii=False))
+        print_json(told)
     else:
         _print_scores(told, Console())
     if out and not as_json:
@@ -131,9 +131,9 @@ def chat_command(
 
         if temperature == 0 and (top_p is not None or seed is not None):
             raise ConfigError("--top-p, --seed: nothing is drawn at temperature 0; set --temperature as well")
-        from rather.chat import Chat
         from rather.model.generate import Decoding
-        from rather.weights import weights_of
+        from rather.use.chat import Chat
+        from rather.use.weights import weights_of
 
         models = [weights_of(name) for name in (model, beside) if name is not None]
         decoding = Decoding(max_new_tokens, temperature, top_p or 1.0)
@@ -165,10 +165,29 @@ def export_command(
     """Write a model as a folder of its own, and compare its log-probs with the source's before it gets its name."""
 
     def work() -> int:
-        from rather.exporting import Wanted, bytes_of, export
+        from rather.use.export import Wanted, bytes_of, export
 
         wanted = Wanted(adapter, dtype, bytes_of(shard_size) if shard_size else None)
         typer.echo(f"{out}: {export(source, out, wanted)}")
+        return 0
+
+    raise typer.Exit(guarded(work))
+
+
+# --- merge ---
+
+
+def merge_command(
+    adapter: Annotated[str, typer.Argument(help="Folder or hub name of a PEFT adapter.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the merged model.", show_default=False)],
+    base: Annotated[str | None, typer.Option(help="Its base, where it is not as it says.", show_default=False)] = None,
+) -> None:
+    """Merge an adapter into its base, after comparing log-probs before and after."""
+
+    def work() -> int:
+        from rather.use.merge import merge
+
+        typer.echo(f"{out}: {merge(adapter, out, base)}")
         return 0
 
     raise typer.Exit(guarded(work))
@@ -185,11 +204,11 @@ def compare_command(
     """Compare two runs: settings, environment, metrics, weights, and the first step at which they differ."""
 
     def work() -> int:
-        from rather.compare_runs import compare
+        from rather.use.compare import compare
 
         found = compare(run_a, run_b)
         if as_json:
-            typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+            print_json(found)
         else:
             _print_comparison(found, Console())
         return 0

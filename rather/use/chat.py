@@ -19,7 +19,7 @@ from rather.data.prepare import recipe_of
 from rather.data.tokens import Encoder
 from rather.errors import ConfigError
 from rather.model.generate import Decoding, generate
-from rather.weights import Weights, here
+from rather.use.weights import Weights, here
 
 COMMANDS = "/reset begins anew, /system TEXT sets the system message, /quit ends; Ctrl-C stops an answer"
 HALF_A_CHARACTER = "\ufffd"  # what a token decodes to whose bytes go on in the next one

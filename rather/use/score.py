@@ -36,7 +36,7 @@ from rather.run.refusals import refuse_missing_columns
 from rather.run.steps import EVALUATION_CHUNK, Packing
 from rather.terminal import settings
 from rather.trainer import RankTrainer
-from rather.weights import Weights, here
+from rather.use.weights import Weights, here
 
 DATA_KEYS = (
     "template", "format", "columns", "score", "overlong", "separator", "special_tokens", "encoding",

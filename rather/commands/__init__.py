@@ -1,0 +1,1 @@
+"""Commands that belong to no other room: `data`, `plan`, `doctor`, those on run folders and those on models."""
