@@ -87,6 +87,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--default", action="store_true", help="also TRL's own defaults (UltraFeedback-like lengths)")
     parser.add_argument("--profile", action="store_true", help="where the time of one of our steps goes")
     parser.add_argument("--lean", action="store_true", help="ours with precision: lean")
+    parser.add_argument("--offload", action="store_true", help="our reference on the host, as reference.offload: on")
     parser.add_argument("--eager", action="store_true", help="ours without torch.compile")
     parser.add_argument("--budget", type=int, help="tokens of our micro-batches; else chosen by memory")
     parser.add_argument("--recompute", choices=("none", "half", "selective", "full"), help="else chosen by memory")
@@ -141,6 +142,8 @@ def prepared(args: argparse.Namespace, engine: Ours | None, reference: str, step
     if engine is None:
         compiled, online = not args.eager, reference == "online"
         engine = ours(SHAPES[args.model], "cuda", reference=online, lean=args.lean, compiled=compiled)
+    if args.offload and engine.reference:
+        engine.reference.park()
     engine.plan(steps, tokens=args.budget, recompute=args.recompute)
     free()
     return engine

@@ -62,7 +62,8 @@ def merge(
         held = {"quantization": quantised}
     policy = load_policy(name, ModelArgs(adapter_name_or_path=str(folder), revision=revision, **held), device)
     before = log_probs(policy, device)
-    tokenizer = load_tokenizer(str(folder if (folder / "tokenizer_config.json").exists() else found), None, False)
+    own = (folder / "tokenizer_config.json").exists()
+    tokenizer = load_tokenizer(str(folder), None, False) if own else load_tokenizer(name, revision, False)
     policy.causal_lm.config.dtype = dtype = dtype or policy.causal_lm.config.dtype
     temporary = merged_model(policy.causal_lm, found, folder, tokenizer, out, largest)
     del policy
