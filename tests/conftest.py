@@ -63,8 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.all and not named:
         config.hook.pytest_deselected(items=[item for item in items if is_wide(item.nodeid)])
         items[:] = [item for item in items if not is_wide(item.nodeid)]
-    groups = [*SHARING.values(), None]  # what takes longest comes first
-    items.sort(key=lambda item: groups.index(_group(item.nodeid)))
+    items.sort(key=lambda item: ORDER.index(_group(item.nodeid)))
 
 
 # Tests that share costly processes go to one worker, those with a Ray to the same one. Elsewhere a file does.
@@ -73,6 +72,8 @@ SHARING = {
     r"tests/same/": "ranks",
     r"tests/faults/": "nursery",
 }
+# A Ray waits more than it computes, so it begins first, beside tests of one process; ranks fill all cores by themselves.
+ORDER = ("ray", "nursery", None, "ranks")
 
 
 def _group(test: str) -> str | None:

@@ -23,7 +23,7 @@ Edges = NDArray[np.int64]  # [n, 2]: a text and an earlier one
 
 ALIKE = 0.7
 BANDS, DEPTH = 8, 3
-BLOCK = 4096  # texts whose runs are in memory at a time
+BLOCK, TOKENS = 4096, 1 << 22  # texts whose runs are in memory at a time, and the most tokens of them
 MATCHES = 4  # texts of the other set that are tried for each band
 FRAME_SAMPLE, FRAME_SHARE, FRAME_LEAST = 2000, 0.1, 10
 REJECTED = np.uint32(0x5BD1E995)  # tells the runs of a rejected answer from those of a chosen one
@@ -103,7 +103,8 @@ def runs_of(pairs: PairDataset, column: str, rows: Rows) -> Runs:
 
 def frame_of(pairs: PairDataset, rows: Rows) -> Hashes:
     """Runs that a tenth of the prompts have: a template and a system prompt make no two questions alike."""
-    some = rows[:: max(1, len(rows) // FRAME_SAMPLE)]
+    mean = int(pairs.lengths("prompt").mean()) if len(rows) else 0
+    some = rows[:: max(1, len(rows) // min(FRAME_SAMPLE, 1 + TOKENS // (mean + 1)))]
     runs = runs_of(pairs, "prompt", some)
     owner = np.repeat(np.arange(len(some), dtype=np.uint64), runs.lengths)
     once = _different((owner << np.uint64(32)) | runs.hashes) & np.uint64(0xFFFFFFFF)
@@ -139,7 +140,7 @@ class Index:
     @classmethod
     def of_prompts(cls, pairs: PairDataset, rows: Rows, frame: Hashes, tell: Callable[[int], None]) -> Index:
         kept, keys = [np.empty(0, np.int64)], [np.empty((0, BANDS), np.uint64)]
-        for block in _blocks(rows):
+        for block in _blocks(rows, _longest(pairs, "prompt")):
             has, least = minima(runs_of(pairs, "prompt", block).without(frame))
             kept.append(block[has])
             keys.append(bands(least))
@@ -150,7 +151,8 @@ class Index:
     def of_answers(cls, pairs: PairDataset, rows: Rows, groups: Keys) -> Index:
         """Both answers of a pair as one text; only pairs of one group can agree in a band."""
         keys = [np.empty((0, BANDS), np.uint64)]
-        for block, group in zip(_blocks(rows), _blocks(groups), strict=True):
+        longest = _longest(pairs, "chosen", "rejected")
+        for block, group in zip(_blocks(rows, longest), _blocks(groups, longest), strict=True):
             _, least = minima(runs_of(pairs, "chosen", block))
             rejected = runs_of(pairs, "rejected", block)
             _, other = minima(Runs(rejected.hashes ^ REJECTED, rejected.starts))
@@ -183,7 +185,7 @@ class Index:
 def alike(edges: Edges, left: PairDataset, right: PairDataset, column: str, frame: Hashes) -> Edges:
     """The candidates that really share ALIKE of their runs."""
     kept = [np.empty((0, 2), np.int64)]
-    for some in _blocks(edges):
+    for some in _blocks(edges, max(_longest(left, column), _longest(right, column))):
         sets = [_sets(pairs, column, some[:, side], frame) for side, pairs in enumerate((left, right))]
         sizes = [np.bincount((keys >> np.uint64(32)).astype(np.int64), minlength=len(some)) for keys in sets]
         both = np.sort(np.concatenate(sets))
@@ -222,6 +224,11 @@ def groups_of(count: int, edges: Edges) -> Rows:
             return label
 
 
-def _blocks(rows: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    for first in range(0, len(rows), BLOCK):
-        yield rows[first : first + BLOCK]
+def _longest(pairs: PairDataset, *columns: str) -> int:
+    return max(int(pairs.lengths(name).max(initial=0)) for name in columns)
+
+
+def _blocks(rows: NDArray[Any], longest: int) -> Iterator[NDArray[Any]]:
+    size = max(1, min(BLOCK, TOKENS // (longest + 1)))
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]

@@ -251,8 +251,11 @@ class Lists:
         some = [self.texts[row] for row in rows]
         return np.array([token for one in some for token in one], np.int32), np.cumsum([0, *map(len, some)])
 
+    def lengths(self, _: str) -> Any:
+        return np.array([len(one) for one in self.texts])
 
-def test_near_texts_are_those_that_counting_finds() -> None:
+
+def test_near_texts_are_those_that_counting_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is no likeness, and almost all that are one, against the sets of all runs compared with all."""
     texts = [[DRAW.randrange(1000) for _ in range(DRAW.randint(1, 60))] for _ in range(150)]
     texts += [mutated(one, share) for one in texts[:100] for share in (0.01, 0.04)]
@@ -274,6 +277,10 @@ def test_near_texts_are_those_that_counting_finds() -> None:
     half = near.Index.of_prompts(pairs, rows[150:], near.NO_FRAME, lambda _: None)
     other = near.Index.of_prompts(pairs, rows[:150], near.NO_FRAME, lambda _: None)
     across = near.alike(half.across(other), pairs, pairs, "prompt", near.NO_FRAME)
+    monkeypatch.setattr(near, "TOKENS", 300)  # some texts at a time
+    again = near.Index.of_prompts(pairs, rows, near.NO_FRAME, lambda _: None)
+    assert np.array_equal(again.keys, index.keys)
+    assert np.array_equal(near.alike(again.inner(), pairs, pairs, "prompt", near.NO_FRAME), edges)
     wanted = {b for b, a in real if b >= 150 > a}
     assert len(set(across[:, 0].tolist())) >= 0.97 * len(wanted)
 
