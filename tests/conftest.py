@@ -72,7 +72,7 @@ SHARING = {
     r"tests/same/": "ranks",
     r"tests/faults/": "nursery",
 }
-# A Ray waits more than it computes, so it begins first, beside tests of one process; ranks fill all cores by themselves.
+# A Ray waits more than it computes: first, beside tests of one process. Ranks fill all cores by themselves.
 ORDER = ("ray", "nursery", None, "ranks")
 
 

@@ -273,7 +273,7 @@ class Source:
         linear.weight = nn.Parameter(self.base[name].float() if asks else torch.empty(out, inner), requires_grad=False)
         seed = int.from_bytes(sha256(f"{self.seed} {module}".encode()).digest()[:7], "big")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # the CPU's alone: of a GPU nothing is put back
             layer: Any = LoraLinear(linear, TRAINED, self.config, r=self.config.r, lora_alpha=self.config.lora_alpha)
         begun = {kind: getattr(layer, kind)[TRAINED].weight.detach() for kind in ("lora_A", "lora_B")}
         if self.config.use_dora:

@@ -102,7 +102,7 @@ def _padded(model: Any, pair: TokenPair) -> Tensor:
 def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
     """A small random model of the family in float32."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # the CPU's alone: of a GPU nothing is put back
         small = _shrunken(config.get_text_config(), kv_heads)
         # The config's own choice may name a kernel to be fetched from a hub.
         twin = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()

@@ -63,6 +63,17 @@ def test_falcon_is_refused(tmp_path: Path) -> None:
         load_policy(str(tmp_path), ModelArgs(), "cuda:0")
 
 
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}], ids=["whole", "adapter"])
+def test_loading_leaves_the_random_numbers_of_both_devices(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The seed of a run is set before its model comes, and dropout draws on the GPU."""
+    model = make_config(tmp_path).actor_train.model_path
+    torch.manual_seed(7)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    load_policy(model, ModelArgs(**changes), "cuda:0")
+    for was, state in zip(before, (torch.get_rng_state(), torch.cuda.get_rng_state()), strict=True):
+        assert torch.equal(was, state)
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
