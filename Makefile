@@ -32,13 +32,14 @@ ifdef FRESH
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo test test-all test-faults soak check docs screenshots sbom bench clean
+.PHONY: help install demo test test-all test-gpu test-faults soak check docs screenshots sbom bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train a tiny model on this machine and watch its answers change"
 	@echo "make test     run the test suite"
 	@echo "make test-all     and the further cells of its matrices that tests/wide.py lists"
+	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make test-faults  kill a run at every place in every layout; most of an hour"
 	@echo "make soak     break runs at random for an hour; MINUTES=10 for less"
 	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on what is installed, the docs with their links"
@@ -62,6 +63,9 @@ test: $(STAMP)
 
 test-all:
 	@$(MAKE) --no-print-directory test ARGS="--all $(ARGS)"
+
+test-gpu: $(STAMP)
+	@RATHER_TEST_GPU=1 $(PYTEST) -m gpu $(ARGS)
 
 test-faults: $(STAMP)
 	@$(PYTEST) -m "faults_all or not alone" tests/faults $(ARGS)

@@ -12,6 +12,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not os.environ.get("RATHER_TEST_GPU"):  # make test-gpu; all others expect what a CPU does, on every machine
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch
@@ -58,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests marked gpu need a CUDA device; wide ones run where all are asked for, or a file or test by its name."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and make test-gpu"))
     named = any("tests/" in argument and argument.endswith((".py", "]")) for argument in config.args)
     if not config.option.all and not named:
         config.hook.pytest_deselected(items=[item for item in items if is_wide(item.nodeid)])

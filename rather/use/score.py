@@ -125,9 +125,10 @@ def score(
     if objective:
         refuse_missing_columns(config, objective, data)
     slices = {column: _values(config, data.train, column) for column in by}
+    dtype = config.actor_train.model_args.dtype or model.args.dtype  # the reference's as well: rewards are differences
     with _progress(console) as bar:
-        ids, facts, policy = _asked(model, config, data, bar)
-        other = _asked(reference, config, data, bar)[2] if reference else None
+        ids, facts, policy = _asked(model, dtype, config, data, bar)
+        other = _asked(reference, dtype, config, data, bar)[2] if reference else None
     return Scores(data.train, ids, facts, policy, other, objective, slices, data.report["train"])
 
 
@@ -173,9 +174,11 @@ def _refuse_other_tokens(model: Weights, reference: Weights) -> None:
 # --- log-probs ---
 
 
-def _asked(weights: Weights, config: DPOConfig, data: Prepared, bar: Progress) -> tuple[list[str], PairFacts, Columns]:
+def _asked(
+    weights: Weights, dtype: str | None, config: DPOConfig, data: Prepared, bar: Progress
+) -> tuple[list[str], PairFacts, Columns]:
     device, dataset = here(), data.train
-    policy = weights.load(device, config.actor_train.model_args.dtype)
+    policy = weights.load(device, dtype)
     check_length(policy.causal_lm.config, config.sequence_length)
     if dataset.largest_id >= policy.vocabulary_size:
         raise ConfigError(

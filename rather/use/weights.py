@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,8 @@ from rather.errors import CheckpointError, ConfigError
 from rather.model.digest import model_folder
 from rather.model.load import Start, freeze, load_policy
 from rather.model.policy import PolicyModel
+
+RESULTS = ("model", "best_model", "adapter", "best_adapter")
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def weights_of(name: str) -> Weights:
         return _of_adapter(name, folder)
     for model in (folder, folder / "model"):
         if (model / "config.json").is_file():
-            return Weights(name, str(model), str(model))
+            return Weights(name, str(model), str(model), ActorModelArgs(dtype=_dtype_of_run(model)))
     if newest := checkpoint.newest_good(folder):
         return _of_checkpoint(name, newest)
     raise ConfigError(
@@ -81,8 +83,15 @@ def _of_adapter(name: str, folder: Path) -> Weights:
     if base is None or found is None or not found.exists():
         raise ConfigError(f"{name}: its base is {base}, which is not here; merge it with `rather merge --base` first")
     own = (folder / "tokenizer_config.json").is_file()
-    args = ActorModelArgs(adapter_name_or_path=str(folder), revision=revision)
+    args = ActorModelArgs(adapter_name_or_path=str(folder), revision=revision, dtype=_dtype_of_run(folder))
     return Weights(name, base, str(folder if own else found), args)
+
+
+def _dtype_of_run(result: Path) -> Literal["bf16", "fp16", "fp32"] | None:
+    """A run's result is computed with as the run did: it scores what it was evaluated with."""
+    run = result.parent
+    is_one = result.name in RESULTS and (run / "config.yaml").is_file() and (run / "metrics.jsonl").is_file()
+    return load(run / "config.yaml").config.actor_train.model_args.dtype if is_one else None
 
 
 def _of_checkpoint(name: str, found: Checkpoint) -> Weights:

@@ -12,7 +12,7 @@ import torch
 from transformers import FalconConfig, FalconForCausalLM
 
 from rather.checkpoint import open_checkpoint
-from rather.config.schema import ModelArgs
+from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
@@ -69,7 +69,7 @@ def test_loading_leaves_the_random_numbers_of_both_devices(tmp_path: Path, chang
     model = make_config(tmp_path).actor_train.model_path
     torch.manual_seed(7)
     before = torch.get_rng_state(), torch.cuda.get_rng_state()
-    load_policy(model, ModelArgs(**changes), "cuda:0")
+    load_policy(model, ActorModelArgs(**changes), "cuda:0")
     for was, state in zip(before, (torch.get_rng_state(), torch.cuda.get_rng_state()), strict=True):
         assert torch.equal(was, state)
 
