@@ -144,7 +144,7 @@ class Draft:
             os.rename(self.folder, self.final)
             faults.point("save.rename.done")
             _sync_folder(self.run_dir)
-            _write_latest(self.run_dir, self.final.name)
+            write_latest(self.run_dir, self.final.name)
             faults.point("save.aside.delete")
             shutil.rmtree(aside, ignore_errors=True)
         return self.final
@@ -162,7 +162,10 @@ class Draft:
             raise
 
     def no_room(self, cause: str) -> str:
-        free = shutil.disk_usage(self.run_dir).free if self.run_dir.is_dir() else 0
+        try:
+            free = shutil.disk_usage(self.run_dir).free
+        except OSError:  # the folder may be what cannot be reached
+            free = 0
         return (
             f"{self.final}: could not be written ({cause}); it needs {self.needed + _SLACK:,} bytes and {free:,} are "
             "free. Make room, lower max_ckpt_to_keep, or move output_dir; the checkpoints saved before are untouched."
@@ -268,7 +271,8 @@ def clean(run_dir: Path) -> None:
     faults.point("save.clean.done")
 
 
-def _write_latest(run_dir: Path, name: str) -> None:
+def write_latest(run_dir: Path, name: str) -> None:
+    """What this names is the newest; a later one that lies there belongs to a past that was given up."""
     temporary = run_dir / f".tmp-checkpoint-{LATEST}-{os.getpid()}"
     _write(temporary, [f"{name}\n".encode()])
     faults.point("save.latest")
@@ -429,8 +433,8 @@ def latest_name(run_dir: Path) -> str:
 # --- housekeeping ---
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints (0 keeps all).
+def prune(run_dir: Path, keep: int, spared: Path | None = None) -> None:
+    """Deletes all but the newest `keep` checkpoints (0 keeps all) and the one that is `spared`.
 
     Nothing is deleted before a newer one has been verified, hashes and all; damaged ones newer than that do
     not count. What LATEST names always stays, and so does a link, which is not of our making.
@@ -445,7 +449,7 @@ def prune(run_dir: Path, keep: int) -> None:
     for path in found[damaged + keep :]:
         if path.is_symlink():
             log.warning("%s: is a symbolic link and stays; remove it by hand.", path)
-        elif path.name != latest:
+        elif path.name != latest and path.resolve() != spared:
             _delete(path)
 
 

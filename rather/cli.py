@@ -66,34 +66,33 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
     from rather.data.show import print_report
     from rather.tracking import close_logging, setup_logging, worker_log
 
-    with StopRequest():
+    with StopRequest() as stop:
         config = settings_of(path, overrides)
         from rather.data.prepare import BadRows
         from rather.pipeline import DPOPipeline
-        from rather.run.place import claim
+        from rather.run.place import held
         from rather.run_folder import write_data_report
 
-    if dry_run:
-        with closing(DPOPipeline(config)) as pipeline:
-            return _dry_run(pipeline)
-    rank = int(os.environ["RANK"]) if _UNDER_TORCHRUN else 0
-    if rank == 0:
-        claim(config)
-        setup_logging(config.log_dir)
-    try:
-        for role in ("actor_train", "reference"):
-            worker_log(config.log_dir, role, rank)
-        with StopRequest():  # the run brings its own
-            pipeline = DPOPipeline(config)
-        pipeline.roles.watch()
-        if rank == 0:
-            print_report(pipeline.data.report, Console(stderr=True))
-        return pipeline.run()
-    except BadRows as refused:
-        write_data_report(config.run_dir, refused.report)
-        raise
-    finally:
-        close_logging()
+        if dry_run:
+            with closing(DPOPipeline(config)) as pipeline:
+                return _dry_run(pipeline)
+        rank = int(os.environ["RANK"]) if _UNDER_TORCHRUN else 0
+        with held(config, leads=rank == 0):
+            if rank == 0:
+                setup_logging(config.log_dir)
+            try:
+                for role in ("actor_train", "reference"):
+                    worker_log(config.log_dir, role, rank)
+                pipeline = DPOPipeline(config)
+                pipeline.roles.watch()
+                if rank == 0:
+                    print_report(pipeline.data.report, Console(stderr=True))
+                return pipeline.run(stop)
+            except BadRows as refused:
+                write_data_report(config.run_dir, refused.report)
+                raise
+            finally:
+                close_logging()
 
 
 @app.command(epilog="Example: `rather train dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6`")

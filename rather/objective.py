@@ -144,10 +144,9 @@ class PairLoss:
         if self.modifiers.reference_free:
             x = x._replace(reference=torch.zeros_like(x.policy))
         if self.modifiers.ld_alpha != 1:
-            policy, reference = x.extra["policy/shared"], x.extra.get("reference/shared")
-            x = x._replace(policy=_damped(x.policy, policy, self.modifiers.ld_alpha))
-            if x.reference is not None and reference is not None:
-                x = x._replace(reference=_damped(x.reference, reference, self.modifiers.ld_alpha))
+            x = x._replace(policy=_damped(x.policy, x.extra["policy/shared"], self.modifiers.ld_alpha))
+            if x.reference is not None and not self.modifiers.reference_free:
+                x = x._replace(reference=_damped(x.reference, x.extra["reference/shared"], self.modifiers.ld_alpha))
         return x
 
     def _bent(self, x: PairLogps) -> PairLogps:

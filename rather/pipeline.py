@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Generator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import cached_property, partial
 
 import torch
@@ -22,7 +23,7 @@ from rather.config.checks import device_problems, missing
 from rather.config.schema import DPOConfig
 from rather.data.prepare import Prepared, prepare
 from rather.data.template import tokenizer_of
-from rather.errors import ConfigError, DataError, HangError, WorkerLost
+from rather.errors import ConfigError, DataError, Ended, HangError, WorkerLost
 from rather.metrics import Window
 from rather.objective import from_config
 from rather.reference import ReferenceLogps
@@ -34,13 +35,13 @@ from rather.run.identity import identity_of
 from rather.run.incidents import Incidents
 from rather.run.memory import Memory
 from rather.run.notes import Notes
-from rather.run.place import claim
+from rather.run.place import held
 from rather.run.progress import Progress
 from rather.run.refusals import check_step_zero, refuse_foreign_tokens, refuse_missing_columns
 from rather.run.saving import Saving
 from rather.run.steps import Course, Packing, Step
 from rather.run.timeline import Timeline, Times
-from rather.run_folder import mark_finished, mark_unfinished, metrics_position, trace_file
+from rather.run_folder import mark_finished, mark_unfinished, metrics_position, named_checkpoint, trace_file
 from rather.signals import StopRequest
 from rather.tracking import NoTracker, RunTracker, check_installed
 from rather.trainer import StepResult
@@ -60,8 +61,10 @@ class DPOPipeline:
         check_installed(config)
         self.objective = from_config(config)  # a wrong number should cost no work
         faults.arm(config.run_dir, "driver", 0)
+        self.named = named_checkpoint(config)
         self.progress = Progress()
-        self.supervision = Supervision(config, Incidents(config.run_dir).add, lambda: self.progress.step)
+        self.stop = StopRequest()
+        self.supervision = Supervision(config, Incidents(config.run_dir).add, lambda: self.progress.step, self._pause)
         wanted = self.objective.needs_reference
         self.roles = launch(config, with_reference=wanted, supervision=self.supervision)
         try:
@@ -94,7 +97,7 @@ class DPOPipeline:
         self.asking = Asking(config, self.objective, roles, course, self.packing, self.timeline, self.memory)
         self.evaluation = Evaluation(roles.actor_train, self.asking, self.packing, self.data.evals)
         self.answers = Answers(config, roles) if config.eval_prompts else None
-        self.saving = Saving(config, roles, self.identity, self.total_steps)
+        self.saving = Saving(config, roles, self.identity, self.total_steps, self.named)
         self.guard = Guard(config, course, self.incidents)
         self.notes = Notes(config, roles, course)
         self.progress = Progress()
@@ -124,20 +127,28 @@ class DPOPipeline:
         """Ends the processes of the workers. A pipeline that has run is closed already."""
         self.roles.close()
 
-    def run(self) -> int:
+    def run(self, stop: StopRequest | None = None) -> int:
         """Trains and leaves the run folder complete, and no process behind. Returns the exit code.
 
-        Where workers are lost, it goes on from the last checkpoint with new ones.
+        Where workers are lost, it goes on from the last checkpoint with new ones. `stop`: a command listens to signals
+        and holds the run folder since before the pairs were read.
         """
-        with closing(self):
+        with closing(self), ExitStack() as ours:
+            if stop is None:
+                stop = ours.enter_context(StopRequest())
+                ours.enter_context(held(self.config, leads=self.roles.leads))
+            self.stop = stop
+            stop.last_saved = lambda: self.saving.last_saved
             attempt = self._run
             while True:
                 try:
                     return attempt()
                 except (WorkerLost, HangError) as error:
-                    if self.roles.again is None or self.stop.signal is not None:  # the end was asked for
+                    if self.roles.again is None or self.stop.ends:
                         raise
                     self.supervision.survive(error, "worker_lost", "all workers are started again")
+                    if number := self.stop.signal:
+                        raise Ended(number, "ended while its workers were gone; the same command goes on") from error
                 attempt = self._run_again
 
     def _run_again(self) -> int:
@@ -148,12 +159,16 @@ class DPOPipeline:
         self._build()
         return self._run()
 
+    def _pause(self, seconds: float) -> None:
+        """Before workers are started again; whoever asks for an end need not wait for that."""
+        until = time.monotonic() + seconds
+        while not self.stop.ends and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, control.LOOK_EVERY))
+            self._listen()
+
     def _run(self) -> int:
         run_dir = self.config.run_dir
-        claim(self.config)
-        lock = control.lock(run_dir) if self.roles.leads else nullcontext()
-        self.stop = StopRequest(lambda: self.saving.last_saved)
-        with lock, self.stop, closing(self.asking), closing(self.saving):
+        with closing(self.asking), closing(self.saving):
             newest = self.saving.to_resume()
             if newest and self.saving.is_finished(newest):
                 early = newest.state["progress"]["stopped_early"]
@@ -208,7 +223,7 @@ class DPOPipeline:
         faults.at_step(progress.step)
         if self.answers:
             self.answers.forget_untold()
-        if self.guard.wants_checkpoint(progress):
+        if self.guard.wants_checkpoint(progress, self.saving):
             self.save()
         if self._ends_before_a_step():
             return
@@ -323,10 +338,13 @@ class DPOPipeline:
 
     def _stopped(self) -> bool:
         """Whether the run was asked to end: by a signal to any driver, or from another shell."""
-        if self.roles.leads and (word := control.taken(self.config.run_dir, self.progress.step)):
-            self.stop.end() if word == control.STOP else self.stop.ask_for_a_save()
+        self._listen()
         self.stop.agree(self.roles.agreed(self.stop.asked))
         return self.stop.stops
+
+    def _listen(self) -> None:
+        if self.roles.leads and (word := control.taken(self.config.run_dir, self.progress.step)):
+            self.stop.end() if word == control.STOP else self.stop.ask_for_a_save()
 
     # --- what is told and kept ---
 

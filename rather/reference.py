@@ -158,7 +158,7 @@ class ReferenceLogps:
                 log.warning("%s: %s; the log-probs they held are computed again", file.path, damaged)
             if self.needs_tokens:  # an entry without them is of no use
                 stored = self._located(file, stored.only(stored.places >= 0))
-            parts.append(stored)
+            parts.append(stored.only(np.isfinite(stored.sums)))
         if parts:
             self._table.load(Stored.joined(parts), kept=kept)
 
@@ -317,7 +317,9 @@ class ReferenceLogps:
             start += int(each.lengths[cells].sum())
             new = []
             for i, cell in enumerate(cells.tolist()):
-                if each.found.rows[cell] == UNKNOWN and each.keys[cell] not in written:
+                if each.found.rows[cell] != UNKNOWN or not np.isfinite(sums[cell]):
+                    continue  # known; or no number, which a passing fault made and which must not outlive it
+                if each.keys[cell] not in written:
                     written.add(each.keys[cell])
                     new.append(i)
             mine, counts = cells[new], each.lengths[cells[new]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -56,12 +57,31 @@ def checkpoint_to_resume(config: DPOConfig) -> Checkpoint | None:
     return newest
 
 
+def named_checkpoint(config: DPOConfig) -> Path | None:
+    """The one that the config goes on from by its path."""
+    given = config.resume_from_checkpoint
+    return Path(given).expanduser().resolve() if isinstance(given, str) and given != "auto" else None
+
+
 def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> int:
     """How much of metrics.jsonl the checkpoint stands for. A checkpoint of another run brings no lines along."""
-    file = config.run_dir / "metrics.jsonl"
-    if newest is None or (newest.path.parent.resolve() != config.run_dir.resolve() and not file.exists()):
+    if newest is None or not _is_of(config, newest):
         return 0
     return int(newest.state["metrics_bytes"])
+
+
+def _is_of(config: DPOConfig, newest: Checkpoint) -> bool:
+    """Whether a checkpoint stands for the lines that lie in this run's folder, where its copy may have come alone."""
+    folder, file = newest.path.parent.resolve(), config.run_dir / "metrics.jsonl"
+    if folder == config.run_dir.resolve():
+        return True
+    if folder != config.checkpoint_copy_dir.resolve() or not file.exists():
+        return False
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            return bool(json.loads(lines.readline())["step"] <= newest.step)
+    except (ValueError, KeyError, TypeError):  # no line of ours
+        return False
 
 
 def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:

@@ -61,6 +61,11 @@ class StopRequest:
             raise _before_training(self.signal)
 
     @property
+    def ends(self) -> bool:
+        """Whether this process was asked to end; others may not know yet."""
+        return self.signal is not None
+
+    @property
     def exit_code(self) -> int:
         return 128 + self.signal if self.stops and self.signal is not None else 0
 
@@ -73,14 +78,14 @@ class StopRequest:
         """`asked` holds for all. A signal that came meanwhile waits for the next agreement."""
         self.stops, self.saves = asked >= STOPS, asked > 0
         if self.stops and self.signal is None:
-            self.signal = asked - STOPS
+            self.signal, self._heard = asked - STOPS, time.monotonic()  # its own copy of the signal is an echo
 
     def ask_for_a_save(self) -> None:
         self.save_now = True
 
     def end(self) -> None:
         """The same as SIGTERM, asked for in another way."""
-        self.signal = self.signal or signal.SIGTERM
+        self.signal, self._heard = self.signal or signal.SIGTERM, time.monotonic()
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -89,7 +94,7 @@ class StopRequest:
             _say(f"{name}: saving after this step")
         elif self._at_once:
             self.signal = number
-            if self._patience is not None:
+            if self._patience is not None and self._leaving is None:
                 self._leaving = leave_within(self._patience, 128 + number)
             raise _before_training(number)
         elif self.signal is None:

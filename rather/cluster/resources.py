@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 SLOT = "rather_slot"  # of a CPU worker. Not a CPU: eight workers on two cores would wait for ever
 SHARE = 0.01  # of a device, for a process: the whole device is reserved by the placement
 OBJECT_STORE = 256 << 20  # bytes of a local Ray: token ids and log-probs pass through it
+TOKEN = "token"  # a file of the folder that each connection has
 SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
 LOOKS = "look"  # the threads in which processes answer while their work stands still
 ENDS = 1.0  # seconds in which a process that can do so ends
@@ -332,6 +333,8 @@ class ResourceManager:
                 self._take_leave(ray)
             else:  # to take leave of it would end this process
                 atexit.unregister(ray.shutdown)
+        if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._folder / TOKEN):  # the next Ray gets its own
+            del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"]
         for file in self._folder.iterdir():
             file.unlink(missing_ok=True)
         self._folder.rmdir()
@@ -466,7 +469,7 @@ def _use_token(folder: Path) -> None:
     """Ray's own token file would be readable by everybody. Only for this process and its children."""
     if "RAY_AUTH_MODE" in os.environ:
         return
-    token = folder / "token"
+    token = folder / TOKEN
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32), encoding="ascii")
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))

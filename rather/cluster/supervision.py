@@ -23,9 +23,15 @@ log = logging.getLogger(__name__)
 class Supervision:
     """Counts the losses since the last new checkpoint: a run that gets on may meet any number of them."""
 
-    def __init__(self, config: DPOConfig, write: Callable[..., None], step: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: DPOConfig,
+        write: Callable[..., None],
+        step: Callable[[], int],
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
         """`write` adds an incident; `step` says how many steps are done."""
-        self.config, self._write, self._step = config, write, step
+        self.config, self._write, self._step, self._pause = config, write, step, pause
         self.losses = 0
         self._began = self._saved = _last_saved(config.run_dir)
 
@@ -42,7 +48,7 @@ class Supervision:
         pause = self.config.failure_backoff * 2 ** (self.losses - 1)
         told = (error, remedy, f" in {pause:.0f} s" if pause else "", self.losses, most)
         log.warning("%s Now %s%s: loss %d of %d since the last checkpoint.", *told)
-        time.sleep(pause)
+        self._pause(pause)
 
     def note(self, kind: str, error: RatherError, **facts: Any) -> None:
         self._write(kind, self._step(), cause=str(error), **facts)

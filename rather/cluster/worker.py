@@ -67,11 +67,24 @@ class ActorWorker:
     def _objective(self) -> PairLoss:
         loss = self.build_loss()
         if isinstance(loss, PairLoss):
+            self._refuse_what_nobody_asked_for(loss)
             return loss
         if self.config.loss_modifiers:
             named = ", ".join(self.config.loss_modifiers)
             raise ConfigError(f"{named}: a plain function from build_loss takes no modifiers; return a PairLoss")
         return own_loss(loss)
+
+    def _refuse_what_nobody_asked_for(self, own: PairLoss) -> None:
+        """The driver asks reference and data for what the config's objective needs, and knows no other."""
+        asked = from_config(self.config)
+        more = [*(own.token_columns - asked.token_columns), *(own.pair_columns - asked.pair_columns)]
+        more += ["a reference"] if own.needs_reference and not asked.needs_reference else []
+        more += ["whole steps"] if own.whole_batch and not asked.whole_batch else []
+        if more:
+            raise ConfigError(
+                f"build_loss: its PairLoss needs {', '.join(more)}, which pref_loss and the modifiers of the config do "
+                "not ask for; set them in the config, where the reference and the data are read by them"
+            )
 
     @faults.by_role
     def initialize(self, total_steps: int, model: str | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -55,9 +54,12 @@ class Writer:
 
     def _failed(self, folder: Path, reason: str) -> None:
         """Makes room for the note. A folder that is gone was given up."""
-        with suppress(OSError):
+        try:
             checkpoint.remove_written(folder, self.rank if self.ranks > 1 else None)
             checkpoint.leave_note(folder, self.name, {}, reason)
+        except OSError as error:
+            if folder.exists():
+                self.log.warning("%s: %s has not written its part (%s), nor why (%s)", folder, self.name, reason, error)
 
     def _copies(self, groups: State) -> bool:
         if self.wanted != "auto":

@@ -36,9 +36,10 @@ class Guard:
         spike = self.config.spike
         return self.config.on_nonfinite == "rollback" or (spike is not None and spike.action == "rollback")
 
-    def wants_checkpoint(self, progress: Progress) -> bool:
-        """To go back to: of the start, and of what a rollback left to remember."""
-        return self.goes_back and progress.step in (0, *(to for to, _ in progress.rollbacks[-1:]))
+    def wants_checkpoint(self, progress: Progress, saving: Saving) -> bool:
+        """To go back to: of the start, also from another run's checkpoint, and of what a rollback left to remember."""
+        went_back = progress.step in (to for to, _ in progress.rollbacks[-1:])
+        return self.goes_back and (went_back or not saving.has_own)
 
     def limits(self, progress: Progress, step: Step) -> Limits | None:
         """What the workers hold loss and gradient norm against before they take the step."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from rather import control
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
 from rather.run_folder import OWN_NAMES
@@ -14,6 +17,14 @@ log = logging.getLogger(__name__)
 
 LOGS = ("*.log", "events.out.*")  # beside the run, where logging_dir and output_dir are the same
 MOUNTS = Path("/proc/self/mounts")
+
+
+@contextmanager
+def held(config: DPOConfig, *, leads: bool = True) -> Iterator[None]:
+    """The run folder belongs to this run meanwhile: no second one begins there, and other shells can speak to it."""
+    claim(config)
+    with control.lock(config.run_dir) if leads else nullcontext():
+        yield
 
 
 def claim(config: DPOConfig) -> None:

@@ -44,9 +44,14 @@ class Misses:
 class Saving:
     """The leading driver decides and completes; all that hold a part of the state write theirs."""
 
-    def __init__(self, config: DPOConfig, roles: Roles, identity: dict[str, Any], total_steps: int) -> None:
+    def __init__(
+        self, config: DPOConfig, roles: Roles, identity: dict[str, Any], total_steps: int, named: Path | None
+    ) -> None:
+        """`named`: the checkpoint that the same command would go on from once more, however old it is."""
         self.config, self.roles, self.identity, self.total_steps = config, roles, identity, total_steps
+        self.named = named
         self.last_saved: int | None = None
+        self.has_own = False  # in its own folder there is one to go back to
         self.incidents = Incidents(config.run_dir)
         self.misses = Misses(config.run_dir)
         self.missed_copies = Misses(config.checkpoint_copy_dir)
@@ -82,6 +87,9 @@ class Saving:
         """Brings the workers to where the checkpoint was saved."""
         roles, before = self.roles, newest.state["schedule"]
         self.last_saved = newest.step
+        self.has_own = newest.path.parent.resolve() == self.config.run_dir.resolve()
+        if self.has_own and roles.leads:
+            self._give_up_later_ones(newest)
         roles.actor_train.read_state(newest.path, newest.state["trainer"])
         if roles.reference and self.config.sync_ref_model:
             roles.reference.mix_weights(newest.path, 1.0)
@@ -90,6 +98,12 @@ class Saving:
                 log.info("%s was %s up to here and is %s from now on", key, before.get(key), value)
         log.info("continuing %s from step %d of %d", newest.path, newest.step, self.total_steps)
         return Progress.of(newest.state["progress"])
+
+    def _give_up_later_ones(self, newest: Checkpoint) -> None:
+        """A run that went back to an earlier step must not find a later one again, should it go back once more."""
+        name = newest.path.name.removeprefix(".old-")
+        if checkpoint.latest_name(self.config.run_dir) != name:
+            checkpoint.write_latest(self.config.run_dir, name)
 
     # --- saving ---
 
@@ -176,7 +190,7 @@ class Saving:
                 self._missed(self.misses, draft.step, error)
             return
         self.last_saved, self.misses.count = draft.step, 0
-        checkpoint.prune(self.config.run_dir, self.config.max_ckpt_to_keep)
+        checkpoint.prune(self.config.run_dir, self.config.max_ckpt_to_keep, self.named)
         if self.config.checkpoint_config.output_dir:
             self._copy(path, draft.step)
         faults.point("save.done")
@@ -187,9 +201,9 @@ class Saving:
         try:
             checkpoint.copy_to(path, folder)
             self.missed_copies.count = 0
-        except (DiskError, CheckpointError) as error:
+            checkpoint.prune(folder, self.config.max_ckpt_to_keep, self.named)
+        except (OSError, DiskError, CheckpointError) as error:
             self._missed(self.missed_copies, step, error)
-        checkpoint.prune(folder, self.config.max_ckpt_to_keep)
 
     def _missed(self, misses: Misses, step: int, error: Exception) -> None:
         misses.count, misses.last = misses.count + 1, str(error)

@@ -27,6 +27,7 @@ from rather.errors import ConfigError, RatherError
 from rather.objective import from_config
 from rather.pipeline import DPOPipeline
 from rather.redaction import redact
+from rather.run.place import held
 from rather.run_folder import FINISHED
 from rather.signals import StopRequest
 from rather.strict_json import strict_json
@@ -252,10 +253,10 @@ def train_here(config: DPOConfig) -> Outcome:
         setup_logging(config.log_dir)
         for role in ("actor_train", "reference"):
             worker_log(config.log_dir, role, 0)
-        with StopRequest():  # the run brings its own
+        with StopRequest() as stop, held(config):
             pipeline = DPOPipeline(config)
-        pipeline.roles.watch()
-        return _outcome(pipeline.run())
+            pipeline.roles.watch()
+            return _outcome(pipeline.run(stop))
     except RatherError as error:
         return Outcome(FAILED, error.exit_code, redact(str(error)))
     except Exception as error:  # a bug of ours, or of a user's own worker: the other runs need not suffer

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rather import control
 from rather.batch import Columns
 from rather.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, MemoryShortage, NonFiniteError
+from rather.objective import configure
 from rather.pipeline import DPOPipeline
 from rather.trainer import StepResult
 from tests.tiny import make_config, make_model, make_pairs, metrics
@@ -410,6 +413,37 @@ def test_a_loss_that_is_no_number_stops_the_run(shared: Path) -> None:
     with pytest.raises(NonFiniteError):
         DPOPipeline(config).run()
     assert checkpoints(config.run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "modifiers", "named"),
+    [
+        (["sigmoid"], {"ld_alpha": 0.5}, "needs shared"),
+        (["odpo"], {}, "needs margin"),
+        (["sigmoid"], {"use_weighting": True}, "needs squares"),
+        (["aot"], {}, "needs whole steps"),
+    ],
+)
+def test_a_pair_loss_of_a_worker_asks_for_no_more_than_the_config(
+    shared: Path, loss: list[str], modifiers: dict[str, Any], named: str
+) -> None:
+    """The driver asks for what the config needs: with less the numbers would be wrong in silence."""
+
+    class Own(ActorWorker):
+        def build_loss(self) -> Any:
+            return configure(loss, {}, modifiers=modifiers)
+
+    with pytest.raises(ConfigError, match=f"build_loss: its PairLoss {named}"):
+        DPOPipeline(make_config(shared, exp_name="asks", actor_train__worker_cls=Own)).run()
+
+
+def test_a_pause_ends_where_an_end_is_asked_for(shared: Path) -> None:
+    """By a signal, or from another shell; `failure_backoff` may be long."""
+    config = make_config(shared, exp_name="pause")
+    with closing(DPOPipeline(config)) as pipeline, control.lock(config.run_dir):
+        (config.run_dir / control.CONTROL).write_text("stop")
+        pipeline._pause(3600)
+        assert pipeline.stop.ends
 
 
 def test_deterministic_kernels(shared: Path) -> None:

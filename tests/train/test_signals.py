@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import Ended
 from rather.pipeline import DPOPipeline
-from rather.signals import StopRequest
+from rather.signals import STOPS, StopRequest
 from tests.checkpoint.runs import assert_same, steps
 from tests.tiny import in_child, make_config, metrics
 
@@ -164,7 +165,7 @@ def _twice(folder: Path, first: int, second: int) -> int:
         return DPOPipeline(config_of(folder, name, checkpoint_config__async_save="off")).run()
 
 
-@pytest.mark.parametrize(("first", "second"), [(15, 15), (15, 2), (2, 15)])
+@pytest.mark.parametrize(("first", "second"), [(15, 15), (15, 2), (2, 15), (2, 2)])
 def test_a_second_signal_ends_at_once(folder: Path, first: int, second: int) -> None:
     assert in_child(_twice, folder, first, second) == 128 + second
     assert "second signal: ending at once; the last checkpoint is step 5" in (folder / "twice.err").read_text()
@@ -172,33 +173,51 @@ def test_a_second_signal_ends_at_once(folder: Path, first: int, second: int) -> 
 
 
 def _before(folder: Path, place: str, number: int) -> int:
-    from rather import cli
-    from rather.data import prepare
+    from rather import cli, control
+    from rather.data import prepare, show
     from rather.terminal import guarded
 
-    owner, name = (prepare._Builder, "_columns") if place == "data" else (ActorWorker, "initialize")
+    places = {
+        "data": (prepare._Builder, "_columns"),
+        "told": (show, "print_report"),
+        "model": (ActorWorker, "initialize"),
+    }
+    owner, name = places[place]
     original = getattr(owner, name)
 
     def asking(*args: Any) -> Any:
+        (folder / "holder").write_text(str(control.holder(config.run_dir)))
         os.kill(os.getpid(), number)
         return original(*args)
 
     setattr(owner, name, asking)
     file = folder / "before.yaml"
-    file.write_text(dump_yaml(config_of(folder, f"before-{place}")))
+    config = config_of(folder, f"before-{place}-{int(number)}", actor_train__data_args__cache_dir=str(folder / place))
+    file.write_text(dump_yaml(config))
     with (folder / "before.err").open("w") as told:
         os.dup2(told.fileno(), 2)
         return guarded(lambda: cli.train_from_config(file, []))
 
 
-@pytest.mark.parametrize(("place", "number"), [("data", signal.SIGTERM), ("model", signal.SIGINT)])
+ENDS = [("data", signal.SIGTERM), ("told", signal.SIGTERM), ("model", signal.SIGINT)]
+
+
+@pytest.mark.parametrize(("place", "number"), ENDS)
 def test_before_the_model_is_there_the_data_is_kept(folder: Path, place: str, number: int) -> None:
     assert in_child(_before, folder, place, number) == 128 + number
     told = (folder / "before.err").read_text()
     assert "ended before training began. Pairs that were prepared are kept in the data cache" in told
     assert "Traceback" not in told
-    assert newest_good(folder / "output" / f"before-{place}") is None
-    assert list((folder / "output" / ".cache" / "data").glob("*.arrow"))
+    assert newest_good(folder / "output" / f"before-{place}-{int(number)}") is None
+    assert bool(list((folder / place).glob("*.arrow"))) == (place != "data")  # the pairs in hand are read again
+
+
+@pytest.mark.parametrize("place", ["data", "told", "model"])
+def test_a_save_asked_for_before_training_comes_after_the_first_step(folder: Path, place: str) -> None:
+    """And the folder belongs to the run meanwhile: other shells can speak to it."""
+    assert in_child(_before, folder, place, signal.SIGUSR1) == 0
+    assert steps(folder / "output" / f"before-{place}-{int(signal.SIGUSR1)}")[0] == 1
+    assert "process" in (folder / "holder").read_text()
 
 
 def test_a_signal_between_two_agreements_waits_for_the_next() -> None:
@@ -238,6 +257,31 @@ def test_torchrun_passes_an_interrupt_on_and_that_is_no_second_one(monkeypatch: 
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.signal == signal.SIGINT
+
+
+def test_its_own_copy_of_a_signal_that_others_have_told_of_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr("rather.signals.os._exit", lambda code: pytest.fail(f"ended at once with {code}"))
+    with StopRequest() as stop:
+        stop.begin_training()
+        stop.agree(STOPS + signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.exit_code == 143
+
+
+def test_two_interrupts_before_training_leave_one_timer() -> None:
+    stop, timers = StopRequest(), []
+
+    def interrupted_twice() -> None:
+        with stop:
+            for _ in range(2):
+                with suppress(Ended):
+                    os.kill(os.getpid(), signal.SIGINT)
+                timers.append(stop._leaving)
+
+    with pytest.raises(Ended):
+        interrupted_twice()
+    assert timers[0] is timers[1] is not None
 
 
 class Swallowing:
