@@ -95,5 +95,12 @@ class Window:
 
 def _correlation(mean: Mapping[str, float]) -> float:
     """Of reward margin and length difference; 0 where one of them does not vary, as before any training."""
-    spread = (mean["_mm"] - mean["_m"] ** 2) * (mean["_dd"] - mean["_d"] ** 2)
-    return (mean["_md"] - mean["_m"] * mean["_d"]) / math.sqrt(spread) if spread > 0 else 0.0
+    spread = _variance(mean["_m"], mean["_mm"]) * _variance(mean["_d"], mean["_dd"])
+    covariance = mean["_md"] - mean["_m"] * mean["_d"]
+    return max(-1.0, min(1.0, covariance / math.sqrt(spread))) if spread > 0 else 0.0
+
+
+def _variance(mean: float, mean_square: float) -> float:
+    """0 where it is no more than what rounding leaves of the difference."""
+    variance = mean_square - mean * mean
+    return variance if variance > 1e-12 * mean_square else 0.0

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -75,6 +76,8 @@ def _instruction(row: Row) -> Shaped:
     if extra is not None and text_of(extra, "input").strip():
         question = f"{question}\n{extra}"
     history = row.get("history") or []
+    if not isinstance(history, list):
+        raise Refused("bad_type", f"history must be a list of [question, answer] lists, found {kind_of(history)}")
     turns: list[Message] = (
         [{"role": "system", "content": text_of(row["system"], "system")}] if row.get("system") else []
     )
@@ -94,16 +97,31 @@ def _prompt(row: Row) -> Shaped:
     chosen, rejected = text_or_turns(row["chosen"], "chosen"), text_or_turns(row["rejected"], "rejected")
     if _is_whole(chosen) and _is_whole(rejected):  # the answers repeat the prompt, as in UltraFeedback
         common, answers = _whole(chosen, rejected)
-        asked = prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
-        if asked.strip() not in ("", common[-1]["content"].strip()):
-            raise Refused(
-                "prompt_mismatch",
-                "the prompt is not what the conversations of chosen and rejected begin with",
-            )
-        if len(common) < 2 and not isinstance(prompt, str) and prompt[0]["role"] == "system":
-            common = (prompt[0], *common)
-        return common, answers
+        return _merged(as_turns(prompt, "user"), common), answers
     return prompt, (chosen, rejected)
+
+
+def _merged(prompt: Turns, common: Turns) -> Turns:
+    """The prompt and the common beginning as one: each may hold a system turn or earlier turns that the other omits."""
+    (system, asked), (own_system, begun) = _parted(prompt), _parted(common)
+    if not any(text for _, text in _said(asked)):
+        asked = ()
+    shorter, longer = sorted((asked, begun), key=len)
+    if _said(longer)[len(longer) - len(shorter) :] != _said(shorter):
+        raise Refused("prompt_mismatch", "the prompt is not what the conversations of chosen and rejected begin with")
+    if system and own_system and _said(system) != _said(own_system):
+        raise Refused("prompt_mismatch", "the system prompt is not the one of the conversations of chosen and rejected")
+    return (*(own_system or system), *longer)
+
+
+def _parted(turns: Turns) -> tuple[Turns, Turns]:
+    """The system turn, if there is one, and the others."""
+    first = 1 if turns and turns[0]["role"] in ("system", "developer") else 0
+    return turns[:first], turns[first:]
+
+
+def _said(turns: Turns) -> list[tuple[str, str]]:
+    return [(turn["role"], turn["content"].strip()) for turn in turns]
 
 
 def _with_system(row: Row, prompt: str | Turns) -> str | Turns:
@@ -242,7 +260,7 @@ def _numbers(value: Any, where: str, count: int) -> list[float]:
 
 
 def _number(value: Any, where: str, low: float = -math.inf, high: float = math.inf) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not number or not low <= value <= high:
         above = f" of at least {low:g}" if low > -math.inf else ""
         allowed = f" from {low:g} to {high:g}" if high < math.inf else above
@@ -278,6 +296,7 @@ SHAPES = {
 }
 TOKENISED = "tokenised"  # rows that are no text: see tokenised.py
 EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
+OPTIONAL = ("input", "system", "history", "ranks", "scores", *EXTRAS)
 COLUMNS = frozenset(EXTRAS).union(*((*shape.needs, *shape.may) for shape in SHAPES.values()))
 
 
@@ -325,8 +344,8 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
     if not columns:
         return row
     for ours, theirs in columns.items():
-        if row.get(theirs) is None and ours not in ("input", *EXTRAS):
-            raise _missing(theirs, row)
+        if row.get(theirs) is None and ours not in OPTIONAL:
+            _complain(theirs, row)
     taken = set(columns.values())
     named = {name: value for name, value in row.items() if name not in taken and name not in columns}
     return {**named, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
@@ -343,6 +362,8 @@ def _shape(row: Row, layout: Layout) -> Shape:
     for shape in SHAPES.values():
         if shape.fits(given):
             return shape
+    if "responses" in given:
+        return SHAPES["ranked"]  # it says that ranks or scores are missing
     for name in _ANSWERS:
         _complain(name, row)
     raise _missing("prompt", row)

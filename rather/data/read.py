@@ -75,13 +75,13 @@ def find_sources(path: Path) -> list[Source]:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         raise DataError(f"{path}: only local files are read; download it first and give the path.")
     path = path.expanduser().absolute()
-    if not path.exists():
-        raise DataError(f"{path}: no such file{_nearest(path)}.")
-    if path.is_dir():
-        return [_sniffed(file) for file in _arrow_files(path)]
-    if not path.is_file():
-        raise DataError(f"{path}: not a regular file; copy its content to one.")
-    return [_sniffed(path)]
+    try:
+        if not path.exists():
+            raise DataError(f"{path}: no such file{_nearest(path)}.")
+        files = _arrow_files(path) if path.is_dir() else [path]
+    except OSError as error:  # such as a folder that may not be searched
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    return [_sniffed(file) for file in files]
 
 
 def _nearest(path: Path) -> str:
@@ -118,6 +118,8 @@ def _arrow_files(folder: Path) -> list[Path]:
 
 def _sniffed(path: Path) -> Source:
     try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path}: not a regular file; copy its content to one.")
         with path.open("rb") as file:
             head = file.read(TAR.stop)
         for first, name in PACKED.items():
@@ -256,20 +258,19 @@ def parse(raw: bytes, offset: int = 0) -> dict[str, Any] | Bad:
     """One row of text as an object, or why it is none."""
     try:
         row = _DECODER.decode(raw.decode("utf-8").strip())
+        if _SURROGATE.search(raw):
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         place = f"byte {offset + error.start} of the file (0x{raw[error.start]:02x})"
         return Bad("bad_encoding", f"{place} is not UTF-8; set data_args.encoding if the file has another encoding")
+    except UnicodeEncodeError:
+        return Bad("bad_unicode", "half of a surrogate pair (\\ud800 ... \\udfff) stands alone")
     except RecursionError:
         return Bad("too_deep", "too many values inside each other")
     except ValueError as error:
         return Bad("bad_json", str(error))
     if not isinstance(row, dict):
         return Bad("bad_type", f"a row must be an object, found {type(row).__name__}")
-    if _SURROGATE.search(raw):
-        try:
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            return Bad("bad_unicode", "half of a surrogate pair (\\ud800 ... \\udfff) stands alone")
     return row
 
 

@@ -41,6 +41,8 @@ def read_tokenised(row: Mapping[str, Any], layout: Layout, encoder: Encoder) -> 
         extras = extras_of({**row, **named})
     except Refused as refused:
         return refused.bad
+    except RecursionError:  # a value nested too deeply to be shown
+        return Bad("too_deep", "too many values inside each other")
     if chosen.ids == rejected.ids:
         return Bad("identical_after_truncation", "chosen and rejected are the same tokens")
     start = _boundary(chosen, rejected)

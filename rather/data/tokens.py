@@ -255,7 +255,7 @@ class Encoder:
         if chosen == rejected:
             return Bad("identical_after_truncation", "chosen and rejected become the same tokens")
         pair = Encoded(chosen[:length], chosen[length:], rejected[length:], first, second, notes)
-        fitted = self.fitted(self._with_short_prompt(pair))
+        fitted = self.fitted(pair)
         if isinstance(fitted, Encoded) and not (fitted.chosen_scored and fitted.rejected_scored):
             return Bad("nothing_scored", "no token of an answer is left to score")
         return fitted
@@ -436,6 +436,8 @@ class Encoder:
         return cut
 
     def fitted(self, pair: Encoded) -> Encoded | Bad:
+        """The pair within max_prompt_length and sequence_length."""
+        pair = self._with_short_prompt(pair)
         limit, prompt = self.recipe.sequence_length, len(pair.prompt)
         longest = prompt + max(len(pair.chosen), len(pair.rejected))
         if longest <= limit:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
 import pytest
 
-from rather.data.formats import Layout, Pairs, TextPair, read_row, texts
+from rather.data.formats import COLUMNS, Layout, Pairs, TextPair, read_row, texts
 from rather.errors import DataError
 
 
@@ -129,6 +131,37 @@ def test_a_named_format_reads_its_rows_and_refuses_others(name: str) -> None:
     assert reason({"text": "x"}, format=name) == "missing_key"
 
 
+EARLIER = [user("x"), assistant("y"), user("q")]
+BEGINNINGS = {  # system column, prompt, what both conversations begin with -> the prompt of the pair
+    "system column, one turn": ("s", "q", [user("q")], [system("s"), user("q")]),
+    "system column, several turns": ("s", "q", EARLIER, [system("s"), *EARLIER]),
+    "system column, nothing asked": ("s", [], EARLIER, [system("s"), *EARLIER]),
+    "system column and the same in the conversations": ("s", "q", [system("s"), *EARLIER], [system("s"), *EARLIER]),
+    "system turn in the prompt": (None, [system("s"), user("q")], EARLIER, [system("s"), *EARLIER]),
+    "system turn alone in the prompt": (None, [system("s")], EARLIER, [system("s"), *EARLIER]),
+    "developer turn in the prompt": (
+        None,
+        [{"role": "developer", "content": "s"}, *EARLIER],
+        EARLIER,
+        [{"role": "developer", "content": "s"}, *EARLIER],
+    ),
+    "system turn in the conversations": (None, EARLIER, [system("s"), *EARLIER], [system("s"), *EARLIER]),
+    "earlier turns in the prompt": (None, [system("s"), *EARLIER], [user("q")], [system("s"), *EARLIER]),
+    "earlier turns in the conversations": (None, [user("q")], EARLIER, EARLIER),
+    "empty prompt": (None, "", EARLIER, EARLIER),
+    "empty list": (None, [], [user("q")], [user("q")]),
+    "empty question": ("s", "", [user("")], [system("s"), user("")]),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_nothing_of_a_prompt_is_lost_that_whole_conversations_repeat_in_part(name: str) -> None:
+    given, prompt, begin, expected = BEGINNINGS[name]
+    row = {"prompt": prompt, "chosen": [*begin, assistant("a")], "rejected": [*begin, assistant("b")]}
+    pair = one({**row, "system": given} if given else row)
+    assert (pair.prompt, pair.chosen, pair.rejected) == (tuple(expected), (assistant("a"),), (assistant("b"),))
+
+
 RANKED = {"prompt": "q", "responses": ["c", "a", "b", "b2"], "ranks": [3, 1, 2, 2]}
 
 
@@ -164,10 +197,28 @@ def test_columns_are_renamed() -> None:
     [bad] = read({"question": "q", "god": "a", "bad": "b"}, columns=columns).refused
     assert bad.reason == "missing_key"
     assert "did you mean 'god'" in bad.detail
+    [bad] = read({"question": None, "good": "a", "bad": "b"}, columns=columns).refused
+    assert bad == ("bad_type", "question is null; it must be text or messages")
     with pytest.raises(DataError, match="did you mean 'chosen'"):
         Layout(columns={"chosn": "x"})
     with pytest.raises(DataError, match="did you mean 'swift'"):
         Layout("swit")
+
+
+@pytest.mark.parametrize("empty", [{}, {"x": None}], ids=["missing", "null"])
+@pytest.mark.parametrize("name", ["input", "system", "history", "weight", "id", "tools"])
+def test_an_optional_column_stays_optional_under_another_name(name: str, empty: dict[str, Any]) -> None:
+    row = {"instruction": "q", **AB}
+    assert one({**row, **empty}, columns={name: "x"}) == one(row)
+
+
+def test_ranks_or_scores_are_enough_when_both_have_other_names() -> None:
+    columns = {"ranks": "places", "scores": "points"}
+    row = {"prompt": "q", "responses": ["a", "b"]}
+    assert one({**row, "places": [2, 1], "points": None}, columns=columns).chosen == "b"
+    assert one({**row, "points": [2, 1]}, columns=columns).chosen == "a"
+    [bad] = read(row, columns=columns).refused
+    assert (bad.reason, "need ranks" in bad.detail) == ("missing_key", True)
 
 
 def test_extra_columns_weights_and_ids() -> None:
@@ -182,6 +233,8 @@ def test_extra_columns_weights_and_ids() -> None:
         ("weight", -1),
         ("weight", "2"),
         ("weight", True),
+        ("weight", 10**400),
+        ("margin", -(10**400)),
         ("margin", float("nan")),
         ("id", [1]),
         ("tools", "x"),
@@ -212,6 +265,14 @@ def test_extra_columns_weights_and_ids() -> None:
         ({"chosen": [user("q"), assistant("a")], "rejected": "b"}, "bad_type", "both"),
         ({"prompt": "p", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
          "prompt_mismatch", "the prompt is not"),
+        ({"prompt": [user("z"), assistant("y"), user("q")], "chosen": [*EARLIER, assistant("a")],
+          "rejected": [*EARLIER, assistant("b")]}, "prompt_mismatch", "the prompt is not"),
+        ({"prompt": "q", "system": "other", "chosen": [system("s"), user("q"), assistant("a")],
+          "rejected": [system("s"), user("q"), assistant("b")]}, "prompt_mismatch", "the system prompt is not"),
+        ({"instruction": "q", "history": 5, **AB}, "bad_type", "history must be a list of [question, answer] lists"),
+        ({"instruction": "q", "history": ["x"], **AB}, "bad_type", "history must hold"),
+        ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 10**400]}, "bad_type", "ranks must be a number"),
+        ({"prompt": "q", "responses": ["a", "b"]}, "missing_key", "need ranks"),
         ({"messages": [user("q"), user("r")], **AB}, "bad_roles", "user turn stands after user"),
         ({"messages": [user("q"), assistant("r")], **AB}, "bad_roles", "it ends with assistant"),
         ({"messages": [assistant("r"), user("q")], **AB}, "bad_roles", "stands first"),
@@ -244,3 +305,38 @@ def test_whole_conversations_may_part_before_the_last_turn() -> None:
     pair = one({"chosen": chosen, "rejected": rejected})
     assert (pair.prompt, pair.chosen) == ((user("q"),), tuple(chosen[1:]))
     assert texts(pair) == ["q", "a", "x", "y", "b", "z", "w"]
+
+
+ODD: list[Any] = [
+    None, "", " ", "text", "7", "[1]", '{"a": 1}', "{", "\n\nHuman: q\n\nAssistant: a", "\n\nHuman: q\n\nAssistant: b",
+    0, 5, -1, 2.5, 1e308, 10**400, -(10**400), True, False, {}, {"a": 1}, {"role": "user"}, {"role": 5, "content": []},
+    [], [[]], [None], [5], [1, 2], [2, 10**400], ["a", "b"], ["a", None], [["q", "a"]], [["q", 5]], [["q"]], [{}],
+    user("q"), assistant("a"), system("s"), [system("s")], [user("q")], [user("")], [assistant("a")], EARLIER,
+    [user("q"), assistant("a")], [user("q"), assistant("b")], [*EARLIER, assistant("a")], [*EARLIER, assistant("b")],
+    [system("s"), user("q"), assistant("b")], [{"role": "assistant", "content": None, "tool_calls": [5]}],
+    [{"role": "user", "content": [{"type": "text", "text": "q"}]}, assistant("a")], [{"from": [], "value": {}}],
+    [{"role": "user", "content": [{"text": 5}]}], [{"completion": "a", "rank": 1}, {"completion": [], "rank": 10**400}],
+    [{"completion": "a", "rank": 1}, {"completion": "b", "rank": 2}], [{"completion": None, "rank": "1"}],
+]  # fmt: skip
+
+
+def odd_rows(count: int, names: list[str]) -> list[dict[str, Any]]:
+    """As JSON can hold them; most have both answers, so that the shapes are read and not only told apart."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(count):
+        row = {name: draw.choice(ODD) for name in draw.sample(names, draw.randrange(1, 6))}
+        if draw.random() < 0.8:
+            row |= {name: draw.choice(ODD) for name in ("chosen", "rejected")}
+        rows.append(json.loads(json.dumps(row)))
+    return rows
+
+
+@pytest.mark.parametrize("columns", [{}, {"prompt": "system", "system": "prompt", "weight": "margin"}])
+def test_any_row_gives_pairs_or_a_counted_reason(columns: dict[str, str]) -> None:
+    reasons = set()
+    for row in odd_rows(5_000, sorted(COLUMNS)):
+        found = read(row, columns=columns)
+        assert found.pairs or found.refused or found.ties, row
+        reasons |= {bad.reason for bad in found.refused}
+    assert reasons >= {"bad_type", "bad_roles", "missing_key", "prompt_mismatch", "empty_response", "identical_text"}

@@ -6,7 +6,11 @@ import gzip
 import json
 import os
 import random
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -142,18 +146,24 @@ def test_a_broken_gzip_keeps_what_came_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("array", [False, True])
 def test_a_gigantic_row_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool) -> None:
-    monkeypatch.setattr(cut, "MAX_ROW_BYTES", 10_000)
-    monkeypatch.setattr(cut, "BLOCK_BYTES", 1_000)
-    huge = json.dumps({"a": "x" * 200_000})
+    monkeypatch.setattr(cut, "MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(cut, "BLOCK_BYTES", 1 << 16)
+    before, between, after = ("[", ",", "]") if array else ("", "\n", "\n")
     path = tmp_path / "x"
-    path.write_text(f'[{{"a": 1}}, {huge}, {{"a": 2}}]' if array else f'{{"a": 1}}\n{huge}\n{{"a": 2}}\n')
-    assert reasons(path) == [(2, "row_too_large")]
-    assert [row for _, row in rows_of(path) if not isinstance(row, Bad)] == [{"a": 1}, {"a": 2}]
+    with path.open("w") as file:
+        file.write(before + '{"a": 1}' + between + '{"a": "')
+        file.writelines("x" * (1 << 20) for _ in range(50))
+        file.write('"}' + between + '{"a": 2}' + after)
+    tracemalloc.start()
+    (_, first), (number, bad), (_, last) = rows_of(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (number, bad.reason) == (2, "row_too_large")
+    assert [first, last] == [{"a": 1}, {"a": 2}]
+    assert peak < 4e6  # the row has 52 MB, its limit is 1 MB
 
 
 def test_memory_of_a_large_array_is_bounded(tmp_path: Path) -> None:
-    import tracemalloc
-
     path = tmp_path / "x.json"
     with path.open("w") as file:
         file.write("[" + ",\n".join(json.dumps({"a": "x" * 1000}) for _ in range(10_000)) + "]")
@@ -199,10 +209,41 @@ def test_files_that_cannot_be_read_are_refused_with_the_way_on(tmp_path: Path) -
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="not a regular file"):
         find_sources(tmp_path / "pipe")
+    (tmp_path / "tables").mkdir()
+    os.mkfifo(tmp_path / "tables" / "x.arrow")
+    with pytest.raises(DataError, match=r"x\.arrow: not a regular file"):
+        find_sources(tmp_path / "tables")
     pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "cut.parquet")
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "cut.parquet").read_bytes()[:-9])
     with pytest.raises(DataError, match="damaged parquet"):
         rows_of(tmp_path / "cut.parquet")
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read everything."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("closed", ["pairs.jsonl", "folder", "folder/pairs.jsonl", "tables/x.arrow"])
+def test_files_and_folders_without_permission_are_refused(closed: str) -> None:
+    with TemporaryDirectory() as base:
+        Path(base).chmod(0o755)  # pytest's own folder is closed to others
+        path = Path(base, closed)
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if closed == "folder" else path.write_text("{}")
+        ask = {"folder": path / "pairs.jsonl", "tables/x.arrow": path.parent}.get(closed, path)
+        path.chmod(0)
+        with as_nobody(), pytest.raises(DataError, match=rf"{path.name}.*: cannot be read \(Permission denied\)"):
+            find_sources(ask)
+        path.chmod(0o755)
 
 
 def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ from tokenizers import Tokenizer
 
 from rather.data.cut import Bad
 from rather.data.formats import Layout, TextPair, read_row
+from rather.data.read import Chunk
 from rather.data.template import TEMPLATES
+from rather.data.tokenised import read_tokenised
 from rather.data.tokens import Encoded, Encoder
+from rather.data.worker import ChunkEncoder
 
 Make = Callable[..., Encoder]
 ROUND = [
@@ -271,6 +274,49 @@ def test_a_prompt_may_have_a_limit_of_its_own(encoder: Make) -> None:
     assert result.prompt == [whole.prompt[0], *whole.prompt[-5:]]
     assert scored(plain, result) == [" a</s>"]
     assert encoded(encoder(None, max_prompt_length=6), "q", " a", " b") == encoded(encoder(None), "q", " a", " b")
+
+
+def tokens(prompt: list[int], chosen: list[int], rejected: list[int], **extras: Any) -> dict[str, Any]:
+    """A row that holds tokens already."""
+    sides = {"chosen": chosen, "rejected": rejected}
+    ids = {f"{side}_input_ids": prompt + answer for side, answer in sides.items()}
+    masks = {f"{side}_loss_mask": [0] * len(prompt) + [1] * len(answer) for side, answer in sides.items()}
+    return {**ids, **masks, **extras}
+
+
+def test_the_limit_of_prompts_is_also_that_of_rows_of_tokens(encoder: Make) -> None:
+    plain = encoder(None, bos=True, max_prompt_length=6, sequence_length=9)
+    bos = plain.recipe.bos
+    assert bos is not None
+    read = read_tokenised(tokens([bos, *range(10, 40)], [50, 51, 52], [60]), Layout(), plain)
+    assert not isinstance(read, Bad)
+    result = read[1]
+    assert result.prompt == [bos, *range(35, 40)]
+    assert (result.chosen, result.rejected) == ([50, 51, 52], [60])
+    assert (result.chosen_scored, result.rejected_scored) == (((6, 9),), ((6, 7),))
+    assert [note.kind for note in result.notes] == ["truncated_prompt"]
+    short = tokens([10, 11], [50], [60])
+    assert read_tokenised(short, Layout(), plain) == read_tokenised(short, Layout(), encoder(None, bos=True))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "\U0001f388", "chosen": "a", "rejected": "DEEP"},
+        {**tokens([1, 2], [3], [4]), "chosen_input_ids": "DEEP"},
+        tokens([1, 2], [3], [4], tools="DEEP"),
+    ],
+    ids=["surrogates", "ids", "tools"],
+)
+def test_a_row_that_can_hardly_be_nested_deeper_is_a_counted_reason(encoder: Make, row: dict[str, Any]) -> None:
+    """Around the depth that Python can parse, whatever is done with a row may be one level too deep."""
+    worker = ChunkEncoder(encoder(None), Layout())
+    found = set()
+    for depth in range(700, 1000):
+        raw = json.dumps(row).replace('"DEEP"', '{"a": ' * 2 + "[" * depth + "]" * depth + "}" * 2)
+        head, _ = worker.encode(Chunk(0, (1,), (0,), (raw.encode(),)))
+        found |= {reason for reason, _, _ in head["dropped"]}
+    assert found == {"bad_type", "too_deep"}
 
 
 def test_an_answer_is_cut_on_the_right_and_loses_its_end(encoder: Make) -> None:

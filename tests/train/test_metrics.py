@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from rather.batch import PairLogps
-from rather.metrics import PER_PAIR, WITH_REFERENCE, Scored, Window, weighted_sums
+from rather.metrics import MOMENTS, PER_PAIR, WITH_REFERENCE, Scored, Window, weighted_sums
 from rather.objective import configure
 
 OBJECTIVE = configure(["sigmoid"], {"beta": 0.25})
@@ -83,3 +84,48 @@ def test_no_weight_at_all_is_no_number_and_no_crash() -> None:
     means = window.means()
     assert means.pop("rewards/length_correlation") == 0
     assert all(math.isnan(mean) for mean in means.values())
+
+
+def correlation(pairs: list[tuple[float, float, float]]) -> float:
+    """Of weight, margin and length difference of each pair, added one by one."""
+    window = Window()
+    for weight, margin, longer in pairs:
+        values = torch.tensor(margin, dtype=torch.float64), torch.tensor(longer, dtype=torch.float64)
+        moments = {name: weight * float(moment(*values)) for name, moment in MOMENTS.items()}
+        window.add({**moments, "weight": weight}, pairs=1, tokens=0)
+    return window.means()["rewards/length_correlation"]
+
+
+@pytest.mark.parametrize("constant", ["margin", "length", "one pair"])
+def test_what_does_not_vary_has_no_correlation_whatever_the_weights(constant: str) -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        margin, longer = draw.gauss(0, 1), float(draw.randrange(-20, 20))
+        pairs = [
+            (
+                draw.uniform(0.01, 3),
+                draw.gauss(0, 1) if constant == "length" else margin,
+                float(draw.randrange(-20, 20)) if constant == "margin" else longer,
+            )
+            for _ in range(1 if constant == "one pair" else draw.choice([2, 8, 40]))
+        ]
+        assert correlation(pairs) == 0, pairs
+
+
+def test_correlation_is_that_of_the_weighted_pairs_and_never_beyond_one() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        slope, spread = draw.choice([-0.3, 0.7]), draw.choice([0.0, 1e-9, 1.0])
+        lengths = [float(length) for length in draw.sample(range(-50, 50), draw.choice([2, 3, 16]))]
+        pairs = [(draw.uniform(0.01, 3), slope * d + draw.gauss(0, spread), d) for d in lengths]
+        weights, margins, _ = zip(*pairs, strict=True)
+        m, d = (sum(w * v for w, v in zip(weights, x, strict=True)) / sum(weights) for x in (margins, lengths))
+        covariance = sum(w * (x - m) * (y - d) for w, x, y in pairs)
+        squares = sum(w * (x - m) ** 2 for w, x, _ in pairs) * sum(w * (y - d) ** 2 for w, _, y in pairs)
+        found = correlation(pairs)
+        assert -1 <= found <= 1
+        assert found == pytest.approx(covariance / math.sqrt(squares), abs=1e-9)
+
+
+def test_rewards_beyond_all_measure_have_no_correlation() -> None:
+    assert correlation([(1.0, 1e200, 1.0), (1.0, 3e200, 2.0), (1.0, 2e200, 2.0)]) == 0
