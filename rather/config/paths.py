@@ -13,6 +13,7 @@ from rather.errors import ConfigError, DataError
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+TABLES = ("*.arrow", "state.json", "dataset_dict.json", "part-*/state.json")  # one of them in a folder of tables
 
 
 def check_paths(config: DPOConfig, sources: Mapping[str, str] | None = None) -> None:
@@ -132,21 +133,25 @@ def _data_problems(config: DPOConfig) -> Iterator[tuple[str, str]]:
         if text := _file_problem(name, evaluation):
             yield "validation.data_args.file_name", text
     prompts = config.eval_prompts and config.eval_prompts.file
-    if prompts and (text := _file_problem(prompts, train)):
+    if prompts and (text := _file_problem(prompts, train, tables=False)):
         yield "eval_prompts.file", text
 
 
-def _file_problem(name: str, data: DataArgs) -> str | None:
+def _file_problem(name: str, data: DataArgs, *, tables: bool = True) -> str | None:
+    """`tables`: a folder that `datasets` wrote serves too."""
     if "://" in name:
         return f"{name} is an address; only local files are read: download it first"
-    path = data.locate(name)
-    if path.is_file():
-        return None
-    if path.is_dir():
-        return f"{path.absolute()} is a folder; name the files in it"
-    if path.exists():
-        return f"{path.absolute()} is not a regular file"
-    return f"the data file {path.absolute()} does not exist{nearest_names(path)}"
+    try:
+        path = data.locate(name)
+        if path.is_file() or (tables and any(next(path.glob(kind), None) for kind in TABLES)):
+            return None
+        if path.is_dir():
+            return f"{path.absolute()} is a folder{' without tables' if tables else ''}; name the files in it"
+        if path.exists():
+            return f"{path.absolute()} is not a regular file"
+        return f"the data file {path.absolute()} does not exist{nearest_names(path)}"
+    except OSError as error:  # a folder that may not be searched, a name too long
+        return f"{name[:80]} cannot be read ({error.strerror or error})"
 
 
 def nearest_names(path: Path) -> str:

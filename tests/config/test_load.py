@@ -455,10 +455,18 @@ def test_missing_paths_are_named_together(write, tmp_path: Path) -> None:
     )
     assert lines[2].startswith("global_template (command line): the template file /")
     assert lines[3].endswith(f"the data file {tmp_path}/pairs.json does not exist; near it: pairs.jsonl")
-    assert lines[4].endswith(f"{tmp_path}/models is a folder; name the files in it")
+    assert lines[4].endswith(f"{tmp_path}/models is a folder without tables; name the files in it")
     assert "only local files are read" in lines[5]
     assert lines[6].startswith("validation.data_args.file_name (command line): the data file /")
     assert len(lines) == 7
+
+
+def test_a_folder_of_tokens_is_a_file_name_and_what_cannot_be_read_is_said(write, tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "state.json").write_text("{}")
+    load_config(write(), [f"actor_train.data_args.file_name={tmp_path}/tokens"])
+    with pytest.raises(DataError, match=r"cannot be read \(File name too long"):
+        load_config(write(), [f"actor_train.data_args.file_name={'x' * 300}"])
 
 
 def test_only_data_missing_is_a_data_error(write) -> None:
