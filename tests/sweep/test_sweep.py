@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +312,40 @@ except Ended as error:
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
     assert saved.read_text() == "saved"
+
+
+def test_the_children_of_a_sweep_that_is_killed_are_asked_to_end(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    child = f"""
+import os, signal, sys
+pipe = open({str(told)!r}, "w", buffering=1)
+def end(*_):
+    print("saved", file=pipe)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+print(os.getpid(), file=pipe)
+signal.pause()
+"""
+    parent = f"""
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from rather.sweep.children import Children
+with Children() as children, ThreadPoolExecutor(1) as pool, children.ended_with(pool):
+    list(pool.map(lambda code: children.run(["-c", code], ["0"], Path({str(tmp_path / "console")!r})), [{child!r}]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", parent], env=environment)
+    with told.open() as pipe:
+        number = int(pipe.readline())
+        process.kill()
+        process.wait()
+        try:
+            assert select.select([pipe], [], [], 60)[0], "the child goes on without the sweep"
+            assert pipe.read() == "saved\n"
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
 
 
 def test_two_sweeps_of_one_name_do_not_meet(yaml_file: Writer) -> None:
