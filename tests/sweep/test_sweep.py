@@ -98,6 +98,14 @@ def test_three_betas_take_one_pass_of_the_reference(yaml_file: Writer, tmp_path:
     assert "within the noise of so few held-out pairs" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")} == before
 
+    (folder / "sweep.json").write_text((folder / "sweep.json").read_text()[:100])
+    torn = sweep(file, BETAS)
+    assert torn.exit_code == 2
+    assert "delete this file and start the same command again: finished runs are kept" in torn.output
+    (folder / "sweep.json").unlink()
+    assert sweep(file, BETAS).exit_code == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")} == before
+
     more = sweep(file, BETAS + ",0.2")
     assert more.exit_code == 0, more.output
     assert report(folder / "beta-0.2")["forwards"] == 0
@@ -346,6 +354,27 @@ with Children() as children, ThreadPoolExecutor(1) as pool, children.ended_with(
         finally:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
+
+
+def test_its_state_is_on_the_disk_before_it_replaces_the_old_one(
+    yaml_file: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, done = Sweep.planned(yaml_file(), ["beta=1,2"]), []
+    sync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        done.append(f"fsync {Path(f'/proc/self/fd/{handle}').readlink().name}")
+        sync(handle)
+
+    def replaced(path: Path, target: Path) -> None:
+        done.append(f"replace {path.name}")
+        replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    planned.save()
+    assert done == [f"{what} .sweep.json-{os.getpid()}" for what in ("fsync", "replace")]
+    assert list(planned.folder.iterdir()) == [planned.folder / "sweep.json"]
 
 
 def test_two_sweeps_of_one_name_do_not_meet(yaml_file: Writer) -> None:
