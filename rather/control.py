@@ -1,7 +1,8 @@
 """A run folder belongs to one process at a time, and other shells ask that process to save or to stop.
 
-They leave a word in <run_dir>/.control, which the run takes up at the end of its step or of a chunk of its evaluation:
-one way for a run in one process, on Ray and under torchrun, on this machine or on another that shares the folder.
+Each leaves a file <run_dir>/.control-<word>-<number>. The run takes it up at the end of its step or of a chunk of its
+evaluation by a new name, .taken-<number>-<step>; whoever asked removes it. One way for a run in one process, on Ray and
+under torchrun, on this machine or on another that shares the folder.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
+from uuid import uuid4
 
 from rather.errors import ConfigError, WorkerError
 
 log = logging.getLogger(__name__)
 
-LOCK, CONTROL = ".lock", ".control"
-STOP, SAVE, TAKEN = "stop", "save", "taken at step"
+LOCK, CONTROL, TAKEN = ".lock", ".control", ".taken"
+STOP, SAVE = "stop", "save"
 TRIES = 5  # to lock a folder: another shell that only asks who holds it does so for a moment
 LOOK_EVERY = 0.2  # seconds between two looks of the one who asked
 
@@ -48,7 +50,8 @@ def lock(run_dir: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        (run_dir / CONTROL).unlink(missing_ok=True)  # was meant for a run that has ended
+        for name in (CONTROL, TAKEN):  # what was meant for a run that has ended
+            _remove(run_dir.glob(f"{name}-*"))
         try:
             yield
         finally:
@@ -68,21 +71,22 @@ def _locked(file: TextIO, tries: int) -> None:
 
 
 def taken(run_dir: Path, step: int) -> str | None:
-    """What another shell has asked of this run, once; it is answered with the step that the run has done."""
-    file = run_dir / CONTROL
-    if not file.exists():  # looked at after every step
-        return None
+    """What other shells have asked of this run, once; each is answered with the step that the run has done."""
+    words = {_taken(file, step) for file in run_dir.glob(f"{CONTROL}-*")}
+    return STOP if STOP in words else SAVE if SAVE in words else None  # a run that stops saves too
+
+
+def _taken(file: Path, step: int) -> str | None:
+    word, _, number = file.name.removeprefix(f"{CONTROL}-").partition("-")
     try:
-        word = file.read_text(encoding="utf-8", errors="replace").strip()
-        if word.startswith(TAKEN):
-            return None
-        _leave(file, f"{TAKEN} {step}")
+        file.rename(file.with_name(f"{TAKEN}-{number}-{step}"))
+    except FileNotFoundError:  # whoever asked has given up
+        return None
     except OSError as error:
         log.warning("%s: cannot be used (%s); send signals instead.", file, error.strerror)
         return None
     if word not in (STOP, SAVE):
         log.warning("%s: '%.20s' is not understood; there are %s and %s.", file, word, STOP, SAVE)
-        return None
     return word
 
 
@@ -123,19 +127,21 @@ def ask(run_dir: Path, word: str, *, timeout: float, tell: Callable[[str], None]
     if (found := holder(run_dir)) is None:
         raise ConfigError(f"{run_dir}: no run is going on there; start it with rather train.")
     waiting = _Waiting(run_dir, found, timeout, tell)
-    before = latest(run_dir)
+    before, number = latest(run_dir), uuid4().hex
+    request = run_dir / f"{CONTROL}-{word}-{number}"
     try:
-        _leave(run_dir / CONTROL, word)
-        waiting.until(lambda: _answer(run_dir) is not None, "it finishes its step")
-        step = _answer(run_dir) or 0
+        request.touch(exist_ok=False)
+        waiting.until(lambda: bool(_answers(run_dir, number)), "it finishes its step")
+        step = max((int(answer.name.rpartition("-")[2]) for answer in _answers(run_dir, number)), default=0)
         if word == STOP:
             waiting.until(lambda: holder(run_dir) is None, "it saves and ends")
         else:
             waiting.until(lambda: (now := latest(run_dir)) not in (None, before) and now.step >= step, "it saves")
     except OSError as error:
-        raise ConfigError(f"{run_dir / CONTROL}: cannot be written ({error.strerror}); send a signal.") from error
+        raise ConfigError(f"{request}: cannot be written ({error.strerror}); send a signal.") from error
     finally:
-        (run_dir / CONTROL).unlink(missing_ok=True)
+        _remove([request])
+        _remove(_answers(run_dir, number))
     newest = latest(run_dir)
     saved = f"its newest checkpoint is that of step {newest.step}" if newest else "it has no checkpoint"
     tell(f"{found.told} has {'ended' if word == STOP else 'saved and goes on'}; {saved}")
@@ -155,10 +161,14 @@ def latest(run_dir: Path) -> Latest | None:
     return None
 
 
-def _answer(run_dir: Path) -> int | None:
-    with suppress(OSError, ValueError):
-        return int((run_dir / CONTROL).read_text(encoding="utf-8").removeprefix(TAKEN))
-    return None
+def _answers(run_dir: Path, number: str) -> list[Path]:
+    return list(run_dir.glob(f"{TAKEN}-{number}-*"))
+
+
+def _remove(files: Iterable[Path]) -> None:
+    for file in files:
+        with suppress(OSError):
+            file.unlink()
 
 
 @dataclass
@@ -182,9 +192,3 @@ class _Waiting:
             if holder(self.run_dir) is None and not has_happened():
                 raise WorkerError(f"{self.run_dir}: {self.found.told} ended before that; see its log.")
             time.sleep(LOOK_EVERY)
-
-
-def _leave(file: Path, word: str) -> None:
-    temporary = file.with_name(f"{CONTROL}-{os.getpid()}")
-    temporary.write_text(f"{word}\n", encoding="utf-8")
-    os.replace(temporary, file)

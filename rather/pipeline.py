@@ -23,7 +23,7 @@ from rather.config.checks import device_problems, missing
 from rather.config.schema import DPOConfig
 from rather.data.prepare import Prepared, prepare
 from rather.data.template import tokenizer_of
-from rather.errors import ConfigError, DataError, Ended, HangError, WorkerLost
+from rather.errors import ConfigError, DataError, DiskError, Ended, HangError, WorkerLost
 from rather.metrics import Window
 from rather.objective import from_config
 from rather.reference import ReferenceLogps
@@ -400,7 +400,7 @@ class DPOPipeline:
         self.page.log(evaluated=True)
         judged = config.save_best or config.early_stopping_patience
         if judged and progress.judge(record, config) and config.save_best:
-            self._save_model("best_model")
+            self._save_best()
         return progress.stopped_early
 
     def save(self, *, last: bool = False) -> None:
@@ -417,6 +417,15 @@ class DPOPipeline:
         """Brings what a checkpoint relies on to the disk; the length of metrics.jsonl."""
         self.asking.sync()
         return self.tracker.position()
+
+    def _save_best(self) -> None:
+        """A disk without room costs this model, not the run."""
+        try:
+            self._save_model("best_model")
+        except DiskError as error:
+            folder = str(self.config.run_dir / "best_model")
+            self.incidents.add("missed_save", self.progress.step, folder=folder, reason=str(error))
+            log.warning("MISSED SAVE of the best model at step %d: %s", self.progress.step, error)
 
     def _save_model(self, name: str) -> None:
         step, pairs, with_reference = self.progress.step, len(self.data.train), self.reference is not None

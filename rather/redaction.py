@@ -18,8 +18,10 @@ HARMLESS = re.compile(
 _PATTERNS = re.compile(
     r"(?<![0-9A-Za-z])(?:hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}|wandb_v1_\w{16,}"
     r"|[0-9a-f]{40}(?![0-9A-Za-z]))"  # Hugging Face, OpenAI and others, W&B; older W&B keys look like a git commit
-    r"|(?:(?<=://)|(?<=:/))[^\s/@]+(?=@)"  # user and password in an address, also in one that was read as a path
+    # User and password in an address, also in one that was read as a path; a password may hold an @.
+    r"|(?:(?<=://)|(?<=:/))[^\s/@]+(?:@[^\s/@\"]*)*(?=@)"
 )
+_IN_QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:token|key|secret|password)=)[^\s&#\"']+", re.IGNORECASE)
 _hidden: set[str] = set()
 
 
@@ -38,4 +40,4 @@ def redact(text: str) -> str:
     named = {value for name, value in os.environ.items() if looks_secret(name) and len(value) >= SHORTEST}
     for value in sorted(_hidden | named, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
-    return _PATTERNS.sub(HIDDEN, text)
+    return _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _PATTERNS.sub(HIDDEN, text))

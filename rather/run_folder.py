@@ -28,9 +28,9 @@ STARTS = "starts.jsonl"
 REPORT_PAGE = "report.html"
 FINISHED = ".finished"  # tells the step of the exported model: written after the export, removed before training
 OWN_NAMES = (
-    "metrics.jsonl", "config.yaml", DATA_REPORT, "checkpoint-*", ".tmp-*", ".old-*", "LATEST", "model",
-    "best_model", "adapter", "best_adapter", REFERENCE_LOG, RUN_REPORT, TRACE, TRACKER_IDS, FINISHED, "incidents.jsonl",
-    PLAN, STARTS, REPORT_PAGE, "health.jsonl", "answers.jsonl",
+    "metrics.jsonl", "config.yaml", DATA_REPORT, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*", "LATEST",
+    "model", "best_model", "adapter", "best_adapter", REFERENCE_LOG, RUN_REPORT, TRACE, TRACKER_IDS, FINISHED,
+    "incidents.jsonl", PLAN, STARTS, REPORT_PAGE, "health.jsonl", "answers.jsonl",
 )  # fmt: skip
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import webbrowser
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -32,13 +35,28 @@ def board_command(
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are those of this machine
         with Board(folder.absolute(), port) as board:
             typer.echo(f"{folder}: {len(board.runs.rows())} runs at {board.address} (Ctrl-C ends it)")
-            if browser and has_display():
-                webbrowser.open(board.address)
-            with suppress(KeyboardInterrupt):
+            opening = door(board.address) if browser and has_display() else nullcontext()
+            with opening as page, suppress(KeyboardInterrupt):
+                if page:
+                    webbrowser.open(page)
                 board.serve_forever()
         return 0
 
     raise typer.Exit(guarded(work))
+
+
+@contextmanager
+def door(address: str) -> Iterator[str]:
+    """The address of a page for this user only that leads there.
+
+    A browser is told it in its arguments, which every user of the machine can read; the board's own carries the token.
+    """
+    with TemporaryDirectory(prefix="rather-board-") as folder:
+        page = Path(folder) / "board.html"
+        page.touch(mode=0o600)
+        leads = f'<meta http-equiv="refresh" content="0; url={escape(address)}">'
+        page.write_text(f'<!doctype html><meta name="referrer" content="no-referrer">{leads}<title>rather</title>\n')
+        yield page.as_uri()
 
 
 def has_display() -> bool:

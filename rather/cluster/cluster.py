@@ -25,7 +25,7 @@ from rather.cluster.shares import beside, places, shares
 from rather.cluster.supervision import Supervision
 from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
 from rather.config.strategies import layout
-from rather.errors import ConfigError, HangError, RatherError, WorkerLost
+from rather.errors import ConfigError, DiskError, HangError, RatherError, WorkerLost
 from rather.trainer import StepResult
 from rather.trouble import Limits
 
@@ -171,6 +171,8 @@ class Cluster:
         self._tell(answers)
         failures = {rank: answer.failure for rank, answer in answers.items() if answer.failure}
         if failures:
+            if pending or any(failure.known is not DiskError for failure in failures.values()):
+                self._stop()  # what a failure leaves useless; a full disk leaves no worker so
             raise self._ended(failures, len(asked))
         if pending:
             raise self._late([rank_of[ref] for ref in pending], limit)
@@ -198,8 +200,7 @@ class Cluster:
         return where(self.role, rank, self.seats)
 
     def _ended(self, failures: Mapping[int, Failure], ranks: int) -> RatherError:
-        """The first cause, told with its place. What it leaves useless is stopped."""
-        self._stop()
+        """The first cause, told with its place."""
         rank = first_cause(failures)
         cause = failures[rank]
         level = logging.DEBUG if cause.is_ours else logging.ERROR

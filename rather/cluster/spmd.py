@@ -6,7 +6,7 @@ All processes take the same steps, because each computes them from the same conf
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from rather.cluster.preflight import Ledger, Room, need_of
 from rather.cluster.shares import beside, places, shares
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
-from rather.errors import ConfigError
+from rather.errors import ConfigError, DiskError
 from rather.trainer import StepResult
 from rather.trouble import Limits
 
@@ -122,13 +122,23 @@ class SpmdCluster:
         """All ranks write what they hold, and the first makes the model of it, a tensor at a time."""
         with beside(folder) if self.member.rank == 0 else nullcontext() as made:
             pieces = said_by_first(made)
-            self.write_weights(pieces, "model")
-            if self.member.rank == 0:
-                self.worker.export(pieces, "model", tokenizer, folder, card)
-            dist.barrier()
+            refusals = gathered(refusal(lambda: self.worker.write_weights(pieces, "model")))
+            if self.member.rank == 0 and not any(refusals):
+                refusals = [refusal(lambda: self.worker.export(pieces, "model", tokenizer, folder, card))]
+            if told := said_by_first(next(filter(None, refusals), "")):
+                raise DiskError(told)
 
     def _own(self, batches: Sequence[PairBatch]) -> list[PairBatch]:
         return shares(batches, self.layout.dp)[self.layout.dp_rank(self.member.rank)]
+
+
+def refusal(work: Callable[[], Any]) -> str:
+    """Why the disk does not take what `work` writes, for all ranks to hear before one goes on; else nothing."""
+    try:
+        work()
+    except DiskError as error:
+        return str(error)
+    return ""
 
 
 def said_by_first(value: Any) -> Any:

@@ -22,7 +22,7 @@ from rather.config.adapters import keeps_start, reference_is_policy
 from rather.config.canonical import threads_of
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
-from rather.errors import ConfigError, MemoryShortage
+from rather.errors import ConfigError, DiskError, MemoryShortage
 from rather.model.budget import TOKENS, Budget, NoRoom, choose_budget
 from rather.model.check import check_length
 from rather.model.export import export_adapter, export_model, export_stored
@@ -319,7 +319,11 @@ class ActorWorker:
 
     @faults.by_role
     def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
-        return checkpoint.write_groups(folder, {group: self.trainer.weight_pieces()}, rank=self.member.rank)
+        pieces = self.trainer.weight_pieces()
+        try:
+            return checkpoint.write_groups(folder, {group: pieces}, rank=self.member.rank)
+        except OSError as error:
+            raise DiskError(f"{folder}: could not be written ({error.strerror}). Make room on the disk.") from error
 
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
         """From a checkpoint that the driver has verified; only what this rank holds is read."""

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rather import faults
 from rather.config.paths import is_local
 from rather.config.schema import ModelArgs
+from rather.errors import DiskError
 from rather.model.digest import model_folder
 from rather.model.files import weight_files
 from rather.model.policy import PolicyModel
@@ -35,14 +37,15 @@ def whole_model(
     """The same, not yet published as `folder`, in files of at most so many bytes."""
     model = policy.causal_lm
     dtype = model.config.dtype
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    with _any_generation_config(model, temporary / "generation_config.json"):
-        state = _state(policy, weights, dtype)
-        model.save_pretrained(temporary, state_dict=state, max_shard_size=largest or "4GB")
-    _name_dtype(temporary / "config.json", dtype)
-    model.config.dtype = dtype  # save_pretrained overwrites it with the dtype it was trained in
-    tokenizer.save_pretrained(temporary)
+    with _made(folder) as temporary:
+        try:
+            with _any_generation_config(model, temporary / "generation_config.json"):
+                state = _state(policy, weights, dtype)
+                model.save_pretrained(temporary, state_dict=state, max_shard_size=largest or "4GB")
+        finally:
+            model.config.dtype = dtype  # save_pretrained overwrites it with the dtype it was trained in
+        _name_dtype(temporary / "config.json", dtype)
+        tokenizer.save_pretrained(temporary)
     return temporary
 
 
@@ -77,10 +80,10 @@ def whole_adapter(
     config, base = config_of(model), model_folder(name, args.revision)
     assert config is not None
     assert base is not None
-    temporary = _empty(folder)
-    named = str(base.absolute()) if is_local(name) else name
-    adapter_files(temporary, config, weights, named, args.revision, args.quantization)
-    tokenizer.save_pretrained(temporary)
+    with _made(folder) as temporary:
+        named = str(base.absolute()) if is_local(name) else name
+        adapter_files(temporary, config, weights, named, args.revision, args.quantization)
+        tokenizer.save_pretrained(temporary)
     return temporary
 
 
@@ -104,20 +107,39 @@ def _streamed(
     model: Any, weights: Mapping[str, Streamed], tokenizer: Any, folder: Path, largest: int | None = None
 ) -> Path:
     """All but the card, in a folder of another name."""
-    temporary = _empty(folder)
-    model.config.save_pretrained(temporary)
-    _name_dtype(temporary / "config.json", model.config.dtype)
-    model.generation_config.to_json_file(temporary / "generation_config.json")
-    _write_weights(temporary, weights, largest)
-    tokenizer.save_pretrained(temporary)
+    with _made(folder) as temporary:
+        model.config.save_pretrained(temporary)
+        _name_dtype(temporary / "config.json", model.config.dtype)
+        model.generation_config.to_json_file(temporary / "generation_config.json")
+        _write_weights(temporary, weights, largest)
+        tokenizer.save_pretrained(temporary)
     return temporary
 
 
-def _empty(folder: Path) -> Path:
+@contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A new folder to be filled, which gets its name by `publish`."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    return temporary
+    with _or_nothing(temporary, folder):
+        temporary.mkdir(parents=True)
+        yield temporary
+
+
+@contextmanager
+def _or_nothing(temporary: Path, folder: Path) -> Iterator[None]:
+    """What goes wrong leaves nothing that takes room; an error of the disk is told as one."""
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, OSError | SafetensorError):  # safetensors' own writer gives no OSError
+            raise
+        cause = getattr(error, "strerror", None) or error
+        raise DiskError(
+            f"{folder}: could not be written ({cause}). Make room on the disk and start the same command again; what "
+            "was there before is untouched."
+        ) from error
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Streamed], largest: int | None) -> None:
@@ -141,12 +163,13 @@ def _write_weights(folder: Path, weights: Mapping[str, Streamed], largest: int |
 
 def publish(temporary: Path, folder: Path, card: str) -> None:
     """What was made under another name becomes `folder`, complete or not at all."""
-    (temporary / "README.md").write_text(card, encoding="utf-8")
-    for file in temporary.rglob("*"):
-        if file.is_file():
+    with _or_nothing(temporary, folder):
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        for file in temporary.rglob("*"):
             _sync(file)
-    faults.point("export.written")
-    _replace(temporary, folder)
+        _sync(temporary)
+        faults.point("export.written")
+        _replace(temporary, folder)
 
 
 def _state(policy: PolicyModel, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -182,12 +205,17 @@ def _name_dtype(config_file: Path, dtype: torch.dtype) -> None:
 def _replace(temporary: Path, folder: Path) -> None:
     old = folder.with_name(f".old-{folder.name}")
     shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-        faults.point("export.aside")
-    temporary.rename(folder)
-    faults.point("export.rename.done")
-    _sync(folder.parent)
+    try:
+        if folder.exists():
+            folder.rename(old)
+            faults.point("export.aside")
+        temporary.rename(folder)
+        faults.point("export.rename.done")
+        _sync(folder.parent)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -15,6 +15,15 @@ from types import TracebackType
 from rather.signals import StopRequest
 
 ENDED = 143  # exit code of what SIGTERM ends
+# A sweep that is killed passes no signal on: the kernel does. PR_SET_PDEATHSIG outlasts exec, and asks for the thread
+# that started the process, which waits for it here. Not as a preexec_fn: Python between fork and exec, with threads.
+TIED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(143)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 class Children:
@@ -59,7 +68,7 @@ class Children:
                 return None
             # In a session of its own, so that a Ctrl-C of the terminal does not reach it beside the one passed on.
             child = subprocess.Popen(
-                [sys.executable, *arguments], stdout=out, stderr=out, env=environment, start_new_session=True
+                [sys.executable, *_tied(arguments)], stdout=out, stderr=out, env=environment, start_new_session=True
             )
             self.alive.add(child)
         return child
@@ -76,6 +85,11 @@ class Children:
             for child in list(self.alive):
                 child.terminate()
             raise
+
+
+def _tied(arguments: Sequence[str]) -> Sequence[str]:
+    """Those of a Python that gets SIGTERM when this process ends, where the kernel can do that."""
+    return ["-S", "-c", TIED, str(os.getpid()), *arguments] if sys.platform == "linux" else arguments
 
 
 def last_words(console: Path) -> str:

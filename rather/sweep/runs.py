@@ -114,8 +114,10 @@ class Sweep:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            problem = f"{self.folder / STATE}: cannot be read ({error}); start anew with --overwrite"
-            raise ConfigError(problem) from error
+            raise ConfigError(
+                f"{self.folder / STATE}: cannot be read ({error}); delete this file and start the same command again: "
+                "finished runs are kept, and the others go on."
+            ) from error
         changed = differences(*(dict(leaves(facts)) for facts in (past["facts"], self.facts)))
         changed = {key: pair for key, pair in changed.items() if key.removeprefix("config.") not in self.grid.axes}
         for point in self.points:
@@ -149,7 +151,10 @@ class Sweep:
         content = {"facts": self.facts, "reference": self.reference, "runs": runs}
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{STATE}-{os.getpid()}"
-        temporary.write_text(strict_json(content, indent=1) + "\n", encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(strict_json(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a loss of power could leave the name without the content
         os.replace(temporary, self.folder / STATE)
 
     def outcome(self, point: Point) -> Outcome:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rather.board.command import door
 from rather.board.serve import Board
 from rather.board.session import Session
 from rather.config.schema import DPOConfig
@@ -49,6 +50,14 @@ def counts(page: Page, selector: str, number: int) -> None:
 
 def row_of(page: Page, name: str) -> str:
     return page.locator("#rows tr", has=page.get_by_role("button", name=name, exact=True)).inner_text()
+
+
+def test_a_browser_comes_in_by_the_page_that_leads_here(open_page: OpenPage, board: Board) -> None:
+    with door(board.address) as address:
+        page = open_page(address)
+    assert page.url == f"http://127.0.0.1:{board.server_port}/"
+    page.reload()
+    page.wait_for_selector("html[data-ready]", state="attached")
 
 
 def test_curves_comparison_filter_and_findings(open_page: OpenPage, board: Board) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import stat
 import subprocess
 import sys
 from array import array
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -409,8 +412,17 @@ def test_the_server_needs_no_torch() -> None:
 
 
 def test_command(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr("rather.board.command.webbrowser.open", opened.append)
+    opened: list[Path] = []
+
+    def look(address: str) -> None:
+        """What a browser finds, and who else may."""
+        page = Path(unquote(urlsplit(address).path))
+        assert (address, urlsplit(address).query) == (page.as_uri(), "")
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (page, page.parent)] == [0o600, 0o700]
+        assert re.search(r"url=http://127\.0\.0\.1:\d+/\?token=[\w-]{43}\"", page.read_text())
+        opened.append(page)
+
+    monkeypatch.setattr("rather.board.command.webbrowser.open", look)
     monkeypatch.setattr("rather.board.command.has_display", lambda: True)
     monkeypatch.setattr(Board, "serve_forever", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     write_run(tmp_path / "run")
@@ -420,7 +432,8 @@ def test_command(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ": 1 runs at http://127.0.0.1:" in done.output
     assert not opened
     assert runner.invoke(app, ["board", str(tmp_path)]).exit_code == 0
-    assert opened[0].startswith("http://127.0.0.1:")
+    (page,) = opened
+    assert not page.parent.exists()
     taken = runner.invoke(app, ["board", str(tmp_path), "--port", str(board.server_port)])
     assert taken.exit_code == 2
     assert "leave it out for a free one" in taken.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -29,6 +30,11 @@ ENDLESS = {"max_steps": 100_000, "save_steps": None, "eval_steps": None, "loggin
 
 def rather(*args: str) -> Result:
     return CliRunner().invoke(app, list(args))
+
+
+def left(run_dir: Path) -> list[str]:
+    """What words to a run have left in its folder."""
+    return sorted(path.name for pattern in (".control*", ".taken*") for path in run_dir.glob(pattern))
 
 
 def _endless(folder: Path, begun: Event) -> int:
@@ -75,7 +81,7 @@ def test_a_run_saves_and_stops_when_it_is_asked(folder: Path, running: multiproc
     assert running.exitcode == 143
     assert steps(config.run_dir)[-1] > step
     assert f"has ended; its newest checkpoint is that of step {steps(config.run_dir)[-1]}" in stopped.output
-    assert not (config.run_dir / ".control").exists()
+    assert not left(config.run_dir)
 
 
 def test_no_run_and_none_going_on(folder: Path, tmp_path: Path) -> None:
@@ -100,7 +106,7 @@ def test_a_run_on_another_machine_is_asked_through_the_folder(tmp_path: Path) ->
     with pytest.raises(WorkerError, match=r"not done within 0 s \(--timeout\).*process 7 on elsewhere"):
         control.ask(tmp_path, control.STOP, timeout=0.0, tell=told.append)
     assert told == ["process 7 on elsewhere: waiting until it finishes its step"]
-    assert not (tmp_path / ".control").exists()
+    assert not left(tmp_path)
 
 
 def test_a_run_that_dies_before_it_answers(tmp_path: Path) -> None:
@@ -111,20 +117,67 @@ def test_a_run_that_dies_before_it_answers(tmp_path: Path) -> None:
         control.ask(tmp_path, control.SAVE, timeout=LONG, tell=lambda _: (tmp_path / ".lock").write_text(""))
 
 
+class Asker(threading.Thread):
+    """Another shell, whose word lies in the folder."""
+
+    def __init__(self, run_dir: Path, word: str) -> None:
+        super().__init__(daemon=True)
+        self.run_dir, self.word, self.asked, self.told = run_dir, word, threading.Event(), ""
+        self.start()
+        assert self.asked.wait(LONG)
+
+    def run(self) -> None:
+        control.ask(self.run_dir, self.word, timeout=LONG, tell=self.tell)
+
+    def tell(self, text: str) -> None:
+        self.told = text
+        self.asked.set()
+
+
+def test_a_stop_that_is_asked_while_a_save_goes_on_is_not_lost(tmp_path: Path) -> None:
+    with control.lock(tmp_path):
+        saves = Asker(tmp_path, control.SAVE)
+        assert control.taken(tmp_path, 1) == control.SAVE
+        stops = Asker(tmp_path, control.STOP)
+        (tmp_path / "LATEST").write_text("checkpoint-1\n")
+        saves.join(LONG)
+        assert saves.told.endswith("has saved and goes on; its newest checkpoint is that of step 1")
+        assert control.taken(tmp_path, 2) == control.STOP
+    stops.join(LONG)
+    assert "has ended" in stops.told
+    assert not left(tmp_path)
+
+
+def test_of_several_words_at_once_each_is_answered(tmp_path: Path) -> None:
+    """To stop is to save too."""
+    with control.lock(tmp_path):
+        askers = [Asker(tmp_path, word) for word in (control.SAVE, control.STOP, control.SAVE)]
+        assert control.taken(tmp_path, 4) == control.STOP
+        assert control.taken(tmp_path, 4) is None
+        (tmp_path / "LATEST").write_text("checkpoint-4\n")
+    for asker in askers:
+        asker.join(LONG)
+        assert asker.told.endswith("its newest checkpoint is that of step 4")
+    assert not left(tmp_path)
+
+
 def test_a_word_is_taken_once_and_an_unknown_one_never(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert control.taken(tmp_path, 3) is None
-    (tmp_path / ".control").write_text("save\n")
+    (tmp_path / ".control-save-1").touch()
     assert control.taken(tmp_path, 3) == control.SAVE
+    assert left(tmp_path) == [".taken-1-3"]
     assert control.taken(tmp_path, 4) is None
-    (tmp_path / ".control").write_text("explode\n")
+    (tmp_path / ".control-explode").touch()
     assert control.taken(tmp_path, 5) is None
     assert "'explode' is not understood" in caplog.text
 
 
 def test_a_word_for_a_run_that_has_ended_is_forgotten(tmp_path: Path) -> None:
-    (tmp_path / ".control").write_text("stop\n")
+    (tmp_path / ".control-stop-1").touch()
+    (tmp_path / ".taken-2-7").touch()
     with control.lock(tmp_path):
         assert control.taken(tmp_path, 0) is None
+        assert not left(tmp_path)
 
 
 def test_the_lock_tells_who_holds_it(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.config.schema import DPOConfig, ModelArgs
+from rather.errors import DiskError
 from rather.model.export import export_model
 from rather.model.load import load_policy
 from rather.pipeline import DPOPipeline
-from tests.tiny import make_config, make_model
+from tests.tiny import in_child, make_config, make_model
 
 Trained = tuple[DPOConfig, DPOPipeline]
 
@@ -122,6 +126,71 @@ def test_replaces_an_older_model_and_leaves_nothing_behind(tmp_path: Path) -> No
     assert [path.name for path in out.iterdir()] == ["model"]
     assert not (out / "model" / "leftover").exists()
     assert (out / "model" / "README.md").read_text() == "card"
+
+
+def _exported_twice(base: Path, out: Path) -> int:
+    """In a process whose files may not grow, and then may."""
+    policy = load_policy(str(base), ModelArgs(dtype="fp32"), "cpu")
+    tokenizer, limit = AutoTokenizer.from_pretrained(base), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limit[1]))
+    with pytest.raises(DiskError, match=r"model: could not be written \(.*File too large.*\)\. Make room"):
+        export_model(policy, {}, tokenizer, out / "model", "card")
+    assert [path.name for path in out.rglob("*")] == ["model", "older"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    export_model(policy, {}, tokenizer, out / "model", "card")
+    assert [path.name for path in out.iterdir()] == ["model"]
+    stored = load_file(out / "model" / "model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
+    return 0
+
+
+def test_a_disk_without_room_leaves_what_was_there_and_the_next_export_is_whole(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base", dtype=torch.bfloat16)
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    (tmp_path / "out" / "model" / "older").touch()
+    assert in_child(_exported_twice, base, tmp_path / "out") == 0
+
+
+def _export(folder: Path) -> Path:
+    base = make_model(folder / "base")
+    policy = load_policy(str(base), ModelArgs(), "cpu")
+    export_model(policy, {}, AutoTokenizer.from_pretrained(base), folder / "model", "card")
+    return folder / "model"
+
+
+def test_the_model_that_was_moved_aside_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, rename = _export(tmp_path) / "README.md", Path.rename
+    card.write_text("older")
+
+    def full(path: Path, target: Path) -> Path:
+        if path.name == ".tmp-model":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(DiskError, match="No space left on device"):
+        _export(tmp_path)
+    assert card.read_text() == "older"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names in the new folder too: without them a loss of power leaves an empty one."""
+    synced: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def telling(handle: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        sync(handle)
+
+    def renamed(path: Path, target: Path) -> Path:
+        assert {*(file.name for file in path.iterdir()), ".tmp-model"} == set(synced)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", telling)
+    monkeypatch.setattr(Path, "rename", renamed)
+    assert _export(tmp_path).is_dir()
+    assert synced[-1] == tmp_path.name
 
 
 def test_large_models_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

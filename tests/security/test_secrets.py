@@ -168,6 +168,22 @@ def test_an_incident_holds_none(secret_config: Config, tmp_path: Path) -> None:
     assert json.loads(line)["losses"] == [1.5]
 
 
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://user:pa@ssw0rd-long@host/api", "https://[hidden]@host/api"),
+        ("postgresql://user:p@@db, me@home", "postgresql://[hidden]@db, me@home"),
+        ('["https://u:word@host","me@home"]', '["https://[hidden]@host","me@home"]'),
+        ("http://host/api?token=canary0010&x=1#top", "http://host/api?token=[hidden]&x=1#top"),
+        ("http://host?x=1&api_key=canary0011", "http://host?x=1&api_key=[hidden]"),
+        ('"http://host/?X-Secret=canary0012&Password=canary0013"', '"http://host/?X-Secret=[hidden]&Password=[hidden]"'),
+        ("http://host/monkeys?tokens=3&page=2", "http://host/monkeys?tokens=3&page=2"),
+    ],
+)
+def test_secrets_in_an_address_are_hidden(address: str, shown: str) -> None:
+    assert redact(f"no answer from {address}") == f"no answer from {shown}"
+
+
 def test_only_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAD_TOKEN", "an-ordinary-word")
     monkeypatch.setenv("SHORT_TOKEN", "abc")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,14 @@ def test_three_betas_take_one_pass_of_the_reference(yaml_file: Writer, tmp_path:
     assert "3 of 3 runs are finished already" in again.output
     assert "best by eval/rewards/accuracies" in again.stdout
     assert "within the noise of so few held-out pairs" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")} == before
+
+    (folder / "sweep.json").write_text((folder / "sweep.json").read_text()[:100])
+    torn = sweep(file, BETAS)
+    assert torn.exit_code == 2
+    assert "delete this file and start the same command again: finished runs are kept" in torn.output
+    (folder / "sweep.json").unlink()
+    assert sweep(file, BETAS).exit_code == 0
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")} == before
 
     more = sweep(file, BETAS + ",0.2")
@@ -310,6 +320,61 @@ except Ended as error:
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
     assert saved.read_text() == "saved"
+
+
+def test_the_children_of_a_sweep_that_is_killed_are_asked_to_end(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    child = f"""
+import os, signal, sys
+pipe = open({str(told)!r}, "w", buffering=1)
+def end(*_):
+    print("saved", file=pipe)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+print(os.getpid(), file=pipe)
+signal.pause()
+"""
+    parent = f"""
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from rather.sweep.children import Children
+with Children() as children, ThreadPoolExecutor(1) as pool, children.ended_with(pool):
+    list(pool.map(lambda code: children.run(["-c", code], ["0"], Path({str(tmp_path / "console")!r})), [{child!r}]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", parent], env=environment)
+    with told.open() as pipe:
+        number = int(pipe.readline())
+        process.kill()
+        process.wait()
+        try:
+            assert select.select([pipe], [], [], 60)[0], "the child goes on without the sweep"
+            assert pipe.read() == "saved\n"
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+
+def test_its_state_is_on_the_disk_before_it_replaces_the_old_one(
+    yaml_file: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, done = Sweep.planned(yaml_file(), ["beta=1,2"]), []
+    sync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        done.append(f"fsync {Path(f'/proc/self/fd/{handle}').readlink().name}")
+        sync(handle)
+
+    def replaced(path: Path, target: Path) -> None:
+        done.append(f"replace {path.name}")
+        replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    planned.save()
+    assert done == [f"{what} .sweep.json-{os.getpid()}" for what in ("fsync", "replace")]
+    assert list(planned.folder.iterdir()) == [planned.folder / "sweep.json"]
 
 
 def test_two_sweeps_of_one_name_do_not_meet(yaml_file: Writer) -> None:

@@ -441,7 +441,7 @@ def test_a_pause_ends_where_an_end_is_asked_for(shared: Path) -> None:
     """By a signal, or from another shell; `failure_backoff` may be long."""
     config = make_config(shared, exp_name="pause")
     with closing(DPOPipeline(config)) as pipeline, control.lock(config.run_dir):
-        (config.run_dir / control.CONTROL).write_text("stop")
+        (config.run_dir / f"{control.CONTROL}-{control.STOP}-1").touch()
         pipeline._pause(3600)
         assert pipeline.stop.ends
 
