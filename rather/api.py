@@ -173,7 +173,8 @@ class DPOTrainer:
         feed = Feed((), self.config, 1, self.tokenizer)
         taken = [feed.pairs(item) for item in data]
         if not any(taken):
-            raise DataError(f"no pairs are left; rows dropped: {dict(feed.dropped) or 'none'}.")
+            raise feed.nothing_left()
+        feed.tell_dropped()
         longest = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for pairs in taken for p in pairs)
         if longest > seq_length:
             raise DataError(f"a sequence of {longest} tokens is longer than seq_length, {seq_length}.")
@@ -238,6 +239,7 @@ class DPOTrainer:
         """
         feed = Feed(train_preference_dataloader, self.config, self.args.per_device_train_batch_size, self.tokenizer)
         total = self._total_steps(feed)
+        self._refuse_iterators(train_preference_dataloader, eval_preference_dataloader)
         history: list[dict[str, float]] = []
         with tracker_in(log_dir, self.config, use_wandb=use_wandb, leads=_is_first()) as tracker:
             for epoch in range(math.ceil(self.args.num_train_epochs)):
@@ -246,6 +248,7 @@ class DPOTrainer:
                 for taken in islice(steps, None if total is None else total - begun):
                     history.append(self._record(taken, len(history) + 1, epoch, total))
                     tracker.log(history[-1])
+                feed.tell_dropped()
                 if eval_preference_dataloader is not None and len(history) > begun:
                     found = self.evaluate(eval_preference_dataloader)
                     evaluated = {f"eval/{name}": value for name, value in found.items()}
@@ -254,11 +257,19 @@ class DPOTrainer:
         return history
 
     def _total_steps(self, feed: Feed) -> int | None:
-        count, limit = feed.count(), self.config.max_steps
+        count, limit, epochs = feed.count(), self.config.max_steps, self.args.num_train_epochs
         if count is None:
+            if limit is None and epochs % 1:
+                raise ConfigError(f"num_train_epochs: {epochs:g} of pairs that cannot be counted; set max_steps.")
             return limit
         each = math.ceil(count / self.args.gradient_accumulation_steps)
-        return min(math.ceil(each * self.args.num_train_epochs), limit or each * 10**9)
+        return min(math.ceil(each * epochs - 1e-9), limit or each * 10**9)  # 100 * 1.1 is more than 110
+
+    def _refuse_iterators(self, pairs: Iterable[Any], held_out: Iterable[Any] | None) -> None:
+        """They give what they have once. Training pairs may have no end, with max_steps."""
+        epochs, limit = self.args.num_train_epochs, self.config.max_steps
+        if epochs > 1 and ((isinstance(pairs, Iterator) and limit is None) or isinstance(held_out, Iterator)):
+            raise DataError(f"an iterator gives its pairs once, not in {epochs:g} epochs; give a list or a loader.")
 
     def _record(
         self, taken: Sequence[Sequence[TokenPair]], step: int, epoch: int, total: int | None

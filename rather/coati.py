@@ -15,7 +15,8 @@ import torch
 from rather.api import DPOTrainer as Trainer
 from rather.api import tracker_in
 from rather.config.schema import DPOConfig, StrategyArgs, TrainingArgs
-from rather.errors import ConfigError
+from rather.data.feed import begin_epoch
+from rather.errors import ConfigError, DataError
 
 NAMES = {
     "loss": "loss",
@@ -117,12 +118,15 @@ class DPOTrainer:
         folder = Path(log_dir) / "DPO" / datetime.now().strftime("%Y-%m-%d_%H:%M:%S") if log_dir else None
         with tracker_in(folder, self.trainer.config, use_wandb=use_wandb, leads=self.is_master) as tracker:
             for epoch in range(self.start_epoch, self.max_epochs):
-                _begin(train_preference_dataloader, epoch)
+                begin_epoch(train_preference_dataloader, epoch)
+                begun = len(history)
                 for step, record in enumerate(self._steps(train_preference_dataloader), start=1):
                     history.append(record)
                     tracker.log({"step": len(history), **{f"train/{name}": value for name, value in record.items()}})
                     if self.save_interval and step % self.save_interval == 0:
                         self._save(epoch, step)
+                if len(history) == begun:
+                    raise DataError(f"0 pairs in epoch {epoch}; give a loader that can be gone through once an epoch.")
                 if eval_preference_dataloader is not None:
                     found = self._evaluate(eval_preference_dataloader, epoch)
                     tracker.log({"step": len(history), **{f"eval/{name}": value for name, value in found.items()}})
@@ -176,10 +180,3 @@ def _config(with_reference: bool, beta: float, gamma: float, normalized: bool) -
     if normalized:
         return DPOConfig(pref_loss="simpo", beta=beta, gamma=gamma)
     return DPOConfig(pref_loss="sigmoid", reference_free=True, **numbers)
-
-
-def _begin(loader: Iterable[Any], epoch: int) -> None:
-    """The order of an epoch is its sampler's."""
-    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)

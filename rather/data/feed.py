@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -36,30 +36,37 @@ class Feed:
     def __init__(self, source: Iterable[Any], config: DPOConfig, size: int, tokenizer: Any = None) -> None:
         self.source, self.config, self.size, self.tokenizer = source, config, size, tokenizer
         self.dropped: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}  # reason -> what was wrong with the first row dropped for it
+        self._begun: Iterator[Any] | None = None
 
     def micro_batches(self, epoch: int | None = None) -> Iterator[list[TokenPair]]:
         """Those of an epoch; without a number in the order they are given, for an evaluation."""
-        if self._rows is not None:
-            chosen = np.arange(len(self._rows)) if epoch is None else self._order.epoch(epoch)
-            yield from _cut((self._rows[i] for i in chosen.tolist()), self.size)
-            return
-        waiting: list[TokenPair] = []
-        for item in self.source:
-            if _is_batch(item):
-                yield pairs_of(item)
-                continue
-            waiting += self.pairs(item)
-            while len(waiting) >= self.size:
-                yield waiting[: self.size]
-                waiting = waiting[self.size :]
-        if waiting:
-            yield waiting
+        found = 0
+        for part in self._parts(epoch):
+            found += len(part)
+            yield part
+        if not found:
+            raise self.nothing_left("" if epoch is None else f" in epoch {epoch + 1}")
 
     def count(self) -> int | None:
-        """Micro-batches of an epoch, where that is known beforehand."""
-        if self._rows is not None:
-            return math.ceil(len(self._rows) / self.size)
-        return len(self.source) if isinstance(self.source, Sized) else None
+        """Micro-batches of an epoch, where that is known beforehand: rows of a loader may be dropped, batches not."""
+        if self.rows is not None:
+            return math.ceil(len(self.rows) / self.size)
+        if not isinstance(self.source, Sized):
+            return None
+        items = self._items(0)
+        first = list(islice(items, 1))
+        self._begun = chain(first, items)
+        return len(self.source) if any(map(_is_batch, first)) else None
+
+    def tell_dropped(self) -> None:
+        """What was dropped since it was told last."""
+        if self.dropped:
+            log.warning("rows dropped: %s", self._listed())
+        self.dropped.clear()
+
+    def nothing_left(self, where: str = "") -> DataError:
+        return DataError(f"0 pairs are left{where}; rows dropped: {self._listed() or 'none'}.")
 
     def pairs(self, item: Any) -> list[TokenPair]:
         """One item: a pair, a row of tokens or of text, a padded batch, or a list of these."""
@@ -76,24 +83,53 @@ class Feed:
         raise DataError(f"{type(item).__name__}: neither a pair, a row nor a batch.")
 
     @cached_property
-    def _rows(self) -> list[TokenPair] | None:
+    def rows(self) -> list[TokenPair] | None:
         """All pairs, of a source that has rows by number."""
         source: Any = self.source
-        if not (isinstance(source, Sequence) or hasattr(source, "column_names")):
+        if not (isinstance(source, Sequence) or all(hasattr(source, name) for name in ("column_names", "__len__"))):
             return None
         if len(source) and _is_batch(source[0]):
             return None
         found = [pair for row in source for pair in self.pairs(row)]
-        if self.dropped:
-            log.warning("rows dropped: %s", ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()))
         if not found:
-            raise DataError(f"0 pairs to train on; dropped: {dict(self.dropped) or 'none'}.")
+            raise self.nothing_left()
+        self.tell_dropped()
         return found
+
+    def _parts(self, epoch: int | None) -> Iterator[list[TokenPair]]:
+        if self.rows is not None:
+            chosen = np.arange(len(self.rows)) if epoch is None else self._order.epoch(epoch)
+            yield from _cut((self.rows[i] for i in chosen.tolist()), self.size)
+            return
+        waiting: list[TokenPair] = []
+        items, self._begun = self._begun or self._items(epoch), None
+        for item in items:
+            if _is_batch(item):
+                yield self.pairs(item)
+                continue
+            waiting += self.pairs(item)
+            while len(waiting) >= self.size:
+                yield waiting[: self.size]
+                waiting = waiting[self.size :]
+        if waiting:
+            yield waiting
+
+    def _items(self, epoch: int | None) -> Iterator[Any]:
+        if epoch is not None:
+            begin_epoch(self.source, epoch)
+        return iter(self.source)
+
+    def _drop(self, bad: Bad) -> None:
+        self.dropped[bad.reason] += 1
+        self.examples.setdefault(bad.reason, bad.detail)
+
+    def _listed(self) -> str:
+        return ", ".join(f"{count} {reason} ({self.examples[reason]})" for reason, count in self.dropped.items())
 
     @cached_property
     def _order(self) -> Order:
-        assert self._rows is not None
-        return Order(((0, len(self._rows), 1.0),), self.size, self.config.data_seed)
+        assert self.rows is not None
+        return Order(((0, len(self.rows), 1.0),), self.size, self.config.data_seed)
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -104,9 +140,9 @@ class Feed:
     def _encoded(self, row: Mapping[str, Any]) -> list[TokenPair]:
         layout = Layout(self.config.actor_train.data_args.format, self._columns, self.config.ranked_pairs)
         read = read_row(row, layout)
-        self.dropped.update(bad.reason for bad in read.refused)
         results = [(pair, self._encoder.encode(pair)) for pair in read.pairs]
-        self.dropped.update(result.reason for _, result in results if isinstance(result, Bad))
+        for bad in (*read.refused, *(result for _, result in results if isinstance(result, Bad))):
+            self._drop(bad)
         return [_token_pair(pair, result) for pair, result in results if isinstance(result, Encoded)]
 
     @property
@@ -114,6 +150,13 @@ class Feed:
         keys = {"chosen": self.config.chosen_key, "rejected": self.config.rejected_key}
         given = {name: key for name, key in keys.items() if name != key}
         return {**self.config.actor_train.data_args.columns, **given}
+
+
+def begin_epoch(loader: Iterable[Any], epoch: int) -> None:
+    """The order of an epoch is its sampler's."""
+    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
 
 
 def _token_pair(pair: TextPair, encoded: Encoded) -> TokenPair:
