@@ -25,6 +25,7 @@ NAMES = {
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",
 }
+LONGEST = 1 << 40  # tokens: the collator has cut the sequences
 PLUGINS = {"ddp": "ddp", "zero2": "zero2", "zero2_cpu": "zero2_cpu", "gemini": "zero3", "gemini_auto": "gemini_auto"}
 
 
@@ -142,9 +143,9 @@ class DPOTrainer:
 
     def _steps(self, loader: Iterable[Any]) -> Iterator[dict[str, float]]:
         batches = (self._scored(batch) for batch in loader)
-        trainer, longest = self.trainer, 1 << 40
+        trainer = self.trainer
         for first in batches:
-            trainer.training_step(trainer.policy.policy, chain([first], batches), longest)
+            trainer.training_step(trainer.policy.policy, chain([first], batches), LONGEST)
             yield {**{ours: trainer.means[name] for name, ours in NAMES.items()}, "lr": trainer.lr}
 
     def _scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,9 +175,8 @@ class DPOTrainer:
 
 
 def _config(with_reference: bool, beta: float, gamma: float, normalized: bool) -> DPOConfig:
-    numbers: dict[str, Any] = {"beta": beta, "gamma": gamma or None, "length_normalization": normalized or None}
-    if with_reference:
-        return DPOConfig(pref_loss="sigmoid", **numbers)
-    if normalized:
-        return DPOConfig(pref_loss="simpo", beta=beta, gamma=gamma)
-    return DPOConfig(pref_loss="sigmoid", reference_free=True, **numbers)
+    numbers: dict[str, Any] = {"beta": beta, "sequence_length": LONGEST}
+    if normalized and not with_reference:
+        return DPOConfig(pref_loss="simpo", gamma=gamma, **numbers)
+    numbers |= {"gamma": gamma or None, "length_normalization": normalized or None}
+    return DPOConfig(pref_loss="sigmoid", reference_free=None if with_reference else True, **numbers)

@@ -16,8 +16,9 @@ from rather.batch import TokenPair
 from rather.config.schema import DPOConfig
 from rather.data.collate import pairs_of
 from rather.data.cut import Bad
-from rather.data.formats import Layout, TextPair, read_row
+from rather.data.formats import EXTRAS, Layout, TextPair, read_row
 from rather.data.prepare import recipe_of
+from rather.data.report import TOO_LONG
 from rather.data.sampler import Order
 from rather.data.tokens import Encoded, Encoder
 from rather.errors import ConfigError, DataError
@@ -73,10 +74,8 @@ class Feed:
         if isinstance(item, TokenPair):
             return [item]
         if isinstance(item, Mapping):
-            if _is_batch(item):
-                return pairs_of(item)
-            if any(name in item for name in TOKENS):
-                return pairs_of({name: [value] for name, value in item.items() if name.endswith(("_ids", "_mask"))})
+            if any(item.get(name) is not None for name in TOKENS):
+                return self._of_tokens(item)
             return self._encoded(item)
         if isinstance(item, Sequence) and not isinstance(item, str):
             return [pair for each in item for pair in self.pairs(each)]
@@ -90,7 +89,7 @@ class Feed:
             return None
         if len(source) and _is_batch(source[0]):
             return None
-        found = [pair for row in source for pair in self.pairs(row)]
+        found = [pair for row in source for pair in self._fitting(row)]
         if not found:
             raise self.nothing_left()
         self.tell_dropped()
@@ -104,10 +103,11 @@ class Feed:
         waiting: list[TokenPair] = []
         items, self._begun = self._begun or self._items(epoch), None
         for item in items:
+            found = self._fitting(item)
             if _is_batch(item):
-                yield self.pairs(item)
+                yield from [found] if found else []
                 continue
-            waiting += self.pairs(item)
+            waiting += found
             while len(waiting) >= self.size:
                 yield waiting[: self.size]
                 waiting = waiting[self.size :]
@@ -120,6 +120,9 @@ class Feed:
         return iter(self.source)
 
     def _drop(self, bad: Bad) -> None:
+        key = "overlong" if bad.reason in TOO_LONG else "on_bad"
+        if {"overlong": self.config.actor_train.data_args.overlong, "on_bad": self.config.on_bad}[key] == "error":
+            raise DataError(f"a row is {bad.reason} ({bad.detail}), and {key} is error; correct it, or set drop.")
         self.dropped[bad.reason] += 1
         self.examples.setdefault(bad.reason, bad.detail)
 
@@ -144,6 +147,24 @@ class Feed:
         for bad in (*read.refused, *(result for _, result in results if isinstance(result, Bad))):
             self._drop(bad)
         return [_token_pair(pair, result) for pair, result in results if isinstance(result, Encoded)]
+
+    def _of_tokens(self, item: Mapping[str, Any]) -> list[TokenPair]:
+        named = {ours: item.get(theirs) for ours, theirs in self._columns.items() if ours in EXTRAS}
+        given = {name: value for name, value in {**item, **named}.items() if value is not None}
+        return pairs_of(given if _is_batch(item) else {name: [value] for name, value in given.items()})
+
+    def _fitting(self, item: Any) -> list[TokenPair]:
+        return [pair for pair in self.pairs(item) if self._fits(pair)]
+
+    def _fits(self, pair: TokenPair) -> bool:
+        longest = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
+        if longest <= self.config.sequence_length:
+            return True
+        told = f"{longest} tokens; sequence_length is {self.config.sequence_length}"
+        if self.config.actor_train.data_args.overlong.startswith("truncate"):
+            raise DataError(f"a row has {told}; what is tokens already is not cut: set overlong: drop, or cut it.")
+        self._drop(Bad("too_long", told))
+        return False
 
     @property
     def _columns(self) -> dict[str, str]:
