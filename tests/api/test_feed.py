@@ -63,6 +63,15 @@ def test_dropped_rows_are_told(trainer: Any, caplog: pytest.LogCaptureFixture) -
     assert all("1 empty_response (chosen: nothing but white space), 1 identical_text" in each for each in told)
 
 
+def test_rows_that_must_not_be_dropped(trainer: Any) -> None:
+    with pytest.raises(DataError, match=r"a row is empty_response .* and on_bad is error"):
+        trainer(on_bad="error").fit([*TEXT, *BAD])
+    keys = {"sequence_length": 2, "actor_train": {"data_args": {"overlong": "error"}}}
+    for source in (TEXT, TOKENS):
+        with pytest.raises(DataError, match=r"too_long .* and overlong is error; correct it, or set drop"):
+            trainer(**keys).fit(source)
+
+
 def test_a_loader_of_lists_is_not_counted_by_its_items(trainer: Any) -> None:
     loader = DataLoader(TOKENS, batch_size=4, collate_fn=list)
     assert len(trainer().fit(loader)) == 8
