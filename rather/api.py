@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -29,8 +29,8 @@ from rather.config.schema import ActorConfig, DPOConfig, StrategyArgs
 from rather.config.strategies import Layout, layout
 from rather.data.feed import Feed
 from rather.data.pack import pack
-from rather.errors import ConfigError, DataError
-from rather.given import GivenOptimizer, put_over, training_args
+from rather.errors import ConfigError, DataError, NonFiniteError
+from rather.given import GivenOptimizer, put_over, with_args
 from rather.metrics import Window
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_model
@@ -42,8 +42,10 @@ from rather.parallel.apply import build_mesh, divide
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
+from rather.run.evaluation import joined
+from rather.run.refusals import refuse_columns
 from rather.tracking import NoTracker, RunTracker, check_installed
-from rather.trainer import RankTrainer, Whole
+from rather.trainer import RankTrainer, StepResult, Whole
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +80,16 @@ class DPOTrainer:
         calculate_per_token_loss: bool = False,
         sequence_packing: bool = False,
     ) -> None:
-        self.config, self.tokenizer = train_config or DPOConfig(), tokenizer
-        self.args = self.config.actor_train.training_args if args is None else training_args(args)
+        self.config, self.tokenizer = with_args(train_config or DPOConfig(), args), tokenizer
+        self.args = self.config.actor_train.training_args
+        self.nonfinite = 0  # steps in a row whose loss or gradient was no number
         self.loss = from_config(self.config)
         _refuse(self, model, ref_model, optimizer, lr_scheduler, calculate_per_token_loss)
         if sequence_packing:
             log.info("sequence_packing: pairs are always packed here; it never changes the result")
         placing = _placing(strategy)
+        compute = next(_single(model).parameters()).dtype  # shards are float32, whatever they compute in
+        self._stepping: dict[str, Any] = {"max_grad_norm": self.config.max_grad_norm, "compute": compute}
         self.adapted = _first(model) if _is_adapted(model) else None
         names = {id(p): f"causal_lm.{name}" for name, p in _single(model).named_parameters()}
         self.policy = self._rank(_single(model), placing, trains=True)
@@ -93,8 +98,7 @@ class DPOTrainer:
             named = dict(self.policy.policy.named_parameters())
             if self.policy.mesh.sizes:
                 put_over(optimizer, names, named)
-            limit = self._max_grad_norm
-            self.policy.optimizer = GivenOptimizer(named.items(), optimizer, lr_scheduler, max_grad_norm=limit)
+            self.policy.optimizer = GivenOptimizer(named.items(), optimizer, lr_scheduler, **self._stepping)
 
     def _rank(self, model: Any, placing: Layout, *, trains: bool) -> RankTrainer:
         """As a worker builds it, but from a model that is in memory."""
@@ -122,6 +126,8 @@ class DPOTrainer:
         reference_rejected_logps: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(losses, chosen rewards, rejected rewards) of the sigmoid loss, with the numbers of the config."""
+        if self.config.length_normalization:
+            raise ConfigError("dpo_loss: length_normalization needs lengths, and it is given sums; use training_step.")
         policy = torch.stack([policy_chosen_logps, policy_rejected_logps], 1)
         reference = torch.stack([reference_chosen_logps, reference_rejected_logps], 1)
         return self._scored("sigmoid", PairLogps(policy, reference, torch.ones_like(policy)))
@@ -173,7 +179,8 @@ class DPOTrainer:
         feed = Feed((), self.config, 1, self.tokenizer)
         taken = [feed.pairs(item) for item in data]
         if not any(taken):
-            raise DataError(f"no pairs are left; rows dropped: {dict(feed.dropped) or 'none'}.")
+            raise feed.nothing_left()
+        feed.tell_dropped()
         longest = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for pairs in taken for p in pairs)
         if longest > seq_length:
             raise DataError(f"a sequence of {longest} tokens is longer than seq_length, {seq_length}.")
@@ -187,8 +194,10 @@ class DPOTrainer:
             raise DataError(
                 "all ranks brought the same pairs; give each its own, as a loader with StatefulDistributedSampler does."
             )
+        self._refuse_columns("training", share.facts)
         with _packed_attention(rank.policy):
             result = rank.train_step(share.batches, self._known(share), share.facts)
+        self._judge(result, total_steps)
         metrics = [_means(sums) for sums in result.by_batch]
         self.lr, self.means = result.lr, _means(result.sums)  # of all pairs of the step
         return torch.tensor(self.means["loss"]), metrics, result.skipped, result.grad_norm, result.zeros_in_grad or 0
@@ -199,20 +208,44 @@ class DPOTrainer:
         with _packed_attention(self.reference.policy):
             return self.reference.log_probs(share.batches, len(share.facts.weight))
 
+    def _refuse_columns(self, name: str, facts: PairFacts) -> None:
+        refuse_columns(self.config, self.loss, name, lambda column: getattr(facts, column).numpy())
+
+    def _judge(self, result: StepResult, total_steps: int | None) -> None:
+        """on_nonfinite and max_nonfinite_steps, as in a run."""
+        if result.held != "nonfinite":
+            self.nonfinite = self.nonfinite if result.held else 0
+            return
+        self.nonfinite += 1
+        told = f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: the step was not taken"
+        log.warning("%s, the weights are untouched", told)
+        fix = "lower the learning rate, or train in bf16 or fp32."
+        if self.config.on_nonfinite == "stop":
+            raise NonFiniteError(f"{told} (on_nonfinite: stop); {fix}")
+        if self.nonfinite >= min(self.config.max_nonfinite_steps, total_steps or math.inf):
+            raise NonFiniteError(f"{told}, {self.nonfinite} times in a row (max_nonfinite_steps); {fix}")
+
     def _needs_optimizer(self, total_steps: int | None) -> None:
         """AdamW as `args` say, unless there is one."""
-        kind = self.args.lr_scheduler_type
         if self.policy.optimizer is not None:
             return
+        named, rates = self.policy.policy.named_parameters(), self._rates(total_steps)
+        self.policy.optimizer = Optimizer(named, self.args, schedule=rates, **self._stepping)
+
+    def _rates(self, total_steps: int | None) -> Callable[[int], float]:
+        kind = self.args.lr_scheduler_type
         if total_steps is None and kind not in ("constant", "constant_with_warmup", "inverse_sqrt"):
             raise ConfigError(f"lr_scheduler_type: '{kind}' needs the number of steps; set max_steps in train_config.")
-        rates = schedule(self.args, total_steps or 1)
-        named = self.policy.policy.named_parameters()
-        self.policy.optimizer = Optimizer(named, self.args, schedule=rates, max_grad_norm=self._max_grad_norm)
+        return schedule(self.args, total_steps or 1)
 
-    @property
-    def _max_grad_norm(self) -> float:
-        return self.config.max_grad_norm if self.args.max_grad_norm is None else self.args.max_grad_norm
+    def _begin_schedule(self, total_steps: int | None) -> None:
+        """Anew for each fit; the moments of an earlier one stay."""
+        self._needs_optimizer(total_steps)
+        optimizer = self.policy.optimizer
+        assert optimizer is not None
+        if not isinstance(optimizer, GivenOptimizer):
+            begun, rates = optimizer.updates, self._rates(total_steps)
+            optimizer.schedule = lambda updates: rates(updates - begun)
 
     def _holding(self, models: Any) -> RankTrainer:
         asked = _single(models)
@@ -236,8 +269,12 @@ class DPOTrainer:
         evaluation follows each epoch. `log_dir` takes a metrics.jsonl that begins anew, and the files of the trackers
         that `track_with` names, or of W&B.
         """
+        self._refuse_iterators(train_preference_dataloader, eval_preference_dataloader)
         feed = Feed(train_preference_dataloader, self.config, self.args.per_device_train_batch_size, self.tokenizer)
         total = self._total_steps(feed)
+        if feed.rows:
+            self._refuse_columns("training", _facts(feed.rows))
+        self._begin_schedule(total)
         history: list[dict[str, float]] = []
         with tracker_in(log_dir, self.config, use_wandb=use_wandb, leads=_is_first()) as tracker:
             for epoch in range(math.ceil(self.args.num_train_epochs)):
@@ -246,6 +283,7 @@ class DPOTrainer:
                 for taken in islice(steps, None if total is None else total - begun):
                     history.append(self._record(taken, len(history) + 1, epoch, total))
                     tracker.log(history[-1])
+                feed.tell_dropped()
                 if eval_preference_dataloader is not None and len(history) > begun:
                     found = self.evaluate(eval_preference_dataloader)
                     evaluated = {f"eval/{name}": value for name, value in found.items()}
@@ -254,11 +292,19 @@ class DPOTrainer:
         return history
 
     def _total_steps(self, feed: Feed) -> int | None:
-        count, limit = feed.count(), self.config.max_steps
+        count, limit, epochs = feed.count(), self.config.max_steps, self.args.num_train_epochs
         if count is None:
+            if limit is None and epochs % 1:
+                raise ConfigError(f"num_train_epochs: {epochs:g} of pairs that cannot be counted; set max_steps.")
             return limit
         each = math.ceil(count / self.args.gradient_accumulation_steps)
-        return min(math.ceil(each * self.args.num_train_epochs), limit or each * 10**9)
+        return min(math.ceil(each * epochs - 1e-9), limit or each * 10**9)  # 100 * 1.1 is more than 110
+
+    def _refuse_iterators(self, pairs: Iterable[Any], held_out: Iterable[Any] | None) -> None:
+        """They give what they have once. Training pairs may have no end, with max_steps."""
+        epochs, limit = self.args.num_train_epochs, self.config.max_steps
+        if epochs > 1 and ((isinstance(pairs, Iterator) and limit is None) or isinstance(held_out, Iterator)):
+            raise DataError(f"an iterator gives its pairs once, not in {epochs:g} epochs; give a list or a loader.")
 
     def _record(
         self, taken: Sequence[Sequence[TokenPair]], step: int, epoch: int, total: int | None
@@ -269,12 +315,22 @@ class DPOTrainer:
 
     def evaluate(self, pairs: Iterable[Any]) -> dict[str, float]:
         """Metrics of all pairs: their weights decide, not how they are batched."""
-        window, rank = Window(), self.policy
-        for part in Feed(pairs, self.config, self.args.per_device_train_batch_size, self.tokenizer).micro_batches():
+        rank, feed = self.policy, Feed(pairs, self.config, self.args.per_device_train_batch_size, self.tokenizer)
+        facts: list[PairFacts] = []
+        policy: list[Columns] = []
+        reference: list[Columns] = []
+        for part in feed.micro_batches():
             share = _Share.of([pack(part, WITHOUT_END)], rank.mesh)
+            facts.append(share.facts)
             with _packed_attention(rank.policy):
-                policy = rank.log_probs(share.batches, len(share.facts.weight))
-            window.add(rank.score(share.facts, policy, self._known(share)), pairs=len(share.facts.weight), tokens=0)
+                policy.append(rank.log_probs(share.batches, len(share.facts.weight)))
+            if (known := self._known(share)) is not None:
+                reference.append(known)
+        feed.tell_dropped()
+        every, window = PairFacts.joined(facts), Window()
+        self._refuse_columns("evaluation", every)
+        sums = rank.score(every, joined(policy), joined(reference) if reference else None)  # some losses sort all pairs
+        window.add(sums, pairs=len(every.weight), tokens=0)
         return window.means()
 
     def save_model(self, folder: str | Path) -> None:
@@ -339,6 +395,8 @@ def _refuse(
     named = " + ".join(trainer.config.loss_names)
     if model is None:
         raise ConfigError("model: give the model to train.")
+    if given := [name for name, asked in _left_to_a_run(trainer.config).items() if asked]:
+        raise ConfigError(f"train_config: {', '.join(given)}: DPOPipeline does that, not this trainer; leave it out.")
     if per_token:
         raise ConfigError("calculate_per_token_loss: a preference loss has one value for each pair; leave it out.")
     if trainer.loss.needs_reference and ref_model is None:
@@ -357,6 +415,26 @@ def _refuse(
         raise ConfigError("ref_model: is the model itself, which would move along; give a copy, copy.deepcopy(model).")
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: belongs to an optimizer; give that too, or leave both out.")
+
+
+def _left_to_a_run(config: DPOConfig) -> dict[str, bool]:
+    """Settings that decide what is trained and that nothing here would follow."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return {
+        "sync_ref_model": config.sync_ref_model,
+        "precision=lean": config.precision == "lean",
+        "spike": config.spike is not None,
+        "on_nonfinite=rollback": config.on_nonfinite == "rollback",
+        "early_stopping_patience": config.early_stopping_patience is not None,
+        "lora_rank": config.actor_train.model_args.has_adapter,
+        "train_batch_size on several ranks": config.train_batch_size is not None and several,
+    }
+
+
+def _facts(pairs: Sequence[TokenPair]) -> PairFacts:
+    """Without the lengths, which nobody asks for before pairs are packed."""
+    numbers = (torch.tensor([getattr(pair, name) for pair in pairs]) for name in ("weight", "margin", "soft_label"))
+    return PairFacts(torch.empty(0), *numbers)
 
 
 def _placing(strategy: StrategyArgs | None) -> Layout:

@@ -15,7 +15,8 @@ import torch
 from rather.api import DPOTrainer as Trainer
 from rather.api import tracker_in
 from rather.config.schema import DPOConfig, StrategyArgs, TrainingArgs
-from rather.errors import ConfigError
+from rather.data.feed import begin_epoch
+from rather.errors import ConfigError, DataError
 
 NAMES = {
     "loss": "loss",
@@ -24,6 +25,7 @@ NAMES = {
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",
 }
+LONGEST = 1 << 40  # tokens: the collator has cut the sequences
 PLUGINS = {"ddp": "ddp", "zero2": "zero2", "zero2_cpu": "zero2_cpu", "gemini": "zero3", "gemini_auto": "gemini_auto"}
 
 
@@ -117,12 +119,15 @@ class DPOTrainer:
         folder = Path(log_dir) / "DPO" / datetime.now().strftime("%Y-%m-%d_%H:%M:%S") if log_dir else None
         with tracker_in(folder, self.trainer.config, use_wandb=use_wandb, leads=self.is_master) as tracker:
             for epoch in range(self.start_epoch, self.max_epochs):
-                _begin(train_preference_dataloader, epoch)
+                begin_epoch(train_preference_dataloader, epoch)
+                begun = len(history)
                 for step, record in enumerate(self._steps(train_preference_dataloader), start=1):
                     history.append(record)
                     tracker.log({"step": len(history), **{f"train/{name}": value for name, value in record.items()}})
                     if self.save_interval and step % self.save_interval == 0:
                         self._save(epoch, step)
+                if len(history) == begun:
+                    raise DataError(f"0 pairs in epoch {epoch}; give a loader that can be gone through once an epoch.")
                 if eval_preference_dataloader is not None:
                     found = self._evaluate(eval_preference_dataloader, epoch)
                     tracker.log({"step": len(history), **{f"eval/{name}": value for name, value in found.items()}})
@@ -138,9 +143,9 @@ class DPOTrainer:
 
     def _steps(self, loader: Iterable[Any]) -> Iterator[dict[str, float]]:
         batches = (self._scored(batch) for batch in loader)
-        trainer, longest = self.trainer, 1 << 40
+        trainer = self.trainer
         for first in batches:
-            trainer.training_step(trainer.policy.policy, chain([first], batches), longest)
+            trainer.training_step(trainer.policy.policy, chain([first], batches), LONGEST)
             yield {**{ours: trainer.means[name] for name, ours in NAMES.items()}, "lr": trainer.lr}
 
     def _scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,16 +175,8 @@ class DPOTrainer:
 
 
 def _config(with_reference: bool, beta: float, gamma: float, normalized: bool) -> DPOConfig:
-    numbers: dict[str, Any] = {"beta": beta, "gamma": gamma or None, "length_normalization": normalized or None}
-    if with_reference:
-        return DPOConfig(pref_loss="sigmoid", **numbers)
-    if normalized:
-        return DPOConfig(pref_loss="simpo", beta=beta, gamma=gamma)
-    return DPOConfig(pref_loss="sigmoid", reference_free=True, **numbers)
-
-
-def _begin(loader: Iterable[Any], epoch: int) -> None:
-    """The order of an epoch is its sampler's."""
-    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
+    numbers: dict[str, Any] = {"beta": beta, "sequence_length": LONGEST}
+    if normalized and not with_reference:
+        return DPOConfig(pref_loss="simpo", gamma=gamma, **numbers)
+    numbers |= {"gamma": gamma or None, "length_normalization": normalized or None}
+    return DPOConfig(pref_loss="sigmoid", reference_free=None if with_reference else True, **numbers)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from rather.config.schema import TrainingArgs
+from rather.config.schema import DPOConfig, TrainingArgs
 from rather.errors import ConfigError
-from rather.optim import Optimizer
+from rather.optim import LossScale, Optimizer
 from rather.parallel.shard import local
 
 # Fields of transformers' TrainingArguments that mean what ours of the same name do.
@@ -19,9 +21,8 @@ SHARED = tuple(name for name in TrainingArgs.model_fields if name != "log_num_ze
 # What says where and how often, which the caller of a trainer decides; and what transformers fills in by itself.
 LEFT_TO_THE_CALLER = frozenset({
     "output_dir", "logging_dir", "run_name", "logging_steps", "save_steps", "save_strategy", "save_total_limit",
-    "save_only_model", "eval_steps", "eval_strategy", "per_device_eval_batch_size", "logging_strategy", "report_to",
-    "disable_tqdm", "bf16", "bf16_full_eval", "gradient_checkpointing",
-    "remove_unused_columns", "dataloader_num_workers", "dataloader_pin_memory", "do_train", "do_eval", "use_cpu",
+    "save_only_model", "eval_steps", "eval_strategy", "logging_strategy", "report_to", "disable_tqdm",
+    "remove_unused_columns", "dataloader_pin_memory", "do_train", "do_eval", "use_cpu",
     "local_rank", "ddp_timeout", "hub_private_repo", "overwrite_output_dir", "log_level", "warmup_ratio",
 })  # fmt: skip
 
@@ -38,6 +39,7 @@ class GivenOptimizer(Optimizer):
         scheduler: Any = None,
         *,
         max_grad_norm: float,
+        compute: torch.dtype,
     ) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.parameters = {name: p for name, p in parameters if p.requires_grad and id(p) in held}
@@ -45,7 +47,7 @@ class GivenOptimizer(Optimizer):
             raise ConfigError("optimizer: it holds no parameter of the model that is to be trained.")
         self.optimizer, self.scheduler, self.max_grad_norm = optimizer, scheduler, max_grad_norm
         self.masters: Mapping[str, Tensor] = {name: local(p.detach()) for name, p in self.parameters.items()}
-        self.updates, self.loss_scale = 0, None
+        self.updates, self.loss_scale = 0, LossScale() if compute == torch.float16 else None
 
     @property
     def lr(self) -> float:
@@ -61,8 +63,9 @@ class GivenOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
-        if 0 < self.max_grad_norm < grad_norm:
-            torch._foreach_mul_(self.gradients(), self.max_grad_norm / (grad_norm + 1e-6))
+        clip = self.max_grad_norm / (grad_norm + 1e-6) if 0 < self.max_grad_norm < grad_norm else 1.0
+        if clip != self.scale:
+            torch._foreach_mul_(self.gradients(), clip / self.scale)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -103,6 +106,30 @@ def training_args(given: Any) -> TrainingArgs:
     values = {name: getattr(given, name) for name in SHARED if getattr(given, name, None) is not None}
     values["lr_scheduler_type"] = str(getattr(given.lr_scheduler_type, "value", given.lr_scheduler_type))
     values["lr_scheduler_kwargs"] = given.lr_scheduler_kwargs or {}
+    if "max_grad_norm" not in changed:  # theirs is 1.0, which must not hide that of train_config
+        del values["max_grad_norm"]
     if 0 < (warmup := float(given.warmup_steps)) < 1:  # transformers 5 writes the ratio there
         values |= {"warmup_steps": 0, "warmup_ratio": warmup}
-    return TrainingArgs(**values)
+    with _one_sentence():
+        return TrainingArgs(**values)
+
+
+def with_args(config: DPOConfig, given: Any) -> DPOConfig:
+    """The config with `args` in the place of its own, judged like one that was written so."""
+    if given is None:
+        return config
+    if said := sorted(config.actor_train.training_args.model_fields_set):
+        raise ConfigError(f"args: train_config has training_args too ({', '.join(said)}); keep one of them.")
+    actor = config.actor_train.model_copy(update={"training_args": training_args(given)})
+    with _one_sentence():
+        return DPOConfig.model_validate(config.model_copy(update={"actor_train": actor}))
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """For each problem, instead of pydantic's report."""
+    try:
+        yield
+    except ValidationError as error:
+        said = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+        raise ConfigError([f"{place}: {text}" if place else text for place, text in said]) from None

@@ -2,10 +2,12 @@
 
 Two forms are read. In one, rows of chosen answers come first and those of rejected ones after them (`input_ids`,
 `attention_mask`, and `labels` or `loss_mask`); in the other each side has tensors of its own (`chosen_input_ids`, ...).
+Either may have `weight`, `margin`, `soft_label` and `id`, a value for each pair.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +19,13 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from rather.batch import Span, TokenPair
+from rather.data.formats import extras_of
+from rather.data.messages import Refused
 from rather.errors import DataError
 
 IGNORED = -100  # a label that is not scored
 REJECTED = ("rejected", "reject")  # the names of a side that are in use
+NUMBERS = {"weight": 1.0, "margin": math.nan, "soft_label": math.nan}  # of a pair, and what stands for none
 Ids = NDArray[np.int32]
 
 
@@ -49,7 +54,26 @@ def pairs_of(batch: Mapping[str, Any]) -> list[TokenPair]:
         raise DataError(f"a batch has {wanted}; this one has {', '.join(batch)}.")
     if len(chosen) != len(rejected):
         raise DataError(f"{len(chosen)} chosen rows and {len(rejected)} rejected ones are no pairs.")
-    return [_pair(one, other) for one, other in zip(chosen, rejected, strict=True)]
+    return [_pair(*each) for each in zip(chosen, rejected, _extras(batch, len(chosen)), strict=True)]
+
+
+def _extras(batch: Mapping[str, Any], pairs: int) -> list[dict[str, Any]]:
+    """Weight and the like of each pair, as a file's rows have them."""
+    given = {name: batch[name] for name in (*NUMBERS, "id") if batch.get(name) is not None}
+    columns = {name: np.asarray(x.cpu() if isinstance(x, Tensor) else x).tolist() for name, x in given.items()}
+    for name, values in columns.items():
+        if not isinstance(values, list) or len(values) != pairs:
+            raise DataError(f"{name}: a batch of {pairs} pairs needs a list of as many values.")
+    rows = [{name: _given(values[i], name) for name, values in columns.items()} for i in range(pairs)]
+    try:
+        return [extras_of(row) for row in rows]
+    except Refused as refused:
+        raise DataError(f"{refused.bad.detail}.") from None
+
+
+def _given(value: Any, name: str) -> Any:
+    """Tensors cannot hold None: a margin or soft label that is no number stands for it."""
+    return None if name in NUMBERS and name != "weight" and value != value else value
 
 
 def _rows(batch: Mapping[str, Any], prefix: str) -> list[_Row]:
@@ -96,7 +120,7 @@ def _shifted(ids: NDArray[Any], shown: NDArray[Any], labels: NDArray[Any]) -> _R
     return _Row(np.concatenate([row, last]).astype(np.int32), scored)
 
 
-def _pair(chosen: _Row, rejected: _Row) -> TokenPair:
+def _pair(chosen: _Row, rejected: _Row, extras: Mapping[str, Any]) -> TokenPair:
     """What both begin with is the prompt; each keeps a token of its own at least."""
     for row, name in ((chosen, "chosen"), (rejected, "rejected")):
         if not row.scored[1:].any():
@@ -110,6 +134,7 @@ def _pair(chosen: _Row, rejected: _Row) -> TokenPair:
         rejected=rejected.ids[common:],
         chosen_scored=_spans(chosen.scored),
         rejected_scored=_spans(rejected.scored),
+        **extras,
     )
 
 
@@ -125,6 +150,7 @@ class DataCollatorForPreferenceDataset:
     """Tokenised rows -> one batch of tensors, padded on the right to the longest row.
 
     Rows hold `chosen_input_ids`, `chosen_loss_mask` and the same of `rejected`; what lies past `max_length` is cut off.
+    They may have `weight`, `margin` and `soft_label`.
     """
 
     tokenizer: Any
@@ -140,6 +166,9 @@ class DataCollatorForPreferenceDataset:
             batch[f"{side}_input_ids"] = _padded(ids, padding or 0)
             batch[f"{side}_attention_mask"] = _padded([torch.ones_like(row) for row in ids], 0)
             batch[f"{side}_loss_mask"] = _padded([mask.long() for mask in masks], 0)
+        for name in (name for name in NUMBERS if any(row.get(name) is not None for row in instances)):
+            values = [NUMBERS[name] if row.get(name) is None else row[name] for row in instances]
+            batch[name] = torch.tensor(values, dtype=torch.float64)
         return batch
 
 

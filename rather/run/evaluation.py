@@ -63,8 +63,9 @@ class Evaluation:
             faults.point("evaluate.reference")
             if number == len(known) and (columns := self.asking.columns(step)):
                 known.append(columns)
-        return PairFacts.joined(facts), _joined(policy), _joined(known) if known else None
+        return PairFacts.joined(facts), joined(policy), joined(known) if known else None
 
 
-def _joined(parts: Sequence[Columns]) -> Columns:
+def joined(parts: Sequence[Columns]) -> Columns:
+    """Of pairs one after another."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rather.batch import TokenPair
@@ -25,21 +26,27 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}  # o
 
 
 def refuse_missing_columns(config: DPOConfig, objective: PairLoss, data: Prepared) -> None:
+    """Of all pairs of a run."""
+    for name, dataset in {"training": data.train, **data.evals}.items():
+        refuse_columns(config, objective, name or "evaluation", dataset.column)
+
+
+def refuse_columns(
+    config: DPOConfig, objective: PairLoss, name: str, column: Callable[[str], NDArray[np.float64]]
+) -> None:
     """A loss that reads a column needs it in every row; one that sorts pairs has no use for weights."""
-    weights = [dataset.column("weight") for dataset in (data.train, *data.evals.values())]
-    if objective.whole_batch and any((column != 1).any() for column in weights):
+    loss = f"loss '{' + '.join(config.loss_names)}'"
+    if objective.whole_batch and (column("weight") != 1).any():
         raise DataError(
-            f"loss '{' + '.join(config.loss_names)}' sorts the pairs of a step: none has its own weight. "
+            f"{loss} sorts the pairs of a step: none has its own weight. "
             "Remove the column weight, or map it away with data_args.columns."
         )
-    for column in sorted(objective.pair_columns):
-        for name, dataset in {"training": data.train, **data.evals}.items():
-            missing = int(np.isnan(dataset.column(column)).sum())
-            if missing:
-                raise DataError(
-                    f"loss '{' + '.join(config.loss_names)}' reads the column {column}: {missing} of "
-                    f"{len(dataset)} {name or 'evaluation'} pairs have none."
-                )
+    for read in sorted(objective.pair_columns):
+        missing = np.isnan(column(read))
+        if missing.any():
+            raise DataError(
+                f"{loss} reads the column {read}: {missing.sum()} of {len(missing)} {name} pairs have none."
+            )
 
 
 def refuse_foreign_tokens(config: DPOConfig, data: Prepared, worker: Role) -> None:

@@ -16,7 +16,7 @@ from rather.coati import DPOTrainer as CoatiTrainer
 from rather.coati import Plugin
 from rather.config.schema import StrategyArgs, TrainingArgs
 from rather.data.collate import DataCollatorForPreferenceDataset
-from rather.errors import DataError
+from rather.errors import ConfigError, DataError
 from tests.api.test_trainer import rows
 from tests.padded import random_pairs
 from tests.same.pool import pool
@@ -92,6 +92,29 @@ def same_pairs(folder: Path) -> str:
 def test_ranks_with_the_same_pairs_are_told(folder: Path) -> None:
     for said in pool(2).run(same_pairs, folder):
         assert "all ranks brought the same pairs" in said
+
+
+def scales(folder: Path) -> list[float]:
+    """Of the loss in float16, with an optimizer of ours and with a given one, which then takes a step."""
+    found = []
+    for given in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if given else None
+        trainer = DPOTrainer(model, DPOConfig(max_steps=1), copy.deepcopy(model), optimizer=optimizer)
+        rank = torch.distributed.get_rank()
+        *_, skipped, norm, _ = trainer.training_step(model, iter([random_pairs(2, 60, seed=rank)]), LENGTH)
+        assert trainer.policy.optimizer is not None
+        assert not skipped
+        found += [trainer.policy.optimizer.scale, norm]
+    with pytest.raises(ConfigError, match="train_batch_size on several ranks: DPOPipeline does that"):
+        DPOTrainer(model, DPOConfig(train_batch_size=4), model)
+    return found
+
+
+def test_float16_has_a_loss_scale_on_ranks_too(folder: Path) -> None:
+    for ours, norm, given, other in pool(2).run(scales, folder):
+        assert ours == given == 2.0**16
+        assert norm == pytest.approx(other, rel=1e-2)
 
 
 @pytest.fixture(scope="module")

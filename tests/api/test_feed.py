@@ -1,0 +1,117 @@
+"""What `fit`, `evaluate` and `training_step` make of pairs that are few, bad, spent or oddly batched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rather import DPOConfig, DPOTrainer
+from rather.config.schema import TrainingArgs
+from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
+from rather.errors import ConfigError, DataError
+from tests.api import test_coati
+from tests.api.test_trainer import rows, trainer_of
+from tests.padded import random_pairs
+from tests.tiny import make_model
+
+TEXT = [{"prompt": f"w{i}", "chosen": " w1 w2", "rejected": " w3"} for i in range(5, 13)]
+BAD = [{"prompt": "w1", "chosen": "", "rejected": "w2"}, {"prompt": "w1", "chosen": "w2", "rejected": "w2"}]
+TOKENS = [rows(pair) for pair in random_pairs(8, 60, seed=5)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def trainer(folder: Path) -> Any:
+    """Makes one; `args` and keys of the config may be changed."""
+
+    def made(args: dict[str, Any] | None = None, **keys: Any) -> DPOTrainer:
+        given = {"lr_scheduler_type": "constant", "per_device_train_batch_size": 1, **(args or {})}
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        return trainer_of(model, train_config=DPOConfig(**keys), args=TrainingArgs(**given), tokenizer=tokenizer)
+
+    return made
+
+
+def test_nothing_to_train_on_is_no_training(trainer: Any) -> None:
+    with pytest.raises(DataError, match=r"0 pairs are left in epoch 1; rows dropped: 4 bad_type \("):
+        trainer().fit(DataLoader(TEXT, batch_size=2))  # the default collate makes texts to lists
+    with pytest.raises(DataError, match=r"0 pairs are left in epoch 1; rows dropped: 8 prompt_too_long \("):
+        trainer(sequence_length=2).fit(row for row in TEXT)
+    with pytest.raises(DataError, match="0 pairs are left; rows dropped: none"):
+        trainer().fit([])
+    with pytest.raises(DataError, match="0 pairs are left; rows dropped: none"):
+        trainer().evaluate([])
+
+
+def test_dropped_rows_are_told(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "rather.data.feed")
+    own = trainer({"num_train_epochs": 2})
+    assert len(own.fit(DataLoader([*TEXT[:3], *BAD], batch_size=5, collate_fn=list))) == 6
+    own.training_step(own.policy.policy, iter([[*TEXT[:3], *BAD]]), 64)
+    told = [message for message in caplog.messages if message.startswith("rows dropped: ")]
+    assert len(told) == 3, "after each epoch, and after a step"
+    assert all("1 empty_response (chosen: nothing but white space), 1 identical_text" in each for each in told)
+
+
+def test_rows_that_must_not_be_dropped(trainer: Any) -> None:
+    with pytest.raises(DataError, match=r"a row is empty_response .* and on_bad is error"):
+        trainer(on_bad="error").fit([*TEXT, *BAD])
+    keys = {"sequence_length": 2, "actor_train": {"data_args": {"overlong": "error"}}}
+    for source in (TEXT, TOKENS):
+        with pytest.raises(DataError, match=r"too_long .* and overlong is error; correct it, or set drop"):
+            trainer(**keys).fit(source)
+
+
+def test_a_loader_of_lists_is_not_counted_by_its_items(trainer: Any) -> None:
+    loader = DataLoader(TOKENS, batch_size=4, collate_fn=list)
+    assert len(trainer().fit(loader)) == 8
+    with pytest.raises(ConfigError, match="'linear' needs the number of steps"):
+        trainer({"lr_scheduler_type": "linear"}).fit(loader)
+
+
+def test_what_is_gone_through_once_lasts_one_epoch(trainer: Any) -> None:
+    with pytest.raises(DataError, match="an iterator gives its pairs once, not in 3 epochs"):
+        trainer({"num_train_epochs": 3}).fit(iter(TOKENS))
+    with pytest.raises(DataError, match="an iterator gives its pairs once, not in 2 epochs"):
+        trainer({"num_train_epochs": 2}).fit(TOKENS, iter(TOKENS[:4]))
+    with pytest.raises(DataError, match="0 pairs are left in epoch 2"):
+        trainer({"num_train_epochs": 2}, max_steps=9).fit(iter(TOKENS))
+    with pytest.raises(ConfigError, match=r"num_train_epochs: 0\.5 of pairs that cannot be counted; set max_steps"):
+        trainer({"num_train_epochs": 0.5}).fit(iter(TOKENS))
+    assert len(trainer({"num_train_epochs": 2}, max_steps=2).fit(iter(TOKENS))) == 2
+
+
+def test_a_spent_loader_in_colossalchats_form(folder: Path) -> None:
+    once: Iterator[Any] = iter(list(test_coati.loader(folder, 4, 1)))
+    with pytest.raises(DataError, match="0 pairs in epoch 1"):
+        test_coati.trainer_of(folder, AutoModelForCausalLM.from_pretrained(folder)).fit(once)
+
+
+def test_each_epoch_has_the_order_of_its_sampler(trainer: Any, folder: Path) -> None:
+    seen: list[list[int]] = []
+
+    class Watched(DataCollatorForPreferenceDataset):
+        def __call__(self, instances: Any) -> Any:
+            seen.append(instances[0]["chosen_input_ids"])
+            return super().__call__(instances)
+
+    collate = Watched(AutoTokenizer.from_pretrained(folder))
+    loader = DataLoader(TOKENS, sampler=StatefulDistributedSampler(TOKENS), collate_fn=collate)
+    assert len(trainer({"num_train_epochs": 2, "lr_scheduler_type": "linear"}).fit(loader)) == 16
+    assert seen[:8] != seen[8:]
+    assert sorted(seen[:8]) == sorted(seen[8:])
+
+
+def test_a_fraction_of_epochs_is_not_rounded_up_twice(trainer: Any) -> None:
+    """25 * 0.28 is 7.000000000000001."""
+    assert len(trainer({"num_train_epochs": 0.28}).fit([*TOKENS, *TOKENS, *TOKENS, TOKENS[0]])) == 7

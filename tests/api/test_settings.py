@@ -1,0 +1,209 @@
+"""Every setting of the Python API turns something, or is refused by name; so are pairs that a loss cannot use."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from rather import DPOConfig, DPOTrainer
+from rather.config.schema import TrainingArgs
+from rather.data.collate import DataCollatorForPreferenceDataset, pairs_of
+from rather.data.feed import Feed
+from rather.errors import ConfigError, DataError, NonFiniteError
+from tests.api.test_trainer import rows
+from tests.padded import random_pairs
+from tests.tiny import tiny_policy
+
+TOKENS = [rows(pair) for pair in random_pairs(8, 60, seed=5)]
+EXTRAS = {"weight": 3.0, "margin": 1.5, "soft_label": 0.9}
+
+
+def trainer_of(args: Any = None, *, dtype: torch.dtype = torch.float32, **keys: Any) -> DPOTrainer:
+    model, config = tiny_policy(dtype=dtype).causal_lm, DPOConfig(**keys)
+    reference = None if keys.get("pref_loss") in ("cpo", "sft") else copy.deepcopy(model)
+    return DPOTrainer(model, config, reference, args)
+
+
+def steps_of(size: int, **changes: Any) -> TrainingArgs:
+    return TrainingArgs(**{"learning_rate": 1e-3, "per_device_train_batch_size": size, **changes})
+
+
+# --- what a pair carries beside its tokens ---
+
+
+def told(pair: Any) -> dict[str, float]:
+    return {name: getattr(pair, name) for name in EXTRAS}
+
+
+def test_rows_and_batches_of_tokens_keep_what_a_file_keeps() -> None:
+    class Padding:
+        pad_token_id = 0
+
+    feed = Feed((), DPOConfig(), 2)
+    [pair] = feed.pairs({**TOKENS[0], **EXTRAS, "id": 7})
+    assert (told(pair), pair.id) == (EXTRAS, "7")
+    batch = DataCollatorForPreferenceDataset(Padding())([{**TOKENS[0], **EXTRAS}, {**TOKENS[1], "weight": 2}])
+    first, second = feed.pairs(batch)
+    assert told(first) == EXTRAS
+    assert second.weight == 2
+    assert math.isnan(second.margin)
+    mapped = DPOConfig(actor_train={"data_args": {"columns": {"weight": "importance"}}})
+    assert Feed((), mapped, 2).pairs({**TOKENS[0], "weight": 5.0, "importance": 0.5})[0].weight == 0.5
+    with pytest.raises(DataError, match="weight must be a number of at least 0"):
+        feed.pairs({**TOKENS[0], "weight": -1})
+    with pytest.raises(DataError, match="margin: a batch of 2 pairs needs a list of as many values"):
+        pairs_of({**batch, "margin": [1.0]})
+
+
+def test_a_row_with_labels() -> None:
+    sides = {"chosen": [1, 2, 3], "rejected": [1, 2, 4]}
+    row = {f"{side}_input_ids": ids for side, ids in sides.items()}
+    row |= {f"{side}_labels": [-100, -100, ids[-1]] for side, ids in sides.items()}
+    [pair] = Feed((), DPOConfig(), 2).pairs(row)
+    assert (pair.chosen_scored, pair.rejected_scored) == (((2, 3),), ((2, 3),))
+
+
+# --- what a loss cannot use ---
+
+
+def test_pairs_that_a_loss_cannot_use_are_refused() -> None:
+    with pytest.raises(DataError, match="'odpo' reads the column margin: 7 of 8 training pairs have none"):
+        trainer_of(steps_of(2), pref_loss="odpo").fit([{**TOKENS[0], "margin": 1.0}, *TOKENS[1:]])
+    with pytest.raises(DataError, match="reads the column soft_label: 2 of 2 training pairs have none"):
+        trainer_of(steps_of(2), soft_labels=True, max_steps=3).fit(iter(TOKENS))
+    with pytest.raises(DataError, match="reads the column soft_label: 8 of 8 evaluation pairs have none"):
+        trainer_of(steps_of(2), soft_labels=True).evaluate(TOKENS)
+    with pytest.raises(DataError, match="'aot' sorts the pairs of a step"):
+        trainer_of(steps_of(2), pref_loss="aot").fit([{**row, "weight": 2.0} for row in TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "said"),
+    [
+        ({"on_nonfinite": "stop"}, 1, "on_nonfinite: stop"),
+        ({"max_nonfinite_steps": 2}, 2, r"2 times in a row \(max_nonfinite_steps\)"),
+        ({"max_steps": 3}, 3, "3 times in a row"),
+    ],
+)
+def test_steps_without_numbers_end_a_training(keys: dict[str, Any], steps: int, said: str) -> None:
+    trainer = trainer_of(steps_of(1), **keys)
+    with torch.no_grad():
+        trainer.policy.policy.causal_lm.model.norm.weight.fill_(math.nan)
+    with pytest.raises(NonFiniteError, match=said):
+        trainer.fit(TOKENS)
+    assert trainer.nonfinite == steps
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"sync_ref_model": True, "ref_model_sync_steps": 1}, "sync_ref_model"),
+        ({"precision": "lean"}, "precision=lean"),
+        ({"spike": {}}, "spike"),
+        ({"on_nonfinite": "rollback"}, "on_nonfinite=rollback"),
+        ({"actor_train": {"model_args": {"lora_rank": 4}}}, "lora_rank"),
+    ],
+)
+def test_what_only_a_run_does_is_refused(keys: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"train_config: {name}: DPOPipeline does that, not this trainer"):
+        trainer_of(**keys)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"gradient_checkpointing": True},
+        {"dataloader_num_workers": 4},
+        {"per_device_eval_batch_size": 64},
+        {"bf16": True, "use_cpu": True},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_arguments_of_transformers_without_effect_are_refused(field: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"args: {next(iter(field))}: not a setting of this trainer"):
+        trainer_of(TrainingArguments(output_dir=str(tmp_path), **field))
+
+
+def test_clipping_is_what_was_said(tmp_path: Path) -> None:
+    silent = TrainingArguments(output_dir=str(tmp_path))
+    assert trainer_of(silent, max_grad_norm=0.01).config.max_grad_norm == 0.01
+    said = TrainingArguments(output_dir=str(tmp_path), max_grad_norm=0.3)
+    assert trainer_of(said).config.max_grad_norm == 0.3
+    with pytest.raises(ConfigError, match=r"max_grad_norm: 0\.3 differs from max_grad_norm at the top level \(0\.01\)"):
+        trainer_of(said, max_grad_norm=0.01)
+
+
+def test_args_are_judged_like_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lr_scheduler_kwargs\.num_cycle: unknown number of the schedule 'linear'"):
+        trainer_of(steps_of(2, lr_scheduler_kwargs={"num_cycle": 3}))
+    with pytest.raises(ConfigError, match=r"^lr_scheduler_type: "):
+        trainer_of(TrainingArguments(output_dir=str(tmp_path), lr_scheduler_type="polynomial"))
+    with pytest.raises(ConfigError, match="train_batch_size: 7 pairs is not"):
+        trainer_of(steps_of(2, gradient_accumulation_steps=2), train_batch_size=7)
+    with pytest.raises(ConfigError, match=r"args: train_config has training_args too \(learning_rate\)"):
+        trainer_of(steps_of(2), actor_train={"training_args": {"learning_rate": 1e-4}})
+
+
+def test_the_seed_of_the_order_is_that_of_args() -> None:
+    first, again, other = (
+        [step["logps/chosen"] for step in trainer_of(steps_of(2, data_seed=seed)).fit(TOKENS)] for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_rows_of_tokens_past_sequence_length(caplog: pytest.LogCaptureFixture) -> None:
+    longest = max(len(row[f"{side}_input_ids"]) for row in TOKENS for side in ("chosen", "rejected"))
+    history = trainer_of(steps_of(1), sequence_length=longest - 1).fit(TOKENS)
+    assert len(history) < len(TOKENS)
+    assert f"too_long ({longest} tokens; sequence_length is {longest - 1})" in caplog.text
+    cut = {"data_args": {"overlong": "truncate_prompt"}}
+    with pytest.raises(DataError, match="what is tokens already is not cut"):
+        trainer_of(sequence_length=longest - 1, actor_train=cut).evaluate(TOKENS)
+
+
+def test_dpo_loss_knows_no_lengths() -> None:
+    sums = torch.tensor([-10.0, -20.0])
+    with pytest.raises(ConfigError, match="dpo_loss: length_normalization needs lengths"):
+        trainer_of(length_normalization=True).dpo_loss(sums, sums, sums, sums)
+
+
+# --- a training after another, and evaluations ---
+
+
+def test_a_second_fit_has_a_schedule_of_its_own() -> None:
+    trainer = trainer_of(steps_of(2))
+    first, second = ([step["lr"] for step in trainer.fit(TOKENS)] for _ in range(2))
+    assert first == second
+    assert first[0] == 1e-3
+
+
+@pytest.mark.parametrize("keys", [{"pref_loss": "aot"}, {"pref_loss": "cpo"}, {"rpo_alpha": 1.0}], ids=str)
+def test_an_evaluation_does_not_depend_on_its_batches(keys: dict[str, Any]) -> None:
+    found = []
+    for size in (1, 8):
+        trainer = trainer_of(steps_of(size), **keys)
+        for parameter in trainer.reference.policy.parameters() if trainer.reference else ():
+            parameter.mul_(1.2)  # so that pairs differ
+        found.append(trainer.evaluate(TOKENS))
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_an_adapter_of_float32_in_a_model_of_float16_has_a_loss_scale() -> None:
+    trainer = trainer_of(dtype=torch.float16)
+    for parameter in trainer.policy.policy.parameters():
+        parameter.requires_grad_(parameter.ndim == 1)
+        if parameter.ndim == 1:
+            parameter.data = parameter.data.float()
+    trainer._needs_optimizer(1)
+    assert trainer.policy.optimizer is not None
+    assert trainer.policy.optimizer.loss_scale is not None
