@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# Ends of a line to Python's splitlines and to JavaScript, not to JSON.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:
     """JSON has no NaN: such a number is told as a text. Half a character, which UTF-8 has not, becomes its escape."""
     text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=str, allow_nan=False)
-    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+    return text.translate(_LINE_ENDS).encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def append_line(file: Path, record: Mapping[str, Any]) -> None:

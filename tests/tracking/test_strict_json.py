@@ -33,6 +33,12 @@ def test_half_a_character_can_be_written_and_read() -> None:
     assert strictly(text) == {"text": "é\ud83d"}
 
 
+def test_one_record_is_one_line_to_every_reader() -> None:
+    text = "a\u2028b\u2029c\x85d\re\nf"
+    assert len(strict_json({"text": text}).splitlines()) == 1
+    assert strictly(strict_json({"text": text})) == {"text": text}
+
+
 @pytest.mark.parametrize("before", [b"", b'{"step": 1}\n', b'{"step": 1}\n{"ste'], ids=["none", "whole", "torn"])
 def test_an_appended_line_is_a_line_of_its_own(tmp_path: Path, before: bytes) -> None:
     file = tmp_path / "lines.jsonl"
