@@ -12,6 +12,7 @@ WIDE = (
     r"tests/cluster/test_hang\.py::test_under_torchrun_one.*\[(sleep|stop)\]",
     r"tests/cluster/test_orphans\.py::.*(start\[(workers|torchrun)\]|rank\[ray\])",
     r"tests/cluster/test_signals\.py::test_on_ray.*\[(actor_train-compute_log_probs-2|reference-compute_log_probs-4)\]",
+    r"tests/faults/test_full_disk\.py::.*\[ray\]",
     r"tests/faults/test_soak\.py::.*\[one-8-2\]",
     r"tests/same/test_tensor\.py::test_losses_and_families\[sequence parallel",
     r"tests/same/test_stages\.py::test_models_and_losses\[zbv",
