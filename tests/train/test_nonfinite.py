@@ -152,12 +152,14 @@ def one_infinite(trainer: RankTrainer) -> Iterator[None]:
         gradient.view(-1)[3] = math.inf
         return gradient
 
-    hook = dict(trainer.policy.named_parameters())[OVERFLOWING].register_hook(overflow)
+    def watch(module: torch.nn.Module, _: object) -> None:
+        hooks.append(module.weight.register_hook(overflow))  # where weights are divided, it is whole only here
+
+    layer = trainer.policy.get_submodule("causal_lm.model.layers.1.mlp.up_proj")
+    hooks: list[Any] = [layer.register_forward_pre_hook(watch)]
     yield
-    hook.remove()
-
-
-OVERFLOWING = "causal_lm.model.layers.1.mlp.up_proj.weight"
+    for hook in hooks:
+        hook.remove()
 
 
 def overflowed(layout: Layout) -> dict[str, Any]:
