@@ -35,7 +35,7 @@ from torch import Tensor
 
 from rather import faults
 from rather.errors import CheckpointError, DiskError
-from rather.manifest import MANIFEST, SHARD, STATE, Written, manifest_bytes, read_manifest, verify
+from rather.manifest import FOLDER, MANIFEST, SHARD, STATE, Written, manifest_bytes, read_manifest, verify
 from rather.pieces import CHUNK, Piece, Stored, Streamed, header_of, safetensors_file, tensor_of
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ DEFAULT_SHARD_BYTES = 4 << 30
 LOOK_EVERY = 0.02  # seconds between two looks for what others have written
 _SLACK = 1 << 20  # room for headers, state, manifest and folder entries, beyond the tensors themselves
 
-_NAME = re.compile(r"checkpoint-(0|[1-9]\d*)")
 _ASIDE = re.compile(r"\.old-checkpoint-(0|[1-9]\d*)")
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -390,9 +389,6 @@ def reopen(path: Path) -> Checkpoint:
 
 
 def opened(path: Path, step: int, files: Mapping[str, tuple[int, str]]) -> Checkpoint:
-    name = _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
-    if name and int(name[1]) != step:
-        raise CheckpointError(f"{path}: its manifest is that of step {step}, the folder was renamed.")
     try:
         state = json.loads((path / STATE).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -416,7 +412,7 @@ def candidates(run_dir: Path) -> list[Path]:
 
 
 def is_named_as_one(path: Path) -> bool:
-    return bool(_NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name))
+    return bool(FOLDER.fullmatch(path.name))
 
 
 def _step(path: Path) -> int:

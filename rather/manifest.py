@@ -16,6 +16,7 @@ from rather.errors import CheckpointError
 SCHEMA = 1
 STATE, MANIFEST = "state.json", "manifest.json"
 SHARD = re.compile(r"([a-z][a-z0-9_]*)-(?:\d{5}-)?\d{5}\.safetensors")
+FOLDER = re.compile(r"(?:\.old-)?checkpoint-(0|[1-9]\d*)")  # of a run's own checkpoint; a copy may have any name
 _OWN_DIGEST = b',\n "manifest_sha256": '
 
 Written = Mapping[str, tuple[int, str]]  # size and SHA-256 by file
@@ -77,8 +78,10 @@ def damages(path: Path, files: Written, *, full: bool = True) -> Iterator[Damage
 def read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
     """Step and files as the manifest names them, after its own digest was found right."""
     manifest = path / MANIFEST
-    if path.is_symlink() or manifest.is_symlink():
-        raise CheckpointError(f"{path}: is or holds a symbolic link; name the real folder.")
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: is a symbolic link; name the real folder.")
+    if manifest.is_symlink():
+        raise CheckpointError(f"{manifest}: is a symbolic link; a checkpoint holds no links or folders.")
     if not path.is_dir():
         raise CheckpointError(f"{path}: is no checkpoint folder; name one, .../checkpoint-<step>.")
     if not manifest.is_file():
@@ -102,6 +105,8 @@ def read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
             raise CheckpointError(f"{manifest}: names {name!r}, which is no file of a checkpoint.")
     if STATE not in files:
         raise CheckpointError(f"{manifest}: names no {STATE}.")
+    if (named := FOLDER.fullmatch(path.name)) and int(named[1]) != step:
+        raise CheckpointError(f"{manifest}: is that of step {step}; folder or file were renamed, name them back.")
     return step, files
 
 

@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -175,21 +176,23 @@ def test_damage_is_named_and_the_older_one_used(
     assert found is not None
     assert found.step == 1
     assert "DAMAGED" in caplog.text
-    assert "checkpoint-2" in caplog.text
-    assert damage is link_elsewhere or file in caplog.text
+    assert f"checkpoint-2/{file}: " in caplog.text
     assert "checkpoint-1 is used instead" in caplog.text
     with pytest.raises(CheckpointError, match="checkpoint-2"):
         checkpoint.open_checkpoint(tmp_path / "checkpoint-2")
 
 
 def test_every_single_bit_of_the_manifest_counts(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    good = (path / "manifest.json").read_bytes()
-    for byte in range(0, len(good), 3):
-        flip_bit(path / "manifest.json", byte)
+    path = checkpoint.save(tmp_path, 1, {}, {})
+    manifest = path / "manifest.json"
+    good = manifest.read_bytes()
+    for byte, bit in product(range(len(good)), range(8)):
+        changed = bytearray(good)
+        changed[byte] ^= 1 << bit
+        manifest.write_bytes(changed)
         with pytest.raises(CheckpointError, match=r"manifest\.json: the manifest itself is damaged"):
             checkpoint.open_checkpoint(path)
-        (path / "manifest.json").write_bytes(good)
+    manifest.write_bytes(good)
     assert checkpoint.open_checkpoint(path).step == 1
 
 
@@ -386,6 +389,20 @@ def test_prune_keeps_what_latest_names(tmp_path: Path) -> None:
         save(tmp_path, step)
     checkpoint.prune(tmp_path, 1)
     assert steps(tmp_path) == [1]
+
+
+def test_prune_follows_no_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither one in the place of a checkpoint, nor one inside of a checkpoint that goes."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    kept = save(elsewhere, 1)
+    for step in (2, 3):
+        save(run, step)
+    (run / "checkpoint-1").symlink_to(kept)
+    (run / "checkpoint-2" / "more").symlink_to(kept)
+    checkpoint.prune(run, 1)
+    assert "checkpoint-1: is a symbolic link and stays; remove it by hand" in caplog.text
+    assert sorted(path.name for path in run.iterdir()) == ["LATEST", "checkpoint-1", "checkpoint-3"]
+    assert checkpoint.open_checkpoint(kept).step == 1
 
 
 def test_a_failed_deletion_is_a_warning(

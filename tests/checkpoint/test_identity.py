@@ -17,7 +17,7 @@ from rather.errors import CheckpointError, ConfigError
 from rather.pipeline import DPOPipeline
 from rather.run.identity import GUARDS, refuse_other_run
 from tests.checkpoint.runs import config_of
-from tests.tiny import make_config
+from tests.tiny import make_config, make_model
 
 CHANGES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "loss": ({"beta": 0.5}, [r"loss\.sigmoid\.beta: 0\.1 then, 0\.5 now"], "pref_loss, beta"),
@@ -49,13 +49,44 @@ def test_what_differs_is_refused_with_the_keys_that_bring_it_back(folder: Path, 
 
 @pytest.mark.parametrize("name", ["loss", "seed", "batch", "data"])
 def test_what_is_allowed_goes_on_and_is_told(folder: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    shutil.copytree(folder / "output" / "whole", folder / "output" / f"allowed-{name}")
-    change = {**CHANGES[name][0], "actor_train__training_args__num_train_epochs": 5.0}
-    config = config_of(folder, f"allowed-{name}", max_steps=7, resume__allow=[name], **change)
+    goes_on(folder, caplog, [name], CHANGES[name][0])
+
+
+def goes_on(folder: Path, caplog: pytest.LogCaptureFixture, allowed: list[str], change: dict[str, Any]) -> None:
+    name = "-".join(["allowed", *allowed])
+    shutil.copytree(folder / "output" / "whole", folder / "output" / name)
+    change = {**change, "actor_train__training_args__num_train_epochs": 5.0}
+    config = config_of(folder, name, max_steps=7, resume__allow=allowed, **change)
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
-    assert f"resume.allow: {name} has changed" in caplog.text
+    assert all(f"resume.allow: {each} has changed" in caplog.text for each in allowed)
     assert open_checkpoint(config.run_dir / "checkpoint-7").step == 7
+
+
+@pytest.mark.parametrize(("role", "guard"), [("actor_train", "model"), ("reference", "reference")])
+def test_another_model_of_the_same_shape(
+    folder: Path, caplog: pytest.LogCaptureFixture, role: str, guard: str
+) -> None:
+    other = make_model(folder / f"other-{guard}", seed=3)
+    paths = {"actor_train": folder / "base", "reference": folder / "base", role: other}
+    change = {f"{each}__model_args__model_name_or_path": str(path) for each, path in paths.items()}
+    with pytest.raises(CheckpointError, match=rf"{guard}: .*base.* then, .*other-{guard}.* now"):
+        DPOPipeline(config_of(folder, "whole", max_steps=8, **change)).run()
+    goes_on(folder, caplog, [guard], change)
+
+
+def test_another_tokenizer_makes_other_pairs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = Path(shutil.copytree(folder / "base", folder / "other-tokenizer"))
+    file = other / "tokenizer.json"
+    words = json.loads(file.read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
+    file.write_text(json.dumps(words))
+    change = {"actor_train__model_args__tokenizer_name_or_path": str(other)}
+    with pytest.raises(CheckpointError, match=r"data\.pairs: \w{12} then") as refused:
+        DPOPipeline(config_of(folder, "whole", max_steps=8, resume__allow=["tokenizer"], **change)).run()
+    assert "tokenizer: " not in str(refused.value)
+    goes_on(folder, caplog, ["tokenizer", "data"], change)
 
 
 def test_a_word_that_guards_nothing_is_an_error(folder: Path) -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import logging
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rather import checkpoint
+from rather.cluster.worker import ActorWorker
+from rather.config.load import dump_yaml
 from rather.errors import DiskError
 from rather.pipeline import DPOPipeline
+from rather.terminal import guarded
 from tests.checkpoint.runs import assert_same, config_of, fill_disk, incidents, steps, train
 from tests.house.source import ROOT
 from tests.tiny import in_child
+from tests.train.test_signals import ask_in
 
 
 @pytest.mark.parametrize("file", ["optimizer-00001.safetensors", "state.json", "manifest.json"])
@@ -60,6 +66,18 @@ def test_the_last_save_must_not_miss(folder: Path, monkeypatch: pytest.MonkeyPat
         DPOPipeline(config).run()
     assert steps(config.run_dir) == [2, 4]
     assert not (config.run_dir / "model").exists()
+
+
+def test_the_save_of_a_signal_must_not_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(folder, "asked")
+    with monkeypatch.context() as patched:
+        fill_disk(patched, lambda path: path.name == "state.json" and "checkpoint-3-" in path.parent.name)
+        ask_in(patched, "actor_train", "train_step", 3, signal.SIGTERM)
+        assert guarded(DPOPipeline(config).run) == 9
+    assert [(line["kind"], line["step"]) for line in incidents(config)] == [("missed_save", 3)]
+    assert steps(config.run_dir) == [2]
+    assert DPOPipeline(config).run() == 0
+    assert_same(config, config_of(folder, "whole"))
 
 
 def test_too_little_room_before_the_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,17 +163,53 @@ print(found.step, sorted(path.name for path in run.iterdir()))
 """
 
 
-def test_a_disk_of_twenty_megabytes(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
+def on_a_small_disk(disk: Path, command: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """A shell command, in a namespace where the folder is a disk of twenty megabytes."""
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=20m none {disk}"
     unshare = shutil.which("unshare")
     if not unshare or subprocess.run([unshare, "-Urm", "sh", "-c", mount], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount a file system of their own")
-    command = [unshare, "-Urm", "sh", "-c", f'{mount} && exec "$0" -c "$1" {disk}', sys.executable, SMALL_DISK]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    whole = [unshare, "-Urm", "sh", "-c", f"{mount} && {command}", sys.executable, *args]
+    return subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_disk_of_twenty_megabytes(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    done = on_a_small_disk(disk, f'exec "$0" -c "$1" {disk}', SMALL_DISK)
     assert done.returncode == 0, done.stderr
     before, during, left = done.stdout.splitlines()
     assert "checkpoint-2: could not be written (the disk is too full)" in before
     assert "checkpoint-2: could not be written (No space left on device)" in during
     assert left == "1 ['LATEST', 'checkpoint-1']"
+
+
+class Filling(ActorWorker):
+    """Somebody else fills the disk of the run in step 2, and removes it all in step 5."""
+
+    def train_step(self, *args: Any, **options: Any) -> Any:
+        self.done = getattr(self, "done", 0) + 1
+        filler = Path(self.config.output_dir) / "filler"
+        if self.done == 2:
+            with suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+        if self.done == 5:
+            filler.unlink()
+        return super().train_step(*args, **options)
+
+
+def test_a_whole_run_whose_disk_is_full_for_a_while(folder: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    own = {"output_dir": str(disk), "logging_dir": str(disk / "logs"), "track_with": "tensorboard"}
+    own["actor_train__worker_cls"] = "tests.checkpoint.test_room.Filling"
+    config = config_of(folder, "crowded", **own)
+    file = tmp_path / "crowded.yaml"
+    file.write_text(dump_yaml(config))
+    command = f'"$0" -m rather train {file}; code=$?; cp -r {disk} {tmp_path / "after"}; exit $code'
+    done = on_a_small_disk(disk, command)
+    assert done.returncode == 0, done.stderr
+    assert "metrics.jsonl: cannot be written (No space left on device); its lines wait" in done.stderr
+    after = config_of(folder, "crowded", output_dir=str(tmp_path / "after"))
+    assert steps(after.run_dir) == [6]
+    assert_same(after, config_of(folder, "whole"))

@@ -16,13 +16,16 @@ import torch.distributed as dist
 from rather import faults
 from rather.checkpoint import newest_good
 from rather.cluster.voice import with_one_voice
+from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
+from rather.losses import sigmoid
 from rather.pipeline import DPOPipeline
 from rather.terminal import guarded
 from tests.faults.nursery import LATE, nursery
 from tests.tiny import make_config
 
 STEPS = 6
+STATE = ("progress", "trainer", "schedule", "identity")  # how many bytes metrics.jsonl has depends on times
 RUN: dict[str, Any] = {
     "platform": "cpu",
     "max_steps": STEPS,
@@ -47,6 +50,7 @@ class Outcome:
 
     metrics: list[dict[str, Any]]
     files: dict[str, str]  # SHA-256 of the tensors of the last checkpoint, and of every file of the model
+    state: dict[str, Any]  # counters, schedule and identity of the last checkpoint
 
 
 @dataclass
@@ -98,12 +102,20 @@ class Run:
         model = [file for file in (run_dir / "model").rglob("*") if file.is_file()]
         files = {str(file.relative_to(run_dir)): _sha(file) for file in (*tensors, *model)}
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        return Outcome([{key: value for key, value in line.items() if not _is_time(key)} for line in lines], files)
+        metrics = [{key: value for key, value in line.items() if not _is_time(key)} for line in lines]
+        return Outcome(metrics, files, {key: last.state[key] for key in STATE})
 
     def leftovers(self) -> list[str]:
         """What killed processes have left in the run folder."""
         found = [path for pattern in (".tmp*", ".old*", ".pieces*") for path in self.config.run_dir.glob(pattern)]
         return sorted(path.name for path in found)
+
+
+class Drawing(ActorWorker):
+    """With a loss that draws random numbers."""
+
+    def build_loss(self) -> Any:
+        return lambda x: sigmoid(x) * torch.rand(len(x.policy))
 
 
 def config_of(folder: Path, layout: str, changes: Mapping[str, Any]) -> DPOConfig:

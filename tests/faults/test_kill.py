@@ -7,6 +7,7 @@ import pytest
 from rather.faults import PHASES
 from tests.faults.conftest import Broken
 from tests.faults.points import OF_EVERY_RANK, ONE, RAY, TWO_RANKS, kill
+from tests.faults.world import World
 
 
 @pytest.mark.parametrize("fault", ONE)
@@ -17,6 +18,15 @@ def test_one_process(broken: Broken, fault: str) -> None:
 @pytest.mark.parametrize("fault", TWO_RANKS)
 def test_one_of_two_ranks(broken: Broken, fault: str) -> None:
     broken("dp2", fault)
+
+
+def test_random_numbers_go_on(world: World) -> None:
+    """Of a loss that draws them: those of a step are not those of the first steps again."""
+    drawing = {"actor_train__worker_cls": "tests.faults.runs.Drawing"}
+    expected = world.clean("one", drawing)
+    run = world.run("one", drawing)
+    run.until_it_ends(kill("optimizer.done", step=5))
+    assert run.outcome() == expected
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ SAVED_AFTER = 4
 LAYOUTS: dict[str, Layout] = {
     "1": Layout(1),
     "dp2": Layout(2, stage=0),
+    "zero1": Layout(2, stage=1, shard=2),
+    "zero2": Layout(2, stage=2, shard=2),
     "zero3": Layout(2, stage=3, shard=2),
     "tp2": Layout(1, tp=2),
     "pp2": Layout(1, pp=2),
@@ -126,9 +128,12 @@ def expected() -> list[float]:
 
 
 ALL = ("1", "dp2", "zero3", "tp2", "pp2", "cp2")
+BOTH_WAYS = [("zero1", "1"), ("zero1", "zero3"), ("zero2", "1"), ("zero2", "zero1"), ("zero2", "tp2")]
+PAIRS = [pair for pair in product(ALL, ALL) if pair[0] != pair[1]]
+PAIRS += [pair for one, other in BOTH_WAYS for pair in ((one, other), (other, one))]
 
 
-@pytest.mark.parametrize(("before", "after"), [pair for pair in product(ALL, ALL) if pair[0] != pair[1]])
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_any_layout_goes_on_under_any_other(
     saved: dict[str, Path], expected: list[float], before: str, after: str
 ) -> None:

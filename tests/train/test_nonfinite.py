@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from rather.run.incidents import Incidents
 from rather.trainer import RankTrainer, StepResult, Whole
 from rather.trouble import NOTHING_PASSES, Limits
 from tests.padded import random_pairs
-from tests.same.canonical import Setup, make_policy, make_step, make_trainer, pairs_of
+from tests.same.canonical import Setup, make_loss, make_policy, make_step, make_trainer, pairs_of
 from tests.same.pool import pool
 from tests.tiny import make_config, metrics, tiny_policy
 
@@ -63,17 +65,25 @@ def struck(layout: Layout, folder: Path, fault: str, limits: Limits | None = Non
     rank = dist.get_rank() if layout.devices > 1 else 0
     faults.arm(folder, "actor_train", rank)
     patch.undo()
-    trainer = trainer_of(layout)
+    found = three_steps(trainer_of(layout), limits)
+    faults.arm(folder, "actor_train", rank)
+    return found
+
+
+def three_steps(
+    trainer: RankTrainer, limits: Limits | None = None, second: AbstractContextManager[object] | None = None
+) -> dict[str, Any]:
+    """What they told and left; `limits` and what is in force during it are of the second."""
     states, results = [state_of(trainer)], []
     for number, pairs in enumerate(pairs_of(SETUP), start=1):
         faults.at_step(number)
         step = make_step(pairs, trainer.mesh.size("dp"))
         own = step.dealt[trainer.mesh.rank("dp")]
-        results.append(trainer.train_step(own, step.reference, step.facts, limits if number == 2 else None))
+        with second if second and number == 2 else nullcontext():
+            results.append(trainer.train_step(own, step.reference, step.facts, limits if number == 2 else None))
         states.append(state_of(trainer))
     assert trainer.optimizer
     updates, gradients = trainer.optimizer.updates, trainer.optimizer.gradients()
-    faults.arm(folder, "actor_train", rank)
     return {"states": states, "results": results, "updates": updates, "gradients": gradients}
 
 
@@ -131,6 +141,59 @@ def test_all_ranks_skip_together(tmp_path: Path, name: str, phase: str) -> None:
     assert first.trouble.pairs == sorted(dealt[0].pair_P.tolist())  # the first micro-batch of the last dp rank
     assert first.trouble.layers
     assert all(math.isnan(norm) for norm in first.trouble.layers.values())
+
+
+@contextmanager
+def one_infinite(trainer: RankTrainer) -> Iterator[None]:
+    """One element of the gradient of one weight."""
+
+    def overflow(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[3] = math.inf
+        return gradient
+
+    def watch(module: torch.nn.Module, _: object) -> None:
+        hooks.append(module.weight.register_hook(overflow))  # where weights are divided, it is whole only here
+
+    layer = trainer.policy.get_submodule("causal_lm.model.layers.1.mlp.up_proj")
+    hooks: list[Any] = [layer.register_forward_pre_hook(watch)]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def overflowed(layout: Layout) -> dict[str, Any]:
+    trainer = trainer_of(layout)
+    return three_steps(trainer, second=one_infinite(trainer) if dist.get_rank() == 1 else None)
+
+
+def test_an_infinite_gradient_of_one_rank_is_skipped_by_both() -> None:
+    for found in pool(2).run(overflowed, LAYOUTS["dp2"]):
+        assert_only_the_second_is_skipped(found, "nonfinite")
+        assert_overflow_is_told(found["results"][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_infinite_gradient_is_skipped(dtype: torch.dtype) -> None:
+    policy = tiny_policy(dtype=dtype)
+    optimizer = Optimizer(policy.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-3, max_grad_norm=1.0)
+    trainer = RankTrainer(policy, make_loss(SETUP), optimizer)
+    batches, reference = pack(random_pairs(3, 60), 10**6), {"sum": torch.zeros(3, 2)}
+    before = state_of(trainer)
+    with one_infinite(trainer):
+        result = trainer.train_step(batches, reference)
+    assert result.held == "nonfinite"
+    assert_overflow_is_told(result)
+    assert_untouched(before, state_of(trainer))
+    assert trainer.train_step(batches, reference).held is None
+    assert optimizer.updates == 1
+
+
+def assert_overflow_is_told(result: StepResult) -> None:
+    assert math.isfinite(result.loss)
+    assert not math.isfinite(result.grad_norm)
+    assert result.trouble
+    assert result.trouble.layers_lost == 1
 
 
 def test_limits_hold_a_step_on_all_ranks(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -135,6 +136,20 @@ def test_what_false_a_path_and_overwrite_mean(folder: Path) -> None:
 def test_another_run_is_not_continued(folder: Path, change: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=rf"(?s)belongs to another run.*{named}: .*then.*now"):
         DPOPipeline(make_config(folder, **{**RUN, "exp_name": "whole", "max_steps": 20, **change})).run()
+
+
+def test_another_precision_goes_on_and_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dtype = "actor_train__model_args__dtype"
+    changes = {**RUN, "exp_name": "precision", dtype: "fp32"}
+    assert DPOPipeline(make_config(folder, **{**changes, "max_steps": 6})).run() == 0
+    with caplog.at_level(logging.INFO):
+        assert DPOPipeline(make_config(folder, **{**changes, dtype: "bf16"})).run() == 0
+    assert "dtype was fp32 up to here and is bf16 from now on" in caplog.text
+    lines, whole = (outcome(folder, name)[0] for name in ("precision", "whole"))
+    assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
+    assert lines[-1]["eval/loss"] == pytest.approx(whole[-1]["eval/loss"], rel=0.05)
+    tensors = outcome(folder, "precision")[1]
+    assert {tensor.dtype for name, tensor in tensors.items() if name.startswith("model/")} == {torch.float32}
 
 
 def test_killed_between_the_last_checkpoint_and_the_export(folder: Path) -> None:
