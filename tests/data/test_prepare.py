@@ -280,9 +280,9 @@ def test_children_end_with_their_parent(config: Config, write: Write, tmp_path: 
     script = (
         "import sys\nfrom rather.config.schema import DPOConfig\nfrom rather.data import pool\n"
         "from rather.data.prepare import prepare\nfrom rather.data.pool import Limits\n"
-        "start = pool._Child.__init__\n"
+        "start = pool.Child.__init__\n"
         "def told(self, *a):\n    start(self, *a)\n    print(self.process.pid, flush=True)\n"
-        "pool._Child.__init__ = told\n"
+        "pool.Child.__init__ = told\n"
         "prepare(DPOConfig.model_validate_json(open(sys.argv[1]).read()), limits=Limits(1.0))\n"
     )
     root = str(Path(pool.__file__).parents[2])
