@@ -272,7 +272,7 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
 
 def _refuse_adapter(name: str, revision: str | None) -> None:
     """One that lies beside a model, or in its place: transformers would put it into the model and say nothing."""
-    with _opening(f"model '{name}'"):
+    with _opening(f"model '{name}': its files"):
         found = find_adapter_config_file(name, revision=revision)
     if found:
         raise ConfigError(
