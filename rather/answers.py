@@ -17,8 +17,9 @@ from rather.cluster.launch import Role, Roles
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, EvalPrompts
 from rather.data.cut import Bad
+from rather.data.limited import encoder_of
 from rather.data.prepare import recipe_of
-from rather.data.tokens import Encoder
+from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.model.generate import Answer
 from rather.run.evaluation import BrokenOff
@@ -45,14 +46,16 @@ class Answers:
         self._reference: list[Answer] | None = None
 
     def begin(self, tokenizer: Any, *, resumes: bool) -> None:
-        """Makes tokens of the prompts, as training does: its template has been tried on all pairs, within limits.
+        """Makes tokens of the prompts, as training does.
 
         Called before the weights of a checkpoint come: without a reference, the policy is compared with its beginning.
         """
         self.tokenizer = tokenizer
-        encoder = Encoder(recipe_of(tokenizer, self.config, self.config.actor_train.data_args))
-        self.end_of_turn = next((token for token in encoder.tail if token in encoder.added), None)
-        self.ids = [self._encoded(encoder, number, text) for number, text in enumerate(self.prompts, 1)]
+        encoder = encoder_of(recipe_of(tokenizer, self.config, self.config.actor_train.data_args), "eval_prompts")
+        self.end_of_turn = encoder.end_of_turn
+        self.ids = [
+            self._checked(number, encoder.training_prompt(text)) for number, text in enumerate(self.prompts, 1)
+        ]
         if resumes and self.roles.reference is None:
             self._reference = self._answers(self.roles.actor_train)
 
@@ -85,8 +88,7 @@ class Answers:
         means = {f"{METRICS}{name}/{key}": _mean(each, key) for name, each in stats.items() for key in each[0]}
         return {**means, f"{METRICS}prompts": len(self.prompts)}
 
-    def _encoded(self, encoder: Encoder, number: int, text: str) -> list[int]:
-        ids = encoder.training_prompt(text)
+    def _checked(self, number: int, ids: Ids | Bad) -> Ids:
         if isinstance(ids, Bad):
             raise DataError(f"eval_prompts: prompt {number}: {ids.detail}")
         length, limit = len(ids) + self.asked.max_new_tokens, self.config.sequence_length

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -175,8 +176,15 @@ class DPOTrainer:
         taken = self._taken(islice(data_iterator, self.args.gradient_accumulation_steps), seq_length)
         return self._step(taken, self.config.max_steps)
 
+    @cached_property
+    def _feed(self) -> Feed:
+        """Of what is given step by step: kept, for a chat template has a process of its own."""
+        return Feed((), self.config, 1, self.tokenizer)
+
     def _taken(self, data: Iterable[Any], seq_length: int) -> list[list[TokenPair]]:
-        feed = Feed((), self.config, 1, self.tokenizer)
+        feed = self._feed
+        feed.dropped.clear()
+        feed.examples.clear()
         taken = [feed.pairs(item) for item in data]
         if not any(taken):
             raise feed.nothing_left()

@@ -20,7 +20,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
 from rather.config import paths
@@ -162,9 +162,12 @@ def _compose(path: Path, overrides: list[Override]) -> DictConfig:
             initialize_config_dir(str(path.parent.resolve()), job_name="rather", version_base="1.3"),
         ):
             warnings.filterwarnings("ignore", "In '.*': Defaults list is missing")  # as in every file of ROLL
+            warnings.filterwarnings("ignore", "provider=hydra.searchpath")  # what is not found there is told below
             composed = compose(path.stem, [override.hydra for override in overrides if override.hydra])
     except (HydraException, OmegaConfBaseException, YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path.name}: {_in_short(error)}") from None
+        unread = error.__cause__  # Hydra's own error is empty then
+        problem = _unread(path, unread) if isinstance(unread, GrammarParseError) else f"{path.name}: {_in_short(error)}"
+        raise ConfigError(problem) from None
     OmegaConf.set_struct(composed, False)
     for key, text in (
         (override.keys[0], override.text) for override in overrides if override.text is not None
@@ -174,6 +177,16 @@ def _compose(path: Path, overrides: list[Override]) -> DictConfig:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key} ({COMMAND_LINE}): {_in_short(error)}") from None
     return composed
+
+
+def _unread(path: Path, error: GrammarParseError) -> str:
+    key = str(error.full_key)
+    line = key_lines(read_nodes(path)).get(key)
+    where = f"{path.name}:{line}" if line else path.name
+    return (
+        f"{key} ({where}): its ${{...}} cannot be read ({_in_short(error)}); ${{key}} takes the value of another key, "
+        "${oc.env:NAME} that of the environment, and nothing is computed"
+    )
 
 
 def _in_short(error: BaseException) -> str:

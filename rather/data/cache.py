@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,8 @@ from rather import faults
 from rather.data.pairs import PairFile
 from rather.data.worker import SCHEMA
 from rather.errors import DiskError
+
+log = logging.getLogger(__name__)
 
 BATCH_ROWS = 8192
 
@@ -61,17 +64,21 @@ class Cache:
         self.memory = folder / "files.json"
 
     def find(self, address: str) -> tuple[PairFile, dict[str, Any]] | None:
-        """What was built, unless a file of it is missing or damaged."""
-        try:
-            entry = json.loads(self._path(address, "json").read_text("utf-8"))
-            path = self._path(address, "arrow")
-            if path.stat().st_size != entry["bytes"]:
-                return None
-            file = PairFile(path)
-        except (OSError, ValueError, KeyError, pa.ArrowException):
+        """What was built, unless it is not there or of an older form. What is damaged is told, and built again."""
+        path, told = self._path(address, "arrow"), self._path(address, "json")
+        if not path.exists() or not told.exists():
             return None
-        whole = len(file) == entry["report"]["pairs"] and file.reader.schema == SCHEMA  # an older one had fewer columns
-        return (file, entry["report"]) if whole else None
+        try:
+            entry = json.loads(told.read_text("utf-8"))
+            if "sha256" not in entry:
+                return None
+            if entry["sha256"] == _sha(path, entry["report"]):
+                file = PairFile(path)
+                return (file, entry["report"]) if file.reader.schema == SCHEMA else None  # older: fewer columns
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+            pass
+        log.warning("%s: the tokenised pairs or their report are damaged, and are made anew", path)
+        return None
 
     def look(self, address: str) -> str | None:
         """What was found in the sets of this address, as JSON."""
@@ -93,11 +100,11 @@ class Cache:
         self._remove_stale()
 
         def finish(report: dict[str, Any]) -> None:
-            size = temporary.stat().st_size
+            sha = _sha(temporary, report)
             faults.point("data.rename")
             os.replace(temporary, self._path(address, "arrow"))
             faults.point("data.rename.done")
-            _write(self._path(address, "json"), {"bytes": size, "report": report})
+            _write(self._path(address, "json"), {"sha256": sha, "report": report})
             faults.point("data.done")
 
         try:
@@ -143,6 +150,11 @@ def _write(path: Path, value: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _sha(tokens: Path, report: dict[str, Any]) -> str:
+    """Of both: the report says which pairs are of which file."""
+    return text_sha(file_sha(tokens) + json.dumps(report))
 
 
 def file_sha(path: Path) -> str:

@@ -17,6 +17,7 @@ from rather.config.schema import DPOConfig
 from rather.data.collate import pairs_of
 from rather.data.cut import Bad
 from rather.data.formats import EXTRAS, Layout, TextPair, read_row
+from rather.data.limited import LimitedEncoder, encoder_of
 from rather.data.prepare import recipe_of
 from rather.data.report import TOO_LONG
 from rather.data.sampler import Order
@@ -135,10 +136,10 @@ class Feed:
         return Order(((0, len(self.rows), 1.0),), self.size, self.config.data_seed)
 
     @cached_property
-    def _encoder(self) -> Encoder:
+    def _encoder(self) -> Encoder | LimitedEncoder:
         if self.tokenizer is None:
             raise ConfigError("tokenizer: rows of text need one; give it to the trainer.")
-        return Encoder(recipe_of(self.tokenizer, self.config, self.config.actor_train.data_args))
+        return encoder_of(recipe_of(self.tokenizer, self.config, self.config.actor_train.data_args), "rows of text")
 
     def _encoded(self, row: Mapping[str, Any]) -> list[TokenPair]:
         layout = Layout(self.config.actor_train.data_args.format, self._columns, self.config.ranked_pairs)

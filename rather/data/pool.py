@@ -22,8 +22,11 @@ from rather.data.worker import chunk_message, receive, send
 from rather.errors import DataError
 from rather.redaction import looks_secret
 
-# The child finds the same modules as its parent, wherever either was started.
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rather.data.worker import main; main()"
+# The child finds the same modules as its parent, wherever either was started. Ctrl-C is the parent's to answer.
+_START = (
+    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "sys.path[:] = json.loads(sys.argv[1]); from rather.data.worker import main; main()"
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,13 @@ class Limits:
 
     row_seconds: float = 30.0
     memory: int = 2 << 30
+
+
+class Asker(NamedTuple):
+    """For whom a child works: the name to begin an error with, and what its rows are called where it has rows."""
+
+    name: str
+    unit: str | None = None
 
 
 class Result(NamedTuple):
@@ -46,15 +56,16 @@ def tokenised(
     chunks: Iterable[Chunk], setup: dict[str, Any], sources: list[Source], processes: int, limits: Limits
 ) -> Iterator[Result]:
     """All chunks in order. At most two chunks per child are under way: memory does not grow with the input."""
-    children = [_Child(setup, sources, limits) for _ in range(processes)]
-    idle: SimpleQueue[_Child] = SimpleQueue()
+    children = [Child(setup, limits) for _ in range(processes)]
+    idle: SimpleQueue[Child] = SimpleQueue()
     for child in children:
         idle.put(child)
 
     def work(chunk: Chunk) -> Result:
         child = idle.get()
         try:
-            return child.call(chunk)
+            source = sources[chunk.source]
+            return Result(chunk, *child.ask(Asker(str(source.path), source.unit), *chunk_message(chunk)))
         finally:
             idle.put(child)
 
@@ -73,9 +84,11 @@ def tokenised(
         executor.shutdown(cancel_futures=True)
 
 
-class _Child:
-    def __init__(self, setup: dict[str, Any], sources: list[Source], limits: Limits) -> None:
-        self.sources, self.limits = sources, limits
+class Child:
+    """A process that renders and tokenises within limits; see `worker`."""
+
+    def __init__(self, setup: dict[str, Any], limits: Limits) -> None:
+        self.limits = limits
         self.template = (setup["recipe"]["template"] or {}).get("name", "none")
         self.ready = False
         self.progress = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the child; without a name, so nothing stays
@@ -95,14 +108,13 @@ class _Child:
             **setup, "progress": self.progress.fileno(), "memory": limits.memory, "seconds": limits.row_seconds
         }  # fmt: skip
 
-    def call(self, chunk: Chunk) -> Result:
+    def ask(self, asker: Asker, head: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytes]:
         if not self.ready:
-            self._ask(chunk, self.setup)
+            self._answer(asker, self.setup)
             self.ready = True
-        head, table = self._ask(chunk, *chunk_message(chunk))
-        return Result(chunk, head, table)
+        return self._answer(asker, head, body)
 
-    def _ask(self, chunk: Chunk, head: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytes]:
+    def _answer(self, asker: Asker, head: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytes]:
         assert self.process.stdin
         assert self.process.stdout
         try:
@@ -111,33 +123,34 @@ class _Child:
         except (BrokenPipeError, ValueError):
             answer = None
         if answer is None:
-            raise self._died(chunk)
+            raise self._died(asker)
         if "error" in answer[0]:
-            raise DataError(f"{self.sources[chunk.source].path}: {answer[0]['error']}")
+            raise DataError(f"{asker.name}: {answer[0]['error']}")
         if "memory" in answer[0]:
-            raise self._too_much(chunk, f"more than {self.limits.memory >> 20} MiB of memory")
+            raise self._too_much(asker, f"more than {self.limits.memory >> 20} MiB of memory")
         return answer
 
-    def _died(self, chunk: Chunk) -> DataError:
+    def _died(self, asker: Asker) -> DataError:
         code = self.process.wait()
         if code == -signal.SIGPROF:
-            return self._too_much(chunk, f"more than {self.limits.row_seconds:g} s of computing")
+            return self._too_much(asker, f"more than {self.limits.row_seconds:g} s of computing")
         if code in (-signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV):
-            return self._too_much(chunk, f"too much memory, or failed (signal {-code})")
+            return self._too_much(asker, f"too much memory, or failed (signal {-code})")
         return DataError(
-            f"{self._place(chunk)}: the tokenising process ended with exit code {code}; its words are above."
+            f"{self._place(asker)}: the tokenising process ended with exit code {code}; its words are above."
         )
 
-    def _too_much(self, chunk: Chunk, what: str) -> DataError:
+    def _too_much(self, asker: Asker, what: str) -> DataError:
         return DataError(
-            f"{self._place(chunk)}: chat template {self.template} and tokenizer took {what}; "
-            "look for an endless loop or a huge repetition in the template, or a gigantic text in the row."
+            f"{self._place(asker)}: chat template {self.template} and tokenizer took {what}; "
+            "look for an endless loop or a huge repetition in the template, or for a gigantic text."
         )
 
-    def _place(self, chunk: Chunk) -> str:
-        source = self.sources[chunk.source]
+    def _place(self, asker: Asker) -> str:
+        if asker.unit is None:
+            return asker.name
         number = struct.unpack("<q", os.pread(self.progress.fileno(), 8, 0))[0]
-        return f"{source.path}:{number} ({source.unit} {number})" if number else f"{source.path} (before its first row)"
+        return f"{asker.name}:{number} ({asker.unit} {number})" if number else f"{asker.name} (before its first row)"
 
     def close(self) -> None:
         self.process.kill()

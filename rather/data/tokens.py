@@ -101,6 +101,11 @@ class Encoder:
         """Before 0.29."""
         return self.recipe.as_trl == "trl-0.2x"
 
+    @property
+    def end_of_turn(self) -> int | None:
+        """The token with which the template ends an answer."""
+        return next((token for token in self.tail if token in self.added), None)
+
     # ---- the way of one pair
 
     def encode(self, pair: TextPair) -> Encoded | Bad:

@@ -20,6 +20,7 @@ import struct
 import sys
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -110,6 +111,23 @@ def chunk_from_message(head: dict[str, Any], body: bytes) -> Chunk:
         tuple(rows),
         unfinished=head["unfinished"],
     )
+
+
+def answer(encoder: Encoder, question: str, given: Any) -> dict[str, Any]:
+    """What the encoder makes of one text or pair that lies in no file, for `limited.LimitedEncoder`."""
+    found: Any = None
+    match question:
+        case "encode":
+            found = encoder.encode(TextPair(**given))
+        case "inference_prompt":
+            found = encoder.inference_prompt(TextPair(**given))
+        case "training_prompt":
+            found = encoder.training_prompt(given)
+        case "end_of_turn":
+            found = encoder.end_of_turn
+    if isinstance(found, Bad):
+        return {"bad": found}
+    return {"found": asdict(found) if isinstance(found, Encoded) else found}
 
 
 class ChunkEncoder:
@@ -274,7 +292,11 @@ def main() -> None:
         encoder = ChunkEncoder(Encoder(Recipe.from_json(setup["recipe"])), Layout(**setup["layout"]), at_row)
         send(results, {"ready": True})
         while (job := _next_job(jobs)) is not None:
-            send(results, *encoder.encode(chunk_from_message(*job)))
+            at_row(0)
+            if "ask" in job[0]:
+                send(results, answer(encoder.encoder, job[0]["ask"], json.loads(job[1])))
+            else:
+                send(results, *encoder.encode(chunk_from_message(*job)))
     except DataError as error:
         send(results, {"error": str(error)})
     except MemoryError:

@@ -30,8 +30,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rather.config.adapters import PISSA
 from rather.config.schema import ActorModelArgs, ModelArgs
-from rather.errors import ConfigError
+from rather.errors import CheckpointError, ConfigError
 from rather.model.digest import model_folder
+from rather.model.files import refuse_outside
 from rather.model.policy import START
 from rather.pieces import Place, Stored, Streamed, safetensors_file
 
@@ -77,12 +78,14 @@ def adapter_folder(name: str) -> Path:
             f"adapter_name_or_path: {name} is no PEFT adapter, which is a folder with {CONFIG} and {WEIGHTS}, or a hub "
             "name of one"
         )
+    for file in (CONFIG, WEIGHTS):
+        refuse_outside(folder, file)
     return folder
 
 
 def saved_config(folder: Path) -> LoraConfig:
     """Of an adapter on the disk; one that does more than we know is refused."""
-    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    values = _values(folder, CONFIG)
     plain = LoraConfig().to_dict()
     odd = [key for key, value in values.items() if key not in KNOWN and value and value != plain.get(key)]
     if values.get("peft_type") != "LORA" or odd:
@@ -94,14 +97,24 @@ def saved_config(folder: Path) -> LoraConfig:
 
 def base_of(folder: Path) -> tuple[str | None, str | None]:
     """Name and revision of the model that an adapter was trained on, as it says itself."""
-    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    values = _values(folder, CONFIG)
     return values.get("base_model_name_or_path"), values.get("revision")
 
 
 def quantization_of(folder: Path) -> Any:
     """How the base was held in training, as Rather writes it down; None where it was not quantised."""
-    notes = folder / NOTES
-    return json.loads(notes.read_text(encoding="utf-8")).get("quantization") if notes.exists() else None
+    return _values(folder, NOTES).get("quantization") if (folder / NOTES).exists() else None
+
+
+def _values(folder: Path, name: str) -> dict[str, Any]:
+    refuse_outside(folder, name)
+    try:
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder / name}: cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{folder / name}: holds no settings of an adapter")
+    return values
 
 
 def config_of(causal_lm: Any) -> LoraConfig | None:
@@ -357,7 +370,10 @@ def merged(base: Stored, adapter: Path, dtype: torch.dtype) -> dict[str, Streame
 
 def _saved(adapter: Path, base: Stored) -> Stored:
     """The matrices of an adapter; those of another model are refused."""
-    saved = Stored([adapter / WEIGHTS])
+    try:
+        saved = Stored([adapter / WEIGHTS])
+    except CheckpointError as error:
+        raise ConfigError(f"adapter_name_or_path: {error}") from error
     changed = {_module_of(own) or own for own in (name.removeprefix(_PEFT) for name in saved)}
     if foreign := changed - set(base):
         raise ConfigError(f"{adapter}: the adapter is of another model: the base has no {min(foreign)}")

@@ -1,4 +1,4 @@
-"""The weight files of a model folder, which comes from others: names and links that lead out of it are refused."""
+"""The files of a model or adapter folder, which comes from others: names and links that lead out of it are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def weight_files(folder: Path | None) -> list[Path]:
     whole, index = folder / WEIGHTS, folder / INDEX
     names = [WEIGHTS] if whole.exists() or not index.exists() else sorted(set(_listed(index)))
     for name in names:
-        _refuse_outside(folder, name)
+        refuse_outside(folder, name)
     return [folder / name for name in names]
 
 
@@ -33,10 +33,10 @@ def _listed(index: Path) -> list[str]:
     return names
 
 
-def _refuse_outside(folder: Path, name: str) -> None:
+def refuse_outside(folder: Path, name: str) -> None:
     """A hub's cache is made of links from snapshots/<commit> to blobs beside it; no other link leads out."""
     target, homes = (folder / name).resolve(), [folder.resolve()]
     if homes[0].parent.name == "snapshots":
         homes.append(homes[0].parent.parent / "blobs")
     if target.parent not in homes:
-        raise ConfigError(f"{folder / name}: is a link to {target}, out of the model folder; copy the file into it")
+        raise ConfigError(f"{folder / name}: is a link to {target}, out of its folder; copy the file into it")

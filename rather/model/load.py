@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 from transformers.utils.import_utils import is_bitsandbytes_available
 from transformers.utils.logging import disable_progress_bar
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from rather.config.paths import is_local
 from rather.config.schema import ModelArgs, RoleConfig
@@ -260,12 +261,24 @@ def _parameters_without_memory() -> Iterator[None]:
 def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
     """(what every call into transformers takes, the model's config, whether a twin has proven its family)."""
     common: dict[str, Any] = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    _refuse_adapter(name, args.revision)
     with _opening(f"model '{name}': its config"):
         config = AutoConfig.from_pretrained(name, **common)  # the revision is in `common`  # nosec B615
         for key, advice in REFUSED.items():
             if getattr(config, key, None):
                 raise ValueError(f"config.json has {key}: {advice}")
     return common, config, check_family(config)
+
+
+def _refuse_adapter(name: str, revision: str | None) -> None:
+    """One that lies beside a model, or in its place: transformers would put it into the model and say nothing."""
+    with _opening(f"model '{name}': its files"):
+        found = find_adapter_config_file(name, revision=revision)
+    if found:
+        raise ConfigError(
+            f"model '{name}': holds an adapter ({Path(found).name}); name a model without one here, and the folder of "
+            "an adapter in adapter_name_or_path"
+        )
 
 
 def freeze(policy: PolicyModel) -> PolicyModel:

@@ -15,9 +15,10 @@ from rich.text import Text
 from rather.config.schema import DPOConfig, TrainDataArgs
 from rather.data.cut import Bad
 from rather.data.formats import TextPair
+from rather.data.limited import LimitedEncoder, encoder_of
 from rather.data.prepare import recipe_of
 from rather.data.tokens import Encoder
-from rather.errors import ConfigError
+from rather.errors import ConfigError, DataError
 from rather.model.generate import Decoding, generate
 from rather.use.weights import Weights, here
 
@@ -43,8 +44,8 @@ class Speaker:
         return speaker
 
     @cached_property
-    def encoder(self) -> Encoder:
-        return Encoder(recipe_of(self.tokenizer, DPOConfig(), TrainDataArgs()))
+    def encoder(self) -> Encoder | LimitedEncoder:
+        return encoder_of(recipe_of(self.tokenizer, DPOConfig(), TrainDataArgs()), self.name)
 
     def refuse_system(self) -> None:
         if self.encoder.recipe.template is None:
@@ -68,7 +69,7 @@ class Speaker:
             prompt = (*([{"role": "system", "content": self.system}] if self.system else []), *turns)
         found = self.encoder.inference_prompt(TextPair(prompt, "", ""))
         if isinstance(found, Bad):
-            raise ConfigError(f"{self.name}: {found.detail}")
+            raise DataError(f"{self.name}: {found.detail}")
         return found
 
     def _within(self, decoding: Decoding, prompt: int) -> Decoding:
@@ -158,7 +159,7 @@ class Chat:
                 self.ask(said)
         except KeyboardInterrupt:
             self.console.print("(stopped)", style="dim")
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             self.console.print(Text(str(error)), style="red")
 
     def _begin_anew(self) -> None:

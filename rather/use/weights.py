@@ -58,6 +58,10 @@ def weights_of(name: str) -> Weights:
     if checkpoint.is_named_as_one(folder):
         return _of_checkpoint(name, checkpoint.open_checkpoint(folder))
     if (folder / "adapter_config.json").is_file():
+        if (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{name}: holds a model and an adapter; move adapter_* into a folder of its own, and name one of them"
+            )
         return _of_adapter(name, folder)
     for model in (folder, folder / "model"):
         if (model / "config.json").is_file():

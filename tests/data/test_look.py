@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from rather.config.schema import DPOConfig
+from rather.data import cache, look_numbers
 from rather.data import look as module
 from rather.data import look_near as near
-from rather.data import look_numbers
 from rather.data.look_page import data_page
 from rather.data.prepare import Prepared, prepare
 from rather.data.show import print_look, print_report, token_texts
@@ -179,8 +179,8 @@ def test_tokens_of_an_older_cache_are_made_again(config: Config, write: Write, c
     file.unlink()
     with pa.ipc.new_file(str(file), older.schema) as writer:
         writer.write_table(older)
-    entry = json.loads(file.with_suffix(".json").read_text())
-    file.with_suffix(".json").write_text(json.dumps({**entry, "bytes": file.stat().st_size}))
+    report = json.loads(file.with_suffix(".json").read_text())["report"]
+    file.with_suffix(".json").write_text(json.dumps({"sha256": cache._sha(file, report), "report": report}))
     assert look_of(prepare(settings, console=console))["sets"]["train"]["pairs"] == 5
 
 

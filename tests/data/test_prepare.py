@@ -27,6 +27,8 @@ from rather.data.prepare import BadRows, Prepared, held_out, prepare
 from rather.data.show import print_report, show_pairs
 from rather.data.template import load_tokenizer
 from rather.errors import DataError
+from rather.pipeline import DPOPipeline
+from tests.tiny import make_config, metrics
 
 Config = Callable[..., DPOConfig]
 Write = Callable[..., Path]
@@ -228,22 +230,48 @@ def test_the_cache_is_used_until_something_that_matters_changes(
         prepare(config(path), console=console)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "emptied", "report", "gone"])
-def test_a_damaged_cache_is_built_again(config: Config, write: Write, console: Console, damage: str) -> None:
+def flipped(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "a bit", "report", "a bit of the report", "gone"])
+def test_a_damaged_cache_is_built_again(
+    config: Config, write: Write, console: Console, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
     made = prepare(config(write(many(20))), console=console)
     file = made.train.file.path
-    content = file.read_bytes()
-    if damage == "report":
-        file.with_suffix(".json").write_text("{")
-    elif damage == "gone":
-        file.unlink()
-    else:
-        file.unlink()  # a new file: the old one is still mapped here
-        file.write_bytes(content[: len(content) // 2] if damage == "truncated" else b"")
+    content, told = file.read_bytes(), file.with_suffix(".json").read_bytes()
+    file.unlink()  # a new file: the old one is still mapped here
+    spoilt = {"truncated": content[: len(content) // 2], "emptied": b"", "a bit": flipped(content, len(content) // 2)}
+    reports = {"report": b"{", "a bit of the report": flipped(told, told.rindex(b'"pairs": ') + 9)}
+    if damage != "gone":
+        file.write_bytes(spoilt.get(damage, content))
+    file.with_suffix(".json").write_bytes(reports.get(damage, told))
     again = prepare(config(write(many(20))), console=console)
     assert again.report == made.report
     assert file.read_bytes() == content
     assert not [entry for entry in file.parent.iterdir() if entry.name.startswith(".")]
+    said = f"{file}: the tokenised pairs or their report are damaged, and are made anew"
+    assert caplog.messages.count(said) == (damage != "gone")
+
+
+def test_a_run_over_a_flipped_bit_has_the_same_losses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def losses(name: str) -> list[float]:
+        run = make_config(tmp_path, exp_name=name, max_steps=3)
+        assert DPOPipeline(run).run() == 0
+        return [line["loss"] for line in metrics(run) if "loss" in line]
+
+    before = losses("before")
+    files = list((tmp_path / "output" / ".cache" / "data").glob("*.arrow"))
+    contents = [file.read_bytes() for file in files]
+    for file, content in zip(files, contents, strict=True):
+        file.unlink()  # the old one may still be mapped
+        file.write_bytes(flipped(content, len(content) // 3))
+    caplog.clear()
+    assert losses("after") == before
+    assert len(set(before)) == 3
+    assert {message.partition(":")[0] for message in caplog.messages if "damaged" in message} == set(map(str, files))
+    assert [file.read_bytes() for file in files] == contents
 
 
 @pytest.mark.parametrize(
@@ -280,9 +308,9 @@ def test_children_end_with_their_parent(config: Config, write: Write, tmp_path: 
     script = (
         "import sys\nfrom rather.config.schema import DPOConfig\nfrom rather.data import pool\n"
         "from rather.data.prepare import prepare\nfrom rather.data.pool import Limits\n"
-        "start = pool._Child.__init__\n"
+        "start = pool.Child.__init__\n"
         "def told(self, *a):\n    start(self, *a)\n    print(self.process.pid, flush=True)\n"
-        "pool._Child.__init__ = told\n"
+        "pool.Child.__init__ = told\n"
         "prepare(DPOConfig.model_validate_json(open(sys.argv[1]).read()), limits=Limits(1.0))\n"
     )
     root = str(Path(pool.__file__).parents[2])

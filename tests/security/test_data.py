@@ -21,10 +21,11 @@ from rich.console import Console
 
 from rather.config.load import load_config
 from rather.data.cut import Bad
+from rather.data.feed import Feed
 from rather.data.pool import Limits
 from rather.data.prepare import prepare
 from rather.data.read import find_sources
-from rather.data.template import ChatTemplate
+from rather.data.template import ChatTemplate, load_tokenizer
 from rather.errors import DataError
 from tests.security.conftest import rather
 
@@ -170,8 +171,8 @@ def test_a_template_stays_in_its_sandbox(marker: Path, template: str) -> None:
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
 BOMBS = {
     "nested ranges": NESTED + "{% endfor %}{% endfor %}",
-    "a power": "{{ 10 ** 10 ** 8 }}",
-    "a power of a variable": "{% set n = messages | length %}{{ (n + 9) ** (n + 9) ** 8 }}",
+    "a power": "{{ 10 ** (10 ** 9) }}",
+    "a power of a variable": "{% set n = messages | length %}{{ (n + 9) ** ((n + 9) ** 9) }}",
     "a long text": "{{ 'a' * 3000000000 }}",
     "a long text of a variable": "{{ messages[0].content * 3000000000 }}",
     "a doubled list": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -192,7 +193,60 @@ def test_a_template_bomb_ends_within_its_limits(config: Config, tmp_path: Path, 
     with pytest.raises(DataError) as caught:
         prepare(settings, console=Console(file=io.StringIO()), limits=Limits(0.5, 300 << 20))
     assert caught.value.exit_code == 3
+    assert f"chat template {tmp_path / 'bomb.jinja'}" in str(caught.value)
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+def test_the_command_has_the_limits_that_are_promised(config: Config, tmp_path: Path, marker: Path) -> None:
+    assert Limits() == Limits(row_seconds=30.0, memory=2 << 30)
+    bomb, pairs = tmp_path / "bomb.jinja", tmp_path / "pairs.jsonl"
+    bomb.write_text("{{ messages[-1].content * (9000000000 if messages[0].content == 'w1 w1' else 1) }}")
+    pairs.write_text("\n".join(map(json.dumps, [ROW, ROW, {**ROW, "prompt": "w1 w1"}])))
+    data = {"actor_train__data_args__file_name": str(pairs), "actor_train__data_args__template": str(bomb)}
+    done = rather("data", config(**data))
+    assert done.exit_code == 3, done.output
+    said = f"{pairs}:3 (line 3): chat template {bomb} and tokenizer took more than 2048 MiB of memory"
+    assert said in done.stderr
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """Limits of prompts that a test can wait for."""
+    limits = Limits(0.5, 300 << 20)
+    monkeypatch.setattr("rather.data.limited.Limits", lambda: limits)
+    return limits
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+@pytest.mark.parametrize("case", ["nested ranges", "a long text of a variable", "recursion", "a deep expression"])
+def test_a_models_own_template_bomb_ends_a_chat(model: Path, marker: Path, small: Limits, case: str) -> None:
+    (model / "chat_template.jinja").write_text(BOMBS[case])
+    began = time.monotonic()
+    done = rather("chat", model, "--prompt", "w1")
+    assert done.exit_code == 3, done.output
+    assert "chat template native" in done.stderr
+    assert time.monotonic() - began < 20
+
+
+AT_A_PROMPT = "{{ messages[-1].content }}{% if messages[0].content == 'w1 w1' %}BOMB{% endif %}"
+AT_A_PROMPT = AT_A_PROMPT.replace("BOMB", BOMBS["nested ranges"])
+
+
+def test_a_template_that_minds_the_rows_and_bombs_at_an_eval_prompt(config: Config, model: Path, small: Limits) -> None:
+    (model / "chat_template.jinja").write_text(AT_A_PROMPT)
+    yaml = config(track_with=None)
+    assert rather("data", yaml).exit_code == 0, "the cache is warm, and the template was tried on every row"
+    done = rather("train", config(track_with=None, eval_prompts={"prompts": ["w2", "w1 w1"], "max_new_tokens": 4}))
+    assert done.exit_code == 3, done.output
+    assert "eval_prompts: chat template native and tokenizer took more than 0.5 s of computing" in done.stderr
+
+
+def test_a_template_bombs_at_a_row_of_python(config: Config, model: Path, small: Limits) -> None:
+    (model / "chat_template.jinja").write_text(AT_A_PROMPT)
+    feed = Feed([ROW, {**ROW, "prompt": "w1 w1"}], load_config(config()), 8, load_tokenizer(str(model)))
+    with pytest.raises(DataError, match=r"rows of text: chat template native .* took more than 0\.5 s"):
+        list(feed.micro_batches())
 
 
 def test_the_child_that_renders_is_given_no_secret(

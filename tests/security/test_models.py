@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rather.config.schema import ModelArgs
 from rather.data.template import load_tokenizer
-from rather.errors import ConfigError
+from rather.errors import ConfigError, DataError
 from rather.model.files import weight_files
 from rather.model.load import load_policy
 from tests.security.conftest import Bait, rather
@@ -35,6 +36,29 @@ def test_the_bait_works(tmp_path: Path) -> None:
     torch.save({"model.weight": Bait(tmp_path / "again")}, tmp_path / "x.bin")
     torch.load(tmp_path / "x.bin", weights_only=False)
     assert (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("kind", ["model", "tokenizer"])
+def test_the_bait_of_remote_code_works(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With `trust_remote_code`, and only with it."""
+    taken = tmp_path / "taken"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (model / "evil.py").write_text(f"import pathlib\npathlib.Path({str(taken)!r}).touch()\n")
+    change(model / "tokenizer_config.json", **TOKENIZERS["remote class"])
+    change(model / "config.json", **CONFIGS["remote code of an unknown family"])
+
+    def opened(trusted: bool) -> Any:
+        if kind == "tokenizer":
+            return load_tokenizer(str(model), trust_remote_code=trusted)
+        return load_policy(str(model), ModelArgs(trust_remote_code=trusted), "cpu")
+
+    for trusted in (False, True):
+        with pytest.raises((ConfigError, DataError)):  # there is no such class in it
+            opened(trusted)
+        assert taken.exists() is trusted
 
 
 # --- weights ---
@@ -100,7 +124,7 @@ def test_a_linked_shard_cannot_lead_out(config: Config, model: Path, tmp_path: P
     shard.symlink_to(elsewhere)
     done = rather("train", config())
     assert done.exit_code == 2
-    assert "out of the model folder; copy the file into it" in done.stderr
+    assert "out of its folder; copy the file into it" in done.stderr
 
 
 def test_links_inside_the_folder_and_of_a_hub_cache_are_followed(model: Path, tmp_path: Path) -> None:
@@ -168,23 +192,20 @@ def test_a_config_whose_code_is_not_asked(
 # --- tokenizer ---
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]}},
-        {"auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}, "tokenizer_class": "EvilTokenizer"},
-        {"tokenizer_class": "os.system"},
-        {"tokenizer_class": "evil.EvilTokenizer", "auto_map": {"AutoTokenizer": "them/repo--evil.EvilTokenizer"}},
-        {"extra_special_tokens": {"a": {"__type": "AddedToken", "content": "x", "_target_": "os.system"}}},
-    ],
-    ids=["remote code", "remote class", "a function", "another repository", "a target"],
-)
-def test_a_tokenizer_that_asks_for_code(
-    config: Config, model: Path, marker: Path, python: str, values: dict[str, Any]
-) -> None:
+TOKENIZERS: dict[str, dict[str, Any]] = {
+    "remote code": {"auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]}},
+    "remote class": {"auto_map": {"AutoTokenizer": ["evil.EvilT", None]}, "tokenizer_class": "EvilTokenizer"},
+    "a function": {"tokenizer_class": "os.system"},
+    "another repository": {"tokenizer_class": "evil.T", "auto_map": {"AutoTokenizer": "them/repo--evil.EvilT"}},
+    "a target": {"extra_special_tokens": {"a": {"__type": "AddedToken", "content": "x", "_target_": "os.system"}}},
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_tokenizer_that_asks_for_code(config: Config, model: Path, marker: Path, python: str, case: str) -> None:
     (model / "evil.py").write_text(python)
     (model / "tokenizer.py").write_text(python)
-    change(model / "tokenizer_config.json", **values)
+    change(model / "tokenizer_config.json", **TOKENIZERS[case])
     done = rather("data", config())
     assert done.exit_code in (0, 2, 3), done.output
     assert done.exception is None or isinstance(done.exception, SystemExit)

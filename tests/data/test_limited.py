@@ -1,0 +1,73 @@
+"""An encoder behind a process gives what one beside us gives, and goes on after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import pytest
+
+from rather.data import pool
+from rather.data.cut import Bad
+from rather.data.formats import TextPair
+from rather.data.limited import LimitedEncoder, encoder_of
+from rather.data.tokens import Encoded, Encoder
+from tests.data.test_tokens import TALK, pair
+
+Make = Callable[..., Encoder]
+PAIRS = [
+    pair("Where is the bread?", "On the shelf.", "Gone."),
+    pair(TALK, "By the door.<|im_end|>", "\u200bNo idea at all."),
+    pair("x", "same", "same "),
+    TextPair("Which day?", "Monday", "Friday", template_kwargs={"today": date(2026, 1, 5)}),
+    TextPair("x", "a", "b", template_kwargs={"messages": []}),
+]
+
+
+def limited(encoder: Encoder) -> LimitedEncoder:
+    found = encoder_of(encoder.recipe, "here")
+    assert isinstance(found, LimitedEncoder)
+    return found
+
+
+def test_both_give_the_same(encoder: Make) -> None:
+    beside = encoder(score="all")
+    behind = limited(beside)
+    results = [beside.encode(one) for one in PAIRS]
+    assert [behind.encode(one) for one in PAIRS] == results
+    assert {type(result) for result in results} == {Bad, Encoded}
+    assert any(result.notes for result in results if not isinstance(result, Bad))
+    assert [behind.inference_prompt(one) for one in PAIRS] == [beside.inference_prompt(one) for one in PAIRS]
+    assert behind.training_prompt("Where?") == beside.training_prompt("Where?")
+    assert behind.end_of_turn == beside.end_of_turn == beside.tokenizer.token_to_id("<|im_end|>")
+
+
+def test_without_a_template_nothing_is_started(encoder: Make) -> None:
+    assert isinstance(encoder_of(encoder(template=None).recipe, "here"), Encoder)
+
+
+def test_after_ctrl_c_the_next_answer_is_its_own(encoder: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to the child as well; and an answer that nobody waited for is never taken for another."""
+    beside = encoder()
+    behind = limited(beside)
+    behind.training_prompt("one")
+    assert behind._child
+    os.kill(behind._child.process.pid, signal.SIGINT)
+    assert behind.training_prompt("two") == beside.training_prompt("two")
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    child = behind._child.process
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "receive", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            behind.training_prompt("three")
+    assert behind.training_prompt("four") == beside.training_prompt("four")
+    assert child.poll() is not None
+    child = behind._child.process
+    del behind
+    assert child.poll() is not None, "it ends with the encoder"

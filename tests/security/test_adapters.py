@@ -1,0 +1,122 @@
+"""An adapter is somebody else's as a model is; and one that nobody named is never put into a model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from rather.config.schema import ModelArgs
+from rather.errors import ConfigError
+from rather.model.load import load_policy
+from tests.security.conftest import Bait, rather
+
+Config = Callable[..., Path]
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+
+@pytest.fixture(scope="module")
+def made(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    base: Any = AutoModelForCausalLM.from_pretrained(good / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)  # which changes the model
+    get_peft_model(base, lora).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def adapter(made: Path, tmp_path: Path) -> Path:
+    """A copy, to be spoilt."""
+    return Path(shutil.copytree(made, tmp_path / "adapter"))
+
+
+def commands(good: Path, named: Path) -> list[tuple[Any, ...]]:
+    """What takes a model or an adapter."""
+    return [("chat", named, "--prompt", "w1"), ("score", named, good / "pairs.jsonl"), ("export", named, "written")]
+
+
+def refused(*command: Any) -> str:
+    done = rather(*command)
+    assert done.exit_code == 2, (command, done.output, done.exception)
+    return str(done.stderr)
+
+
+def out_of_its_folder(file: Path) -> None:
+    elsewhere = file.parent.parent / f"private-{file.name}"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+def test_an_honest_adapter_and_the_links_of_a_hub_are_followed(good: Path, adapter: Path, tmp_path: Path) -> None:
+    args = ModelArgs(adapter_name_or_path=str(adapter))
+    assert load_policy(str(good / "base"), args, "cpu").state_dict().keys() - load_policy(
+        str(good / "base"), ModelArgs(), "cpu"
+    ).state_dict().keys()
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name in (CONFIG, WEIGHTS):
+        (adapter / name).rename(blobs / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert load_policy(str(good / "base"), ModelArgs(adapter_name_or_path=str(snapshot)), "cpu")
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_linked_adapter_cannot_lead_out(config: Config, good: Path, adapter: Path, marker: Path, name: str) -> None:
+    out_of_its_folder(adapter / name)
+    file = config(actor_train__model_args__adapter_name_or_path=str(adapter))
+    merge = ("merge", adapter, "--out", "written")
+    for command in (("train", file), merge, *commands(good, adapter)):
+        assert f"{name}: is a link to" in refused(*command)
+    assert not Path("written").exists()
+
+
+@pytest.mark.parametrize("linked", [True, False], ids=["linked", "there"])
+def test_an_adapter_beside_a_model_is_not_put_into_it(
+    config: Config, good: Path, model: Path, made: Path, adapter: Path, marker: Path, linked: bool
+) -> None:
+    for name in (CONFIG, WEIGHTS):
+        shutil.copy(made / name, model / name)
+        if linked:
+            out_of_its_folder(model / name)
+    stray = "holds an adapter (adapter_config.json)"
+    assert "adapter_name_or_path" in refused("train", config())
+    assert stray in refused("merge", adapter, "--base", model, "--out", "written")
+    for command in commands(good, model):
+        assert "holds a model and an adapter; move adapter_* into a folder of its own" in refused(*command)
+    assert not Path("written").exists()
+
+
+def test_a_model_that_is_an_adapter_is_refused(made: Path) -> None:
+    """Else its base would be loaded, wherever its config says that it lies."""
+    with pytest.raises(ConfigError, match=r"holds an adapter .*adapter_name_or_path"):
+        load_policy(str(made), ModelArgs(), "cpu")
+
+
+def test_a_pickled_adapter(
+    config: Config, good: Path, adapter: Path, model: Path, marker: Path, pickled: bytes
+) -> None:
+    torch.save({"base_model.model.x.lora_A.weight": Bait(marker)}, adapter / PICKLED)
+    (adapter / WEIGHTS).unlink()
+    file = config(actor_train__model_args__adapter_name_or_path=str(adapter))
+    merge = ("merge", adapter, "--out", "written")
+    for command in (("train", file), merge, *commands(good, adapter)):
+        assert "is no PEFT adapter, which is a folder with adapter_config.json and" in refused(*command)
+    (adapter / WEIGHTS).write_bytes(pickled)
+    assert "adapter_model.safetensors: is no file of tensors" in refused("train", file)
+    for name in (CONFIG, PICKLED):
+        shutil.copy(adapter / name, model / name)
+    assert "holds an adapter" in refused("train", config())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_an_adapters_config_that_is_none(good: Path, adapter: Path, text: str) -> None:
+    (adapter / CONFIG).write_text(text)
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: (cannot be read|holds no settings)"):
+        load_policy(str(good / "base"), ModelArgs(adapter_name_or_path=str(adapter)), "cpu")
