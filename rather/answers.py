@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,13 @@ class Answers:
         if not self.file.exists():
             return
         told = {line["step"] for line in _lines(self.config.run_dir / "metrics.jsonl") if f"{METRICS}prompts" in line}
-        kept = [line for line in _lines(self.file) if line["step"] in told]
-        self._write("w", kept)
+        lines = _lines(self.file)
+        kept = [line for line in lines if line["step"] in told]
+        if len(kept) < len(lines) or not self.file.read_bytes().endswith(b"\n"):
+            whole = self.file.with_name(f".tmp-{self.file.name}")
+            whole.unlink(missing_ok=True)
+            if self._write(whole, kept):
+                os.replace(whole, self.file)
 
     def record(self, step: int, stopped: Callable[[], bool]) -> dict[str, float | int]:
         """Metrics of an evaluation; the texts go to answers.jsonl. `stopped` is asked between prompts."""
@@ -84,7 +90,7 @@ class Answers:
             | {f"{name}_stats": each[place] for name, each in stats.items()}
             for place, prompt in enumerate(self.prompts)
         ]
-        self._write("a", rows)
+        self._write(self.file, rows)
         means = {f"{METRICS}{name}/{key}": _mean(each, key) for name, each in stats.items() for key in each[0]}
         return {**means, f"{METRICS}prompts": len(self.prompts)}
 
@@ -133,13 +139,15 @@ class Answers:
         text: str = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
         return text
 
-    def _write(self, mode: str, rows: Sequence[dict[str, Any]]) -> None:
+    def _write(self, path: Path, rows: Sequence[dict[str, Any]]) -> bool:
         """A disk that takes no line costs the texts, never the run."""
         try:
-            with self.file.open(mode, encoding="utf-8") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.writelines(strict_json(row) + "\n" for row in rows)
         except OSError as error:
-            log.warning("%s: cannot be written (%s)", self.file, error.strerror)
+            log.warning("%s: cannot be written (%s)", path, error.strerror)
+            return False
+        return True
 
 
 def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:
@@ -148,7 +156,7 @@ def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:
         return list(asked.prompts or [])
     path = config.actor_train.data_args.locate(asked.file)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"eval_prompts.file: {path} cannot be read ({error}).") from error
     if not lines:
@@ -186,7 +194,7 @@ def _mean(stats: Sequence[dict[str, Any]], key: str) -> float:
 def _lines(file: Path) -> list[dict[str, Any]]:
     """Of a line that a kill has torn nothing; it may have torn a letter, too."""
     found = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         try:
             found.append(json.loads(line))
         except ValueError:

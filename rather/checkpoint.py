@@ -60,16 +60,24 @@ class Checkpoint:
     state: dict[str, Any]
     files: tuple[str, ...]
 
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The files of each group of tensors."""
+        found: dict[str, list[str]] = {}
+        for name in self.files:
+            if match := SHARD.fullmatch(name):
+                found.setdefault(match[1], []).append(name)
+        return found
+
     def tensors(self, group: str) -> dict[str, Tensor]:
         """All tensors of one group, on the CPU, bit for bit as they were saved."""
         return dict(self.stored(group))
 
     def stored(self, group: str) -> Stored:
         """The same, each read when it is asked for, whole or in part."""
-        shards = [name for name in self.files if (m := SHARD.fullmatch(name)) and m[1] == group]
+        shards = self.groups.get(group)
         if not shards:
-            held = sorted({m[1] for name in self.files if (m := SHARD.fullmatch(name))})
-            found = ", ".join(held) or "none"
+            found = ", ".join(sorted(self.groups)) or "none"
             raise CheckpointError(f"{self.path}: holds no tensors of '{group}'; those it holds: {found}.")
         return Stored(self.path / shard for shard in shards)
 

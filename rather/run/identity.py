@@ -26,12 +26,12 @@ class Guarded(NamedTuple):
 GUARDS = {
     "data": Guarded(("data",), "the files and settings of actor_train.data_args, sequence_length, a held-out split"),
     "tokenizer": Guarded(
-        ("tokenizer", "chat template"), "actor_train.tokenizer_path and its files, actor_train.data_args.template"
+        ("tokenizer", "chat template"), "actor_train.model_args.tokenizer_name_or_path and its files, global_template"
     ),
-    "model": Guarded(("model", "model config", "adapter"), "actor_train.model_path, actor_train.model_args"),
+    "model": Guarded(("model", "model config", "adapter"), "pretrain, actor_train.model_args"),
     "reference": Guarded(
         ("reference", "reference config", "synced reference"),
-        "reference.model_path, reference.model_args.revision, sync_ref_model and its numbers",
+        "reference.model_args.model_name_or_path and revision, sync_ref_model and its numbers",
     ),
     "loss": Guarded(("loss",), "pref_loss, beta and the other keys of the loss"),
     "seed": Guarded(("seed",), "seed, actor_train.training_args.data_seed"),

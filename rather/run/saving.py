@@ -91,7 +91,7 @@ class Saving:
         if self.has_own and roles.leads:
             self._give_up_later_ones(newest)
         roles.actor_train.read_state(newest.path, newest.state["trainer"])
-        if roles.reference and self.config.sync_ref_model:
+        if roles.reference and self.config.sync_ref_model and "reference" in newest.groups:  # else it moves from now on
             roles.reference.mix_weights(newest.path, 1.0)
         for key, value in self._schedule().items():
             if before.get(key) != value:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from rather.checkpoint import Checkpoint, open_checkpoint, save
+from rather.config.keys import table
 from rather.config.schema import Guard
 from rather.errors import CheckpointError, ConfigError
 from rather.pipeline import DPOPipeline
@@ -47,13 +48,19 @@ def test_what_differs_is_refused_with_the_keys_that_bring_it_back(folder: Path, 
     assert f"resume.allow=[{name}]" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["loss", "seed", "batch", "data"])
+def test_the_keys_that_are_advised_exist() -> None:
+    for guard in GUARDS.values():
+        for key in re.findall(r"\w+(?:\.\w+)+", guard.keys):
+            assert key in table(), key
+
+
+@pytest.mark.parametrize("name", ["loss", "seed", "batch", "data", "reference"])
 def test_what_is_allowed_goes_on_and_is_told(folder: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     goes_on(folder, caplog, [name], CHANGES[name][0])
 
 
 def goes_on(folder: Path, caplog: pytest.LogCaptureFixture, allowed: list[str], change: dict[str, Any]) -> None:
-    name = "-".join(["allowed", *allowed])
+    name = "-".join(["allowed", *allowed, *change])[:80]
     shutil.copytree(folder / "output" / "whole", folder / "output" / name)
     change = {**change, "actor_train__training_args__num_train_epochs": 5.0}
     config = config_of(folder, name, max_steps=7, resume__allow=allowed, **change)

@@ -52,6 +52,14 @@ def by_hand(folder: Path, prompts: Sequence[str]) -> list[str]:
     return found
 
 
+def test_a_prompt_may_hold_what_only_looks_like_the_end_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\u2028prompt\nand\x85another\r\n", encoding="utf-8")
+    config = make_config(tmp_path, eval_prompts={"file": str(file)})
+    assert config.eval_prompts is not None
+    assert read_prompts(config.eval_prompts, config) == ["one\u2028prompt", "and\x85another"]
+
+
 def state(config: DPOConfig, step: int) -> dict[str, bytes]:
     """Weights, moments and random numbers of a checkpoint."""
     files = (config.run_dir / f"checkpoint-{step}").glob("*.safetensors")
