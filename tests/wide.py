@@ -8,12 +8,10 @@ WIDE = (
     r"tests/train/test_outcome\.py",  # minutes of real training on all cores
     r"tests/cluster/test_cluster\.py::test_every_placing.*\[(apart 2\+1|together|in turn)\]",
     r"tests/cluster/test_example\.py",  # eight workers
-    r"tests/cluster/test_deadlines\.py::test_on_ray_the_deadline.*\[(first step|evaluation|reference|export)\]",
     r"tests/cluster/test_hang\.py::test_on_ray.*\[(sleep|mismatch)\]",
     r"tests/cluster/test_hang\.py::test_under_torchrun_one.*\[stop\]",
     r"tests/cluster/test_orphans\.py::.*(start\[(workers|torchrun)\]|rank\[ray\])",
     r"tests/cluster/test_signals\.py::test_on_ray.*\[(actor_train-compute_log_probs-2|reference-compute_log_probs-4)\]",
-    r"tests/cluster/test_supervision\.py::test_a_run_whose_ray_is_gone.*\[raylet\]",
     r"tests/faults/test_soak\.py::.*\[one-8-2\]",
     r"tests/same/test_tensor\.py::test_losses_and_families\[sequence parallel",
     r"tests/same/test_stages\.py::test_models_and_losses\[zbv",
