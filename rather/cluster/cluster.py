@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rather import faults
 from rather.batch import Columns, PairBatch, PairFacts
 from rather.cluster.deadlines import Deadlines, Limit
@@ -25,7 +27,7 @@ from rather.cluster.shares import beside, places, shares
 from rather.cluster.supervision import Supervision
 from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
 from rather.config.strategies import layout
-from rather.errors import ConfigError, HangError, RatherError, WorkerLost
+from rather.errors import BatchTooLarge, ConfigError, HangError, RatherError, WorkerLost
 from rather.trainer import StepResult
 from rather.trouble import Limits
 
@@ -104,6 +106,10 @@ class Cluster:
     def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
         found: dict[str, float] = self._first("score", facts, policy, reference, phase="eval")
         return found
+
+    def forget(self) -> None:
+        """What work that ran out of memory left behind."""
+        self._call("forget", phase="step")
 
     def peak_memory(self) -> int:
         """Of the rank that took most."""
@@ -199,13 +205,16 @@ class Cluster:
 
     def _ended(self, failures: Mapping[int, Failure], ranks: int) -> RatherError:
         """The first cause, told with its place. What it leaves useless is stopped."""
-        self._stop()
         rank = first_cause(failures)
         cause = failures[rank]
         level = logging.DEBUG if cause.is_ours else logging.ERROR
         logging.getLogger(f"rather.worker.{self.role}-{rank}").log(level, "%s", cause.trace)
         where = f"{self.role}, all {ranks} ranks" if are_alike(failures, ranks) else self._where(rank)
-        return cause.error(where, self.role)
+        error = cause.error(where, self.role)
+        if len(self.seats) == 1 and cause.kind == torch.OutOfMemoryError.__name__:
+            return BatchTooLarge(str(error))
+        self._stop()
+        return error
 
     def _late(self, ranks: Sequence[int], limit: Limit) -> HangError:
         """Of those that are late the one that holds the others up, by what all processes say that they do."""

@@ -6,15 +6,17 @@ import os
 import pdb
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rather.batch import Columns
+from rather.batch import Columns, PairBatch
+from rather.cluster.shortage import explained, largest
 from rather.cluster.worker import ActorWorker
-from rather.errors import NonFiniteError
+from rather.errors import DataError, NonFiniteError
 
 SLOW = 0.6  # seconds of a slow reference, many times those of its pairs
 
@@ -53,7 +55,7 @@ class Breaks(ActorWorker):
             self.log.warning("only rank %d says this", self.member.rank)
             self.log.info("info of rank %d", self.member.rank)
         if last and what == "die":
-            os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does where memory runs out
         if last and what == "hang":
             threading.Event().wait()
         if self.member.world > 1 and what != "none":
@@ -69,6 +71,35 @@ class BreaksLater(ActorWorker):
         self.steps += 1
         if self.steps == 3 and self.member.rank == self.member.world - 1:
             raise ValueError("boom at step 3")
+        return super().train_step(*args)
+
+
+class SmallDevice(ActorWorker):
+    """Has memory for micro-batches of sixty tokens."""
+
+    def train_step(self, batches: Sequence[PairBatch], *args: Any) -> Any:
+        self._hold(batches)
+        return super().train_step(batches, *args)
+
+    def compute_log_probs(self, batches: Sequence[PairBatch], *args: Any) -> Columns:
+        self._hold(batches)
+        return super().compute_log_probs(batches, *args)
+
+    def _hold(self, batches: Sequence[PairBatch]) -> None:
+        with explained(self, batches):
+            if largest(batches) > 60:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+
+
+class FindsBadData(ActorWorker):
+    """The second step cannot use its pairs."""
+
+    steps = 0
+
+    def train_step(self, *args: Any) -> Any:
+        self.steps += 1
+        if self.steps == 2:
+            raise DataError("pair 7 has no token that is scored")
         return super().train_step(*args)
 
 
