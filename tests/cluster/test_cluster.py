@@ -21,7 +21,7 @@ from rather.cluster.cluster import Cluster
 from rather.cluster.failure import Failure, first_cause
 from rather.cluster.resources import ResourceManager
 from rather.config.schema import DPOConfig, Timeouts
-from rather.errors import ConfigError, HangError, MemoryShortage, NonFiniteError, WorkerError
+from rather.errors import ConfigError, HangError, MemoryShortage, NonFiniteError, WorkerError, WorkerLost
 from rather.pipeline import DPOPipeline
 from tests.cluster.conftest import SLOTS
 from tests.cluster.workers import SLOW
@@ -233,6 +233,8 @@ def test_devices_in_use_are_told() -> None:
 
 # --- what is told when one fails ---
 
+MEMORY = r"It crashed, or was killed from outside, often for lack of host memory\."
+
 
 @pytest.mark.parametrize(
     ("what", "kind", "said"),
@@ -241,7 +243,7 @@ def test_devices_in_use_are_told() -> None:
         ("nonfinite", NonFiniteError, r"reference rank 1 of 2 \(device 1 on .+\): the loss is not finite"),
         ("alike", NonFiniteError, r"^reference, all 2 ranks: the loss is not finite$"),
         ("memory", MemoryShortage, r"reference rank 1 of 2 \(device 1 on .+\): CUDA out of memory. .+ GiB. Lower "),
-        ("die", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): its process died"),
+        ("die", WorkerLost, rf"reference rank 1 of 2 \(device 1 on .+\): its process died: .+ {MEMORY}$"),
     ],
 )
 def test_the_first_cause_is_told(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +22,9 @@ from rather.cluster.launch import Roles, launch
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
-from rather.errors import HangError, RatherError, WorkerError, WorkerLost
+from rather.errors import DataError, HangError, RatherError, WorkerError, WorkerLost
 from rather.pipeline import DPOPipeline
+from rather.terminal import guarded
 from tests.cluster.test_orphans import SOON, holding, is_training, of_the_run, started, wait_for
 from tests.tiny import make_config, metrics
 
@@ -229,7 +231,21 @@ def test_lost_workers_are_replaced_and_the_result_has_the_same_bits(
     assert first == at_reference == at_hang != at_kill  # the policy's process outlives the reference's
     assert "its process died" in incidents(struck)[0]["cause"]
     assert incidents(struck)[1]["cause"].startswith("actor_train rank 0 of 1 (device 0 on ")
+    assert "no answer within 4 s (timeouts.step)" in incidents(struck)[1]["cause"]
     assert_same(clean, struck)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_bad_data_that_a_worker_finds_ends_the_run_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = "tests.cluster.workers.FindsBadData"
+    config = make_config(tmp_path, reference__device_mapping=[1], actor_train__worker_cls=worker)
+    assert guarded(lambda: DPOPipeline(config).run()) == DataError.exit_code
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"rather: actor_train rank 0 of 1 \(.+\): pair 7 has no token that is scored", told)
+    assert not (config.run_dir / "incidents.jsonl").exists()
 
 
 @pytest.mark.slow
