@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rather.cluster import deadlines
 from rather.cluster.cluster import Cluster
 from rather.cluster.hang import Rank
 from rather.cluster.host import Answer, Process
@@ -25,6 +26,8 @@ from rather.cluster.watchdog import PHASES, Watchdog
 from rather.config.schema import DPOConfig, Timeouts
 from rather.data.pack import pack
 from rather.errors import HangError
+from rather.pipeline import DPOPipeline
+from rather.terminal import guarded
 from tests.cluster.test_hang import alone
 from tests.padded import random_pairs
 from tests.tiny import make_config
@@ -44,6 +47,7 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "train_step": ("step", lambda role: role.train_step(BATCHES, None)),
     "compute_log_probs": ("eval or step", lambda role: role.compute_log_probs(BATCHES)),
     "score": ("eval", lambda role: role.score(None, {}, None)),
+    "forget": ("step", lambda role: role.forget()),
     "write_state": ("save", lambda role: role.write_state(NOWHERE)),
     "write_reference": ("save", lambda role: role.write_reference(NOWHERE)),
     "read_state": ("save", lambda role: role.read_state(NOWHERE, {})),
@@ -155,7 +159,7 @@ class Telling:
 @pytest.mark.parametrize("role", ROLES)
 def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(config: DPOConfig, role: str) -> None:
     own = calls_of(SpmdCluster)
-    assert own == set(CALLS)
+    assert own == set(CALLS) - {"forget"}
     watchdog = Watchdog(config, Member(0, 2, "cpu"), None)
     telling = Telling(role, watchdog)
     watchdog.watch(telling, PHASES)
@@ -172,10 +176,11 @@ PHASE = {  # -> what stands still, and the key of its deadline
     "first step": ("step=1,phase=backward,role=actor_train", "first_step"),
     "evaluation": ("step=2,phase=forward,role=actor_train,visit=2", "eval"),  # the first visit is the step itself
     "reference": ("step=2,phase=forward,role=reference", "step"),
+    "save": ("phase=save.write,role=actor_train", "save"),
 }
 
 
-def struck(folder: Path, phase: str) -> tuple[DPOConfig, str]:
+def struck(folder: Path, phase: str, **changes: Any) -> tuple[DPOConfig, str]:
     """A run in which one phase stands still and has a short deadline, and the fault for it."""
     fault, key = PHASE[phase]
     config = make_config(
@@ -183,8 +188,12 @@ def struck(folder: Path, phase: str) -> tuple[DPOConfig, str]:
         exp_name=phase.replace(" ", "-"),
         max_steps=2,
         eval_steps=2,
+        save_steps=2,
+        max_failures=0,
+        checkpoint_config={"async_save": "off"},
         reference__cache={"enabled": False},
         timeouts={key: DEADLINE},
+        **changes,
     )
     return config, f"{fault},kind=hang"
 
@@ -199,7 +208,7 @@ def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> Non
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rather.pipeline"])
     children = {}
-    for phase in PHASE:
+    for phase in ("first step", "evaluation", "reference"):
         args = (*struck(tmp_path, phase), tmp_path / phase)
         children[phase] = context.Process(target=with_a_fault, args=args, daemon=True)
         children[phase].start()
@@ -207,3 +216,31 @@ def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> Non
         child.join(200)
         assert child.exitcode == HangError.exit_code, phase
         assert f"no answer within 2 s (timeouts.{PHASE[phase][1]})" in (tmp_path / phase).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("phase", PHASE)
+def test_on_ray_the_deadline_is_that_of_the_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phase: str
+) -> None:
+    config, fault = struck(tmp_path, phase, reference__device_mapping=[1])
+    monkeypatch.setenv("RATHER_FAULT", fault)
+    assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
+    role = "reference" if phase == "reference" else "actor_train"
+    told = rf"rather: {role} rank 0 of 1 \(device \d on .+\): no answer within 2 s \(timeouts.{PHASE[phase][1]}\)"
+    assert re.search(rf"^{told}: it is in faults.py:\d+, _strike\.", capsys.readouterr().err, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_on_ray_a_step_ends_by_its_usual_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deadlines, "ENOUGH", 3)
+    monkeypatch.setattr(deadlines, "FLOOR", DEADLINE)
+    monkeypatch.setattr(deadlines, "SLACK", 2.0)
+    monkeypatch.setenv("RATHER_FAULT", "step=5,phase=backward,role=actor_train,kind=hang")
+    config = make_config(tmp_path, max_steps=5, max_failures=0, reference__device_mapping=[1])
+    assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
+    assert re.search(r"^rather: actor_train .+ \(timeouts.adaptive\)", capsys.readouterr().err, re.MULTILINE)
