@@ -59,6 +59,10 @@ class MemoryShortage(RatherError):
     exit_code = 8
 
 
+class BatchTooLarge(MemoryShortage):
+    """A micro-batch of a role's only rank did not fit: nobody waits for that rank, and smaller ones may do."""
+
+
 class HangError(RatherError):
     """A worker did not answer before the deadline; names the one that holds the others up."""
 

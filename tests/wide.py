@@ -8,8 +8,9 @@ WIDE = (
     r"tests/train/test_outcome\.py",  # minutes of real training on all cores
     r"tests/cluster/test_cluster\.py::test_every_placing.*\[(apart 2\+1|together|in turn)\]",
     r"tests/cluster/test_example\.py",  # eight workers
+    r"tests/cluster/test_deadlines\.py::test_on_ray_the_deadline.*\[(first step|evaluation|reference)\]",
     r"tests/cluster/test_hang\.py::test_on_ray.*\[(sleep|mismatch)\]",
-    r"tests/cluster/test_hang\.py::test_under_torchrun_one.*\[(sleep|stop)\]",
+    r"tests/cluster/test_hang\.py::test_under_torchrun_one.*\[stop\]",
     r"tests/cluster/test_orphans\.py::.*(start\[(workers|torchrun)\]|rank\[ray\])",
     r"tests/cluster/test_signals\.py::test_on_ray.*\[(actor_train-compute_log_probs-2|reference-compute_log_probs-4)\]",
     r"tests/faults/test_full_disk\.py::.*\[ray\]",

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rather import faults
 from rather.batch import Columns, PairBatch, PairFacts
 from rather.cluster.deadlines import Deadlines, Limit
@@ -25,7 +27,7 @@ from rather.cluster.shares import beside, places, shares
 from rather.cluster.supervision import Supervision
 from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
 from rather.config.strategies import layout
-from rather.errors import ConfigError, DiskError, HangError, RatherError, WorkerLost
+from rather.errors import BatchTooLarge, ConfigError, DiskError, HangError, RatherError, WorkerLost
 from rather.trainer import StepResult
 from rather.trouble import Limits
 
@@ -105,6 +107,10 @@ class Cluster:
         found: dict[str, float] = self._first("score", facts, policy, reference, phase="eval")
         return found
 
+    def forget(self) -> None:
+        """What work that ran out of memory left behind."""
+        self._call("forget", phase="step")
+
     def peak_memory(self) -> int:
         """Of the rank that took most."""
         return int(max(self._call("peak_memory", phase="save")))
@@ -171,9 +177,7 @@ class Cluster:
         self._tell(answers)
         failures = {rank: answer.failure for rank, answer in answers.items() if answer.failure}
         if failures:
-            if pending or any(failure.known is not DiskError for failure in failures.values()):
-                self._stop()  # what a failure leaves useless; a full disk leaves no worker so
-            raise self._ended(failures, len(asked))
+            raise self._ended(failures, len(asked), late=bool(pending))
         if pending:
             raise self._late([rank_of[ref] for ref in pending], limit)
         self.deadlines.took(phase, tokens, time.monotonic() - began)
@@ -199,14 +203,19 @@ class Cluster:
     def _where(self, rank: int) -> str:
         return where(self.role, rank, self.seats)
 
-    def _ended(self, failures: Mapping[int, Failure], ranks: int) -> RatherError:
-        """The first cause, told with its place."""
+    def _ended(self, failures: Mapping[int, Failure], ranks: int, *, late: bool) -> RatherError:
+        """The first cause, told with its place. Workers are stopped unless it leaves them as they were."""
         rank = first_cause(failures)
         cause = failures[rank]
         level = logging.DEBUG if cause.is_ours else logging.ERROR
         logging.getLogger(f"rather.worker.{self.role}-{rank}").log(level, "%s", cause.trace)
         where = f"{self.role}, all {ranks} ranks" if are_alike(failures, ranks) else self._where(rank)
-        return cause.error(where, self.role)
+        error = cause.error(where, self.role)
+        if len(self.seats) == 1 and cause.kind == torch.OutOfMemoryError.__name__:
+            return BatchTooLarge(str(error))
+        if late or any(failure.known is not DiskError for failure in failures.values()):
+            self._stop()
+        return error
 
     def _late(self, ranks: Sequence[int], limit: Limit) -> HangError:
         """Of those that are late the one that holds the others up, by what all processes say that they do."""

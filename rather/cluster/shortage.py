@@ -42,7 +42,7 @@ def largest(batches: Sequence[PairBatch]) -> int:
 
 def sentence(error: BaseException) -> str:
     """Its first line, for the rest is about the allocator."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip()
 
 
 def shortage(error: BaseException) -> MemoryShortage:

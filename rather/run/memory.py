@@ -1,4 +1,4 @@
-"""Smaller micro-batches where memory falls short: the results are the same. In one process only.
+"""Smaller micro-batches where memory falls short: the results are the same. For a role of one rank only.
 
 Of several ranks one that runs out of memory leaves the others in a collective: there it ends the run.
 """
@@ -16,8 +16,8 @@ from rather import faults
 from rather.batch import PairBatch, TokenPair
 from rather.cluster.launch import Role
 from rather.cluster.shortage import largest, sentence, shortage
-from rather.cluster.worker import ActorWorker
-from rather.errors import MemoryShortage
+from rather.cluster.spmd import SpmdCluster
+from rather.errors import BatchTooLarge, MemoryShortage
 from rather.run.incidents import Incidents
 from rather.run.steps import Packing
 
@@ -48,19 +48,21 @@ class Memory:
         self, worker: Role, batches: Batches, budget: int, pack: Callable[[int], Batches], work: Callable[[Batches], T]
     ) -> tuple[T, int]:
         """What `work` gives, and the budget with which it did: `pack` makes the micro-batches of a smaller one."""
+        if isinstance(worker, SpmdCluster):
+            return work(batches), budget
         while True:
             try:
                 return work(batches), budget
             except torch.OutOfMemoryError as error:
-                if not isinstance(worker, ActorWorker):
-                    raise
                 problem = shortage(error)
+            except BatchTooLarge as error:
+                problem = error
             worker.forget()  # here, where the exception no longer holds what filled the memory
             batches, budget = self._smaller(worker, batches, budget, pack, problem)
 
     def _smaller(
         self,
-        worker: ActorWorker,
+        worker: Role,
         batches: Batches,
         budget: int,
         pack: Callable[[int], Batches],

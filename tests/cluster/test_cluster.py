@@ -21,7 +21,7 @@ from rather.cluster.cluster import Cluster
 from rather.cluster.failure import Failure, first_cause
 from rather.cluster.resources import ResourceManager
 from rather.config.schema import DPOConfig, Timeouts
-from rather.errors import ConfigError, HangError, MemoryShortage, NonFiniteError, WorkerError
+from rather.errors import ConfigError, HangError, MemoryShortage, NonFiniteError, WorkerError, WorkerLost
 from rather.pipeline import DPOPipeline
 from tests.cluster.conftest import SLOTS
 from tests.cluster.workers import SLOW
@@ -210,10 +210,15 @@ def test_more_devices_than_the_cluster_has_are_refused_with_the_arithmetic() -> 
     assert f"has {SLOTS} on 1 node, so 0 of 1 nodes have {SLOTS + 1}: 1 missing" in text
 
 
-def test_too_little_shared_memory_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert resources.shortage_of_shared_memory() is None
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
-    assert "has 64 MiB free, and a local Ray needs 256" in (resources.shortage_of_shared_memory() or "")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
+    with pytest.raises(ConfigError, match=r"has 64 MiB free, and a local Ray needs 256; .+ --shm-size=1g"):
+        resources.connected(None, 1, tmp_path)
 
 
 def test_devices_in_use_are_told() -> None:
@@ -228,6 +233,8 @@ def test_devices_in_use_are_told() -> None:
 
 # --- what is told when one fails ---
 
+MEMORY = r"It crashed, or was killed from outside, often for lack of host memory\."
+
 
 @pytest.mark.parametrize(
     ("what", "kind", "said"),
@@ -236,7 +243,7 @@ def test_devices_in_use_are_told() -> None:
         ("nonfinite", NonFiniteError, r"reference rank 1 of 2 \(device 1 on .+\): the loss is not finite"),
         ("alike", NonFiniteError, r"^reference, all 2 ranks: the loss is not finite$"),
         ("memory", MemoryShortage, r"reference rank 1 of 2 \(device 1 on .+\): CUDA out of memory. .+ GiB. Lower "),
-        ("die", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): its process died"),
+        ("die", WorkerLost, rf"reference rank 1 of 2 \(device 1 on .+\): its process died: .+ {MEMORY}$"),
     ],
 )
 def test_the_first_cause_is_told(

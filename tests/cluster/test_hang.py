@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -24,11 +25,12 @@ from rather.cluster.member import Member
 from rather.cluster.resources import ResourceManager
 from rather.cluster.supervision import Supervision
 from rather.cluster.voice import with_one_voice
-from rather.cluster.watchdog import Watchdog
+from rather.cluster.watchdog import LOOK_EVERY, PAUSE, Watchdog
 from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import HangError
 from rather.pipeline import DPOPipeline
 from rather.run.incidents import Incidents
+from tests.cluster.test_orphans import wait_for
 from tests.cluster.test_torchrun import config_of, torchrun
 from tests.cluster.workers import stand_still
 from tests.tiny import make_config, metrics
@@ -257,3 +259,36 @@ def test_one_process_ends_with_its_stacks_and_goes_on_when_started_again(tmp_pat
     plain = make_config(tmp_path, max_steps=3, save_steps=2)
     assert DPOPipeline(plain).run() == 0
     assert [line["step"] for line in metrics(plain) if "loss" in line] == [1, 2, 3]
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_neither_a_breakpoint_nor_a_process_that_was_stopped_is_a_hang(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    os.mkfifo(keys)
+    typed = os.open(keys, os.O_RDWR)  # so that nobody waits for the other to open it
+    config = make_config(
+        tmp_path,
+        max_steps=3,
+        actor_train__worker_cls="tests.cluster.workers.Paused",
+        timeouts={"step": DEADLINE},
+        system_envs={"RATHER_TEST_KEYS": str(keys)},
+    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rather.pipeline"])
+    child = context.Process(target=alone, args=(config, tmp_path / "stderr"), daemon=True)
+    child.start()
+    screen = tmp_path / "screen"
+    assert wait_for(lambda: screen.exists() and "(Pdb)" in screen.read_text(), 60)
+    child.join(DEADLINE + 3 * LOOK_EVERY)  # the watchdog has looked when it was late
+    assert child.is_alive()
+    os.write(typed, b"continue\n")
+    assert wait_for(lambda: state(child.pid) == "T", 60)
+    child.join(PAUSE + 2 * LOOK_EVERY)
+    os.kill(child.pid, signal.SIGCONT)
+    child.join(60)
+    os.close(typed)
+    assert child.exitcode == 0, (tmp_path / "stderr").read_text()
+    assert not (config.run_dir / "incidents.jsonl").exists()

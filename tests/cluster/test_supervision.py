@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rather import errors
 from rather.checkpoint import LATEST
 from rather.cluster import supervision
 from rather.cluster.failure import Failure
@@ -19,8 +22,9 @@ from rather.cluster.launch import Roles, launch
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
-from rather.errors import ConfigError, DiskError, HangError, RatherError, WorkerError, WorkerLost
+from rather.errors import DataError, HangError, RatherError, WorkerError, WorkerLost
 from rather.pipeline import DPOPipeline
+from rather.terminal import guarded
 from tests.cluster.test_orphans import SOON, holding, is_training, of_the_run, started, wait_for
 from tests.tiny import make_config, metrics
 
@@ -88,6 +92,10 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_deletes_nothing(
     assert run.counted.going_on().resume_from_checkpoint == "auto"
 
 
+KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, RatherError)]
+FINAL = [kind for kind in KINDS if kind not in (WorkerLost, HangError)]
+
+
 def test_only_lost_processes_and_connections_are_lost_workers() -> None:
     def kind(error: Exception) -> type[Exception]:
         return type(Failure.of(error).error("", "actor_train"))
@@ -95,6 +103,7 @@ def test_only_lost_processes_and_connections_are_lost_workers() -> None:
     assert kind(RuntimeError("[gloo] Connection closed by peer")) is WorkerLost
     assert kind(TypeError("f() takes no arguments")) is WorkerError
     assert not issubclass(kind(torch.OutOfMemoryError("CUDA out of memory.")), WorkerLost)
+    assert [kind(each("told by a worker")) for each in KINDS] == KINDS
 
 
 # --- the run ---
@@ -130,6 +139,12 @@ def replaceable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lossy, "signals", [])
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, pairs and tokens for many short runs."""
+    return tmp_path_factory.mktemp("prepared")
+
+
 def lossy(folder: Path, name: str, **changes: Any) -> DPOConfig:
     given = {"max_steps": 6, "save_steps": 4, "logging_steps": 3, "failure_backoff": 0.0, **changes}
     return make_config(folder, exp_name=name, actor_train__worker_cls=f"{__name__}.Lossy", **given)
@@ -161,11 +176,11 @@ def test_a_loss_too_many_ends_the_run_with_its_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("replaceable")
-@pytest.mark.parametrize("error", [WorkerError("an exception of the code"), ConfigError("wrong"), DiskError("full")])
-def test_what_would_come_again_ends_the_run_at_once(tmp_path: Path, error: RatherError) -> None:
-    Lossy.left.extend([error] * 2)
-    config = lossy(tmp_path, "ended")
-    with pytest.raises(type(error), match=str(error)):
+@pytest.mark.parametrize("kind", FINAL)
+def test_what_would_come_again_ends_the_run_at_once(prepared: Path, kind: type[RatherError]) -> None:
+    Lossy.left.extend([kind("it would come again")] * 2)
+    config = lossy(prepared, kind.__name__)
+    with pytest.raises(kind, match="it would come again"):
         DPOPipeline(config).run()
     assert len(Lossy.left) == 1
     assert not (config.run_dir / "incidents.jsonl").exists()
@@ -216,7 +231,21 @@ def test_lost_workers_are_replaced_and_the_result_has_the_same_bits(
     assert first == at_reference == at_hang != at_kill  # the policy's process outlives the reference's
     assert "its process died" in incidents(struck)[0]["cause"]
     assert incidents(struck)[1]["cause"].startswith("actor_train rank 0 of 1 (device 0 on ")
+    assert "no answer within 4 s (timeouts.step)" in incidents(struck)[1]["cause"]
     assert_same(clean, struck)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_bad_data_that_a_worker_finds_ends_the_run_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = "tests.cluster.workers.FindsBadData"
+    config = make_config(tmp_path, reference__device_mapping=[1], actor_train__worker_cls=worker)
+    assert guarded(lambda: DPOPipeline(config).run()) == DataError.exit_code
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"rather: actor_train rank 0 of 1 \(.+\): pair 7 has no token that is scored", told)
+    assert not (config.run_dir / "incidents.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import pdb
 import signal
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rather.batch import Columns
+from rather.batch import Columns, PairBatch
+from rather.cluster.shortage import explained, largest
 from rather.cluster.worker import ActorWorker
-from rather.errors import NonFiniteError
+from rather.errors import DataError, NonFiniteError
 
 SLOW = 0.6  # seconds of a slow reference, many times those of its pairs
 
@@ -51,7 +55,7 @@ class Breaks(ActorWorker):
             self.log.warning("only rank %d says this", self.member.rank)
             self.log.info("info of rank %d", self.member.rank)
         if last and what == "die":
-            os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does where memory runs out
         if last and what == "hang":
             threading.Event().wait()
         if self.member.world > 1 and what != "none":
@@ -67,6 +71,35 @@ class BreaksLater(ActorWorker):
         self.steps += 1
         if self.steps == 3 and self.member.rank == self.member.world - 1:
             raise ValueError("boom at step 3")
+        return super().train_step(*args)
+
+
+class SmallDevice(ActorWorker):
+    """Has memory for micro-batches of sixty tokens."""
+
+    def train_step(self, batches: Sequence[PairBatch], *args: Any) -> Any:
+        self._hold(batches)
+        return super().train_step(batches, *args)
+
+    def compute_log_probs(self, batches: Sequence[PairBatch], *args: Any) -> Columns:
+        self._hold(batches)
+        return super().compute_log_probs(batches, *args)
+
+    def _hold(self, batches: Sequence[PairBatch]) -> None:
+        with explained(self, batches):
+            if largest(batches) > 60:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+
+
+class FindsBadData(ActorWorker):
+    """The second step cannot use its pairs."""
+
+    steps = 0
+
+    def train_step(self, *args: Any) -> Any:
+        self.steps += 1
+        if self.steps == 2:
+            raise DataError("pair 7 has no token that is scored")
         return super().train_step(*args)
 
 
@@ -112,4 +145,21 @@ class SleepsLater(ActorWorker):
         self.steps += 1
         if self.steps == 3:
             threading.Event().wait()
+        return super().train_step(*args, **kwargs)
+
+
+class Paused(ActorWorker):
+    """The second step is looked at with a debugger, which RATHER_TEST_KEYS tells to go on; at the third all stops."""
+
+    steps = 0
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        if self.steps == 2:
+            keys = Path(os.environ["RATHER_TEST_KEYS"])
+            with keys.open() as typed, keys.with_name("screen").open("w") as screen:
+                pdb.Pdb(stdin=typed, stdout=screen, nosigint=True, readrc=False).set_trace()
+                screen.flush()
+        if self.steps == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
         return super().train_step(*args, **kwargs)

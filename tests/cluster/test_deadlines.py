@@ -1,0 +1,246 @@
+"""Every call of workers ends by the deadline of its phase: on Ray, under torchrun, in one process."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rather.cluster import deadlines
+from rather.cluster.cluster import Cluster
+from rather.cluster.hang import Rank
+from rather.cluster.host import Answer, Process
+from rather.cluster.member import Member
+from rather.cluster.preflight import Ledger, Room
+from rather.cluster.resources import Seat
+from rather.cluster.spmd import SpmdCluster
+from rather.cluster.watchdog import PHASES, Watchdog
+from rather.config.schema import DPOConfig, Timeouts
+from rather.data.pack import pack
+from rather.errors import HangError
+from rather.pipeline import DPOPipeline
+from rather.terminal import guarded
+from tests.cluster.test_hang import alone
+from tests.padded import random_pairs
+from tests.tiny import make_config
+
+pytestmark = pytest.mark.alone
+
+DEADLINE = 2.0  # seconds
+ROLES = ("actor_train", "reference")
+NOWHERE = Path("nowhere")
+BATCHES = pack(random_pairs(2, 60), budget=10**6)
+
+# Call of a role -> key of `timeouts`, and the call itself. Reference log-probs belong to steps, the policy's to sets.
+CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "initialize": ("start", lambda role: role.initialize(1)),
+    "embedding_rows": ("start", lambda role: role.embedding_rows()),
+    "plan": ("start", lambda role: role.plan(9)),
+    "train_step": ("step", lambda role: role.train_step(BATCHES, None)),
+    "compute_log_probs": ("eval or step", lambda role: role.compute_log_probs(BATCHES)),
+    "score": ("eval", lambda role: role.score(None, {}, None)),
+    "forget": ("step", lambda role: role.forget()),
+    "write_state": ("save", lambda role: role.write_state(NOWHERE)),
+    "write_reference": ("save", lambda role: role.write_reference(NOWHERE)),
+    "read_state": ("save", lambda role: role.read_state(NOWHERE, {})),
+    "write_weights": ("save", lambda role: role.write_weights(NOWHERE, "model")),
+    "mix_weights": ("save", lambda role: role.mix_weights(NOWHERE, 0.5)),
+    "save_model": ("save", lambda role: role.save_model(NOWHERE, None, "")),
+    "peak_memory": ("save", lambda role: role.peak_memory()),
+    "numbers": ("save", lambda role: role.numbers()),
+}
+OWN = {"peak_memory", "numbers"}  # which under torchrun a process asks itself
+
+
+def expected(role: str, call: str) -> tuple[str, str]:
+    """Of the first such call in a process, and of those after it."""
+    key = CALLS[call][0]
+    if key == "eval or step":
+        key = "eval" if role == "actor_train" else "step"
+    computes = call in ("train_step", "compute_log_probs")
+    return ("first_step" if computes else key), key
+
+
+def calls_of(cls: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DPOConfig:
+    return make_config(tmp_path_factory.mktemp("deadlines"))
+
+
+# --- which ---
+
+
+class Processes:
+    """In the place of those on Ray: they answer all methods but one."""
+
+    kind = "cpu"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+        self.role, self.silent, self.ledger, self.timeouts = role, "", Ledger(), Timeouts()
+        self.named: dict[str, Any] = {}
+        ray = SimpleNamespace(wait=self._wait, get=lambda _: Answer({}))
+        monkeypatch.setitem(sys.modules, "ray", ray)  # an import before its token is set would spoil it for others
+
+    def _wait(self, asked: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        return [name for name in asked if name != self.silent], [name for name in asked if name == self.silent]
+
+    def seats(self, *_: Any) -> list[Seat]:
+        handle = SimpleNamespace(
+            add=SimpleNamespace(remote=lambda *_: "add"),
+            call=SimpleNamespace(remote=lambda role, step, method, *args: method),
+        )
+        return [Seat(handle, Process("here", 0, ""), "", "", 0, Room("here", 0, 1 << 40, 0))]
+
+    def refuse_without_ray(self) -> None:
+        """It is there."""
+
+    def looks(self) -> dict[tuple[str, int], Rank]:
+        return {(self.role, 0): Rank(self.role, None)}
+
+    def stop(self) -> None:
+        """There is nothing to end."""
+
+
+AT_ONCE = Timeouts(start=0.01, first_step=0.01, step=0.01, eval=0.01, save=0.01)
+
+
+def late(cluster: Cluster, silent: str, call: Callable[[Any], Any]) -> str:
+    """The key of `timeouts` by which it is told that a method did not answer."""
+    cluster.deadlines.told = cluster.manager.timeouts = AT_ONCE
+    cluster.manager.silent = silent
+    with pytest.raises(HangError) as hang:
+        call(cluster)
+    (key,) = re.findall(r"\(timeouts\.(\w+)\)", str(hang.value))
+    cluster.deadlines.told, cluster.manager.silent = Timeouts(), ""
+    return key
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_on_ray_each_call_ends_by_the_deadline_of_its_phase(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: DPOConfig, role: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a model would be saved
+    assert calls_of(Cluster) == set(CALLS)
+    section = config.actor_train if role == "actor_train" else config.reference
+    processes = Processes(monkeypatch, role)
+    for name, (_, call) in CALLS.items():
+        cluster = Cluster(role, None, processes, section, pipeline_config=config)
+        first, later = expected(role, name)
+        silent = "export" if name == "save_model" else name
+        assert late(cluster, silent, call) == first, name
+        if first != later:
+            call(cluster)
+            assert late(cluster, silent, call) == later, name
+    cluster.takes_turns = True
+    assert late(cluster, "release", CALLS["compute_log_probs"][1]) == "step"
+    assert late(cluster, "add", lambda _: cluster._start()) == "start"
+
+
+class Telling:
+    """In the place of a role under torchrun: each call tells the deadline under which it is."""
+
+    def __init__(self, role: str, watchdog: Watchdog) -> None:
+        self.role = role
+        for name in calls_of(SpmdCluster):
+            setattr(self, name, lambda *_: watchdog.limit.key if watchdog.limit else None)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(config: DPOConfig, role: str) -> None:
+    own = calls_of(SpmdCluster)
+    assert own == set(CALLS) - {"forget"}
+    watchdog = Watchdog(config, Member(0, 2, "cpu"), None)
+    telling = Telling(role, watchdog)
+    watchdog.watch(telling, PHASES)
+    for name in own:
+        call = CALLS[name][1]
+        wanted = (None, None) if name in OWN else expected(role, name)
+        assert (call(telling), call(telling)) == wanted, name
+    assert watchdog.limit is None
+
+
+# --- what happens ---
+
+PHASE = {  # -> what stands still, and the key of its deadline
+    "first step": ("step=1,phase=backward,role=actor_train", "first_step"),
+    "evaluation": ("step=2,phase=forward,role=actor_train,visit=2", "eval"),  # the first visit is the step itself
+    "reference": ("step=2,phase=forward,role=reference", "step"),
+    "save": ("phase=save.write,role=actor_train", "save"),
+}
+
+
+def struck(folder: Path, phase: str, **changes: Any) -> tuple[DPOConfig, str]:
+    """A run in which one phase stands still and has a short deadline, and the fault for it."""
+    fault, key = PHASE[phase]
+    config = make_config(
+        folder,
+        exp_name=phase.replace(" ", "-"),
+        max_steps=2,
+        eval_steps=2,
+        save_steps=2,
+        max_failures=0,
+        checkpoint_config={"async_save": "off"},
+        reference__cache={"enabled": False},
+        timeouts={key: DEADLINE},
+        **changes,
+    )
+    return config, f"{fault},kind=hang"
+
+
+def with_a_fault(config: DPOConfig, fault: str, stderr: Path) -> int:
+    os.environ["RATHER_FAULT"] = fault
+    return alone(config, stderr)
+
+
+def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> None:
+    """At the same time, for they only wait."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rather.pipeline"])
+    children = {}
+    for phase in ("first step", "evaluation", "reference"):
+        args = (*struck(tmp_path, phase), tmp_path / phase)
+        children[phase] = context.Process(target=with_a_fault, args=args, daemon=True)
+        children[phase].start()
+    for phase, child in children.items():
+        child.join(200)
+        assert child.exitcode == HangError.exit_code, phase
+        assert f"no answer within 2 s (timeouts.{PHASE[phase][1]})" in (tmp_path / phase).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("phase", PHASE)
+def test_on_ray_the_deadline_is_that_of_the_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phase: str
+) -> None:
+    config, fault = struck(tmp_path, phase, reference__device_mapping=[1])
+    monkeypatch.setenv("RATHER_FAULT", fault)
+    assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
+    role = "reference" if phase == "reference" else "actor_train"
+    told = rf"rather: {role} rank 0 of 1 \(device \d on .+\): no answer within 2 s \(timeouts.{PHASE[phase][1]}\)"
+    assert re.search(rf"^{told}: it is in faults.py:\d+, _strike\.", capsys.readouterr().err, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_on_ray_a_step_ends_by_its_usual_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deadlines, "ENOUGH", 3)
+    monkeypatch.setattr(deadlines, "FLOOR", DEADLINE)
+    monkeypatch.setattr(deadlines, "SLACK", 2.0)
+    monkeypatch.setenv("RATHER_FAULT", "step=5,phase=backward,role=actor_train,kind=hang")
+    config = make_config(tmp_path, max_steps=5, max_failures=0, reference__device_mapping=[1])
+    assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
+    assert re.search(r"^rather: actor_train .+ \(timeouts.adaptive\)", capsys.readouterr().err, re.MULTILINE)
