@@ -14,7 +14,8 @@ FAULT = "step=3,phase=export.written,kind=enospc;step=6,phase=export.written,vis
 
 @pytest.mark.parametrize("layout", ["one", "dp2", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_full_disk_during_an_export(world: World, layout: str) -> None:
-    run = world.run(layout, {"save_best": True})
+    changes = {"save_best": True}
+    run = world.run(layout, changes)
     run_dir = run.config.run_dir
     assert set(run.start(FAULT)) == {9}, run.told()
     assert run.struck() == 2
@@ -27,5 +28,5 @@ def test_a_full_disk_during_an_export(world: World, layout: str) -> None:
     assert (run_dir / "best_model" / "model.safetensors").exists()
     assert not (run_dir / "model").exists()
     assert set(run.start()) == {0}, run.told()
-    assert run.outcome() == world.clean(layout)
+    assert run.outcome() == world.clean(layout, changes)
     assert run.leftovers() == []
