@@ -326,14 +326,12 @@ def test_the_children_of_a_sweep_that_is_killed_are_asked_to_end(tmp_path: Path)
     told = tmp_path / "told"
     os.mkfifo(told)
     child = f"""
-import os, signal, sys
-pipe = open({str(told)!r}, "w", buffering=1)
-def end(*_):
-    print("saved", file=pipe)
-    sys.exit(143)
-signal.signal(signal.SIGTERM, end)
-print(os.getpid(), file=pipe)
-signal.pause()
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it may come before this process waits for it
+pipe = os.open({str(told)!r}, os.O_WRONLY)
+os.write(pipe, f"{{os.getpid()}}\\n".encode())
+signal.sigwait([signal.SIGTERM])
+os.write(pipe, b"saved\\n")
 """
     parent = f"""
 from concurrent.futures import ThreadPoolExecutor
