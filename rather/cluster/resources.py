@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 SLOT = "rather_slot"  # of a CPU worker. Not a CPU: eight workers on two cores would wait for ever
 SHARE = 0.01  # of a device, for a process: the whole device is reserved by the placement
 OBJECT_STORE = 256 << 20  # bytes of a local Ray: token ids and log-probs pass through it
+STARTS = 2  # tries of a local Ray: on a busy machine its own processes miss their deadlines
 TOKEN = "token"  # a file of the folder that each connection has
 SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
 LOOKS = "look"  # the threads in which processes answer while their work stands still
@@ -397,13 +398,18 @@ def connected(address: str | None, devices: int, folder: Path, seconds: float = 
     if problem := shortage_of_shared_memory():
         raise ConfigError(problem)
     log.info("starting a local Ray for %d devices", devices)
-    quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
-    try:
-        with _own_signals():
-            ray.init(address="local", num_cpus=1, resources={SLOT: float(devices)}, **quiet)
-    except Exception as error:  # Ray raises the base class where its own processes do not start
-        logs = "its logs are in /tmp/ray/session_latest/logs"
-        raise WorkerError(f"a local Ray did not start: {_first_line(error)} ({logs})") from error
+    quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "resources": {SLOT: float(devices)}}
+    for left in reversed(range(STARTS)):
+        try:
+            with _own_signals():
+                ray.init(address="local", num_cpus=1, **quiet)
+            break
+        except Exception as error:  # Ray raises the base class where its own processes do not start
+            ray.shutdown()
+            if not left:
+                logs = "its logs are in /tmp/ray/session_latest/logs"
+                raise WorkerError(f"a local Ray did not start: {_first_line(error)} ({logs})") from error
+            log.warning("a local Ray did not start (%s); once more", _first_line(error))
     return ray, True
 
 
