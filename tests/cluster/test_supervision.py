@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from rather import errors
 from rather.checkpoint import LATEST
-from rather.cluster import supervision
 from rather.cluster.failure import Failure
 from rather.cluster.launch import Roles, launch
 from rather.cluster.supervision import Supervision
@@ -41,12 +40,14 @@ def incidents(config: DPOConfig) -> list[dict[str, Any]]:
 class Losses:
     """A supervision whose pauses and incidents are kept, in a run folder whose checkpoints a test makes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> None:
+    def __init__(self, folder: Path, **changes: Any) -> None:
         self.pauses: list[float] = []
         self.noted: list[tuple[Any, ...]] = []
-        monkeypatch.setattr(supervision.time, "sleep", self.pauses.append)
         self.config = make_config(folder, **changes)
-        self.counted = Supervision(self.config, lambda *known, **_: self.noted.append(known), lambda: 7)
+        self.counted = Supervision(self.config, self._note, lambda: 7, self.pauses.append)
+
+    def _note(self, *known: Any, **_: Any) -> None:
+        self.noted.append(known)
 
     def lose(self, error: WorkerError | HangError) -> None:
         self.counted.survive(error, "worker_lost", "all start again")
@@ -57,10 +58,8 @@ class Losses:
         os.utime(self.config.run_dir / LATEST, ns=(number, number))
 
 
-def test_losses_in_a_row_are_survived_as_often_as_told_with_doubled_pauses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run = Losses(monkeypatch, tmp_path, max_failures=2, failure_backoff=3.0)
+def test_losses_in_a_row_are_survived_as_often_as_told_with_doubled_pauses(tmp_path: Path) -> None:
+    run = Losses(tmp_path, max_failures=2, failure_backoff=3.0)
     run.lose(WorkerLost("gone"))
     run.lose(HangError("late"))
     with pytest.raises(WorkerLost, match="gone again"):
@@ -69,8 +68,8 @@ def test_losses_in_a_row_are_survived_as_often_as_told_with_doubled_pauses(
     assert run.noted == [("worker_lost", 7), ("hang", 7), ("worker_lost", 7)]
 
 
-def test_a_new_checkpoint_begins_the_count_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = Losses(monkeypatch, tmp_path, max_failures=1, failure_backoff=1.0)
+def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
+    run = Losses(tmp_path, max_failures=1, failure_backoff=1.0)
     for number in range(1, 4):
         run.lose(WorkerLost("gone"))
         run.save(number)
@@ -84,7 +83,7 @@ def test_a_new_checkpoint_begins_the_count_anew(monkeypatch: pytest.MonkeyPatch,
 def test_a_run_goes_on_from_its_own_checkpoint_and_deletes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: bool | str
 ) -> None:
-    run = Losses(monkeypatch, tmp_path, resume_from_checkpoint=given, overwrite=given is False)
+    run = Losses(tmp_path, resume_from_checkpoint=given, overwrite=given is False)
     named = given == "elsewhere/checkpoint-3"
     assert run.counted.going_on().resume_from_checkpoint == (given if named else "auto")
     assert not run.counted.going_on().overwrite
