@@ -126,6 +126,9 @@ class Cluster:
     def write_reference(self, folder: Path) -> None:
         self._call("write_reference", folder.absolute(), phase="save")
 
+    def finish_writing(self) -> None:
+        self._call("finish_writing", phase="save")
+
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
         self._call("read_state", path.absolute(), numbers, phase="save")
 

@@ -376,9 +376,6 @@ def connected(address: str | None, devices: int, folder: Path, seconds: float = 
     """Ray, and whether the connection is ours to end."""
     if address not in (None, "auto"):
         _refuse_silence(address, seconds)
-    if address is None:
-        os.environ.setdefault(LOOPBACK, "0")
-        _use_token(folder)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # CUDA_VISIBLE_DEVICES is ours to set
     try:
         import ray
@@ -397,6 +394,9 @@ def connected(address: str | None, devices: int, folder: Path, seconds: float = 
         return ray, True
     if problem := shortage_of_shared_memory():
         raise ConfigError(problem)
+    os.environ.setdefault(LOOPBACK, "0")
+    _use_token(folder)
+    _read_environment_again()
     log.info("starting a local Ray for %d devices", devices)
     quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "resources": {SLOT: float(devices)}}
     for left in reversed(range(STARTS)):
@@ -479,6 +479,16 @@ def _use_token(folder: Path) -> None:
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32), encoding="ascii")
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+
+
+def _read_environment_again() -> None:
+    """Ray reads it when it is imported, and a script may have done so before us."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # it is compiled
+
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ[LOOPBACK].lower() in ("1", "true")
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _first_line(error: BaseException) -> str:

@@ -108,6 +108,9 @@ class SpmdCluster:
     def write_reference(self, folder: Path) -> None:
         self.worker.write_reference(folder)
 
+    def finish_writing(self) -> None:
+        self.worker.finish_writing()
+
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
         self.worker.read_state(path, numbers)
 

@@ -38,8 +38,8 @@ STEPS = {"train_step": "step", "compute_log_probs": "step", "score": "eval"}
 PHASES = {
     **STEPS,
     **dict.fromkeys(("initialize", "embedding_rows", "plan"), "start"),
-    **dict.fromkeys(("write_state", "read_state", "write_weights", "write_reference", "mix_weights"), "save"),
-    "save_model": "save",
+    **dict.fromkeys(("write_state", "write_reference", "finish_writing", "read_state"), "save"),
+    **dict.fromkeys(("write_weights", "mix_weights", "save_model"), "save"),
 }
 DEBUGGERS = ("bdb.py", "pydevd")
 

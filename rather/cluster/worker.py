@@ -317,6 +317,10 @@ class ActorWorker:
         """The same of a reference that moves."""
         self.writer.write(folder, {"reference": self.trainer.weight_pieces()})
 
+    def finish_writing(self) -> None:
+        """Returns once what this rank was to write lies in its folder, or a note that says why it does not."""
+        self.writer.wait()
+
     @faults.by_role
     def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
         pieces = self.trainer.weight_pieces()

@@ -16,7 +16,7 @@ from typing import Any
 
 from rather import checkpoint, faults
 from rather.checkpoint import Checkpoint, Draft
-from rather.cluster.launch import Roles, mappings
+from rather.cluster.launch import Role, Roles, mappings
 from rather.config.schema import DPOConfig
 from rather.errors import CheckpointError, DiskError, HangError, WorkerError
 from rather.manifest import Written
@@ -56,6 +56,7 @@ class Saving:
         self.misses = Misses(config.run_dir)
         self.missed_copies = Misses(config.checkpoint_copy_dir)
         self._bytes: int | None = None  # of the last checkpoint
+        self._is_written = True  # by all that hold a part of it
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
         self._over = threading.Event()
@@ -126,9 +127,10 @@ class Saving:
         if folder is None:
             return
         state["trainer"] = self.roles.actor_train.numbers()
+        self._is_written = False
         self.roles.actor_train.write_state(folder)
-        if self.roles.reference and self.config.sync_ref_model:
-            self.roles.reference.write_reference(folder)
+        if self._moving_reference:
+            self._moving_reference.write_reference(folder)
         if draft:
             self._complete(draft, state)
 
@@ -137,6 +139,7 @@ class Saving:
 
         All drivers come here.
         """
+        self._finish_writing()
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -145,6 +148,20 @@ class Saving:
         failing = [each for each in (self.misses, self.missed_copies) if each.count >= self._most(last=last)]
         if told := self.roles.told(failing[0].last if failing else None):
             raise DiskError(told)
+
+    def _finish_writing(self) -> None:
+        """One who died meanwhile is noticed here; whoever waits for its note would do so until a deadline."""
+        if self._is_written:
+            return
+        self._is_written = True
+        self.roles.actor_train.finish_writing()
+        if self._moving_reference:
+            self._moving_reference.finish_writing()
+        self.roles.agreed(0)
+
+    @property
+    def _moving_reference(self) -> Role | None:
+        return self.roles.reference if self.config.sync_ref_model else None
 
     def close(self) -> None:
         """At the end, whatever ended the run. A save is finished, unless those who write it may be gone."""
@@ -222,7 +239,7 @@ class Saving:
     def _writers(self) -> list[str]:
         policy, reference = mappings(self.config)
         names = [f"actor_train-{rank:05d}" for rank in range(len(policy))]
-        if self.roles.reference and self.config.sync_ref_model:
+        if self._moving_reference:
             names += [f"reference-{rank:05d}" for rank in range(len(reference))]
         return names
 

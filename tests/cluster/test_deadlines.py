@@ -50,6 +50,7 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "forget": ("step", lambda role: role.forget()),
     "write_state": ("save", lambda role: role.write_state(NOWHERE)),
     "write_reference": ("save", lambda role: role.write_reference(NOWHERE)),
+    "finish_writing": ("save", lambda role: role.finish_writing()),
     "read_state": ("save", lambda role: role.read_state(NOWHERE, {})),
     "write_weights": ("save", lambda role: role.write_weights(NOWHERE, "model")),
     "mix_weights": ("save", lambda role: role.mix_weights(NOWHERE, 0.5)),

@@ -1,12 +1,14 @@
-"""A local Ray that misses its own deadlines on a busy machine is tried once more."""
+"""A local Ray starts: on a busy machine at its second try, and where a script imported Ray before."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from rather.cluster import resources
 from rather.errors import WorkerError
@@ -16,6 +18,8 @@ from rather.errors import WorkerError
 def test_a_local_ray_has_two_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, starts: bool
 ) -> None:
+    import ray
+
     tried: list[dict[str, Any]] = []
 
     def init(**options: Any) -> None:
@@ -35,3 +39,29 @@ def test_a_local_ray_has_two_tries(
     assert len(tried) == 2
     assert tried[0] == tried[1]
     assert tried[0]["resources"] == {resources.SLOT: 3.0}
+
+
+SCRIPT = """
+import os
+import ray
+from pathlib import Path
+from rather.cluster.resources import ResourceManager
+from tests.cluster.test_door import LOOPBACK, listening
+
+for _ in range(2):
+    manager = ResourceManager(1, 1)
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert listening() <= LOOPBACK, listening()
+    assert ray.get(ray.remote(lambda: 7).options(num_cpus=0).remote()) == 7
+    manager.close()
+    assert not token.exists()
+print("both")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_may_import_ray_first_and_have_two_of_them() -> None:
+    """Ray reads its environment when it is imported: loopback and the token of each run reach it all the same."""
+    unset = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], env=unset, capture_output=True, text=True, timeout=300)
+    assert ended.stdout.split() == ["both"], ended.stderr

@@ -65,6 +65,7 @@ TWO_RANKS = [
     kill("save.write.sync", rank=1),
     kill("save.rename.done", rank=0),
     kill("follow.done", rank=1),
+    kill("save.write.done", step=6, rank=1),  # with nothing after it that would notice
     kill("export.written", rank=0),
 ]
 RAY = [
@@ -77,6 +78,7 @@ RAY = [
     kill("save.rename.done", step=4, role="driver"),
     kill("all_reduce", step=5, role="actor_train"),
     kill("evaluate.reference", step=6, role="driver"),
+    kill("save.write.done", step=6, role="actor_train"),
     kill("save.prune.delete", step=6, role="driver"),
     kill("export.written", role="actor_train"),
 ]
