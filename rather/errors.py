@@ -70,7 +70,7 @@ class HangError(RatherError):
 
 
 class DiskError(RatherError):
-    """No room to write what must be written."""
+    """A disk does not take what must be written: it has no room, or a folder may not be written."""
 
     exit_code = 9
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -10,13 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rather.errors import ConfigError, Ended, RatherError, RayGone
+from rather.errors import ConfigError, DiskError, Ended, RatherError, RayGone
 from rather.redaction import hide, redact
 from rather.strict_json import strict_json
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
 
+log = logging.getLogger(__name__)
+
+# What a disk says of a path that somebody named; anything else that escapes is a bug of ours and keeps its trace.
+REFUSALS = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE,
+}  # fmt: skip
 ConfigPath = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides, such as beta=0.05 or max_steps=200.", show_default=False)
@@ -68,3 +77,9 @@ def guarded(work: Callable[[], int]) -> int:
     except BrokenPipeError:  # `rather data ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is None or error.errno not in REFUSALS:
+            raise
+        log.debug("the disk refuses", exc_info=True)
+        typer.echo(redact(f"rather: {error.filename}: {error.strerror}."), err=True)
+        return DiskError.exit_code

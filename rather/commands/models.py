@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -113,13 +114,15 @@ def chat_command(
     system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 512,
     temperature: Annotated[
-        float, typer.Option(help="0: always the likeliest token; above, tokens are drawn.", min=0.0)
+        float, typer.Option(help="0: always the likeliest token; from 0.01 on, tokens are drawn.", min=0.0)
     ] = 0.0,
     top_p: Annotated[
         float | None,
         typer.Option(help="Draw among the likeliest tokens of this share.", min=0.01, max=1.0, show_default=False),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the drawing; else 0.", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the drawing; else 0.", min=0, max=2**32 - 1, show_default=False)
+    ] = None,
 ) -> None:
     """Talk with a model, by its chat template, in the terminal. Greedy unless a temperature is given.
 
@@ -129,6 +132,8 @@ def chat_command(
     def work() -> int:
         from rather.errors import ConfigError
 
+        if not (temperature == 0 or 0.01 <= temperature < math.inf):
+            raise ConfigError(f"--temperature: {temperature} is neither 0 nor a number from 0.01 on")
         if temperature == 0 and (top_p is not None or seed is not None):
             raise ConfigError("--top-p, --seed: nothing is drawn at temperature 0; set --temperature as well")
         from rather.model.generate import Decoding

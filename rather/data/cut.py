@@ -25,6 +25,9 @@ class Bad(NamedTuple):
     detail: str
 
 
+HALF = Bad("bad_unicode", "half of a surrogate pair (\\ud800 ... \\udfff) stands alone")
+
+
 class Blocks:
     """The bytes of a text file as UTF-8, block by block. `fault` says why it ended early, if it did."""
 

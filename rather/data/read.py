@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rather.data.cut import Bad, Blocks, lines, objects
+from rather.data.cut import HALF, Bad, Blocks, lines, objects
 from rather.errors import DataError
 
 CHUNK_ROWS = 256
@@ -264,7 +264,7 @@ def parse(raw: bytes, offset: int = 0) -> dict[str, Any] | Bad:
         place = f"byte {offset + error.start} of the file (0x{raw[error.start]:02x})"
         return Bad("bad_encoding", f"{place} is not UTF-8; set data_args.encoding if the file has another encoding")
     except UnicodeEncodeError:
-        return Bad("bad_unicode", "half of a surrogate pair (\\ud800 ... \\udfff) stands alone")
+        return HALF
     except RecursionError:
         return Bad("too_deep", "too many values inside each other")
     except ValueError as error:

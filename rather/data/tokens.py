@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from rather.data.cut import Bad
+from rather.data.cut import HALF, Bad
 from rather.data.formats import TextPair, is_empty, texts
 from rather.data.messages import Turns
 from rather.data.template import RESERVED, ChatTemplate
@@ -109,6 +109,8 @@ class Encoder:
     # ---- the way of one pair
 
     def encode(self, pair: TextPair) -> Encoded | Bad:
+        if _is_torn(pair):
+            return HALF
         notes = self._warnings(pair)
         escaped = False
         policy = self.recipe.special_tokens
@@ -224,6 +226,8 @@ class Encoder:
 
     def training_prompt(self, text: str) -> Ids | Bad:
         """What the answer to a text follows in training."""
+        if _is_torn(TextPair(text, "", "")):
+            return HALF
         if self.recipe.as_trl == "trl-1.x":
             return list(self.tokenizer.encode(text, add_special_tokens=True).ids)
         rendered: str | Bad = text
@@ -239,6 +243,8 @@ class Encoder:
 
     def inference_prompt(self, pair: TextPair) -> Ids | Bad:
         """What generation starts from: `apply_chat_template(..., add_generation_prompt=True)`, or the plain text."""
+        if _is_torn(pair):
+            return HALF
         if self.recipe.template is None:
             return list(self.tokenizer.encode(str(pair.prompt), add_special_tokens=True).ids)
         turns = _as_turns(pair)
@@ -510,6 +516,16 @@ class _Turns:
     answers: tuple[Turns, Turns]
     tools: list[Any] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def _is_torn(pair: TextPair) -> bool:
+    """Text of Python may hold half of a character, as bytes of a terminal that are not UTF-8 become."""
+    try:
+        for text in texts(pair):
+            text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _as_turns(pair: TextPair) -> _Turns:

@@ -37,10 +37,7 @@ class Source:
 
 def read_file(path: Path) -> Source:
     """A YAML or JSON file of settings, or a text file that holds a command line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); name a YAML, JSON or text file.") from None
+    text = _text(path)
     if path.suffix in FILES:
         return Source(path.name, _mapping(text, path), file=path)
     return read_line(text, path.name, path.parent)
@@ -104,15 +101,21 @@ def plain(value: Any) -> Any:
     return value
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); name a YAML, JSON or text file.") from None
+
+
 def _mapping(text: str, path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        values = with_powers(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from None
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path}: holds no keys and values.")
-    settings: dict[str, Any] = with_powers(values)
-    return settings
+    return values
 
 
 def _base(word: str, folder: Path, name: str) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def _base(word: str, folder: Path, name: str) -> dict[str, Any]:
     found = next((each for each in (folder / path, path) if each.is_file()), None)
     if found is None:
         raise ConfigError(f"{name}: the config file {word} is not there; run this where the line would be typed.")
-    return _mapping(found.read_text(encoding="utf-8"), found)
+    return _mapping(_text(found), found)
 
 
 def _written(words: list[str]) -> Iterator[tuple[str, Any]]:

@@ -111,6 +111,8 @@ class Sweep:
         """What an earlier start of the same sweep has done; one with other settings is refused."""
         try:
             past = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+            if not (isinstance(past, dict) and {"facts", "reference", "runs"} <= past.keys()):
+                raise ValueError("it is not what a sweep writes")
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:

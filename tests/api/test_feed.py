@@ -61,6 +61,9 @@ def test_dropped_rows_are_told(trainer: Any, caplog: pytest.LogCaptureFixture) -
     told = [message for message in caplog.messages if message.startswith("rows dropped: ")]
     assert len(told) == 3, "after each epoch, and after a step"
     assert all("1 empty_response (chosen: nothing but white space), 1 identical_text" in each for each in told)
+    caplog.clear()
+    own.fit([*TEXT, {"prompt": "w1", "chosen": "w2 \ud800", "rejected": "w3"}])
+    assert "1 bad_unicode (half of a surrogate pair" in caplog.text
 
 
 def test_rows_that_must_not_be_dropped(trainer: Any) -> None:

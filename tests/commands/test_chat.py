@@ -96,11 +96,22 @@ def test_drawing_needs_a_temperature(model: Path) -> None:
         done = rather("chat", model, "--prompt", "w5", *option)
         assert done.exit_code == 2
         assert "nothing is drawn at temperature 0; set --temperature" in done.output
+    for refused in (1e-40, "inf", "nan"):
+        done = rather("chat", model, "--prompt", "w5", "--temperature", refused)
+        assert done.exit_code == 2
+        assert "--temperature" in done.output
+    assert rather("chat", model, "--prompt", "w5", "--temperature", 1, "--seed", 10**30).exit_code == 2
     drawn = [
         rather("chat", model, "--prompt", "w5", "--temperature", 3, "--top-p", 0.99, "--seed", seed).stdout
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_bytes_of_a_terminal_that_are_no_text(model: Path) -> None:
+    done = rather("chat", model, "--prompt", "w5 \udce9")
+    assert done.exit_code == 3
+    assert "half of a surrogate pair" in done.output
 
 
 def test_pieces_come_as_they_are_made(model: Path) -> None:

@@ -295,6 +295,16 @@ def test_what_the_command_refuses(arguments: list[str], said: str) -> None:
     assert said in done.output
 
 
+@pytest.mark.parametrize("content", [b"beta: 0.1\nname: caf\xe9\n", b"a: &x [*x]\n"], ids=["no UTF-8", "in itself"])
+def test_files_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_bytes(content)
+    for arguments in ([str(file)], ["--line", f"trl dpo --config {file}"]):
+        done = CliRunner().invoke(app, ["migrate", *arguments])
+        assert done.exit_code == 2
+        assert f"{file}: cannot be read" in done.output
+
+
 def test_every_peer_has_its_page() -> None:
     pages = Path(__file__).parents[2] / "docs" / "coming_from"
     assert {page.stem for page in pages.glob("*.md")} == set(NAMES)

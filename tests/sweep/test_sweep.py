@@ -225,6 +225,18 @@ def test_pairs_that_have_changed_are_no_part_of_the_sweep(
     assert "sha256" in sweep(file, "beta=1,2").output
 
 
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"runs": {}}'])
+def test_its_state_is_damaged(yaml_file: Writer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str) -> None:
+    monkeypatch.setattr(runs, "train_here", lambda config: Outcome("finished"))
+    assert sweep(yaml_file(), "beta=1,2").exit_code == 0
+    (state,) = (tmp_path / "out").glob(f"*-sweep/{runs.STATE}")
+    state.write_text(damaged)
+    done = sweep(yaml_file(), "beta=1,2")
+    assert done.exit_code == 2
+    assert "cannot be read" in done.output
+    assert "delete this file" in done.output
+
+
 # --- side by side ---
 
 

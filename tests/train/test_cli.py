@@ -111,6 +111,23 @@ def test_three_problems_are_one_message_and_nothing_is_written(shared: Path, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["dpo.yaml"]
 
 
+@pytest.mark.parametrize("command", ["train", "data", "plan"])
+def test_a_folder_that_cannot_be_made_is_one_line(command: str, yaml_file: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = rather(command, yaml_file(output_dir=str(tmp_path / "file" / "out")), "reference.cache.path=null",
+                  "actor_train.data_args.cache_dir=null")  # fmt: skip
+    assert done.exit_code in (2, 9), done.output
+    assert done.stderr.splitlines()[-1].startswith("rather: ")
+    assert "Not a directory" in done.stderr
+
+
+def test_a_demo_in_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = rather("demo", "--out", tmp_path / "file" / "demo")
+    assert done.exit_code == 9
+    assert done.stderr == f"rather: {tmp_path / 'file' / 'demo'}: Not a directory.\n"
+
+
 def test_config_show_explain_schema_and_reference(yaml_file: Callable[..., Path]) -> None:
     file = yaml_file(beta=0.3)
     shown = rather("config", "show", file, "label_smoothing=0.1")
