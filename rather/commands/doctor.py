@@ -174,7 +174,7 @@ def _memory() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    place = Path("/dev/shm")  # nosec B108 - a fixed place of the system
+    place = Path("/dev/shm")  # of the system  # nosec B108
     free = shutil.disk_usage(place).free if place.exists() else 0
     fix = "" if free > SHARED_MEMORY else "start the container with --shm-size=1g; without it Ray has no store"
     yield Finding("shared memory", "warning" if fix else "ok", f"{free / GIB:.2f} GiB free in {place}", fix)

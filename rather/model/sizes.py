@@ -101,7 +101,7 @@ def sizes_of(name: str, args: ModelArgs) -> Sizes:
 
 def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torch.dtype) -> Any:
     """The same model with random weights and so few layers; with its adapter, where one is asked for."""
-    config = AutoConfig.from_pretrained(_folder(name, args.revision), trust_remote_code=args.trust_remote_code)  # nosec B615
+    config = AutoConfig.from_pretrained(_folder(name, args.revision), trust_remote_code=args.trust_remote_code)
     text = config.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):

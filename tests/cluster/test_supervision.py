@@ -24,7 +24,7 @@ from rather.config.schema import DPOConfig
 from rather.errors import DataError, HangError, RatherError, WorkerError, WorkerLost
 from rather.pipeline import DPOPipeline
 from rather.terminal import guarded
-from tests.cluster.test_orphans import SOON, holding, is_training, of_the_run, started, wait_for
+from tests.cluster.test_orphans import SOON, holding, of_the_run, started, wait_for
 from tests.tiny import make_config, metrics
 
 pytestmark = pytest.mark.alone
@@ -247,19 +247,40 @@ def test_bad_data_that_a_worker_finds_ends_the_run_at_once(
     assert not (config.run_dir / "incidents.jsonl").exists()
 
 
+GONE = {
+    "gcs_server": "rather: Ray is gone: its server at 127.0.0.1:",
+    "raylet": "rather: ",
+}
+
+
 @pytest.mark.slow
-def test_a_run_whose_ray_is_gone_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    marker = f"gone-{os.getpid()}"
-    driver = started(tmp_path, marker, "ray")
-    assert wait_for(lambda: is_training(tmp_path) or driver.poll() is not None, 200)
+@pytest.mark.parametrize("part", GONE)
+def test_a_run_whose_ray_is_gone_says_so_and_goes_on_when_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    clean = make_config(tmp_path, exp_name="clean", max_steps=5, save_steps=2, logging_steps=1)
+    assert DPOPipeline(clean).run() == 0
+    monkeypatch.setenv("RATHER_FAULT", "step=5,phase=backward,role=actor_train,kind=hang")
+    marker, struck = f"gone-{part}-{os.getpid()}", make_config(tmp_path)
+    driver = started(tmp_path, marker, "ray", "max_steps=5", "save_steps=2")
+
+    def stands_still() -> bool:
+        return any(struck.run_dir.glob(".faults/*")) and (struck.run_dir / "checkpoint-4").exists()
+
+    assert wait_for(lambda: stands_still() or driver.poll() is not None, 200)
     assert driver.poll() is None, driver.stderr and driver.stderr.read()
-    (server,) = [pid for pid, line in of_the_run(marker).items() if line.split()[0].endswith("gcs_server")]
-    os.kill(server, signal.SIGKILL)
+    (pid,) = [pid for pid, line in of_the_run(marker).items() if line.split()[0].endswith(part)]
+    os.kill(pid, signal.SIGKILL)
     _, said = driver.communicate(timeout=100)
     (told,) = [line for line in said.splitlines() if line.startswith("rather: ")]
-    assert told.startswith("rather: Ray is gone: its server at 127.0.0.1:")
+    assert told.startswith(GONE[part])
     assert driver.returncode == 5, said
     assert wait_for(lambda: not holding(marker), SOON), holding(marker)
+    again = started(tmp_path, marker, "ray", "max_steps=5", "save_steps=2")
+    _, said = again.communicate(timeout=200)
+    assert again.returncode == 0, said
+    assert "checkpoint-4 from step 4 of 5" in said
+    assert_same(clean, struck)
 
 
 def pids(pipeline: DPOPipeline) -> list[int]:
