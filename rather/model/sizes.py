@@ -101,7 +101,8 @@ def sizes_of(name: str, args: ModelArgs) -> Sizes:
 
 def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torch.dtype) -> Any:
     """The same model with random weights and so few layers; with its adapter, where one is asked for."""
-    config = AutoConfig.from_pretrained(_folder(name, args.revision), trust_remote_code=args.trust_remote_code)
+    folder = _folder(name, args.revision)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)  # local  # nosec B615
     text = config.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
