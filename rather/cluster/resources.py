@@ -300,8 +300,9 @@ class ResourceManager:
         self.ledger, self.named = Ledger(), {}
         try:
             self._reserve()
-        except ConfigError as error:
-            raise WorkerError(f"lost workers cannot be replaced: {error}") from error
+        except Exception as error:  # Ray raises the base class where its raylet is gone
+            problem = str(error) if isinstance(error, ConfigError) else _first_line(error)
+            raise WorkerError(f"lost workers cannot be replaced: {problem}") from error
         self.is_stopped = False
 
     # --- the end ---

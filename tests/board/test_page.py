@@ -153,6 +153,7 @@ def test_pairs_token_by_token(open_page: OpenPage, board: Board, trained: dict[s
     page.get_by_label("before training").check()
     assert page.locator(".token.up, .token.down").count() == 0  # the policy began as its reference
     page.get_by_text("Numbers of all tokens").click()
+    page.locator("#pair details tbody tr").first.wait_for(timeout=SLOW)  # made when it opens
     assert page.locator("#pair details tbody tr").count() == len(pair.chosen) + len(pair.rejected)
 
     page.locator("h1").click()

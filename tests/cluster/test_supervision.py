@@ -249,7 +249,7 @@ def test_bad_data_that_a_worker_finds_ends_the_run_at_once(
 
 GONE = {
     "gcs_server": "rather: Ray is gone: its server at 127.0.0.1:",
-    "raylet": "rather: ",
+    "raylet": "rather: lost workers cannot be replaced: ",
 }
 
 
