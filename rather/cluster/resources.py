@@ -301,8 +301,8 @@ class ResourceManager:
         try:
             self._reserve()
         except Exception as error:  # Ray raises the base class where its raylet is gone
-            problem = str(error) if isinstance(error, ConfigError) else _first_line(error)
-            raise WorkerError(f"lost workers cannot be replaced: {problem}") from error
+            advice = "The same command goes on from the last checkpoint."
+            raise WorkerError(f"lost workers cannot be replaced: {_first_line(error).rstrip('.')}. {advice}") from error
         self.is_stopped = False
 
     # --- the end ---
