@@ -19,11 +19,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import LENGTHS, RESULTS, SHAPES, Shape, free, machine, make_steps, milliseconds, table, told, write_facts
+from common import (
+    LENGTHS,
+    RESULTS,
+    SHAPES,
+    Shape,
+    free,
+    machine,
+    make_steps,
+    milliseconds,
+    table,
+    told,
+    write_facts,
+)
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rather.batch import Segments
+from rather.data.batch import Segments
 from rather.model.attention import segment_attention
 
 TOKENS = {"cuda": 16384, "cpu": 2048}
@@ -48,7 +60,9 @@ def main() -> None:
     names = list(SHAPES)[1:] if device == "cuda" else ["15M"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=names)
-    parser.add_argument("--lengths", nargs="+", choices=list(LENGTHS), default=["ultrafeedback", "long"])
+    parser.add_argument(
+        "--lengths", nargs="+", choices=list(LENGTHS), default=["ultrafeedback", "long"]
+    )
     parser.add_argument("--repeats", type=int, default=10 if device == "cuda" else 3)
     parser.add_argument("--json", type=Path, default=RESULTS / f"attention_{device}.json")
     args = parser.parse_args()
@@ -56,7 +70,10 @@ def main() -> None:
     rows = []
     for name in args.shapes:
         for lengths in args.lengths:
-            rows += [(name, lengths, *row) for row in measured(SHAPES[name], lengths, device, args.repeats)]
+            rows += [
+                (name, lengths, *row)
+                for row in measured(SHAPES[name], lengths, device, args.repeats)
+            ]
             write_facts(args.json, "attention", columns=COLUMNS, rows=rows)
     table("attention of one layer", COLUMNS, rows)
 
@@ -131,10 +148,17 @@ def ours(pairs: Sequence[Pair], given: Sequence[Tensor]) -> Way:
     """Prompt and chosen answer are one segment, the rejected answer the next one, which sees the prompt too."""
     q_lens, k_lens, keys, start = [], [], [], 0
     for pair in pairs:
-        middle, end = start + pair.prompt + pair.chosen, start + pair.prompt + pair.chosen + pair.rejected
+        middle, end = (
+            start + pair.prompt + pair.chosen,
+            start + pair.prompt + pair.chosen + pair.rejected,
+        )
         q_lens += [middle - start, end - middle]
         k_lens += [middle - start, pair.prompt + pair.rejected]
-        keys += [np.arange(start, middle), np.arange(start, start + pair.prompt), np.arange(middle, end)]
+        keys += [
+            np.arange(start, middle),
+            np.arange(start, start + pair.prompt),
+            np.arange(middle, end),
+        ]
         start = end
     made = Segments.of(q_lens, k_lens, torch.from_numpy(np.concatenate(keys)))
     moved = {name: x.to(given[0].device) for name, x in vars(made).items() if isinstance(x, Tensor)}
@@ -151,12 +175,19 @@ def ours(pairs: Sequence[Pair], given: Sequence[Tensor]) -> Way:
 def padded_sdpa(pairs: Sequence[Pair], given: Sequence[Tensor]) -> Way:
     """Prompt + answer twice a pair, in batches padded to their longest row."""
     batches = [*padded(pairs)]
-    inputs = [x[0].transpose(0, 1)[places].transpose(1, 2).contiguous() for places, _ in batches for x in given]
+    inputs = [
+        x[0].transpose(0, 1)[places].transpose(1, 2).contiguous()
+        for places, _ in batches
+        for x in given
+    ]
     grouped = given[0].shape[1] != given[1].shape[1]
 
     def forward() -> list[Tensor]:
         triples = zip(inputs[::3], inputs[1::3], inputs[2::3], strict=True)
-        return [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped) for q, k, v in triples]
+        return [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            for q, k, v in triples
+        ]
 
     def in_order(out: list[Tensor]) -> Tensor:
         _, heads, tokens, width = given[0].shape
@@ -174,7 +205,10 @@ def padded(pairs: Sequence[Pair]) -> Iterator[tuple[Tensor, Tensor]]:
     for first in range(0, len(pairs), PAIRS_PADDED):
         rows: list[NDArray[np.int64]] = []
         for pair in pairs[first : first + PAIRS_PADDED]:
-            middle, end = start + pair.prompt + pair.chosen, start + pair.prompt + pair.chosen + pair.rejected
+            middle, end = (
+                start + pair.prompt + pair.chosen,
+                start + pair.prompt + pair.chosen + pair.rejected,
+            )
             prompt = np.arange(start, start + pair.prompt)
             rows += [np.arange(start, middle), np.concatenate([prompt, np.arange(middle, end)])]
             start = end

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from rather.batch import Columns, TokenPair
+from rather.data.batch import Columns, TokenPair
 
 PEAK = 989e12  # dense bfloat16 FLOP/s of an H100 or H200, by its data sheet: what strict MFU divides by
 REACHED = 790e12  # what a matrix product of 8192^3 reaches on an H200: the standard algorithm's speed of light
@@ -61,7 +61,9 @@ class Prompt:
 
     @property
     def pairs(self) -> list[TokenPair]:
-        better_worse = [(i, j) for i in range(len(self.answers)) for j in range(i + 1, len(self.answers))]
+        better_worse = [
+            (i, j) for i in range(len(self.answers)) for j in range(i + 1, len(self.answers))
+        ]
         return [_pair(self.prompt, self.answers[i], self.answers[j]) for i, j in better_worse]
 
 
@@ -77,7 +79,9 @@ def make_steps(
     """
     kind = LENGTHS[lengths]
     pairs_per_prompt = len(kind.answers) * (len(kind.answers) - 1) // 2
-    assert pairs % pairs_per_prompt == 0, f"{lengths}: {pairs_per_prompt} pairs a prompt do not divide {pairs}"
+    assert pairs % pairs_per_prompt == 0, (
+        f"{lengths}: {pairs_per_prompt} pairs a prompt do not divide {pairs}"
+    )
     draw = np.random.default_rng(seed)
 
     def ids(mean: float, low: int, high: int) -> Ids:
@@ -97,7 +101,9 @@ def pairs_of(step: Step) -> list[TokenPair]:
 
 def _pair(prompt: Ids, chosen: Ids, rejected: Ids) -> TokenPair:
     start = len(prompt)
-    return TokenPair(prompt, chosen, rejected, ((start, start + len(chosen)),), ((start, start + len(rejected)),))
+    return TokenPair(
+        prompt, chosen, rejected, ((start, start + len(chosen)),), ((start, start + len(rejected)),)
+    )
 
 
 # --- models and their FLOPs ---
@@ -184,7 +190,10 @@ def standard_flops(shape: Shape, prompt: int, chosen: int, rejected: int) -> flo
 
 
 def needed_by_step(shape: Shape, step: Step, *, reference: bool) -> float:
-    return sum(needed_flops(shape, len(p.prompt), [len(a) for a in p.answers], reference=reference) for p in step)
+    return sum(
+        needed_flops(shape, len(p.prompt), [len(a) for a in p.answers], reference=reference)
+        for p in step
+    )
 
 
 def speed_of_light(shape: Shape, steps: Iterable[Step]) -> float:
@@ -220,9 +229,13 @@ class Cell:
     def rate(self, shape: Shape, steps: Sequence[Step]) -> None:
         """MFU and share of light, of the steps that were measured."""
         measured = steps[: len(self.seconds)]
-        needed = [needed_by_step(shape, step, reference=self.reference == "online") for step in measured]
+        needed = [
+            needed_by_step(shape, step, reference=self.reference == "online") for step in measured
+        ]
         if measured:
-            self.mfu = statistics.median(n / s for n, s in zip(needed, self.seconds, strict=True)) / PEAK
+            self.mfu = (
+                statistics.median(n / s for n, s in zip(needed, self.seconds, strict=True)) / PEAK
+            )
             self.of_light = self.pairs_per_second / speed_of_light(shape, measured)
 
 
@@ -296,7 +309,9 @@ def anonymous_mib() -> float:
 
 def _status(name: str) -> int:
     """In KiB."""
-    return next((int(line.split()[1]) for line in _lines("/proc/self/status") if line.startswith(name)), 0)
+    return next(
+        (int(line.split()[1]) for line in _lines("/proc/self/status") if line.startswith(name)), 0
+    )
 
 
 # --- our engine ---
@@ -310,16 +325,25 @@ class Ours:
         self.budget = self.ladder = 0
         self.treatment = ""
 
-    def plan(self, steps: Iterable[Step], *, tokens: int | None = None, recompute: Any = None) -> None:
+    def plan(
+        self, steps: Iterable[Step], *, tokens: int | None = None, recompute: Any = None
+    ) -> None:
         """Tokens of a micro-batch and what becomes of activations: as told, else as fast as the memory allows."""
         from rather.data.pack import pack
         from rather.model.budget import LADDER, PARKING_PAYS, NoRoom, choose_budget
 
         steps = list(steps)
         largest = max(pair.tokens for step in steps for pair in pairs_of(step))
-        options: dict[str, Any] = {"tokens": tokens, "recompute": recompute, "offload": False, "largest_pair": largest}
+        options: dict[str, Any] = {
+            "tokens": tokens,
+            "recompute": recompute,
+            "offload": False,
+            "largest_pair": largest,
+        }
         in_a_step = sum(batch.real_tokens for batch in pack(pairs_of(steps[0]), 32768))
-        options["make_room"] = self.reference.park if self.reference and in_a_step > PARKING_PAYS else None
+        options["make_room"] = (
+            self.reference.park if self.reference and in_a_step > PARKING_PAYS else None
+        )
         trainer, gradients = self.policy, ""
         try:
             budget = choose_budget(trainer.policy, trainer, compiled=self.compiled, **options)
@@ -339,9 +363,11 @@ class Ours:
     def halve(self) -> None:
         self.budget //= 2
 
-    def run(self, steps: Sequence[Step], known: Sequence[Columns] | None = None) -> Iterator[tuple[float, Columns]]:
+    def run(
+        self, steps: Sequence[Step], known: Sequence[Columns] | None = None
+    ) -> Iterator[tuple[float, Columns]]:
         """Seconds of each step and its reference log-probs, computed unless known. Packing runs ahead in a thread."""
-        from rather.ahead import ahead
+        from rather.pipeline.prefetch import ahead
 
         remembered = iter(known or ())
         synchronize()
@@ -366,16 +392,18 @@ class Ours:
         free()
 
 
-def ours(shape: Shape, device: str, *, reference: bool = True, lean: bool = False, compiled: bool = False) -> Ours:
+def ours(
+    shape: Shape, device: str, *, reference: bool = True, lean: bool = False, compiled: bool = False
+) -> Ours:
     """Our engine as the workers build it, with random weights instead of a folder's. `plan` comes next."""
     from rather.config.schema import TrainingArgs
+    from rather.losses.objective import configure
     from rather.model.attention import IMPLEMENTATION
     from rather.model.layers import arrange_layers
-    from rather.model.load import freeze
     from rather.model.policy import PolicyModel
-    from rather.objective import configure
-    from rather.optim import Optimizer, schedule
-    from rather.trainer import RankTrainer
+    from rather.optim.optimizer import Optimizer, schedule
+    from rather.parallel.load import freeze
+    from rather.train.rank_trainer import RankTrainer
 
     torch.set_flush_denormal(True)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the workers
@@ -388,7 +416,9 @@ def ours(shape: Shape, device: str, *, reference: bool = True, lean: bool = Fals
         arrange_layers(frozen.policy, compiled=compiled)
     training = TrainingArgs()
     rate = schedule(training, total_steps=1000)
-    optimizer = Optimizer(policy.named_parameters(), training, schedule=rate, max_grad_norm=1.0, lean=lean)
+    optimizer = Optimizer(
+        policy.named_parameters(), training, schedule=rate, max_grad_norm=1.0, lean=lean
+    )
     return Ours(RankTrainer(policy, loss, optimizer), frozen, compiled=compiled)
 
 
@@ -405,7 +435,14 @@ def machine() -> dict[str, Any]:
     names = ("torch", "transformers", "triton", "trl", "liger-kernel", "accelerate", "datasets")
     versions = {name: version for name in names if (version := version_of(name))}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), None)
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        None,
+    )
     return {
         "gpu": gpu,
         "cpu": cpu,

@@ -40,7 +40,12 @@ from trl_peer import require_trl, run_trl
 SHAPE = SHAPES["15M"]
 SHORT = 0.25
 PAIRS = {"ultrafeedback": 8, "long": 4}  # of an optimizer step, for every system
-GOALS = {("ultrafeedback", "online"): 4, ("ultrafeedback", "cached"): 6, ("long", "online"): 8, ("long", "cached"): 10}
+GOALS = {
+    ("ultrafeedback", "online"): 4,
+    ("ultrafeedback", "cached"): 6,
+    ("long", "online"): 8,
+    ("long", "cached"): 10,
+}
 
 
 def main() -> None:
@@ -82,18 +87,33 @@ def fastest_batch(lengths: str, pairs: int) -> int:
     seconds = {}
     for size in (1, 2, 4, 8):
         if size <= pairs:
-            tried = run_child(lengths, "online", pairs=pairs, steps=1, scale=SHORT, variant="best", per_device=size)
+            tried = run_child(
+                lengths,
+                "online",
+                pairs=pairs,
+                steps=1,
+                scale=SHORT,
+                variant="best",
+                per_device=size,
+            )
             seconds[size] = tried["seconds"][-1]
-    print(f"{lengths}: a step of short pairs by TRL, seconds at pairs a batch: {seconds}", flush=True)
+    print(
+        f"{lengths}: a step of short pairs by TRL, seconds at pairs a batch: {seconds}", flush=True
+    )
     return min(seconds, key=lambda size: seconds[size])
 
 
 def measured(system: str, lengths: str, reference: str, *, pairs: int, **settings: Any) -> Cell:
     """A cell from a process of its own; its first step warms up."""
     got = run_child(lengths, reference, pairs=pairs, **settings)
-    cell = Cell(system, lengths, reference, pairs, got["seconds"][1:], got["peak_gib"], got["settings"])
+    cell = Cell(
+        system, lengths, reference, pairs, got["seconds"][1:], got["peak_gib"], got["settings"]
+    )
     cell.more = {"before_training_gib": got["start_gib"]}
-    print(f"{lengths}, {system}, {reference}: {cell.pairs_per_second:.3g} pairs/s, {cell.peak_gib:.3g} GiB", flush=True)
+    print(
+        f"{lengths}, {system}, {reference}: {cell.pairs_per_second:.3g} pairs/s, {cell.peak_gib:.3g} GiB",
+        flush=True,
+    )
     return cell
 
 
@@ -108,7 +128,13 @@ def run_child(lengths: str, reference: str, **settings: Any) -> dict[str, Any]:
 
 
 def child(
-    lengths: str, reference: str, pairs: int, steps: int, scale: float = 1.0, variant: str = "", per_device: int = 0
+    lengths: str,
+    reference: str,
+    pairs: int,
+    steps: int,
+    scale: float = 1.0,
+    variant: str = "",
+    per_device: int = 0,
 ) -> dict[str, Any]:
     """One system over a short step and `steps` others; what it took."""
     sizes = {"vocabulary": SHAPE.vocabulary, "pairs": pairs}
@@ -116,7 +142,10 @@ def child(
     work += make_steps(lengths, steps=steps, scale=scale, **sizes)
     start = resident_gib()
     if variant:
-        return {**asdict(run_trl(SHAPE, "cpu", work, variant=variant, per_device=per_device)), "start_gib": start}
+        return {
+            **asdict(run_trl(SHAPE, "cpu", work, variant=variant, per_device=per_device)),
+            "start_gib": start,
+        }
     cached = reference == "cached"
     engine = ours(SHAPE, "cpu", reference=not cached)
     engine.plan(work)
@@ -138,7 +167,10 @@ def report(cells: Sequence[Cell]) -> None:
                 cell.reference,
                 cell.pairs,
                 cell.pairs_per_second,
-                *(ratio(cell, trl[name]) if name in trl else None for name in ("TRL, defaults", "TRL, best settings")),
+                *(
+                    ratio(cell, trl[name]) if name in trl else None
+                    for name in ("TRL, defaults", "TRL, best settings")
+                ),
                 goal,
                 cell.peak_gib,
                 cell.peak_gib - cell.more["before_training_gib"],

@@ -57,13 +57,26 @@ def main() -> None:
             {
                 "output_dir": folder,
                 "pretrain": tokenizer,
-                "actor_train": {"data_args": {"file_name": str(pairs), "preprocessing_num_workers": args.processes}},
+                "actor_train": {
+                    "data_args": {
+                        "file_name": str(pairs),
+                        "preprocessing_num_workers": args.processes,
+                    }
+                },
                 "validation": {"data_args": {"split": 1000}},
             }
         )
         first = measured(config, console)
         second = measured(config, console)
-        report({"rows": args.rows, "input_mb": pairs.stat().st_size / 1e6, "first": first, "second": second}, console)
+        report(
+            {
+                "rows": args.rows,
+                "input_mb": pairs.stat().st_size / 1e6,
+                "first": first,
+                "second": second,
+            },
+            console,
+        )
 
 
 def measured(config: DPOConfig, console: Console) -> dict[str, float]:
@@ -72,7 +85,12 @@ def measured(config: DPOConfig, console: Console) -> dict[str, float]:
         made = prepare(config, console=console)
         seconds = time.perf_counter() - started
         taken = take_some(made)
-    return {"seconds": seconds, "peak_mb": memory.peak / 1e6, "take_64_ms": taken * 1e3, "pairs": len(made.train)}
+    return {
+        "seconds": seconds,
+        "peak_mb": memory.peak / 1e6,
+        "take_64_ms": taken * 1e3,
+        "pairs": len(made.train),
+    }
 
 
 def take_some(made: Prepared) -> float:
@@ -103,14 +121,18 @@ def make_tokenizer(folder: Path) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>")]
+    special = [
+        AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>")
+    ]
     trainer = trainers.BpeTrainer(
         vocab_size=1000,
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([f"With pleasure! The {word} is on the shelf." for word in WORDS], trainer)
+    tokenizer.train_from_iterator(
+        [f"With pleasure! The {word} is on the shelf." for word in WORDS], trainer
+    )
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -143,7 +165,9 @@ class PeakMemory:
 
 def _children() -> list[int]:
     try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        return [
+            int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        ]
     except OSError:
         return []
 
@@ -157,7 +181,9 @@ def _memory(pid: int) -> int:
 
 
 def report(result: dict[str, object], console: Console) -> None:
-    table = Table(title=f"{result['rows']:,} rows, {result['input_mb']:.0f} MB, {os.cpu_count()} cores")
+    table = Table(
+        title=f"{result['rows']:,} rows, {result['input_mb']:.0f} MB, {os.cpu_count()} cores"
+    )
     for name in ("run", "seconds", "rows/s", "peak memory", "64 pairs taken in"):
         table.add_column(name, justify="right")
     for name in ("first", "second"):
@@ -165,7 +191,11 @@ def report(result: dict[str, object], console: Console) -> None:
         assert isinstance(run, dict)
         rate = int(str(result["rows"])) / run["seconds"]
         table.add_row(
-            name, f"{run['seconds']:.2f}", f"{rate:,.0f}", f"{run['peak_mb']:,.0f} MB", f"{run['take_64_ms']:.2f} ms"
+            name,
+            f"{run['seconds']:.2f}",
+            f"{rate:,.0f}",
+            f"{run['peak_mb']:,.0f} MB",
+            f"{run['take_64_ms']:.2f} ms",
         )
     console.print(table)
     console.print_json(json.dumps(result))

@@ -31,23 +31,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import SHAPES, free, machine, make_steps, pairs_of, peak_gib, synchronize, table, told, write_facts
+from common import (
+    SHAPES,
+    free,
+    machine,
+    make_steps,
+    pairs_of,
+    peak_gib,
+    synchronize,
+    table,
+    told,
+    write_facts,
+)
 from torch import Tensor
 
-from rather.batch import Columns, PairBatch, TokenPair
 from rather.config.pipelines import Pipeline
 from rather.config.schema import ModelArgs, TrainingArgs
 from rather.config.strategies import Layout
+from rather.data.batch import Columns, PairBatch, TokenPair
 from rather.data.pack import pack
+from rather.losses.objective import configure
 from rather.model.budget import LADDER
-from rather.model.load import DTYPES, load_divided, load_policy
 from rather.model.policy import PolicyModel
-from rather.objective import configure
-from rather.optim import Optimizer
+from rather.optim.optimizer import Optimizer
+from rather.parallel.load import DTYPES, load_divided, load_policy
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import STAGES
 from rather.parallel.tensor import check_split
-from rather.trainer import RankTrainer, Whole
+from rather.train.rank_trainer import RankTrainer, Whole
 
 BUDGET = 1024  # tokens of a micro-batch; of the yardstick's twice as many
 SCALE = 0.25  # of the lengths: sequences of up to 512 tokens
@@ -97,7 +108,9 @@ WAYS = {
     "zero_bubble": Way(pipelined("zero_bubble", 2), ("pp",), sharded=False),
     "zbv": Way(pipelined("zbv", 2), ("pp",), sharded=False),
     "1f1b, tp, cp, zero2": Way(pipelined("1f1b", 1, stage=2), ("pp", "tp", "cp")),
-    "zero3 on the host": Way(Layout(1, stage=3, host=True)),  # the slowest: the optimizer runs there
+    "zero3 on the host": Way(
+        Layout(1, stage=3, host=True)
+    ),  # the slowest: the optimizer runs there
 }
 
 
@@ -204,7 +217,9 @@ class Apart:
     weights: float
 
     def within(self, allowed: Apart, times: float) -> bool:
-        return all(mine <= times * max(vars(allowed)[n], vars(LEAST)[n]) for n, mine in vars(self).items())
+        return all(
+            mine <= times * max(vars(allowed)[n], vars(LEAST)[n]) for n, mine in vars(self).items()
+        )
 
 
 LEAST = Apart(loss=1e-6, norm=1e-5, weights=1e-4)  # ... what float32 takes two runs apart
@@ -269,7 +284,9 @@ def one_rank(device: str) -> Iterator[None]:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert dist.get_world_size() == 1, "this compares one rank with one process: --nproc-per-node 1"
+        assert dist.get_world_size() == 1, (
+            "this compares one rank with one process: --nproc-per-node 1"
+        )
         yield
     finally:
         dist.destroy_process_group()
@@ -287,7 +304,10 @@ def main() -> None:
         rows = compared(args, prepared(args, Path(folder), device))
     report(args, rows)
     bad = [name for name, row in rows.items() if row["verdict"] not in ("", "same")]
-    print(f"{len(rows) - 2 - len(bad)} of {len(rows) - 2} ways are the plain path within rounding", flush=True)
+    print(
+        f"{len(rows) - 2 - len(bad)} of {len(rows) - 2} ways are the plain path within rounding",
+        flush=True,
+    )
     sys.exit(1 if bad else 0)
 
 
@@ -298,7 +318,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=16, help="of a step")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="what it computes in; else bf16, on a CPU fp32")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="what it computes in; else bf16, on a CPU fp32"
+    )
     parser.add_argument("--json", type=Path, help="also write the results")
     args = parser.parse_args()
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
@@ -309,7 +331,9 @@ def prepared(args: argparse.Namespace, folder: Path, device: str) -> Work:
     """Random weights in a folder, seeded pairs, and the reference's log-probs."""
     shape = SHAPES[args.model]
     shape.model(DTYPES[args.dtype], device, "eager").save_pretrained(folder)
-    steps = make_steps("ultrafeedback", shape.vocabulary, steps=args.steps, pairs=args.pairs, scale=SCALE)
+    steps = make_steps(
+        "ultrafeedback", shape.vocabulary, steps=args.steps, pairs=args.pairs, scale=SCALE
+    )
     work = Work(folder, [pairs_of(step) for step in steps], device, args.dtype)
     return replace(work, known=reference_of(work))
 
@@ -329,22 +353,40 @@ def compared(args: argparse.Namespace, work: Work) -> dict[str, dict[str, Any]]:
         try:
             run, apart = attempt(WAYS[name], plain, work)
             rows[name] = row(run, apart, "same" if apart.within(allowed, ALLOWED) else "TOO FAR")
-        except Exception as error:  # one broken way must not cost the others, which took minutes of a GPU
+        except (
+            Exception
+        ) as error:  # one broken way must not cost the others, which took minutes of a GPU
             print("".join(traceback.format_exception(error)[-SHOWN_LINES:]), flush=True)
             rows[name] = {"verdict": f"{type(error).__name__}: {error}"[:200]}
         say(name, rows[name] | {"took": time.perf_counter() - began})
         if args.json:
-            write_facts(args.json, "gpu_parallel", model=args.model, steps=args.steps, dtype=args.dtype, ways=rows)
+            write_facts(
+                args.json,
+                "gpu_parallel",
+                model=args.model,
+                steps=args.steps,
+                dtype=args.dtype,
+                ways=rows,
+            )
     return rows
 
 
 def row(run: Run, apart: Apart | None = None, verdict: str = "") -> dict[str, Any]:
     numbers = vars(apart) if apart else {}
-    return {**numbers, "ms": run.milliseconds, "gib": run.peak_gib, "last loss": run.losses[-1], "verdict": verdict}
+    return {
+        **numbers,
+        "ms": run.milliseconds,
+        "gib": run.peak_gib,
+        "last loss": run.losses[-1],
+        "verdict": verdict,
+    }
 
 
 def say(name: str, facts: Mapping[str, Any]) -> None:
-    shown = (f"{key} {value:.3g}" if isinstance(value, float) else str(value) for key, value in facts.items())
+    shown = (
+        f"{key} {value:.3g}" if isinstance(value, float) else str(value)
+        for key, value in facts.items()
+    )
     print(f"{name}: {', '.join(part for part in shown if part)}", flush=True)
 
 

@@ -39,7 +39,7 @@ from common import (
 )
 from trl_peer import require_trl, run_trl
 
-from rather.batch import Columns
+from rather.data.batch import Columns
 
 LENGTHS = ("ultrafeedback", "long", "four")
 PAIRS = {"ultrafeedback": 64, "long": 32, "four": 96}  # of an optimizer step, for both
@@ -49,7 +49,12 @@ TRL_STEPS = {"0.5B": 3, "1.5B": 3, "3B": 2, "7B": 1}
 TRL_BATCH = {"0.5B": 16, "1.5B": 8, "3B": 8, "7B": 4}  # pairs; the fastest found on an H200
 TRL_BATCH_LONG = {"0.5B": 8, "1.5B": 4, "3B": 4, "7B": 1}
 GOAL_MFU = {"0.5B": 0.38, "1.5B": 0.48, "3B": 0.51, "7B": 0.51}
-GOAL_RATIO = {"0.5B": (5.0, 6.5), "1.5B": (2.4, 3.2), "3B": (2.3, 3.1), "7B": (2.3, 3.1)}  # UltraFeedback-like
+GOAL_RATIO = {
+    "0.5B": (5.0, 6.5),
+    "1.5B": (2.4, 3.2),
+    "3B": (2.3, 3.1),
+    "7B": (2.3, 3.1),
+}  # UltraFeedback-like
 WARM_UP = 2
 
 
@@ -66,7 +71,9 @@ def main() -> None:
     def add(cell: Cell) -> None:
         cell.rate(shape, work[cell.lengths])
         cells.append(cell)
-        write_json(path, "gpu_vs_trl", cells, model=args.model, weights=shape.weights, speed_of_light=light)
+        write_json(
+            path, "gpu_vs_trl", cells, model=args.model, weights=shape.weights, speed_of_light=light
+        )
         print(line(cell), flush=True)
 
     if args.only != "trl":
@@ -81,22 +88,38 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=[name for name in SHAPES if name != "15M"], required=True)
+    parser.add_argument(
+        "--model", choices=[name for name in SHAPES if name != "15M"], required=True
+    )
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--only", choices=("ours", "trl"))
-    parser.add_argument("--default", action="store_true", help="also TRL's own defaults (UltraFeedback-like lengths)")
-    parser.add_argument("--profile", action="store_true", help="where the time of one of our steps goes")
+    parser.add_argument(
+        "--default",
+        action="store_true",
+        help="also TRL's own defaults (UltraFeedback-like lengths)",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="where the time of one of our steps goes"
+    )
     parser.add_argument("--lean", action="store_true", help="ours with precision: lean")
-    parser.add_argument("--offload", action="store_true", help="our reference on the host, as reference.offload: on")
+    parser.add_argument(
+        "--offload", action="store_true", help="our reference on the host, as reference.offload: on"
+    )
     parser.add_argument("--eager", action="store_true", help="ours without torch.compile")
-    parser.add_argument("--budget", type=int, help="tokens of our micro-batches; else chosen by memory")
-    parser.add_argument("--recompute", choices=("none", "half", "selective", "full"), help="else chosen by memory")
+    parser.add_argument(
+        "--budget", type=int, help="tokens of our micro-batches; else chosen by memory"
+    )
+    parser.add_argument(
+        "--recompute", choices=("none", "half", "selective", "full"), help="else chosen by memory"
+    )
     parser.add_argument("--steps", type=int, help="measured steps of ours")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
-def measured_steps(args: argparse.Namespace, lengths: str, *, seed: int = 0, **options: Any) -> list[list[Any]]:
+def measured_steps(
+    args: argparse.Namespace, lengths: str, *, seed: int = 0, **options: Any
+) -> list[list[Any]]:
     pairs = (PAIRS_7B if args.model == "7B" else PAIRS)[lengths]
     count = options.pop("steps", args.steps or STEPS[args.model])
     vocabulary = SHAPES[args.model].vocabulary
@@ -109,7 +132,9 @@ def or_failed(cell: Cell, measure: Callable[[], None]) -> Cell:
         measure()
     except torch.OutOfMemoryError:
         cell.failed = "OOM"
-    except Exception as error:  # one broken cell must not cost the others, which took minutes of a GPU
+    except (
+        Exception
+    ) as error:  # one broken cell must not cost the others, which took minutes of a GPU
         cell.failed = f"{type(error).__name__}: {error}"[:300]
     return cell
 
@@ -137,11 +162,15 @@ def our_cells(args: argparse.Namespace, work: dict[str, list[Any]]) -> Iterator[
             engine.forget_reference()
 
 
-def prepared(args: argparse.Namespace, engine: Ours | None, reference: str, steps: Sequence[Step]) -> Ours:
+def prepared(
+    args: argparse.Namespace, engine: Ours | None, reference: str, steps: Sequence[Step]
+) -> Ours:
     """An engine with its micro-batches planned for these pairs and the memory that is free now."""
     if engine is None:
         compiled, online = not args.eager, reference == "online"
-        engine = ours(SHAPES[args.model], "cuda", reference=online, lean=args.lean, compiled=compiled)
+        engine = ours(
+            SHAPES[args.model], "cuda", reference=online, lean=args.lean, compiled=compiled
+        )
     if args.offload and engine.reference:
         engine.reference.park()
     engine.plan(steps, tokens=args.budget, recompute=args.recompute)
@@ -160,7 +189,9 @@ def run_ours(args: argparse.Namespace, engine: Ours, cell: Cell, steps: Sequence
         except torch.OutOfMemoryError:
             if engine.budget < 4096:
                 raise
-        if not cell.seconds:  # as the pipeline does; here, where the exception holds nothing any more
+        if (
+            not cell.seconds
+        ):  # as the pipeline does; here, where the exception holds nothing any more
             engine.policy.forget()
             free()
             engine.halve()
@@ -179,22 +210,31 @@ KINDS = {  # parts of kernel names, first match counts
 }
 
 
-def profiled(engine: Ours, steps: Sequence[Step], known: Sequence[Columns] | None, vocabulary: int) -> dict[str, float]:
+def profiled(
+    engine: Ours, steps: Sequence[Step], known: Sequence[Columns] | None, vocabulary: int
+) -> dict[str, float]:
     """Milliseconds of one step by kind of kernel, and those in which the GPU had nothing to do."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True
+    ) as profiler:
         (wall, _), *_ = engine.run(steps, known)
         synchronize()
     split = dict.fromkeys([*KINDS, "head products", "elementwise"], 0.0)
     names: dict[str, float] = {}
     for event in profiler.events():
         if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
-            kind = next((k for k, parts in KINDS.items() if any(p in event.name.lower() for p in parts)), "elementwise")
+            kind = next(
+                (k for k, parts in KINDS.items() if any(p in event.name.lower() for p in parts)),
+                "elementwise",
+            )
             split[kind] += event.self_device_time_total / 1e3
             names[event.name] = names.get(event.name, 0.0) + event.self_device_time_total / 1e3
     for average in profiler.key_averages(group_by_input_shape=True):
-        if average.key in ("aten::mm", "aten::addmm") and any(vocabulary in s for s in average.input_shapes if s):
+        if average.key in ("aten::mm", "aten::addmm") and any(
+            vocabulary in s for s in average.input_shapes if s
+        ):
             split["head products"] += average.self_device_time_total / 1e3
     split["matrix products"] -= split["head products"]
     split["gaps"] = wall * 1e3 - sum(split.values())
@@ -215,11 +255,17 @@ def trl_cells(args: argparse.Namespace, work: dict[str, list[Any]]) -> Iterator[
             yield trl_cell(args, lengths, reference, variant, steps)
 
 
-def trl_cell(args: argparse.Namespace, lengths: str, reference: str, variant: str, steps: Sequence[Step]) -> Cell:
+def trl_cell(
+    args: argparse.Namespace, lengths: str, reference: str, variant: str, steps: Sequence[Step]
+) -> Cell:
     cell = Cell(f"TRL, {variant}", lengths, reference, len_pairs(steps))
     count = 1 if args.model == "3B" and lengths != "ultrafeedback" else TRL_STEPS[args.model]
     warm = measured_steps(args, lengths, seed=1, steps=1, scale=0.25)
-    batch = (TRL_BATCH_LONG if lengths == "long" else TRL_BATCH)[args.model] if variant != "default" else 8
+    batch = (
+        (TRL_BATCH_LONG if lengths == "long" else TRL_BATCH)[args.model]
+        if variant != "default"
+        else 8
+    )
 
     def measure() -> None:
         run = run_trl(
@@ -244,7 +290,9 @@ def len_pairs(steps: Sequence[Step]) -> int:
 
 
 def line(cell: Cell) -> str:
-    numbers = f"{cell.pairs_per_second:.4g} pairs/s, MFU {cell.mfu or 0:.1%}, {cell.peak_gib:.4g} GiB"
+    numbers = (
+        f"{cell.pairs_per_second:.4g} pairs/s, MFU {cell.mfu or 0:.1%}, {cell.peak_gib:.4g} GiB"
+    )
     return f"{cell.system}, {cell.lengths}, {cell.reference}: {cell.failed or numbers} ({cell.settings})"
 
 
@@ -252,7 +300,9 @@ def report(args: argparse.Namespace, cells: Sequence[Cell], light: dict[str, flo
     rows = []
     for cell in cells:
         best = [c for c in cells if c.lengths == cell.lengths and c.system == "TRL, best"]
-        precomputed = [c for c in cells if c.lengths == cell.lengths and c.system == "TRL, precomputed"]
+        precomputed = [
+            c for c in cells if c.lengths == cell.lengths and c.system == "TRL, precomputed"
+        ]
         beside = cell.system == "ours" and cell.reference == "cached"
         goal = None
         if cell.system == "ours" and cell.lengths == "ultrafeedback":
@@ -281,7 +331,17 @@ def report(args: argparse.Namespace, cells: Sequence[Cell], light: dict[str, flo
     ratios = ("x light", "x TRL", "x TRL precomp.", "goal")
     table(
         title,
-        ("pairs", "system", "reference", "pairs/s", "strict MFU", *ratios, "peak GiB", "a step", "settings"),
+        (
+            "pairs",
+            "system",
+            "reference",
+            "pairs/s",
+            "strict MFU",
+            *ratios,
+            "peak GiB",
+            "a step",
+            "settings",
+        ),
         rows,
     )
     for cell in cells:

@@ -27,26 +27,45 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from common import RESULTS, Shape, anonymous_mib, known_columns, machine, ours, table, told, write_facts
+from common import (
+    RESULTS,
+    Shape,
+    anonymous_mib,
+    known_columns,
+    machine,
+    ours,
+    table,
+    told,
+    write_facts,
+)
 from numpy.typing import NDArray
 
 from rather.data.cache import BATCH_ROWS, BatchWriter
 from rather.data.pack import pack
 from rather.data.pairs import PairDataset, PairFile
 from rather.data.sampler import Order
-from rather.data.worker import SCHEMA
+from rather.data.tokenize_worker import SCHEMA
 
 TINY = Shape("llama", 32, 2, 2, 2, 64, 256, True)
 BATCH = 64
 BUDGET = 4096
-MEANS = {"prompt": 20, "chosen": 32, "rejected": 29}  # a tenth of UltraFeedback's, so that a million fit a small disk
+MEANS = {
+    "prompt": 20,
+    "chosen": 32,
+    "rejected": 29,
+}  # a tenth of UltraFeedback's, so that a million fit a small disk
 ALLOWED = 0.10
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", nargs="+", type=int, default=[1_000, 10_000, 100_000, 1_000_000])
-    parser.add_argument("--steps", type=int, default=160, help="driver's steps of each size; a quarter of them train")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=160,
+        help="driver's steps of each size; a quarter of them train",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / "growth.json")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -80,23 +99,35 @@ def write_pairs(path: Path, count: int) -> Path:
 
 def record_batch(draw: np.random.Generator, first: int, end: int) -> Any:
     rows = end - first
-    lengths = {name: draw.integers(mean // 2, mean + mean // 2 + 1, rows) for name, mean in MEANS.items()}
+    lengths = {
+        name: draw.integers(mean // 2, mean + mean // 2 + 1, rows) for name, mean in MEANS.items()
+    }
     columns: dict[str, Any] = {name: lists(lengths[name], draw) for name in MEANS}
     for side in ("chosen", "rejected"):
         spans = np.stack([lengths["prompt"], lengths["prompt"] + lengths[side]], axis=1)
         offsets = np.arange(0, 2 * rows + 1, 2, dtype=np.int32)
-        columns[f"{side}_scored"] = pa.ListArray.from_arrays(offsets, spans.astype(np.int32).ravel())
+        columns[f"{side}_scored"] = pa.ListArray.from_arrays(
+            offsets, spans.astype(np.int32).ravel()
+        )
     numbers = np.arange(first, end)
-    columns |= {"weight": np.ones(rows), "margin": np.full(rows, np.nan), "soft_label": np.full(rows, np.nan)}
+    columns |= {
+        "weight": np.ones(rows),
+        "margin": np.full(rows, np.nan),
+        "soft_label": np.full(rows, np.nan),
+    }
     columns |= {"id": pa.array([""] * rows), "source": np.zeros(rows, np.int32), "number": numbers}
     hashes = [field.name for field in SCHEMA if field.type == pa.uint64()]
     columns |= {name: numbers.astype(np.uint64) for name in hashes}
-    return pa.record_batch([pa.array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
+    return pa.record_batch(
+        [pa.array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA
+    )
 
 
 def lists(lengths: NDArray[np.int64], draw: np.random.Generator) -> Any:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, draw.integers(3, TINY.vocabulary, offsets[-1], dtype=np.int32))
+    return pa.ListArray.from_arrays(
+        offsets, draw.integers(3, TINY.vocabulary, offsets[-1], dtype=np.int32)
+    )
 
 
 def measured(path: Path, steps: int) -> dict[str, float]:
@@ -183,7 +214,11 @@ def report(results: Sequence[dict[str, float]]) -> None:
         "driver_mib": "driver's data MiB",
         "process_mib": "driver peak MiB",
     }
-    table("cost per token by size", list(names.values()), [[result[key] for key in names] for result in results])
+    table(
+        "cost per token by size",
+        list(names.values()),
+        [[result[key] for key in names] for result in results],
+    )
     for key, spread in spreads(results).items():
         verdict = "flat" if spread <= ALLOWED else f"NOT within {ALLOWED:.0%}"
         print(f"{names[key]}: {spread:.1%} between the smallest and the largest, {verdict}")

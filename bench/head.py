@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, SHAPES, Shape, free, machine, milliseconds, peak_mib, table, told, write_facts
+from common import (
+    RESULTS,
+    SHAPES,
+    Shape,
+    free,
+    machine,
+    milliseconds,
+    peak_mib,
+    table,
+    told,
+    write_facts,
+)
 from torch import Tensor
 
 from rather.model.head import token_logps
@@ -53,7 +64,10 @@ def main() -> None:
     print(told(machine()), flush=True)
     rows: list[tuple[Any, ...]] = []
     for name in args.shapes:
-        rows += [(name, args.rows, *row) for row in measured(SHAPES[name], args.rows, device, args.repeats)]
+        rows += [
+            (name, args.rows, *row)
+            for row in measured(SHAPES[name], args.rows, device, args.repeats)
+        ]
         write_facts(args.json, "head", columns=COLUMNS, rows=rows)
     table("head, forward and backward", COLUMNS, rows)
 
@@ -62,7 +76,9 @@ def measured(shape: Shape, rows: int, device: str, repeats: int) -> list[tuple[A
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hidden = torch.randn(rows, shape.hidden, device=device, dtype=dtype, requires_grad=True)
-    weight = (torch.randn(shape.vocabulary, shape.hidden, device=device, dtype=dtype) * 0.02).requires_grad_()
+    weight = (
+        torch.randn(shape.vocabulary, shape.hidden, device=device, dtype=dtype) * 0.02
+    ).requires_grad_()
     targets = torch.randint(shape.vocabulary, (rows,), device=device)
     grad = torch.randn(rows, device=device)
     flops = 3 * 2 * shape.head_weights * rows

@@ -30,16 +30,16 @@ from common import RESULTS, SHAPES, Shape, machine, table, told, write_facts
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rather.checkpoint.sharded_tensors import Place
 from rather.config.schema import ActorConfig, TrainingArgs
 from rather.config.strategies import Layout, layout
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
-from rather.optim import Optimizer
+from rather.optim.optimizer import Optimizer
 from rather.parallel import apply
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import counted, local, places, units
 from rather.parallel.stages import Stages
-from rather.pieces import Place
 
 ALLOWED_GIB = 1.0  # of a process that lays out 70B
 COMPUTE = torch.bfloat16
@@ -121,9 +121,17 @@ class Held:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--every-rank", action="store_true", help="not only the first, last and middle ones")
+    parser.add_argument(
+        "--every-rank", action="store_true", help="not only the first, last and middle ones"
+    )
     parser.add_argument("--processes", type=int, default=2, help="ranks that are built at a time")
-    parser.add_argument("--json", nargs="?", type=Path, const=RESULTS / "layouts.json", help="also write the results")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        type=Path,
+        const=RESULTS / "layouts.json",
+        help="also write the results",
+    )
     args = parser.parse_args()
     print(told(machine()), flush=True)
     results = []
@@ -155,13 +163,15 @@ def chosen_ranks(plan: Layout) -> list[int]:
 def laid_out(shape: Shape, plan: Layout, ranks: Iterable[int], processes: int = 2) -> list[Held]:
     """A process for each rank: torch remembers the meshes of a process, with the place of its first rank in them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline", *(f"transformers.models.{f}.modeling_{f}" for f in FAMILIES)])
+    context.set_forkserver_preload(
+        ["rather.pipeline.pipeline", *(f"transformers.models.{f}.modeling_{f}" for f in FAMILIES)]
+    )
     with context.Pool(processes, maxtasksperchild=1) as pool:
         return pool.map(partial(rank_of, shape, plan), ranks, chunksize=1)
 
 
 def rank_of(shape: Shape, plan: Layout, rank: int) -> Held:
-    """Builds what a rank holds, as rather.model.load.load_divided does but for reading the weights."""
+    """Builds what a rank holds, as rather.parallel.load.load_divided does but for reading the weights."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     apply.check_split = _unchecked  # type: ignore[assignment]
@@ -170,7 +180,9 @@ def rank_of(shape: Shape, plan: Layout, rank: int) -> Held:
     dtype = torch.float32 if apply.shards(mesh) else COMPUTE
     policy = PolicyModel(shape.model(dtype, "meta", IMPLEMENTATION))
     divided = apply.divide(policy, mesh, plan, compute=COMPUTE)
-    optimizer = Optimizer(divided.named_parameters(), TrainingArgs(), schedule=lambda _: 0.0, max_grad_norm=1.0)
+    optimizer = Optimizer(
+        divided.named_parameters(), TrainingArgs(), schedule=lambda _: 0.0, max_grad_norm=1.0
+    )
     held = _held(divided, optimizer, mesh, plan, rank, began)
     dist.destroy_process_group()
     return held
@@ -181,13 +193,21 @@ def _unchecked(*_args: Any, **_options: Any) -> None:
 
 
 def _held(
-    divided: PolicyModel | Stages, optimizer: Optimizer, mesh: Mesh, plan: Layout, rank: int, began: float
+    divided: PolicyModel | Stages,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    plan: Layout,
+    rank: int,
+    began: float,
 ) -> Held:
     own, mine = places(divided, mesh), counted(divided, mesh)
     weights = dict(divided.named_parameters())
     # torch's pipelines divide neither gradients nor gathered weights before the last micro-batch of a step.
     whole_gradients, kept = plan.stage == 1 or plan.pp > 1, plan.stage < 3 or plan.pp > 1
-    sums = [parameter.numel() if whole_gradients else local(parameter).numel() for parameter in weights.values()]
+    sums = [
+        parameter.numel() if whole_gradients else local(parameter).numel()
+        for parameter in weights.values()
+    ]
     sizes = _unit_sizes(divided)
     return Held(
         rank,
@@ -198,7 +218,9 @@ def _held(
         optimizer=sum(_beside(state) for state in optimizer._states.values()),
         largest_unit=max(sizes, default=0),
         gathered=sum(sizes) if kept else sum(sorted(sizes)[-3:]),
-        in_memory=sum(_bytes(local(parameter)) for parameter in weights.values() if not parameter.is_meta),
+        in_memory=sum(
+            _bytes(local(parameter)) for parameter in weights.values() if not parameter.is_meta
+        ),
         peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         seconds=time.perf_counter() - began,
         pieces={name: own[name] for name in own if name in mine},
@@ -208,18 +230,26 @@ def _held(
 def _unit_sizes(divided: nn.Module) -> list[int]:
     """Bytes of each unit that FSDP gathers, without the units inside it."""
     parts = [module for module in divided.modules() if isinstance(module, PolicyModel)]
-    found: list[nn.Module] = [unit for part in parts for unit in units(part) if isinstance(unit, nn.Module)]
+    found: list[nn.Module] = [
+        unit for part in parts for unit in units(part) if isinstance(unit, nn.Module)
+    ]
     sizes = []
     for unit in found:
         inside = [module for module in unit.modules() if module in found and module is not unit]
         inner = {id(parameter) for module in inside for parameter in module.parameters()}
-        sizes.append(COMPUTE.itemsize * sum(p.numel() for p in unit.parameters() if id(p) not in inner))
+        sizes.append(
+            COMPUTE.itemsize * sum(p.numel() for p in unit.parameters() if id(p) not in inner)
+        )
     return sizes
 
 
 def _beside(state: Any) -> int:
     """Bytes of what the optimizer keeps beside a parameter."""
-    kept = [value for value in vars(state).values() if isinstance(value, Tensor) and value is not state.parameter]
+    kept = [
+        value
+        for value in vars(state).values()
+        if isinstance(value, Tensor) and value is not state.parameter
+    ]
     return sum(_bytes(tensor) for tensor in kept if tensor.ndim)
 
 
@@ -253,23 +283,47 @@ def assert_tiled(whole: dict[str, tuple[int, ...]], ranks: Sequence[dict[str, Pl
     for name, shape in whole.items():
         found = [rank[name] for rank in ranks if name in rank and prod(rank[name].sizes)]
         assert all(place.whole == shape for place in found), name
-        assert sum(prod(place.sizes) for place in found) == prod(shape), f"{name}: a gap, or two that count it"
+        assert sum(prod(place.sizes) for place in found) == prod(shape), (
+            f"{name}: a gap, or two that count it"
+        )
         for number, place in enumerate(found):
-            assert not any(place.overlap(other) for other in found[:number]), f"{name}: two ranks count the same"
+            assert not any(place.overlap(other) for other in found[:number]), (
+                f"{name}: two ranks count the same"
+            )
     assert all(rank.keys() <= whole.keys() for rank in ranks), "a piece of nothing"
 
 
 # --- reports ---
 
 
-def report(title: str, done: Iterable[tuple[dict[str, Any], Layout, list[Held]]], *, every: bool) -> None:
+def report(
+    title: str, done: Iterable[tuple[dict[str, Any], Layout, list[Held]]], *, every: bool
+) -> None:
     sizes = ("weights", "gradients", "optimizer", "gathered", "all", "largest unit")
-    columns = ("layout", "rank", "stage", "parameters M", *(f"{size} GiB" for size in sizes), "process GiB")
+    columns = (
+        "layout",
+        "rank",
+        "stage",
+        "parameters M",
+        *(f"{size} GiB" for size in sizes),
+        "process GiB",
+    )
     rows = []
     for written, plan, held in done:
-        shown = held if every and plan.devices <= 8 else [h for h in held if h.rank in chosen_ranks(plan)]
+        shown = (
+            held
+            if every and plan.devices <= 8
+            else [h for h in held if h.rank in chosen_ranks(plan)]
+        )
         for each in shown:
-            numbers = (each.weights, each.gradients, each.optimizer, each.gathered, each.total, each.largest_unit)
+            numbers = (
+                each.weights,
+                each.gradients,
+                each.optimizer,
+                each.gathered,
+                each.total,
+                each.largest_unit,
+            )
             label = spelled(written, plan) if each is shown[0] else ""
             gib = [number / 2**30 for number in numbers]
             rows.append((label, each.rank, each.stage, each.parameters / 1e6, *gib, each.peak_gib))
@@ -278,7 +332,9 @@ def report(title: str, done: Iterable[tuple[dict[str, Any], Layout, list[Held]]]
 
 def spelled(written: dict[str, Any], plan: Layout) -> str:
     """The name, the degrees it became, and what is divided where."""
-    degrees = [f"{axis}{size}" for axis in ("dp", "tp", "pp", "cp") if (size := getattr(plan, axis)) > 1]
+    degrees = [
+        f"{axis}{size}" for axis in ("dp", "tp", "pp", "cp") if (size := getattr(plan, axis)) > 1
+    ]
     more = [f"{plan.dp // plan.shard} x {plan.shard}"] if 1 < plan.shard < plan.dp else []
     more += [f"{plan.virtual} stages a rank"] if plan.virtual > 1 else []
     more += ["sequence parallel"] if plan.sequence_parallel else []
@@ -286,9 +342,19 @@ def spelled(written: dict[str, Any], plan: Layout) -> str:
     return ", ".join([f"{written['strategy_name']} {' '.join(degrees)}", *more])
 
 
-def as_json(model: str, written: dict[str, Any], plan: Layout, held: Sequence[Held]) -> dict[str, Any]:
-    ranks = [{key: value for key, value in asdict(each).items() if key != "pieces"} for each in held]
-    return {"model": model, "devices": plan.devices, "strategy_args": written, "became": plan.told(), "ranks": ranks}
+def as_json(
+    model: str, written: dict[str, Any], plan: Layout, held: Sequence[Held]
+) -> dict[str, Any]:
+    ranks = [
+        {key: value for key, value in asdict(each).items() if key != "pieces"} for each in held
+    ]
+    return {
+        "model": model,
+        "devices": plan.devices,
+        "strategy_args": written,
+        "became": plan.told(),
+        "ranks": ranks,
+    }
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ import torch
 import yaml
 from rich.console import Console
 
+from rather.commands.demo.base import hide_progress_bars, sample
+from rather.commands.demo.run import ACCURACY, SEED, write_base, write_run
+from rather.commands.demo.shop import Query, manner_of, on_topic, queries
 from rather.config.load import config_from_dict, load
 from rather.config.schema import DPOConfig
-from rather.demo.base import hide_progress_bars, sample
-from rather.demo.run import ACCURACY, SEED, write_base, write_run
-from rather.demo.shop import Query, manner_of, on_topic, queries
-from rather.losses import LOSSES
-from rather.pipeline import DPOPipeline
+from rather.losses.losses import LOSSES
+from rather.pipeline.pipeline import DPOPipeline
 from rather.recipes import find_recipe
 
 RECIPES = {
@@ -71,10 +71,16 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("losses", nargs="*", metavar="LOSS", help=f"of {', '.join(RECIPES)}; all when none is named")
+    parser.add_argument(
+        "losses", nargs="*", metavar="LOSS", help=f"of {', '.join(RECIPES)}; all when none is named"
+    )
     parser.add_argument("--out", type=Path, default=Path("output/bench-losses"))
-    parser.add_argument("--max-steps", type=int, help="end each run early, to try the script out: 8 or more")
-    parser.add_argument("--write", type=Path, help="a page with the markers, such as docs/losses/results.md")
+    parser.add_argument(
+        "--max-steps", type=int, help="end each run early, to try the script out: 8 or more"
+    )
+    parser.add_argument(
+        "--write", type=Path, help="a page with the markers, such as docs/losses/results.md"
+    )
     args = parser.parse_args()
     unknown = [name for name in args.losses if name not in RECIPES]
     if unknown:
@@ -86,7 +92,11 @@ def main() -> int:
     results = []
     for name in args.losses or RECIPES:
         results.append(train(args.out, name, held_out, args.max_steps))
-        print(f"{name}: accuracy {results[-1].accuracy:.3f}, {results[-1].seconds:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{name}: accuracy {results[-1].accuracy:.3f}, {results[-1].seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     text = markdown(results, base, len(held_out))
     print(text)
     (args.out / "results.md").write_text(text, encoding="utf-8")
@@ -120,7 +130,13 @@ def config_of(out: Path, name: str, max_steps: int | None) -> DPOConfig:
     """The demo's run with another loss."""
     values = yaml.safe_load((out / "dpo.yaml").read_text(encoding="utf-8"))
     del values["beta"]
-    own = {"exp_name": name, "track_with": None, "overwrite": True, "save_steps": None, "max_steps": max_steps}
+    own = {
+        "exp_name": name,
+        "track_with": None,
+        "overwrite": True,
+        "save_steps": None,
+        "max_steps": max_steps,
+    }
     return config_from_dict(values | own | loss_settings(name))
 
 
@@ -132,10 +148,14 @@ def train(out: Path, name: str, held_out: Sequence[Query], max_steps: int | None
     seconds = time.perf_counter() - began
     if code:
         raise SystemExit(f"{name}: the run ended with exit code {code}")
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     accuracy = [line[ACCURACY] for line in lines if ACCURACY in line][-1]
     numbers = ", ".join(f"{key} {value}" for key, value in settings.items() if key != "pref_loss")
-    return Result(name, RECIPES[name], numbers, accuracy, *judged(config.run_dir / "model", held_out), seconds)
+    return Result(
+        name, RECIPES[name], numbers, accuracy, *judged(config.run_dir / "model", held_out), seconds
+    )
 
 
 def judged(folder: Path, held_out: Sequence[Query]) -> tuple[float, float]:

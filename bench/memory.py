@@ -20,7 +20,7 @@ import torch
 from common import RESULTS, SHAPES, Shape, free, machine, ours, peak_mib, table, told, write_facts
 from torch import Tensor
 
-from rather.batch import PairBatch, TokenPair
+from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.model.layers import LEVELS, arrange_layers
 
@@ -32,7 +32,9 @@ STATES = ("precision", "bytes a weight", "with bf16 weights and gradients", "GiB
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=list(SHAPES), default="1.5B" if device == "cuda" else "15M")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), default="1.5B" if device == "cuda" else "15M"
+    )
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--json", type=Path, default=RESULTS / f"memory_{device}.json")
     args = parser.parse_args()
@@ -66,15 +68,22 @@ def activation_rows(shape: Shape, device: str, *, compiled: bool) -> Iterator[tu
 
 def state_row(shape: Shape, device: str, *, lean: bool) -> tuple[Any, ...]:
     from rather.config.schema import TrainingArgs
-    from rather.optim import Optimizer
+    from rather.optim.optimizer import Optimizer
 
     free()
     model = shape.model(torch.bfloat16, device, "sdpa")
     count = sum(p.numel() for p in model.parameters())
     optimizer = Optimizer(
-        model.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-6, max_grad_norm=1.0, lean=lean
+        model.named_parameters(),
+        TrainingArgs(),
+        schedule=lambda _: 1e-6,
+        max_grad_norm=1.0,
+        lean=lean,
     )
-    loss = sum((parameter.float().sum() for parameter in model.parameters()), torch.zeros((), device=device))
+    loss = sum(
+        (parameter.float().sum() for parameter in model.parameters()),
+        torch.zeros((), device=device),
+    )
     torch.autograd.backward(loss)  # so that hooks on gradients run
     optimizer.step(1.0)
     optimizer.zero_grad()
@@ -103,7 +112,9 @@ def nearly_all_answer(shape: Shape, tokens: int) -> PairBatch:
     draw = np.random.default_rng(0)
     pairs = []
     for _ in range(tokens // 512):
-        prompt, chosen, rejected = (draw.integers(3, shape.vocabulary, n, dtype=np.int32) for n in (8, 252, 252))
+        prompt, chosen, rejected = (
+            draw.integers(3, shape.vocabulary, n, dtype=np.int32) for n in (8, 252, 252)
+        )
         pairs.append(TokenPair(prompt, chosen, rejected, ((8, 260),), ((8, 260),)))
     (batch,) = pack(pairs, tokens)
     return batch

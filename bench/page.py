@@ -31,7 +31,9 @@ def main() -> None:
 def filled(page: str) -> str:
     """The page with each table between its two markers made anew."""
     for name, text in tables().items():
-        page = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL)
+        page = re.sub(
+            rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL
+        )
     return page
 
 
@@ -41,7 +43,16 @@ def tables() -> dict[str, str]:
 
 
 def gpu_table() -> Iterator[str]:
-    names = ("", "pairs", "reference", "pairs/s", "strict MFU", "x light", "x TRL + Liger", "x TRL precomputed")
+    names = (
+        "",
+        "pairs",
+        "reference",
+        "pairs/s",
+        "strict MFU",
+        "x light",
+        "x TRL + Liger",
+        "x TRL precomputed",
+    )
     yield from heading(*names, "GiB, ours / TRL", "ours ran with")
     for model in MODELS:
         cells = read(f"gpu_vs_trl_{model}.json")
@@ -49,7 +60,11 @@ def gpu_table() -> Iterator[str]:
             for reference in ("online", "cached"):
                 mine = cells["ours", lengths, reference]
                 best = cells.get(("TRL, best", lengths, "online"))
-                beside = cells.get(("TRL, precomputed", lengths, "cached")) if reference == "cached" else None
+                beside = (
+                    cells.get(("TRL, precomputed", lengths, "cached"))
+                    if reference == "cached"
+                    else None
+                )
                 yield (
                     f"| {model} | {told} | {reference} | {mine['pairs_per_second']:.1f} | {mine['mfu']:.1%} | "
                     f"{mine['of_light']:.2f} | {times(mine, best)} | {times(mine, beside)} | "
@@ -59,10 +74,18 @@ def gpu_table() -> Iterator[str]:
 
 def cpu_table() -> Iterator[str]:
     cells = read("cpu_vs_trl.json")
-    names = ("pairs", "reference", "ours, pairs/s", "x TRL, its defaults", "x TRL, its best settings")
+    names = (
+        "pairs",
+        "reference",
+        "ours, pairs/s",
+        "x TRL, its defaults",
+        "x TRL, its best settings",
+    )
     yield from heading(*names, "GiB, ours / TRL best")
     for lengths in ("ultrafeedback", "long"):
-        default, best = (cells.get(("TRL, " + kind, lengths, "online")) for kind in ("defaults", "best settings"))
+        default, best = (
+            cells.get(("TRL, " + kind, lengths, "online")) for kind in ("defaults", "best settings")
+        )
         for reference in ("online", "cached"):
             mine = cells["ours", lengths, reference]
             yield (
@@ -73,7 +96,9 @@ def cpu_table() -> Iterator[str]:
 
 def growth_table() -> Iterator[str]:
     found = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
-    yield from heading("pairs", "driver, us a token", "with training, us a token", "driver's memory, MiB")
+    yield from heading(
+        "pairs", "driver, us a token", "with training, us a token", "driver's memory, MiB"
+    )
     for row in found["results"]:
         yield f"| {row['pairs']:,} | {row['driver_us']:.2f} | {row['training_us']:.1f} | {row['process_mib']:.0f} |"
 

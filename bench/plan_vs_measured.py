@@ -49,21 +49,30 @@ from common import (
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig, TrainingArgs
 from rather.data.pack import pack
+from rather.losses.objective import configure
 from rather.model.budget import LADDER, choose_budget
-from rather.model.load import compute_dtype, freeze
 from rather.model.policy import PolicyModel
 from rather.model.sizes import few_layers, sizes_of
-from rather.objective import configure
-from rather.optim import Optimizer, schedule
+from rather.optim.optimizer import Optimizer, schedule
+from rather.parallel.load import compute_dtype, freeze
 from rather.plan.calibrate import measured_speed
 from rather.plan.forecast import Forecast, Pairs, forecast
 from rather.plan.measured import Peak
 from rather.plan.memory import Device
-from rather.trainer import RankTrainer
+from rather.train.rank_trainer import RankTrainer
 
 PAGE = Path(__file__).parent.parent / "docs" / "plan.md"
 WARM_UP, MEASURED = 1, 2
-COLUMNS = ("configuration", "GiB forecast", "measured", "error", "s a step forecast", "measured", "error", "fits")
+COLUMNS = (
+    "configuration",
+    "GiB forecast",
+    "measured",
+    "error",
+    "s a step forecast",
+    "measured",
+    "error",
+    "fits",
+)
 
 
 @dataclass(frozen=True)
@@ -127,10 +136,16 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/plan.md and run nothing")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table into docs/plan.md and run nothing"
+    )
     parser.add_argument("--only", help="one configuration by its name")
-    parser.add_argument("--train", help="only trains this configuration, and writes what was measured")
-    parser.add_argument("--seconds", type=float, default=240.0, help="configurations after it are left out")
+    parser.add_argument(
+        "--train", help="only trains this configuration, and writes what was measured"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=240.0, help="configurations after it are left out"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.page:
@@ -154,7 +169,9 @@ def main() -> None:
     print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 
-def train_in_child(_config: DPOConfig, case: Case, _kind: str, _steps: list[list[Any]], row: Row) -> None:
+def train_in_child(
+    _config: DPOConfig, case: Case, _kind: str, _steps: list[list[Any]], row: Row
+) -> None:
     """In a process of its own, whose resident set is that of this configuration alone."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "row.json"
@@ -184,8 +201,16 @@ def measured(case: Case, kind: str, train_it: Callable[..., None]) -> Row:
             config = config_of(case, Path(folder))
             steps = steps_of(case)
             plan = planned(config, case, kind, steps)
-            row.forecast_bytes, row.forecast_seconds = plan.parts.total, plan.seconds.total if plan.seconds else 0.0
-            row.more = {"parts": asdict(plan.parts), "fits": plan.fits, "speed": plan.speed, **asdict(plan.chosen)}
+            row.forecast_bytes, row.forecast_seconds = (
+                plan.parts.total,
+                plan.seconds.total if plan.seconds else 0.0,
+            )
+            row.more = {
+                "parts": asdict(plan.parts),
+                "fits": plan.fits,
+                "speed": plan.speed,
+                **asdict(plan.chosen),
+            }
             free()
             train_it(config, case, kind, steps, row)
     except Exception as error:
@@ -220,7 +245,9 @@ def config_of(case: Case, folder: Path) -> DPOConfig:
     }
     (model / "config.json").write_text(json.dumps(values), encoding="utf-8")
     (folder / "pairs.jsonl").write_text("{}\n", encoding="utf-8")
-    strategy = {"strategy_config": {"recompute_granularity": case.recompute}} if case.recompute else {}
+    strategy = (
+        {"strategy_config": {"recompute_granularity": case.recompute}} if case.recompute else {}
+    )
     return config_from_dict(
         {
             "exp_name": "plan",
@@ -243,8 +270,14 @@ def config_of(case: Case, folder: Path) -> DPOConfig:
 
 def steps_of(case: Case) -> list[list[Any]]:
     """Pairs of a step to warm up with, and of those that are measured."""
-    options: dict[str, Any] = {"steps": WARM_UP + MEASURED, "pairs": case.pairs, "scale": case.scale}
-    return [pairs_of(step) for step in make_steps("ultrafeedback", shape_of(case).vocabulary, **options)]
+    options: dict[str, Any] = {
+        "steps": WARM_UP + MEASURED,
+        "pairs": case.pairs,
+        "scale": case.scale,
+    }
+    return [
+        pairs_of(step) for step in make_steps("ultrafeedback", shape_of(case).vocabulary, **options)
+    ]
 
 
 def planned(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]]) -> Forecast:
@@ -256,7 +289,15 @@ def planned(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]]) ->
     pairs = Pairs(sum(map(len, steps)), 0, len(steps), 1.0, steps, largest)
     device = Device(kind, there)
     chosen = forecast(config, sizes, device, pairs, None, reference=case.reference).chosen
-    model = (actor.model_path, actor.model_args, sizes, steps[0], chosen.tokens, kind, chosen.recompute)
+    model = (
+        actor.model_path,
+        actor.model_args,
+        sizes,
+        steps[0],
+        chosen.tokens,
+        kind,
+        chosen.recompute,
+    )
     return forecast(config, sizes, device, pairs, measured_speed(*model), reference=case.reference)
 
 
@@ -273,19 +314,32 @@ def train(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]], row:
     training = TrainingArgs()
     options: dict[str, Any] = {"schedule": schedule(training, 1000), "max_grad_norm": 1.0}
     lean = case.precision == "lean"
-    trainer = RankTrainer(policy, loss, Optimizer(policy.named_parameters(), training, lean=lean, **options))
+    trainer = RankTrainer(
+        policy, loss, Optimizer(policy.named_parameters(), training, lean=lean, **options)
+    )
     largest = max(pair.tokens for step in steps for pair in step)
-    wanted: dict[str, Any] = {"tokens": case.tokens, "recompute": case.recompute, "largest_pair": largest}
+    wanted: dict[str, Any] = {
+        "tokens": case.tokens,
+        "recompute": case.recompute,
+        "largest_pair": largest,
+    }
     budget = choose_budget(policy, trainer, offload=False, compiled=False, **wanted)
     row.more |= {"ran_with": f"bins of {budget.tokens} tokens, recompute {budget.recompute}"}
     peak.begin_training()
     taken = []
     for step in steps:
-        batches = (pack(step, size, ladder=LADDER[kind]) for size in (budget.tokens, 65536 if kind == "cuda" else 8192))
+        batches = (
+            pack(step, size, ladder=LADDER[kind])
+            for size in (budget.tokens, 65536 if kind == "cuda" else 8192)
+        )
         for_policy, for_reference = ([batch.pinned() for batch in each] for each in batches)
         synchronize()
         began = time.perf_counter()
-        columns = known_columns(len(step)) if not case.reference else log_probs(frozen or trainer, for_reference)
+        columns = (
+            known_columns(len(step))
+            if not case.reference
+            else log_probs(frozen or trainer, for_reference)
+        )
         trainer.train_step(for_policy, columns)
         synchronize()
         taken.append(time.perf_counter() - began)
@@ -327,11 +381,15 @@ def filled(page: str) -> str:
         if not file.exists():
             continue
         found = json.loads(file.read_text(encoding="utf-8"))
-        rows = [Row(**{key: cell[key] for key in Row.__dataclass_fields__}) for cell in found["cells"]]
+        rows = [
+            Row(**{key: cell[key] for key in Row.__dataclass_fields__}) for cell in found["cells"]
+        ]
         lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
         lines += [f"| {' | '.join(map(str, cells(row)))} |" for row in rows]
         text = "\n".join(lines)
-        page = re.sub(rf"(<!-- {kind} -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL)
+        page = re.sub(
+            rf"(<!-- {kind} -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL
+        )
     return page
 
 

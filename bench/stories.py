@@ -28,9 +28,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from rather.batch import TokenPair
 from rather.config.load import load_config
-from rather.pipeline import DPOPipeline
+from rather.data.batch import TokenPair
+from rather.pipeline.pipeline import DPOPipeline
 
 YAML = """\
 exp_name: stories
@@ -52,10 +52,17 @@ SAMPLES, NEW_TOKENS = 96, 80
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default=os.environ.get("RATHER_TEST_DATA"), help="folder with models/ and pairs/")
+    parser.add_argument(
+        "--data", default=os.environ.get("RATHER_TEST_DATA"), help="folder with models/ and pairs/"
+    )
     parser.add_argument("--out", type=Path, default=Path("output/bench-stories"))
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--timed-steps", type=int, default=3, help="steps of each padded loop to time; 0 leaves it out")
+    parser.add_argument(
+        "--timed-steps",
+        type=int,
+        default=3,
+        help="steps of each padded loop to time; 0 leaves it out",
+    )
     args = parser.parse_args()
     if not args.data:
         parser.error("name the data folder with --data or RATHER_TEST_DATA")
@@ -73,7 +80,11 @@ def main() -> None:
     table = outcome(config_file)
     if args.timed_steps:
         table |= speed(config_file, args.timed_steps)
-    table |= {"cpu": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    table |= {
+        "cpu": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     (args.out / "stories.json").write_text(json.dumps(table, indent=1) + "\n")
     print("\n| what | figure |\n|---|---|")
     for key, value in table.items():
@@ -82,9 +93,13 @@ def main() -> None:
 
 def outcome(config_file: Path) -> dict[str, Any]:
     """Trains with the command, then compares base and result."""
-    subprocess.run([sys.executable, "-m", "rather", "train", str(config_file), "--overwrite"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "rather", "train", str(config_file), "--overwrite"], check=True
+    )
     config = load_config(config_file)
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     prompts = held_out_prompts(config)
     return {
         "held-out pairs": lines[-1]["eval/pairs"],
@@ -111,7 +126,9 @@ def sentiment(model_path: str, prompts: Sequence[Sequence[int]]) -> float:
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt")
-    out = model.generate(**batch, do_sample=True, max_new_tokens=NEW_TOKENS, eos_token_id=[1, 2], pad_token_id=2)
+    out = model.generate(
+        **batch, do_sample=True, max_new_tokens=NEW_TOKENS, eos_token_id=[1, 2], pad_token_id=2
+    )
     texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     judge = SentimentIntensityAnalyzer()
     return statistics.mean(judge.polarity_scores(text)["compound"] for text in texts)
@@ -123,22 +140,30 @@ def speed(config_file: Path, steps: int) -> dict[str, Any]:
     pipeline = DPOPipeline(config)
     batches = [pipeline.data.train.take(pipeline.order.step(n)) for n in range(steps + 1)]
     policy, reference = (
-        AutoModelForCausalLM.from_pretrained(config.actor_train.model_path, dtype=torch.float32) for _ in range(2)
+        AutoModelForCausalLM.from_pretrained(config.actor_train.model_path, dtype=torch.float32)
+        for _ in range(2)
     )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-5)
     table: dict[str, Any] = {"GFLOP per step, rather": _gflop(policy, _needed(batches[0]))}
-    for name, width in (("longest of the batch", None), ("sequence length", config.sequence_length)):
+    for name, width in (
+        ("longest of the batch", None),
+        ("sequence length", config.sequence_length),
+    ):
         times = []
         for pairs in batches:
             began = time.perf_counter()
             padded_step(policy, reference, optimizer, pairs, width)
             times.append(time.perf_counter() - began)
         table[f"seconds per step, plain loop padded to the {name}"] = statistics.median(times[1:])
-        table[f"GFLOP per step, plain loop padded to the {name}"] = _gflop(policy, _padded(batches[0], width))
+        table[f"GFLOP per step, plain loop padded to the {name}"] = _gflop(
+            policy, _padded(batches[0], width)
+        )
     return table
 
 
-def padded_step(policy: Any, reference: Any, optimizer: Any, pairs: Sequence[TokenPair], width: int | None) -> None:
+def padded_step(
+    policy: Any, reference: Any, optimizer: Any, pairs: Sequence[TokenPair], width: int | None
+) -> None:
     with torch.no_grad():
         reference_logps = padded_logps(reference, pairs, width)
     ratio = padded_logps(policy, pairs, width) - reference_logps
@@ -150,7 +175,11 @@ def padded_step(policy: Any, reference: Any, optimizer: Any, pairs: Sequence[Tok
 
 
 def padded_logps(model: Any, pairs: Sequence[TokenPair], width: int | None) -> torch.Tensor:
-    rows = [np.concatenate([pair.prompt, side]) for pair in pairs for side in (pair.chosen, pair.rejected)]
+    rows = [
+        np.concatenate([pair.prompt, side])
+        for pair in pairs
+        for side in (pair.chosen, pair.rejected)
+    ]
     width = width or max(map(len, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     seen, scored = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)

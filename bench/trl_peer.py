@@ -27,10 +27,14 @@ class TrlRun:
 def require_trl(*more: str) -> None:
     missing = [name for name in ("trl", *more) if not version_of(name)]
     if missing:
-        raise SystemExit(f"{', '.join(missing)} not installed: pip install -c constraints.txt -e '.[bench]'")
+        raise SystemExit(
+            f"{', '.join(missing)} not installed: pip install -c constraints.txt -e '.[bench]'"
+        )
 
 
-def run_trl(shape: Shape, device: str, steps: Sequence[Step], *, variant: str, per_device: int) -> TrlRun:
+def run_trl(
+    shape: Shape, device: str, steps: Sequence[Step], *, variant: str, per_device: int
+) -> TrlRun:
     """Trains over `steps` in their order. Out of memory is raised when everything is free again."""
     try:
         return _run(shape, device, steps, variant, per_device)
@@ -75,13 +79,22 @@ def _apply_liger(shape: Shape, *models: Any) -> None:
     """
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen2
 
-    apply = {"llama": apply_liger_kernel_to_llama, "qwen2": apply_liger_kernel_to_qwen2}[shape.family]
+    apply = {"llama": apply_liger_kernel_to_llama, "qwen2": apply_liger_kernel_to_qwen2}[
+        shape.family
+    ]
     for model in filter(None, models):
         apply(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
 
 
 def _trainer(
-    model: Any, reference: Any, steps: Sequence[Step], variant: str, per_device: int, folder: str, *, cuda: bool
+    model: Any,
+    reference: Any,
+    steps: Sequence[Step],
+    variant: str,
+    per_device: int,
+    folder: str,
+    *,
+    cuda: bool,
 ) -> Any:
     import trl.trainer.dpo_trainer as module
     from transformers import PrinterCallback
@@ -95,7 +108,9 @@ def _trainer(
             return dataset
 
     pairs_per_step = len(pairs_of(steps[0]))
-    assert pairs_per_step % per_device == 0, f"{per_device} pairs a batch do not divide a step of {pairs_per_step}"
+    assert pairs_per_step % per_device == 0, (
+        f"{per_device} pairs a batch do not divide a step of {pairs_per_step}"
+    )
     default = variant == "default"
     args = DPOConfig(
         output_dir=folder,
@@ -112,11 +127,15 @@ def _trainer(
         per_device_train_batch_size=per_device,
         gradient_accumulation_steps=pairs_per_step // per_device,
         precompute_ref_log_probs=variant == "precomputed",
-        dataloader_num_workers=2 if cuda and not default else 0,  # padding goes on while the GPU works
+        dataloader_num_workers=2
+        if cuda and not default
+        else 0,  # padding goes on while the GPU works
         dataloader_pin_memory=cuda,
         disable_tqdm=True,
     )
-    trainer = GivenTokens(model, reference, args=args, train_dataset=_dataset(steps), processing_class=_tokenizer())
+    trainer = GivenTokens(
+        model, reference, args=args, train_dataset=_dataset(steps), processing_class=_tokenizer()
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -128,7 +147,9 @@ def _dataset(steps: Sequence[Step]) -> Any:
     disable_progress_bar()
     pairs = [pair for step in steps for pair in pairs_of(step)]
     names = ("prompt", "chosen", "rejected")
-    return Dataset.from_dict({f"{name}_ids": [getattr(pair, name).tolist() for pair in pairs] for name in names})
+    return Dataset.from_dict(
+        {f"{name}_ids": [getattr(pair, name).tolist() for pair in pairs] for name in names}
+    )
 
 
 def _tokenizer() -> Any:

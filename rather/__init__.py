@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rather.api import DPOTrainer
+    from rather.api.trainer import DPOTrainer
     from rather.cluster.cluster import Cluster
     from rather.cluster.resources import ResourceManager
     from rather.cluster.worker import ActorWorker
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
     from rather.config.schema import TrainingArgs as TrainingArguments
     from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
-    from rather.pipeline import DPOPipeline
+    from rather.pipeline.pipeline import DPOPipeline
 
 __version__ = "0.1.0"
 _HOME = {
     "ActorWorker": "rather.cluster.worker",
     "Cluster": "rather.cluster.cluster",
     "DPOConfig": "rather.config.schema",
-    "DPOPipeline": "rather.pipeline",
-    "DPOTrainer": "rather.api",
+    "DPOPipeline": "rather.pipeline.pipeline",
+    "DPOTrainer": "rather.api.trainer",
     "DataCollatorForPreferenceDataset": "rather.data.collate",
     "ResourceManager": "rather.cluster.resources",
     "StatefulDistributedSampler": "rather.data.collate",

@@ -13,22 +13,28 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rather.board.command import board_command
+from rather.commands.board import board_command
+from rather.commands.compare_losses import compare_losses_command
 from rather.commands.data import data_command
 from rather.commands.doctor import doctor_command
 from rather.commands.folders import save_now_command, stop_command, verify_command
-from rather.commands.models import chat_command, compare_command, export_command, merge_command, score_command
+from rather.commands.health import health_command
+from rather.commands.migrate import migrate_command
+from rather.commands.models import (
+    chat_command,
+    compare_command,
+    export_command,
+    merge_command,
+    score_command,
+)
 from rather.commands.plan import plan_command
-from rather.compare.command import compare_losses_command
-from rather.health.command import health_command
-from rather.migrate.command import migrate_command
-from rather.recipes.commands import recipes_app
-from rather.redaction import redact
-from rather.report.command import report_command
-from rather.signals import PATIENCE, StopRequest, leave_within
-from rather.sweep.command import sweep_command
-from rather.terminal import ConfigPath, Overrides, guarded, print_json
-from rather.terminal import settings as settings_of
+from rather.commands.recipes import recipes_app
+from rather.commands.report import report_command
+from rather.commands.sweep.command import sweep_command
+from rather.commands.terminal import ConfigPath, Overrides, guarded, print_json
+from rather.commands.terminal import settings as settings_of
+from rather.config.redaction import redact
+from rather.run_folder.signals import PATIENCE, StopRequest, leave_within
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -39,7 +45,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-config_app = typer.Typer(help="Look at a configuration: effective values, meanings, the schema.", no_args_is_help=True)
+config_app = typer.Typer(
+    help="Look at a configuration: effective values, meanings, the schema.", no_args_is_help=True
+)
 app.add_typer(config_app, name="config")
 app.add_typer(recipes_app, name="recipes")
 app.command("data", epilog="Example: `rather data dpo.yaml --html data.html`")(data_command)
@@ -51,12 +59,20 @@ app.command("save-now", epilog="Example: `rather save-now dpo.yaml`")(save_now_c
 app.command("health", epilog="Example: `rather health output/dpo`")(health_command)
 app.command("report", epilog="Example: `rather report output/dpo`")(report_command)
 app.command("board", epilog="Example: `rather board output`")(board_command)
-app.command("compare-losses", epilog="Example: `rather compare-losses dpo.yaml --plot a.html`")(compare_losses_command)
+app.command("compare-losses", epilog="Example: `rather compare-losses dpo.yaml --plot a.html`")(
+    compare_losses_command
+)
 app.command("migrate", epilog="Example: `rather migrate trl.yaml --out dpo.yaml`")(migrate_command)
-app.command("score", epilog="Example: `rather score output/dpo pairs.jsonl --reference base --by lang`")(score_command)
+app.command(
+    "score", epilog="Example: `rather score output/dpo pairs.jsonl --reference base --by lang`"
+)(score_command)
 app.command("chat", epilog="Example: `rather chat output/dpo --beside base`")(chat_command)
-app.command("export", epilog="Example: `rather export output/dpo out --dtype bf16 --shard-size 5GB`")(export_command)
-app.command("merge", epilog="Example: `rather merge output/lora/adapter --out merged`")(merge_command)
+app.command(
+    "export", epilog="Example: `rather export output/dpo out --dtype bf16 --shard-size 5GB`"
+)(export_command)
+app.command("merge", epilog="Example: `rather merge output/lora/adapter --out merged`")(
+    merge_command
+)
 app.command("compare", epilog="Example: `rather compare output/a output/b`")(compare_command)
 app.command("sweep", epilog="Example: `rather sweep dpo.yaml beta=0.01,0.05,0.1`")(sweep_command)
 
@@ -69,9 +85,9 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
     with StopRequest() as stop:
         config = settings_of(path, overrides)
         from rather.data.prepare import BadRows
-        from rather.pipeline import DPOPipeline
-        from rather.run.place import held
-        from rather.run_folder import write_data_report
+        from rather.pipeline.pipeline import DPOPipeline
+        from rather.run_folder.layout import write_data_report
+        from rather.run_folder.lock import held
 
         if dry_run:
             with closing(DPOPipeline(config)) as pipeline:
@@ -95,14 +111,23 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
                 close_logging()
 
 
-@app.command(epilog="Example: `rather train dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6`")
+@app.command(
+    epilog="Example: `rather train dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6`"
+)
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do all but the first step; train nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where a run of this name exists.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Do all but the first step; train nothing.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew where a run of this name exists.")
+    ] = False,
     address: Annotated[
-        str | None, typer.Option(help="A Ray cluster that is already there: host:port or auto.", show_default=False)
+        str | None,
+        typer.Option(
+            help="A Ray cluster that is already there: host:port or auto.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Train the policy. The same command goes on where an interrupted run stopped.
@@ -111,7 +136,9 @@ def train(
     """
     given = [*(overrides or []), *(["overwrite=true"] if overwrite else [])]
     given += [f"ray.address='{address}'"] if address else []
-    raise typer.Exit(guarded(lambda: _with_one_voice(lambda: train_from_config(config, given, dry_run=dry_run))))
+    raise typer.Exit(
+        guarded(lambda: _with_one_voice(lambda: train_from_config(config, given, dry_run=dry_run)))
+    )
 
 
 @app.command("eval", epilog="Example: `rather eval dpo.yaml --model output/dpo/model`")
@@ -119,7 +146,10 @@ def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option(help="Weights to evaluate; the run's own result when not given.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Weights to evaluate; the run's own result when not given.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Evaluate a model on the held-out pairs against the reference, and print the metrics as JSON."""
@@ -127,13 +157,17 @@ def evaluate(
     def work() -> int:
         settings = settings_of(config, overrides or [])
         from rather.errors import ConfigError
-        from rather.pipeline import DPOPipeline
+        from rather.pipeline.pipeline import DPOPipeline
 
         if not settings.validation.data_args.given:
-            raise ConfigError("validation.data_args: name a held-out file_name or a split to evaluate on.")
+            raise ConfigError(
+                "validation.data_args: name a held-out file_name or a split to evaluate on."
+            )
         result = settings.run_dir / "model"
         if model is None and not result.exists():
-            raise ConfigError(f"{result}: the run has no model yet; train first, or name weights with --model.")
+            raise ConfigError(
+                f"{result}: the run has no model yet; train first, or name weights with --model."
+            )
         with closing(DPOPipeline(settings)) as pipeline:
             pipeline.initialize(model=model or str(result))
             print_json(pipeline.evaluate())
@@ -144,12 +178,14 @@ def evaluate(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("rather-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path(
+        "rather-demo"
+    ),
 ) -> None:
     """Make a small undecided model, train it with `rather train`, show its answers before and after. No network."""
 
     def work() -> int:
-        from rather.demo import run_demo
+        from rather.commands.demo import run_demo
 
         return run_demo(out, Console())
 
@@ -172,8 +208,12 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @config_app.command("explain", epilog="Example: `rather config explain beta dpo.yaml`")
 def config_explain(
-    key: Annotated[str, typer.Argument(help="A key path, such as actor_train.training_args.learning_rate.")],
-    config: Annotated[Path | None, typer.Argument(help="Also tell the value in this YAML.", show_default=False)] = None,
+    key: Annotated[
+        str, typer.Argument(help="A key path, such as actor_train.training_args.learning_rate.")
+    ],
+    config: Annotated[
+        Path | None, typer.Argument(help="Also tell the value in this YAML.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Explain one key: meaning, type, range, default and, given a file, its value and source."""
@@ -182,7 +222,9 @@ def config_explain(
         from rather.config.load import load
         from rather.config.show import explain
 
-        file, wanted = (Path(key), str(config)) if config and key.endswith(".yaml") else (config, key)  # either order
+        file, wanted = (
+            (Path(key), str(config)) if config and key.endswith(".yaml") else (config, key)
+        )  # either order
         typer.echo(explain(load(file, overrides or []) if file else None, wanted))
         return 0
 
@@ -209,7 +251,7 @@ def _with_one_voice(work: Callable[[], int]) -> int:
     """Of the processes that torchrun started only one tells what went wrong."""
     if not _UNDER_TORCHRUN:
         return work()
-    from rather.cluster.voice import with_one_voice
+    from rather.cluster.failure_report import with_one_voice
 
     return with_one_voice(work)
 
@@ -233,7 +275,9 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if isinstance(end.code, int) and end.code > 128:  # by a signal: no library may hold the exit up
+        if (
+            isinstance(end.code, int) and end.code > 128
+        ):  # by a signal: no library may hold the exit up
             leave_within(PATIENCE, end.code)
         raise
     except Exception as error:  # a bug of ours, told without the secrets that its trace may hold

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from rather.api import DPOTrainer as Trainer
-from rather.api import tracker_in
+from rather.api.trainer import DPOTrainer as Trainer
+from rather.api.trainer import tracker_in
 from rather.config.schema import DPOConfig, StrategyArgs, TrainingArgs
 from rather.data.feed import begin_epoch
 from rather.errors import ConfigError, DataError
@@ -26,7 +26,13 @@ NAMES = {
     "rewards/margins": "margin",
 }
 LONGEST = 1 << 40  # tokens: the collator has cut the sequences
-PLUGINS = {"ddp": "ddp", "zero2": "zero2", "zero2_cpu": "zero2_cpu", "gemini": "zero3", "gemini_auto": "gemini_auto"}
+PLUGINS = {
+    "ddp": "ddp",
+    "zero2": "zero2",
+    "zero2_cpu": "zero2_cpu",
+    "gemini": "zero3",
+    "gemini_auto": "gemini_auto",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,10 @@ class Plugin:
         if self.name == "3d":
             stage = f"zero{self.zero_stage}" if self.zero_stage else "ddp"
             return StrategyArgs(
-                strategy_name=stage, tp_size=self.tp_size, pp_size=self.pp_size, cp_size=self.sp_size
+                strategy_name=stage,
+                tp_size=self.tp_size,
+                pp_size=self.pp_size,
+                cp_size=self.sp_size,
             )
         if self.name not in PLUGINS:
             raise ConfigError(f"plugin: '{self.name}' is none of {', '.join([*PLUGINS, '3d'])}.")
@@ -88,9 +97,13 @@ class DPOTrainer:
         if booster and plugin and booster.plugin != plugin:
             raise ConfigError("plugin: another one than the booster's; give one of them.")
         if save_interval and not save_dir:
-            raise ConfigError("save_interval: says how often to save; give save_dir too, which says where.")
+            raise ConfigError(
+                "save_interval: says how often to save; give save_dir too, which says where."
+            )
         if save_dir and tokenizer is None:
-            raise ConfigError("save_dir: give the tokenizer too; it belongs into the folders that are saved.")
+            raise ConfigError(
+                "save_dir: give the tokenizer too; it belongs into the folders that are saved."
+            )
         self.tokenizer, self.coordinator = tokenizer, coordinator
         self.max_epochs, self.start_epoch = max_epochs, start_epoch
         self.save_interval, self.save_dir = save_interval, Path(save_dir) if save_dir else None
@@ -100,7 +113,9 @@ class DPOTrainer:
             model=actor,
             train_config=_config(ref_model is not None, beta, gamma, length_normalization),
             ref_model=ref_model,
-            args=TrainingArgs(gradient_accumulation_steps=accumulation_steps, lr_scheduler_type="constant"),
+            args=TrainingArgs(
+                gradient_accumulation_steps=accumulation_steps, lr_scheduler_type="constant"
+            ),
             optimizer=actor_optim,
             lr_scheduler=actor_lr_scheduler,
             tokenizer=tokenizer,
@@ -116,21 +131,39 @@ class DPOTrainer:
     ) -> list[dict[str, float]]:
         """All epochs from start_epoch on; an evaluation after each. Metrics of every step, by their names here."""
         history: list[dict[str, float]] = []
-        folder = Path(log_dir) / "DPO" / datetime.now().strftime("%Y-%m-%d_%H:%M:%S") if log_dir else None
-        with tracker_in(folder, self.trainer.config, use_wandb=use_wandb, leads=self.is_master) as tracker:
+        folder = (
+            Path(log_dir) / "DPO" / datetime.now().strftime("%Y-%m-%d_%H:%M:%S")
+            if log_dir
+            else None
+        )
+        with tracker_in(
+            folder, self.trainer.config, use_wandb=use_wandb, leads=self.is_master
+        ) as tracker:
             for epoch in range(self.start_epoch, self.max_epochs):
                 begin_epoch(train_preference_dataloader, epoch)
                 begun = len(history)
                 for step, record in enumerate(self._steps(train_preference_dataloader), start=1):
                     history.append(record)
-                    tracker.log({"step": len(history), **{f"train/{name}": value for name, value in record.items()}})
+                    tracker.log(
+                        {
+                            "step": len(history),
+                            **{f"train/{name}": value for name, value in record.items()},
+                        }
+                    )
                     if self.save_interval and step % self.save_interval == 0:
                         self._save(epoch, step)
                 if len(history) == begun:
-                    raise DataError(f"0 pairs in epoch {epoch}; give a loader that can be gone through once an epoch.")
+                    raise DataError(
+                        f"0 pairs in epoch {epoch}; give a loader that can be gone through once an epoch."
+                    )
                 if eval_preference_dataloader is not None:
                     found = self._evaluate(eval_preference_dataloader, epoch)
-                    tracker.log({"step": len(history), **{f"eval/{name}": value for name, value in found.items()}})
+                    tracker.log(
+                        {
+                            "step": len(history),
+                            **{f"eval/{name}": value for name, value in found.items()},
+                        }
+                    )
         if history:
             self._save(self.max_epochs - 1, len(history))
         return history
@@ -161,7 +194,9 @@ class DPOTrainer:
         if self.save_dir and self.is_master:
             self.save_dir.mkdir(parents=True, exist_ok=True)
             lines = "".join(f"{name}: {value}\n" for name, value in named.items())
-            (self.save_dir / f"eval_result_epoch{epoch}.txt").write_text(f"\nEvaluation Result:\n{lines}")
+            (self.save_dir / f"eval_result_epoch{epoch}.txt").write_text(
+                f"\nEvaluation Result:\n{lines}"
+            )
         return named
 
     def _save(self, epoch: int, step: int) -> None:
@@ -179,4 +214,6 @@ def _config(with_reference: bool, beta: float, gamma: float, normalized: bool) -
     if normalized and not with_reference:
         return DPOConfig(pref_loss="simpo", gamma=gamma, **numbers)
     numbers |= {"gamma": gamma or None, "length_normalization": normalized or None}
-    return DPOConfig(pref_loss="sigmoid", reference_free=None if with_reference else True, **numbers)
+    return DPOConfig(
+        pref_loss="sigmoid", reference_free=None if with_reference else True, **numbers
+    )

@@ -120,7 +120,9 @@ class Fault:
     def name(self) -> str:
         """That of its marker."""
         keys = ("step", "phase", "role", "rank", "visit", "kind")
-        return ",".join(f"{key}={value}" for key in keys if (value := getattr(self, key)) is not None)
+        return ",".join(
+            f"{key}={value}" for key in keys if (value := getattr(self, key)) is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -202,12 +204,18 @@ def _fault(text: str) -> Fault:
     words = dict(_word(part.strip()) for part in text.split(","))
     for key in ("phase", "kind"):
         if key not in words:
-            raise ConfigError(f"{VARIABLE}: '{text}' names no {key}; add {key}=, such as phase=backward,kind=kill")
+            raise ConfigError(
+                f"{VARIABLE}: '{text}' names no {key}; add {key}=, such as phase=backward,kind=kill"
+            )
     fault = Fault(**words)
     if fault.kind == "nan" and fault.phase not in NAN_PHASES:
-        raise ConfigError(f"{VARIABLE}: kind=nan strikes in phase {' or '.join(NAN_PHASES)}, not in '{fault.phase}'")
+        raise ConfigError(
+            f"{VARIABLE}: kind=nan strikes in phase {' or '.join(NAN_PHASES)}, not in '{fault.phase}'"
+        )
     if "seconds" in words and fault.kind != "slow":
-        raise ConfigError(f"{VARIABLE}: seconds belongs to kind=slow; leave it out of kind={fault.kind}")
+        raise ConfigError(
+            f"{VARIABLE}: seconds belongs to kind=slow; leave it out of kind={fault.kind}"
+        )
     return fault
 
 
@@ -226,9 +234,13 @@ def _word(text: str) -> tuple[str, Any]:
                 return key, number
         raise ConfigError(f"{VARIABLE}: {key} '{value}' is no number from {least} on")
     if key not in CHOICES:
-        raise ConfigError(f"{VARIABLE}: '{text}' is unknown; it takes {', '.join([*NUMBERS, *CHOICES])}")
+        raise ConfigError(
+            f"{VARIABLE}: '{text}' is unknown; it takes {', '.join([*NUMBERS, *CHOICES])}"
+        )
     if value not in CHOICES[key]:
-        raise ConfigError(f"{VARIABLE}: {key} '{value}' is unknown; there are {', '.join(CHOICES[key])}")
+        raise ConfigError(
+            f"{VARIABLE}: {key} '{value}' is unknown; there are {', '.join(CHOICES[key])}"
+        )
     return key, value
 
 

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 MISSING = "no Chromium on PATH: install one with `apt-get install -y chromium`, or name it in RATHER_CHROMIUM"
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+]
 WIDE, NARROW = (1280, 900), (390, 844)
 SERIOUS = {"serious", "critical"}
 
@@ -51,10 +56,15 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     requests: list[str] = []
 
     def opened(address: str | Path, *, size: tuple[int, int] = WIDE, theme: str = "light") -> Page:
-        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=theme)
+        context = browser.new_context(
+            viewport={"width": size[0], "height": size[1]}, color_scheme=theme
+        )
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: errors.append(message.text) if message.type == "error" else None,
+        )
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         page.goto(address.resolve().as_uri() if isinstance(address, Path) else address)
@@ -76,7 +86,9 @@ def stays_here(url: str) -> bool:
 
 def figures(text: str) -> dict[str, dict[str, Any]]:
     """The charts of a page by their ids, as they are handed to plotly."""
-    found = re.findall(r'id="([^"]+)" style="[^"]*"></div><script [^>]*class="figure">(.*?)</script>', text)
+    found = re.findall(
+        r'id="([^"]+)" style="[^"]*"></div><script [^>]*class="figure">(.*?)</script>', text
+    )
     return {anchor: json.loads(figure) for anchor, figure in found}
 
 
@@ -90,7 +102,9 @@ def wait_until(page: Page, expression: str, seconds: float = 30.0) -> None:
 
 def overflow(page: Page) -> int:
     """Pixels by which the page is wider than its window."""
-    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+    return int(
+        page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    )
 
 
 def drawn_points(page: Page) -> list[int]:
@@ -119,6 +133,8 @@ def screenshot(page: Page, name: str, at: str = "body") -> None:
     if os.environ.get("RATHER_SCREENSHOTS"):
         file = Path(__file__).resolve().parents[1] / "docs" / "images" / f"{name}.png"
         file.parent.mkdir(exist_ok=True)
-        page.locator(at).first.evaluate("found => found.scrollIntoView({block: 'start', behavior: 'instant'})")
+        page.locator(at).first.evaluate(
+            "found => found.scrollIntoView({block: 'start', behavior: 'instant'})"
+        )
         page.screenshot(path=file)
         assert file.stat().st_size < 200_000, f"{file.name} is too large for the repository"

@@ -12,7 +12,9 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if not os.environ.get("RATHER_TEST_GPU"):  # make test-gpu; all others expect what a CPU does, on every machine
+if not os.environ.get(
+    "RATHER_TEST_GPU"
+):  # make test-gpu; all others expect what a CPU does, on every machine
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
@@ -48,12 +50,16 @@ def team_data() -> Path:
         pytest.skip("RATHER_TEST_DATA names no folder with models/, pairs/ and tokenizers/")
     folder = Path(given).resolve()
     if not folder.is_dir():
-        pytest.fail(f"RATHER_TEST_DATA: {folder} is no folder; name the one with models/ and pairs/")
+        pytest.fail(
+            f"RATHER_TEST_DATA: {folder} is no folder; name the one with models/ and pairs/"
+        )
     return folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also what tests/wide.py lists, as make test-all does")
+    parser.addoption(
+        "--all", action="store_true", help="also what tests/wide.py lists, as make test-all does"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,7 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and make test-gpu"))
-    named = any("tests/" in argument and argument.endswith((".py", "]")) for argument in config.args)
+    named = any(
+        "tests/" in argument and argument.endswith((".py", "]")) for argument in config.args
+    )
     if not config.option.all and not named:
         config.hook.pytest_deselected(items=[item for item in items if is_wide(item.nodeid)])
         items[:] = [item for item in items if not is_wide(item.nodeid)]
@@ -95,6 +103,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many tests of pages were not run for want of a Chromium, and the command that installs one."""
-    missed = [report for report in terminalreporter.stats.get("skipped", []) if MISSING in str(report.longrepr)]
+    missed = [
+        report
+        for report in terminalreporter.stats.get("skipped", [])
+        if MISSING in str(report.longrepr)
+    ]
     if missed:
-        terminalreporter.write_line(f"{len(missed)} tests of pages were not run: {MISSING}", yellow=True)
+        terminalreporter.write_line(
+            f"{len(missed)} tests of pages were not run: {MISSING}", yellow=True
+        )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rather.batch import Span, TokenPair
+from rather.data.batch import Span, TokenPair
 
 
 def random_pairs(count: int, vocab: int, *, seed: int = 0, longest: int = 24) -> list[TokenPair]:
@@ -22,7 +22,11 @@ def random_pairs(count: int, vocab: int, *, seed: int = 0, longest: int = 24) ->
 
     pairs = []
     for i in range(count):
-        prompt, chosen, rejected = ids(1, longest), ids(1, 1) if i == 0 else ids(2, longest), ids(2, longest)
+        prompt, chosen, rejected = (
+            ids(1, longest),
+            ids(1, 1) if i == 0 else ids(2, longest),
+            ids(2, longest),
+        )
         p = len(prompt)
         spans = ((p, p + len(chosen)),), ((p, p + len(rejected)),)
         pairs.append(TokenPair(prompt, chosen, rejected, *spans, id=str(i)))
@@ -48,7 +52,11 @@ def ranked_pairs(vocab: int, *, seed: int = 0) -> list[TokenPair]:
             for worse in range(better + 1, 4):
                 chosen, rejected = answers[better], answers[worse]
                 spans = [((1, 3), (length, length + len(answer))) for answer in (chosen, rejected)]
-                pairs.append(TokenPair(prompt, chosen, rejected, *spans, id=f"{length}: {better} over {worse}"))
+                pairs.append(
+                    TokenPair(
+                        prompt, chosen, rejected, *spans, id=f"{length}: {better} over {worse}"
+                    )
+                )
         pairs.append(single)
     return [*pairs, replace(pairs[0], rejected=ids(6), rejected_scored=((1, 3), (9, 15)))]
 

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig
@@ -31,12 +36,16 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Path:
+def make_model(
+    folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> Path:
     """A random Llama of a few thousand weights with a word-level tokenizer that adds its BOS."""
     vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
@@ -96,14 +105,18 @@ def make_config(folder: Path, **changes: Any) -> DPOConfig:
 
 def metrics(config: DPOConfig) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def tiny_policy(*, dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyModel:
     """A random Llama in memory, wide enough that attention and head really matter."""
     torch.manual_seed(0)
     config = LlamaConfig(**{**SIZES, "vocab_size": 61, **changes})
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=IMPLEMENTATION, dtype=dtype
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -114,7 +127,7 @@ def tiny_policy(*, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy
 def in_child(work: Callable[..., Any], *args: Any) -> int:
     """Runs `work` in a process of its own, forked from a server that has the heavy imports; its exit code."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline"])
+    context.set_forkserver_preload(["rather.pipeline.pipeline"])
     child = context.Process(target=_quietly, args=(work, *args))
     child.start()
     child.join()

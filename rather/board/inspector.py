@@ -14,8 +14,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rather.board.runs import CONFIG, FINISHED
+from rather.config.redaction import redact
 from rather.errors import RatherError
-from rather.redaction import redact
 
 if TYPE_CHECKING:
     from rather.board.session import Session
@@ -60,7 +60,9 @@ def stamp_of(run_dir: Path) -> Stamp:
 class Inspector:
     """`ask` returns at once: what is known of the answer, or what is being done for it."""
 
-    def __init__(self, open_session: Callable[[Path, Callable[[str], None]], Session] | None = None) -> None:
+    def __init__(
+        self, open_session: Callable[[Path, Callable[[str], None]], Session] | None = None
+    ) -> None:
         self._open = open_session or _session
         self._waiting: OrderedDict[Question, float] = OrderedDict()  # when each was last asked
         self._answers: OrderedDict[Question, Known] = OrderedDict()
@@ -72,8 +74,12 @@ class Inspector:
     def ask(self, question: Question) -> Answer:
         with self._changed:
             known = self._answers.pop(question, None)
-            if known and (monotonic() - known.time < FRESH or known.stamp == stamp_of(question.run_dir)):
-                if known.answer["state"] == "done":  # what was refused is tried when it is asked again
+            if known and (
+                monotonic() - known.time < FRESH or known.stamp == stamp_of(question.run_dir)
+            ):
+                if (
+                    known.answer["state"] == "done"
+                ):  # what was refused is tried when it is asked again
                     self._answers[question] = known
                 return known.answer
             if self._doing and self._doing[0] == question:
@@ -93,7 +99,9 @@ class Inspector:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._waiting))
                 question, asked = self._waiting.popitem()
-                if monotonic() - asked > PATIENCE:  # for nobody, it may cost the models of the run that is looked at
+                if (
+                    monotonic() - asked > PATIENCE
+                ):  # for nobody, it may cost the models of the run that is looked at
                     continue
                 self._doing = question, "opening the run"
             stamp = stamp_of(question.run_dir)

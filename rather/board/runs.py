@@ -16,14 +16,24 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rather import control
-from rather.board.growing import Curves, Record, newest_records, records
-from rather.page import thinned
+from rather.board.tail_jsonl import Curves, Record, newest_records, records
+from rather.report import thinned
+from rather.run_folder import control
 
 METRICS, CONFIG, REPORT = "metrics.jsonl", "config.yaml", "report.html"
-FINISHED, RUN_REPORT, STARTS = ".finished", "report.json", "starts.jsonl"  # rather.run_folder's: torch is behind it
+FINISHED, RUN_REPORT, STARTS = (
+    ".finished",
+    "report.json",
+    "starts.jsonl",
+)  # rather.run_folder.layout's: torch is behind it
 STORIES = ("incidents.jsonl", "health.jsonl", "answers.jsonl")
-MARKS = {METRICS, control.LOCK, FINISHED, "LATEST", "data_report.json"}  # one of them makes a folder that of a run
+MARKS = {
+    METRICS,
+    control.LOCK,
+    FINISHED,
+    "LATEST",
+    "data_report.json",
+}  # one of them makes a folder that of a run
 DEPTH = 4  # folders between the one that is named and a run
 LISTED = re.compile(r"^(?:pretrain|pref_loss|loss_type|ipo):.*(?:\n[ -].*)*", re.MULTILINE)
 LARGEST_CONFIG = 1 << 20  # bytes, as of a config that is loaded
@@ -73,12 +83,19 @@ class Runs:
 
     def _row(self, run: str, path: Path) -> dict[str, Any]:
         summary = self._summaries.setdefault(run, Summary())
-        stamps = tuple(_stamp(path / name) for name in (METRICS, RUN_REPORT, STARTS, CONFIG, *STORIES))
+        stamps = tuple(
+            _stamp(path / name) for name in (METRICS, RUN_REPORT, STARTS, CONFIG, *STORIES)
+        )
         if stamps != summary.stamps:
             summary.stamps, summary.row = stamps, _row_of(path)
         holder = control.holder(path)
         name = path.relative_to(self.folder).as_posix() if path != self.folder else path.name
-        row = {"id": run, "name": name, **summary.row, "state": _state(path, summary.row, running=holder is not None)}
+        row = {
+            "id": run,
+            "name": name,
+            **summary.row,
+            "state": _state(path, summary.row, running=holder is not None),
+        }
         row["report"] = (path / REPORT).is_file()
         # A line of metrics changes the first alone: what people are reading of the run stays as it is.
         row["version"] = _digest(stamps, row["state"])
@@ -87,14 +104,19 @@ class Runs:
 
     # --- one run ---
 
-    def curves(self, run: str, path: Path, metrics: Sequence[str], points: int = POINTS) -> dict[str, Any]:
+    def curves(
+        self, run: str, path: Path, metrics: Sequence[str], points: int = POINTS
+    ) -> dict[str, Any]:
         """The asked metrics, long lines thinned, and the names of all there are."""
         known = self._kept(run, path)
         with known.turn:
             known.update()
             drawn = {metric: known.lines(metric) for metric in metrics}
             lines = {
-                metric: {name: thinned(column.steps, column.values, points) for name, column in found.items()}
+                metric: {
+                    name: thinned(column.steps, column.values, points)
+                    for name, column in found.items()
+                }
                 for metric, found in drawn.items()
             }
             names = sorted(name for name in known.columns if not name.startswith("eval/"))
@@ -105,7 +127,10 @@ class Runs:
         with self._turn:
             known = self._curves.setdefault(run, Curves(path / METRICS))
             self._curves.move_to_end(run)
-            while len(self._curves) > 1 and sum(each.points for each in self._curves.values()) > MOST_KEPT:
+            while (
+                len(self._curves) > 1
+                and sum(each.points for each in self._curves.values()) > MOST_KEPT
+            ):
                 self._curves.popitem(last=False)
             return known
 
@@ -138,7 +163,9 @@ def _runs_in(folder: Path, deep: int) -> Iterator[Path]:
         return
     marks = MARKS & {name for name, _ in inside}
     within: list[Path] = []
-    if deep and marks <= {control.LOCK}:  # of a run that has just begun, or of a sweep, whose runs lie in it
+    if deep and marks <= {
+        control.LOCK
+    }:  # of a run that has just begun, or of a sweep, whose runs lie in it
         folders = [name for name, is_folder in inside if is_folder and not name.startswith(".")]
         within = [run for name in folders for run in _runs_in(folder / name, deep - 1)]
     yield from within or ([folder] if marks else [])
@@ -229,7 +256,10 @@ def _times(path: Path) -> dict[str, Any]:
         if not began or report.stat().st_mtime_ns >= began[1]:  # else of the start before
             told = _number(json.loads(report.read_text(encoding="utf-8"))["seconds"])
             seconds = max(told or 0.0, seconds or 0.0)
-    return {"changed": last[1] / 1e9 if last else None, "seconds": seconds if seconds and seconds > 0 else None}
+    return {
+        "changed": last[1] / 1e9 if last else None,
+        "seconds": seconds if seconds and seconds > 0 else None,
+    }
 
 
 def _state(path: Path, row: Mapping[str, Any], *, running: bool) -> str:
@@ -270,7 +300,9 @@ def _config_text(path: Path) -> str | None:
 def _mapping(text: str) -> dict[str, Any]:
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise Problem(f"{CONFIG} has aliases, which no run writes")  # they can unfold to billions of values
+            raise Problem(
+                f"{CONFIG} has aliases, which no run writes"
+            )  # they can unfold to billions of values
         found = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise Problem(f"{CONFIG} is not YAML") from error
@@ -291,7 +323,10 @@ def flat(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | None]]]:
     """Each key on which configs differ, with the value in each; None where one does not have it."""
     keys = list(dict.fromkeys(key for config in configs for key in config))
-    found = [(key, [_shown(config[key]) if key in config else None for config in configs]) for key in keys]
+    found = [
+        (key, [_shown(config[key]) if key in config else None for config in configs])
+        for key in keys
+    ]
     return [(key, values) for key, values in found if len(set(values)) > 1]
 
 

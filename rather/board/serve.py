@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
-from rather.board.body import BODY
 from rather.board.inspector import Inspector, Question
 from rather.board.runs import REPORT, Problem, Runs, differences, read_config
+from rather.board.template import BODY
 from rather.errors import ConfigError
-from rather.page import as_json, page, plotly_bundle
+from rather.report import as_json, page, plotly_bundle
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class Board(ThreadingHTTPServer):
                 f"--port {port}: cannot be used ({error.strerror}); name another, or leave it out for a free one."
             ) from error
         self.hosts = {f"{name}:{self.server_port}" for name in (ADDRESS, "localhost")}
-        self.cookie = f"rather_board_{self.server_port}"  # cookies of a host are sent to all its ports
+        self.cookie = (
+            f"rather_board_{self.server_port}"  # cookies of a host are sent to all its ports
+        )
 
     @property
     def address(self) -> str:
@@ -117,20 +119,29 @@ class Handler(BaseHTTPRequestHandler):
     def _refuse_method(self) -> None:
         self._refuse(405, "The board only shows: GET is the only method.", {"Allow": "GET"})
 
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_CONNECT = do_TRACE = _refuse_method
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_CONNECT = do_TRACE = (
+        _refuse_method
+    )
 
     def _refuse_foreign_hosts(self) -> None:
         """A page of a stranger whose name was made to mean 127.0.0.1 sends its own name here."""
         told = self.headers.get_all("Host") or []
         if len(told) != 1 or told[0].lower() not in self.server.hosts:
-            raise Refused(421, f"This is {ADDRESS}:{self.server.server_port}, and the request names another host.")
+            raise Refused(
+                421,
+                f"This is {ADDRESS}:{self.server.server_port}, and the request names another host.",
+            )
 
     def _refuse_strangers(self, query: Query) -> bool:
         """The token is in the address, in a header or in the cookie; whether it was in the address."""
         in_address = any(self.server.knows(token) for token in query.get("token", []))
         header = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not (in_address or self.server.knows(header) or any(map(self.server.knows, self._cookies()))):
-            raise Refused(403, "Open the address that `rather board` printed: it carries the token.")
+        if not (
+            in_address or self.server.knows(header) or any(map(self.server.knows, self._cookies()))
+        ):
+            raise Refused(
+                403, "Open the address that `rather board` printed: it carries the token."
+            )
         return in_address
 
     def _cookies(self) -> list[str]:
@@ -140,10 +151,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, reply: Reply, *, with_token: bool = False) -> None:
         self.send_response(status)
-        headers = {"Cache-Control": "no-store", "Content-Security-Policy": "default-src 'none'", **HEADERS}
+        headers = {
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": "default-src 'none'",
+            **HEADERS,
+        }
         if with_token:
-            headers["Set-Cookie"] = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-        headers |= {"Content-Type": f"{reply.kind}; charset=utf-8", "Content-Length": str(len(reply.body))}
+            headers["Set-Cookie"] = (
+                f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            )
+        headers |= {
+            "Content-Type": f"{reply.kind}; charset=utf-8",
+            "Content-Length": str(len(reply.body)),
+        }
         for name, value in {**headers, **reply.headers}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -151,7 +171,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         self.close_connection = True  # a body that may follow is not read
-        self._send(status, Reply(f"{text}\n".encode(), "text/plain", {"Connection": "close", **(headers or {})}))
+        self._send(
+            status,
+            Reply(f"{text}\n".encode(), "text/plain", {"Connection": "close", **(headers or {})}),
+        )
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: addresses carry the token."""
@@ -171,9 +194,13 @@ def _made(route: Route, board: Board, query: Query) -> Reply:
         return route(board, query)
     except Refused:
         raise
-    except Exception as error:  # whatever lies in a folder: the page must not take it for the end of the board
+    except (
+        Exception
+    ) as error:  # whatever lies in a folder: the page must not take it for the end of the board
         log.warning("a request could not be answered", exc_info=True)
-        raise Refused(500, f"The board cannot show this ({type(error).__name__}); its terminal tells more.") from error
+        raise Refused(
+            500, f"The board cannot show this ({type(error).__name__}); its terminal tells more."
+        ) from error
 
 
 # --- what is served ---
@@ -194,7 +221,9 @@ def _script(name: str) -> Route:
 def _document(folder: str) -> bytes:
     linked = [f"/{name}?{hash_of(asset(name))}" for name in ("plotly.js", "board.js")]
     style = f"<style>{asset('board.css').decode()}</style>"
-    return page(TITLE, style + BODY, data={"folder": folder, "most": MOST_RUNS}, linked=linked).encode()
+    return page(
+        TITLE, style + BODY, data={"folder": folder, "most": MOST_RUNS}, linked=linked
+    ).encode()
 
 
 def hash_of(data: bytes) -> str:
@@ -205,7 +234,9 @@ def _page(board: Board, _: Query) -> Reply:
     document = _document(str(board.runs.folder))
     found = re.search(rb'http-equiv="Content-Security-Policy" content="([^"]+)"', document)
     assert found
-    return Reply(document, "text/html", {"Content-Security-Policy": f"{found[1].decode()}; {FRAMED}"})
+    return Reply(
+        document, "text/html", {"Content-Security-Policy": f"{found[1].decode()}; {FRAMED}"}
+    )
 
 
 def _json(value: Any) -> Reply:

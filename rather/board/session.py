@@ -15,30 +15,32 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from rather import checkpoint
-from rather.batch import Columns, PairBatch, PairFacts, Span, TokenPair
-from rather.checkpoint import Checkpoint
+from rather.checkpoint import checkpoint
+from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.preflight import free_memory
 from rather.config.adapters import keeps_start
 from rather.config.load import load
 from rather.config.masking import secret_values
+from rather.config.redaction import hide
 from rather.config.schema import DPOConfig, ModelArgs
+from rather.data.batch import Columns, PairBatch, PairFacts, Span, TokenPair
 from rather.data.pack import pack
 from rather.data.pairs import PairDataset
 from rather.data.prepare import Prepared, prepare
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
-from rather.model.load import Start, compute_dtype, load_policy, same_weights
+from rather.losses.objective import PairLoss, from_config
 from rather.model.policy import PolicyModel
-from rather.objective import PairLoss, from_config
+from rather.parallel.load import Start, compute_dtype, load_policy, same_weights
 from rather.plan.state import stored_weights
-from rather.redaction import hide
-from rather.run_folder import FINISHED
-from rather.use.weights import put
+from rather.run_folder.layout import FINISHED
+from rather.run_folder.model_source import put
 
 HITS = 20  # pairs listed at a time
 SEARCH_SECONDS = 1.5  # then what was found is told, and the search can go on from there
-CONTEXT = 6  # tokens before one that are decoded with it: a decoder treats a first token differently
+CONTEXT = (
+    6  # tokens before one that are decoded with it: a decoder treats a first token differently
+)
 IDLE = 0.9  # share of a GPU's memory that is free when nobody uses it
 ROOM = 0.8  # share of the free host memory that models may take
 
@@ -58,10 +60,15 @@ class Session:
     def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
         self.run_dir, self.tell = run_dir, tell
         if not (run_dir / "config.yaml").is_file():
-            raise ConfigError(f"{run_dir}: has no config.yaml, so its data and models are not known.")
+            raise ConfigError(
+                f"{run_dir}: has no config.yaml, so its data and models are not known."
+            )
         self.config: DPOConfig = load(run_dir / "config.yaml").config
         hide(secret_values(self.config.model_dump()))
-        for name, role in (("actor_train", self.config.actor_train), ("reference", self.config.reference)):
+        for name, role in (
+            ("actor_train", self.config.actor_train),
+            ("reference", self.config.reference),
+        ):
             if role.model_args.trust_remote_code:
                 raise ConfigError(
                     f"{name}.model_args.trust_remote_code: to look at a run, no code that came with a model is run; "
@@ -110,8 +117,12 @@ class Session:
         while place < len(pairs) and len(hits) < HITS and (monotonic() < until or place == start):
             (pair,) = pairs.take([place])
             prompt, chosen, rejected = map(self._decoded, (pair.prompt, pair.chosen, pair.rejected))
-            if wanted in f"{prompt}{chosen}\n{prompt}{rejected}".casefold() or (text and text == pair.id):
-                hits.append({"index": place, "id": pair.id, "prompt": prompt[-160:], "chosen": chosen[:120]})
+            if wanted in f"{prompt}{chosen}\n{prompt}{rejected}".casefold() or (
+                text and text == pair.id
+            ):
+                hits.append(
+                    {"index": place, "id": pair.id, "prompt": prompt[-160:], "chosen": chosen[:120]}
+                )
             place += 1
         return {"sets": self.sizes, "hits": hits, "next": place if place < len(pairs) else None}
 
@@ -140,7 +151,9 @@ class Session:
         if config.sync_ref_model:
             moved = source if isinstance(source, Checkpoint) else newest_checkpoint(self.run_dir)
             if moved is None:
-                raise ConfigError(f"{self.run_dir}: sync_ref_model moved the reference, and no checkpoint has it.")
+                raise ConfigError(
+                    f"{self.run_dir}: sync_ref_model moved the reference, and no checkpoint has it."
+                )
         frozen = actor if not self.objective.needs_reference else reference
         began_alike = moved is None and (frozen is actor or starts_as_reference(config))
         self._refuse_without_room(3 - began_alike, frozen.model_path, frozen.model_args)
@@ -164,15 +177,22 @@ class Session:
         actor = self.config.actor_train
         if isinstance(source, Path):
             self.tell(f"loading the trained model {source}")
-            step = (self.run_dir / FINISHED).read_text(encoding="utf-8", errors="replace").strip()[:20]
-            return self._loaded(str(source), actor.model_args.of_other_weights()), f"model/ of step {step}"
+            step = (
+                (self.run_dir / FINISHED).read_text(encoding="utf-8", errors="replace").strip()[:20]
+            )
+            return self._loaded(
+                str(source), actor.model_args.of_other_weights()
+            ), f"model/ of step {step}"
         self.tell(f"loading {source.path.name}")
         policy = self._loaded(actor.model_path, actor.model_args)
         put(policy, source)
         return policy, source.path.name
 
     def _loaded(self, name: str, args: ModelArgs) -> PolicyModel:
-        start = Start(self.config.seed, keeps_start(self.config) and args is self.config.actor_train.model_args)
+        start = Start(
+            self.config.seed,
+            keeps_start(self.config) and args is self.config.actor_train.model_args,
+        )
         return load_policy(name, args, self.device, start=start)
 
     def _refuse_without_room(self, models: int, name: str, args: ModelArgs) -> None:
@@ -213,7 +233,8 @@ class Session:
             "prompt_tokens": len(pair.prompt),
             "sides": {side: self._side(pair, side, by_model) for side in ("chosen", "rejected")},
             "rewards": {
-                when: self._rewards(batch, by_model[when], reference) for when in ("before", "after")
+                when: self._rewards(batch, by_model[when], reference)
+                for when in ("before", "after")
             },
         }
 
@@ -225,7 +246,9 @@ class Session:
             "texts": list(pieces(ids, self._decoded_list)),
             "scored": list(chain.from_iterable(range(*span) for span in spans)),
             "logps": {model: scored.tokens[place] for model, scored in by_model.items()},
-            "sums": {model: float(scored.columns["sum"][0, place]) for model, scored in by_model.items()},
+            "sums": {
+                model: float(scored.columns["sum"][0, place]) for model, scored in by_model.items()
+            },
         }
 
     def _decoded_list(self, ids: Sequence[int]) -> str:
@@ -288,7 +311,9 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterat
     for place in range(len(ids)):
         start = max(0, place - CONTEXT)
         before, now = decode(ids[start:place]).rstrip("�"), decode(ids[start : place + 1])
-        yield (now[len(before) :] if now.startswith(before) else now[_common(before, now) :]).rstrip("�")
+        yield (
+            now[len(before) :] if now.startswith(before) else now[_common(before, now) :]
+        ).rstrip("�")
 
 
 def _common(a: str, b: str) -> int:

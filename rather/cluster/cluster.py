@@ -15,21 +15,21 @@ from typing import Any
 import torch
 
 from rather import faults
-from rather.batch import Columns, PairBatch, PairFacts
 from rather.cluster.deadlines import Deadlines, Limit
 from rather.cluster.failure import GRACE, Failure, are_alike, first_cause
 from rather.cluster.hang import hang_error
 from rather.cluster.host import Answer
-from rather.cluster.member import Member
 from rather.cluster.preflight import need_of
+from rather.cluster.rank_info import Member
 from rather.cluster.resources import ResourceManager, Seat, last_line, wait_elsewhere, where
 from rather.cluster.shares import beside, places, shares
 from rather.cluster.supervision import Supervision
 from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
 from rather.config.strategies import layout
+from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.errors import BatchTooLarge, ConfigError, DiskError, HangError, RatherError, WorkerLost
-from rather.trainer import StepResult
-from rather.trouble import Limits
+from rather.train.nonfinite import Limits
+from rather.train.rank_trainer import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,14 @@ class Cluster:
         log.info("%s: %s; %s", self.role, self.layout.told(), _hosts(self.seats))
         world = len(self.seats)
         device = "cuda:0" if self.kind == "cuda" else "cpu"  # the only one that a process sees
-        each = [(self.role, self.worker_cls, self.config, Member(rank, world, device)) for rank in range(world)]
-        self._collected([seat.handle.add.remote(*args) for seat, args in zip(self.seats, each, strict=True)], "start")
+        each = [
+            (self.role, self.worker_cls, self.config, Member(rank, world, device))
+            for rank in range(world)
+        ]
+        self._collected(
+            [seat.handle.add.remote(*args) for seat, args in zip(self.seats, each, strict=True)],
+            "start",
+        )
 
     @property
     def kind(self) -> str:
@@ -85,12 +91,21 @@ class Cluster:
         return int(min(self._call("plan", largest_pair, phase="start")))
 
     def train_step(
-        self, batches: Sequence[PairBatch], reference: Columns | None, *, limits: Limits | None = None
+        self,
+        batches: Sequence[PairBatch],
+        reference: Columns | None,
+        *,
+        limits: Limits | None = None,
     ) -> StepResult:
         facts = PairFacts.of_step(batches)
         own = shares(batches, self.layout.dp)
-        calls = [(own[self.layout.dp_rank(rank)], reference, facts, limits) for rank in range(len(self.seats))]
-        result: StepResult = self._call_each("train_step", calls, phase="step", tokens=_tokens(batches))[0]
+        calls = [
+            (own[self.layout.dp_rank(rank)], reference, facts, limits)
+            for rank in range(len(self.seats))
+        ]
+        result: StepResult = self._call_each(
+            "train_step", calls, phase="step", tokens=_tokens(batches)
+        )[0]
         self._make_room()
         return result
 
@@ -99,11 +114,15 @@ class Cluster:
         wanted = places(batches)
         calls = [(own[self.layout.dp_rank(rank)], wanted) for rank in range(len(self.seats))]
         phase = "eval" if self.role == "actor_train" else "step"
-        columns: Columns = self._call_each("compute_log_probs", calls, phase=phase, tokens=_tokens(batches))[0]
+        columns: Columns = self._call_each(
+            "compute_log_probs", calls, phase=phase, tokens=_tokens(batches)
+        )[0]
         self._make_room()
         return columns
 
-    def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
+    def score(
+        self, facts: PairFacts, policy: Columns, reference: Columns | None
+    ) -> dict[str, float]:
         found: dict[str, float] = self._first("score", facts, policy, reference, phase="eval")
         return found
 
@@ -152,14 +171,21 @@ class Cluster:
 
     def _first(self, method: str, *args: Any, phase: str) -> Any:
         """Of rank 0 alone."""
-        return self._collected([self.seats[0].handle.call.remote(self.role, faults.step(), method, *args)], phase)[0]
+        return self._collected(
+            [self.seats[0].handle.call.remote(self.role, faults.step(), method, *args)], phase
+        )[0]
 
     def _call(self, method: str, *args: Any, phase: str) -> list[Any]:
         return self._call_each(method, [args] * len(self.seats), phase=phase)
 
-    def _call_each(self, method: str, args: Sequence[tuple[Any, ...]], *, phase: str, tokens: int = 0) -> list[Any]:
+    def _call_each(
+        self, method: str, args: Sequence[tuple[Any, ...]], *, phase: str, tokens: int = 0
+    ) -> list[Any]:
         named = (self.role, faults.step(), method)
-        asked = [seat.handle.call.remote(*named, *each) for seat, each in zip(self.seats, args, strict=True)]
+        asked = [
+            seat.handle.call.remote(*named, *each)
+            for seat, each in zip(self.seats, args, strict=True)
+        ]
         return self._collected(asked, phase, tokens)
 
     def _collected(self, asked: Sequence[Any], phase: str, tokens: int = 0) -> list[Any]:
@@ -194,7 +220,9 @@ class Cluster:
                 said.setdefault((level, message), {})[rank] = name
         for (level, message), names in said.items():
             if level >= logging.WARNING:
-                logging.getLogger(min(names.items())[1]).log(level, "%s: %s", self._speakers(list(names)), message)
+                logging.getLogger(min(names.items())[1]).log(
+                    level, "%s: %s", self._speakers(list(names)), message
+                )
             elif 0 in names:
                 logging.getLogger(names[0]).log(level, "%s", message)
 
@@ -212,7 +240,9 @@ class Cluster:
         cause = failures[rank]
         level = logging.DEBUG if cause.is_ours else logging.ERROR
         logging.getLogger(f"rather.worker.{self.role}-{rank}").log(level, "%s", cause.trace)
-        where = f"{self.role}, all {ranks} ranks" if are_alike(failures, ranks) else self._where(rank)
+        where = (
+            f"{self.role}, all {ranks} ranks" if are_alike(failures, ranks) else self._where(rank)
+        )
         error = cause.error(where, self.role)
         if len(self.seats) == 1 and cause.kind == torch.OutOfMemoryError.__name__:
             return BatchTooLarge(str(error))
@@ -226,7 +256,9 @@ class Cluster:
         looks = self.manager.looks()
         self._stop()
         others = [found for place, found in looks.items() if place not in late]
-        return hang_error([looks[place] for place in sorted(late)], others, limit, self.config.log_dir)
+        return hang_error(
+            [looks[place] for place in sorted(late)], others, limit, self.config.log_dir
+        )
 
     def _stop(self) -> None:
         self.manager.stop()
@@ -246,7 +278,9 @@ class FrozenReference(Cluster):
             except (WorkerLost, HangError) as error:
                 if self.supervision is None or self.manager.is_stopped:  # for a loss of the policy
                     raise
-                self.supervision.survive(error, "reference_lost", "the reference alone is started again")
+                self.supervision.survive(
+                    error, "reference_lost", "the reference alone is started again"
+                )
             wait_elsewhere(self.seats)
             self._start()
             self.initialize(*self._loaded)
@@ -261,13 +295,18 @@ def _around(name: str, worker_config: RoleConfig) -> DPOConfig:
     if name not in kinds:
         raise ConfigError(f"name: '{name}' is no role; there are {' and '.join(kinds)}.")
     if not isinstance(worker_config, kinds[name]):
-        raise ConfigError(f"worker_config: {type(worker_config).__name__} is not the config of {name}.")
+        raise ConfigError(
+            f"worker_config: {type(worker_config).__name__} is not the config of {name}."
+        )
     if worker_config.model_args.model_name_or_path is None:
         raise ConfigError("worker_config: no model is named; set model_args.model_name_or_path.")
     if worker_config.is_canonical:
-        raise ConfigError("worker_config: is of a run with determinism: canonical; give that as pipeline_config.")
+        raise ConfigError(
+            "worker_config: is of a run with determinism: canonical; give that as pipeline_config."
+        )
     log.warning(
-        "%s: the loss, its numbers and the seed are their defaults; give pipeline_config= for those of a run", name
+        "%s: the loss, its numbers and the seed are their defaults; give pipeline_config= for those of a run",
+        name,
     )
     own: Any = {name: worker_config.model_copy(deep=True)}  # a config completes what it is made of
     return DPOConfig(**own)
@@ -282,11 +321,17 @@ def _answer(ref: Any) -> Answer:
 
     try:
         answer: Answer = ray.get(ref)
-    except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
+    except (
+        ray.exceptions.RayActorError,
+        ray.exceptions.NodeDiedError,
+        ray.exceptions.ObjectLostError,
+    ) as error:
         text = f"its process died: {_reason(error)}"
         return Answer(failure=Failure(WorkerLost.__name__, text, str(error), time.time()))
     except ray.exceptions.RayError as error:
-        return Answer(failure=Failure(type(error).__name__, last_line(error), str(error), time.time()))
+        return Answer(
+            failure=Failure(type(error).__name__, last_line(error), str(error), time.time())
+        )
     return answer
 
 
@@ -294,7 +339,9 @@ def _hosts(seats: Sequence[Seat]) -> str:
     machines: dict[str, list[str]] = {}
     for seat in seats:
         machines.setdefault(seat.process.machine, []).append(str(seat.device))
-    return "; ".join(f"{machine}: devices {', '.join(devices)}" for machine, devices in machines.items())
+    return "; ".join(
+        f"{machine}: devices {', '.join(devices)}" for machine, devices in machines.items()
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -11,7 +11,10 @@ from rather.config.schema import DPOConfig, Timeouts
 
 SLACK = 10.0  # times the usual
 ENOUGH, LATEST = 10, 50  # calls that make a usual time
-FLOOR, COMPILES = 60.0, 600.0  # seconds, at least: a pause of the machine, a shape that is compiled anew
+FLOOR, COMPILES = (
+    60.0,
+    600.0,
+)  # seconds, at least: a pause of the machine, a shape that is compiled anew
 
 
 class Limit(NamedTuple):

@@ -8,11 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rather import errors
+from rather.config.redaction import redact
 from rather.errors import MemoryShortage, RatherError, WorkerError, WorkerLost
-from rather.redaction import redact
 
 GRACE = 3.0  # seconds in which other ranks may still tell a cause, or that they failed alike
-ECHOES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe", "tcpstore")
+ECHOES = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "tcpstore",
+)
 SHORTAGES = ("out of memory", "can't allocate memory", "cannot allocate memory")
 FIXES = {
     "actor_train": (
@@ -40,7 +47,11 @@ class Failure:
     @staticmethod
     def of(error: Exception) -> Failure:
         text = redact(str(error)) or type(error).__name__
-        known = [base.__name__ for base in type(error).__mro__ if base.__module__ == RatherError.__module__]
+        known = [
+            base.__name__
+            for base in type(error).__mro__
+            if base.__module__ == RatherError.__module__
+        ]
         kind = (known or [type(error).__name__])[0]
         echo = isinstance(error, RuntimeError) and any(word in text.lower() for word in ECHOES)
         trace = redact("".join(traceback.format_exception(error)))
@@ -64,7 +75,9 @@ class Failure:
             return self.known(f"{place}{self.text}")
         if _is_shortage(self.kind, self.text):
             return MemoryShortage(f"{place}{self.text.splitlines()[0]} {self.note or FIXES[role]}")
-        found = WorkerLost if self.is_echo else WorkerError  # a connection broke, and no process says why
+        found = (
+            WorkerLost if self.is_echo else WorkerError
+        )  # a connection broke, and no process says why
         return found(f"{place}{self.kind}: {self.text}")
 
 
@@ -75,7 +88,11 @@ def first_cause(failures: Mapping[int, Failure]) -> int:
 
 def are_alike(failures: Mapping[int, Failure], ranks: int) -> bool:
     """Whether all of several ranks say the same: then it lies at none of them."""
-    return ranks > 1 and len(failures) == ranks and len({(each.kind, each.text) for each in failures.values()}) == 1
+    return (
+        ranks > 1
+        and len(failures) == ranks
+        and len({(each.kind, each.text) for each in failures.values()}) == 1
+    )
 
 
 def _is_shortage(kind: str, text: str) -> bool:

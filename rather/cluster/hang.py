@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rather.cluster.deadlines import Limit
-from rather.cluster.look import Look
+from rather.cluster.stack_snapshot import Look
 from rather.errors import HangError
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,9 @@ class Rank:
     look: Look | None
 
 
-def hang_error(late: Sequence[Rank], others: Sequence[Rank], limit: Limit, log_dir: Path) -> HangError:
+def hang_error(
+    late: Sequence[Rank], others: Sequence[Rank], limit: Limit, log_dir: Path
+) -> HangError:
     """Names the guilty of those that are late, once all stacks are written down."""
     guilty, why = judged(late)
     text = f"{guilty.name}: no answer within {limit.seconds:.0f} s (timeouts.{limit.key}): {why}."
@@ -38,15 +40,24 @@ def judged(ranks: Sequence[Rank]) -> tuple[Rank, str]:
     """Who does not answer; else who waits for nobody while others wait; else who stands where fewest stand."""
     for rank in ranks:
         if rank.look is None:
-            return rank, "its process does not answer at all: it is stopped, or stuck outside Python"
+            return (
+                rank,
+                "its process does not answer at all: it is stopped, or stuck outside Python",
+            )
     looks = {rank: rank.look for rank in ranks if rank.look}
     waiting = {rank: look for rank, look in looks.items() if look.collective}
     apart = [rank for rank in ranks if rank not in waiting]
     if waiting and apart:
-        return apart[0], f"it is in {looks[apart[0]].where}, and others wait for it in {_where(list(waiting.values()))}"
+        return (
+            apart[0],
+            f"it is in {looks[apart[0]].where}, and others wait for it in {_where(list(waiting.values()))}",
+        )
     stand = Counter(look.where for look in looks.values())
     usual, _ = stand.most_common(1)[0]  # of equally many, where the first rank stands
-    unusual = sorted((rank for rank in ranks if looks[rank].where != usual), key=lambda rank: stand[looks[rank].where])
+    unusual = sorted(
+        (rank for rank in ranks if looks[rank].where != usual),
+        key=lambda rank: stand[looks[rank].where],
+    )
     if unusual:
         return unusual[0], f"it is in {looks[unusual[0]].where}, others in {usual}"
     all_of = "" if len(ranks) == 1 else f", and so are all {len(ranks)} ranks"
@@ -64,7 +75,12 @@ def _written(ranks: Sequence[Rank], text: str, log_dir: Path) -> Path | None:
         log_dir.mkdir(parents=True, exist_ok=True)
         file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
-        log.error("%s: %s; the stacks of all ranks:\n%s", file, error.strerror or error, "\n\n".join(parts))
+        log.error(
+            "%s: %s; the stacks of all ranks:\n%s",
+            file,
+            error.strerror or error,
+            "\n\n".join(parts),
+        )
         return None
     return file
 

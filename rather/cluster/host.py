@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from rather import faults
 from rather.cluster.failure import Failure
-from rather.cluster.look import Look, Pulse
-from rather.redaction import redact
+from rather.cluster.stack_snapshot import Look, Pulse
+from rather.config.redaction import redact
 
 if TYPE_CHECKING:
-    from rather.cluster.member import Member
     from rather.cluster.preflight import Room
+    from rather.cluster.rank_info import Member
     from rather.cluster.worker import ActorWorker
     from rather.config.schema import DPOConfig
 
@@ -62,7 +62,9 @@ class Process:
 
 def all_gone(processes: Sequence[Process], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while not (gone := all(process.is_gone for process in processes)) and time.monotonic() < deadline:
+    while (
+        not (gone := all(process.is_gone for process in processes)) and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     return gone
 
@@ -100,7 +102,9 @@ class Host:
     def __init__(self, environment: Mapping[str, str], neighbours: int, driver: Process) -> None:
         """`neighbours` count the processes that share this machine's cores, itself among them."""
         threads = max(1, (os.cpu_count() or 1) // neighbours)
-        os.environ.update({"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **environment})
+        os.environ.update(
+            {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **environment}
+        )
         self.workers: dict[str, ActorWorker] = {}
         self.pulse = Pulse()
         self.records = _Records()

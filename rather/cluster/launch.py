@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rather.cluster.local import device_kind, local_cluster
-from rather.cluster.member import Member
+from rather.cluster.rank_info import Member
 from rather.cluster.shares import beside
-from rather.cluster.spmd import Memory, SpmdCluster, joined_ranks, largest, said_by_first, started_by_torchrun
+from rather.cluster.spmd import (
+    Memory,
+    SpmdCluster,
+    joined_ranks,
+    largest,
+    said_by_first,
+    started_by_torchrun,
+)
 from rather.cluster.supervision import Supervision
 from rather.cluster.watchdog import PHASES, STEPS, Watchdog
 from rather.cluster.worker import ActorWorker
@@ -26,7 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Role: TypeAlias = "ActorWorker | SpmdCluster | Cluster"  # the same calls, answered by one process or by many
+Role: TypeAlias = (
+    "ActorWorker | SpmdCluster | Cluster"  # the same calls, answered by one process or by many
+)
 
 
 @dataclass
@@ -44,7 +53,9 @@ class Roles:
     drivers: int = 1
     runs_ahead: bool = False  # the reference has devices of its own
     closing: ExitStack = field(default_factory=ExitStack)
-    again: Callable[[], Roles] | None = None  # the same roles in new processes, where those can be replaced
+    again: Callable[[], Roles] | None = (
+        None  # the same roles in new processes, where those can be replaced
+    )
     watchdog: Watchdog | None = None  # of this process, where its own calls may stand still
 
     @property
@@ -92,11 +103,16 @@ def mappings(config: DPOConfig) -> tuple[list[int], list[int]]:
     return config.actor_train.device_mapping or [0], config.reference.device_mapping or [0]
 
 
-def launch(config: DPOConfig, *, with_reference: bool, supervision: Supervision | None = None) -> Roles:
+def launch(
+    config: DPOConfig, *, with_reference: bool, supervision: Supervision | None = None
+) -> Roles:
     """The roles of a run, started but without their models. Supervised, they may be replaced."""
     actor, reference = config.actor_train, config.reference
     problems = list(division_problems("actor_train", actor))
-    if with_reference and (reference.strategy_args, reference.model_path) != (actor.strategy_args, actor.model_path):
+    if with_reference and (reference.strategy_args, reference.model_path) != (
+        actor.strategy_args,
+        actor.model_path,
+    ):
         problems += division_problems("reference", reference)
     if problems:
         raise ConfigError(problems)
@@ -116,7 +132,11 @@ def launch(config: DPOConfig, *, with_reference: bool, supervision: Supervision 
 
 
 def _watchdog(
-    config: DPOConfig, member: Member, supervision: Supervision | None, roles: Sequence[Role | None], closing: ExitStack
+    config: DPOConfig,
+    member: Member,
+    supervision: Supervision | None,
+    roles: Sequence[Role | None],
+    closing: ExitStack,
 ) -> Watchdog:
     """Of one process only the steps are watched: loading and saving take what disk and network take."""
     watchdog = Watchdog(config, member, supervision)
@@ -126,7 +146,9 @@ def _watchdog(
     return watchdog
 
 
-def _under_torchrun(config: DPOConfig, with_reference: bool, supervision: Supervision | None) -> Roles:
+def _under_torchrun(
+    config: DPOConfig, with_reference: bool, supervision: Supervision | None
+) -> Roles:
     actor, reference = mappings(config)
     if with_reference and actor != reference:
         raise ConfigError(
@@ -143,7 +165,15 @@ def _under_torchrun(config: DPOConfig, with_reference: bool, supervision: Superv
     if member.rank == 0:
         log.info("actor_train: %s", policy.layout.told())
     watchdog = _watchdog(config, member, supervision, (policy, held), closing)
-    roles = Roles(policy, held, memory.kind, here=True, rank=member.rank, drivers=member.world, closing=closing)
+    roles = Roles(
+        policy,
+        held,
+        memory.kind,
+        here=True,
+        rank=member.rank,
+        drivers=member.world,
+        closing=closing,
+    )
     roles.watchdog = watchdog
     return roles
 
@@ -154,9 +184,13 @@ def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | 
     actor, reference = mappings(config)
     used = [*actor, *(reference if with_reference else [])]
     if config.num_nodes > 1 and config.ray.address is None:
-        raise ConfigError(f"num_nodes: {config.num_nodes} nodes need a Ray cluster; name it: --address, or ray.address")
+        raise ConfigError(
+            f"num_nodes: {config.num_nodes} nodes need a Ray cluster; name it: --address, or ray.address"
+        )
     if config.ray.address is None:
-        device_kind(config.platform)  # no need to start anything for devices that this machine has not
+        device_kind(
+            config.platform
+        )  # no need to start anything for devices that this machine has not
     manager = ResourceManager(
         config.num_nodes,
         config.num_gpus_per_node or max(used) + 1,
@@ -172,7 +206,10 @@ def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | 
 
 
 def _clusters(
-    config: DPOConfig, manager: ResourceManager, with_reference: bool, supervision: Supervision | None
+    config: DPOConfig,
+    manager: ResourceManager,
+    with_reference: bool,
+    supervision: Supervision | None,
 ) -> Roles:
     """The roles on a manager that has no processes yet."""
     from rather.cluster.cluster import Cluster, FrozenReference
@@ -180,14 +217,29 @@ def _clusters(
     actor, reference = mappings(config)
     ahead = with_reference and not set(actor) & set(reference)
     stays = ahead and not config.sync_ref_model
-    policy = Cluster("actor_train", config.actor_train.worker_cls, manager, config.actor_train, pipeline_config=config)
+    policy = Cluster(
+        "actor_train",
+        config.actor_train.worker_cls,
+        manager,
+        config.actor_train,
+        pipeline_config=config,
+    )
     held: Cluster | None = None
     if with_reference:
         cls = FrozenReference if stays else Cluster
-        held = cls("reference", config.reference.worker_cls, manager, config.reference, pipeline_config=config)
+        held = cls(
+            "reference",
+            config.reference.worker_cls,
+            manager,
+            config.reference,
+            pipeline_config=config,
+        )
         held.supervision = supervision
         policy.takes_turns = held.takes_turns = not ahead and actor != reference
-        log.info("reference: %s", "on its own devices, one step ahead" if ahead else "on the policy's devices, in turn")
+        log.info(
+            "reference: %s",
+            "on its own devices, one step ahead" if ahead else "on the policy's devices, in turn",
+        )
 
     def again() -> Roles:
         manager.renew()
@@ -195,4 +247,6 @@ def _clusters(
 
     closing = ExitStack()
     closing.callback(manager.close)
-    return Roles(policy, held, manager.kind, here=False, runs_ahead=ahead, closing=closing, again=again)
+    return Roles(
+        policy, held, manager.kind, here=False, runs_ahead=ahead, closing=closing, again=again
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rather.cluster.member import Member
+from rather.cluster.rank_info import Member
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
@@ -33,7 +33,9 @@ def worker_class(value: type | str | None, key: str) -> type[ActorWorker]:
         return ActorWorker
     found = value if isinstance(value, type) else _imported(value, key)
     if not (isinstance(found, type) and issubclass(found, ActorWorker)):
-        raise ConfigError(f"{key}: {found!r} is not a subclass of rather.cluster.worker.ActorWorker")
+        raise ConfigError(
+            f"{key}: {found!r} is not a subclass of rather.cluster.worker.ActorWorker"
+        )
     return found
 
 

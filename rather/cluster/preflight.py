@@ -39,7 +39,11 @@ class Room:
     def here(place: int, kind: str) -> Room:
         import torch
 
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if kind == "cuda" else 0
+        total = (
+            torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            if kind == "cuda"
+            else 0
+        )
         return Room(socket.gethostname(), place, free_memory(), total)
 
 
@@ -69,25 +73,38 @@ class Ledger:
     def shortage(self) -> str | None:
         rooms = [room for _, held in self.held.values() for room in held]
         for room in {(room.machine, room.place): room for room in rooms if room.device}.values():
-            here = {name: need for name, (need, held) in self.held.items() if _same_device(room, held)}
+            here = {
+                name: need for name, (need, held) in self.held.items() if _same_device(room, held)
+            }
             taken = sum(need.device for need in here.values())
             if taken > room.device:
                 fewest = ceil(sum(need.once for need in here.values()) / room.device)
                 fits = f"Divided by zero3 and fsdp2_infer they need {fewest} such GPUs or more."
-                return _sentence(f"GPU {room.place} of {room.machine}", room.device, taken, here, fits)
+                return _sentence(
+                    f"GPU {room.place} of {room.machine}", room.device, taken, here, fits
+                )
         for machine in {room.machine for room in rooms}:
-            workers = {name: sum(room.machine == machine for room in held) for name, (_, held) in self.held.items()}
+            workers = {
+                name: sum(room.machine == machine for room in held)
+                for name, (_, held) in self.held.items()
+            }
             taken = sum(self.held[name][0].host * count for name, count in workers.items())
             free = min(room.free for room in rooms if room.machine == machine)
             if taken > free:
                 once = sum(self.held[name][0].once for name, count in workers.items() if count)
                 fits = f"Held once, divided by zero3 and fsdp2_infer, they are {_gib(once)}."
-                here = {f"{count} x {name}": self.held[name][0] for name, count in workers.items() if count}
+                here = {
+                    f"{count} x {name}": self.held[name][0]
+                    for name, count in workers.items()
+                    if count
+                }
                 return _sentence(machine, free, taken, here, fits)
         return None
 
 
-def need_of(config: DPOConfig, role: RoleConfig, kind: str, model: str | None = None) -> Need | None:
+def need_of(
+    config: DPOConfig, role: RoleConfig, kind: str, model: str | None = None
+) -> Need | None:
     """Of each rank; None where the model is the policy's, or cannot be looked at from here: loading it will tell."""
     args = role.model_args.of_other_weights() if model else role.model_args
     shapes = stored_shapes(model or role.model_path, args.revision)
@@ -96,7 +113,9 @@ def need_of(config: DPOConfig, role: RoleConfig, kind: str, model: str | None = 
     state, found = state_of(config, role, kind, shapes, args, narrow=True), layout(role)
     own, whole, cut = state.own, state.gathered, state.cut
     on_host = own if found.host or kind == "cpu" else 0.0
-    listed = " + ".join(f"{part.number:.3g} weights x {_bytes(part, state.shards)} bytes" for part in state.parts)
+    listed = " + ".join(
+        f"{part.number:.3g} weights x {_bytes(part, state.shards)} bytes" for part in state.parts
+    )
     told = f"{listed}{f' / {cut} by tp and pp' if cut > 1 else ''}"
     if kind == "cpu":
         return Need(0.0, own + whole, state.once, told)
@@ -123,8 +142,15 @@ def _free_in_groups() -> Iterator[int]:
                 continue
             root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
             own = root / path.lstrip("/")
-            folders = [own, *(parent for parent in own.parents if root in (parent, *parent.parents))]
-            yield from (free for each in folders if (free := free_in_group(each, 1 if controllers else 2)) is not None)
+            folders = [
+                own,
+                *(parent for parent in own.parents if root in (parent, *parent.parents)),
+            ]
+            yield from (
+                free
+                for each in folders
+                if (free := free_in_group(each, 1 if controllers else 2)) is not None
+            )
 
 
 def free_in_group(folder: Path, version: int) -> int | None:

@@ -25,8 +25,8 @@ from typing import Any
 from rather import faults
 from rather.cluster.hang import ANSWER, Rank
 from rather.cluster.host import Answer, Host, Meeting, Process, all_gone
-from rather.cluster.look import Look
 from rather.cluster.preflight import Ledger, Room
+from rather.cluster.stack_snapshot import Look
 from rather.config.schema import Timeouts
 from rather.errors import ConfigError, RayGone, WorkerError
 
@@ -40,9 +40,16 @@ TOKEN = "token"  # a file of the folder that each connection has
 SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
 LOOKS = "look"  # the threads in which processes answer while their work stands still
 ENDS = 1.0  # seconds in which a process that can do so ends
-RAY_KILLS = 6.0  # seconds after which Ray has ended a process that does not end by itself, on any machine
-RAY_LOOKS, RAY_WAITS = 2.0, 12.0  # seconds without a word of its server. After sixty Ray would end this process
-LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds every port of Ray to loopback, on Linux too
+RAY_KILLS = (
+    6.0  # seconds after which Ray has ended a process that does not end by itself, on any machine
+)
+RAY_LOOKS, RAY_WAITS = (
+    2.0,
+    12.0,
+)  # seconds without a word of its server. After sixty Ray would end this process
+LOOPBACK = (
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds every port of Ray to loopback, on Linux too
+)
 
 
 @dataclass(frozen=True)
@@ -84,10 +91,14 @@ class ResourceManager:
         self.is_stopped = self._closed = False
         self._server: str | None = None  # of Ray, where it is known
         self._heard = time.monotonic()  # of it
-        self._folder = Path(tempfile.mkdtemp(prefix="rather-"))  # the token and the meeting places of processes
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="rather-")
+        )  # the token and the meeting places of processes
         atexit.register(self.close)
         try:
-            self._ray, self._is_ours = connected(address, self.devices, self._folder, self.timeouts.connect)
+            self._ray, self._is_ours = connected(
+                address, self.devices, self._folder, self.timeouts.connect
+            )
             self._server = _server(self._ray, address)
             self.kind = self._kind(platform)
             self._reserve()
@@ -129,7 +140,9 @@ class ResourceManager:
             time.sleep(0.2)
         bundles = [{self._resource: self.num_gpus_per_node}] * self.num_nodes
         # Kept at once: a request that is given up would be granted as soon as the devices are free, and hold them.
-        self._placed = placement_group(bundles, strategy="STRICT_SPREAD" if self.num_nodes > 1 else "STRICT_PACK")
+        self._placed = placement_group(
+            bundles, strategy="STRICT_SPREAD" if self.num_nodes > 1 else "STRICT_PACK"
+        )
         if not self._placed.wait(max(1.0, deadline - time.monotonic())):
             free = int(self._ray.available_resources().get(self._resource, 0))
             raise ConfigError(
@@ -145,14 +158,18 @@ class ResourceManager:
 
     def _missing(self) -> str | None:
         """The arithmetic of what the cluster lacks, or None."""
-        there = sorted((int(node["Resources"].get(self._resource, 0)) for node in self._nodes()), reverse=True)
+        there = sorted(
+            (int(node["Resources"].get(self._resource, 0)) for node in self._nodes()), reverse=True
+        )
         enough = sum(count >= self.num_gpus_per_node for count in there)
         if enough >= self.num_nodes:
             return None
         listing = " + ".join(map(str, there)) or "0"
         advice = ""
         if self.kind == "cpu" and not any(there):
-            advice = f" Start its nodes with --resources='{{\"{SLOT}\": {self.num_gpus_per_node}}}'."
+            advice = (
+                f" Start its nodes with --resources='{{\"{SLOT}\": {self.num_gpus_per_node}}}'."
+            )
         return (
             f"num_nodes: {self._wanted}; {self._name} has {listing} on {len(there)} node{'s' * (len(there) != 1)}, "
             f"so {enough} of {self.num_nodes} nodes have {self.num_gpus_per_node}: {self.num_nodes - enough} missing."
@@ -177,18 +194,31 @@ class ResourceManager:
         return self._seats[mapping]
 
     def _start(self, mapping: tuple[int, ...], environment: Mapping[str, str]) -> list[Seat]:
-        ids = self._gpu_ids({device // self.num_gpus_per_node for device in mapping}) if self.kind == "cuda" else {}
+        ids = (
+            self._gpu_ids({device // self.num_gpus_per_node for device in mapping})
+            if self.kind == "cuda"
+            else {}
+        )
         own = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
-        own[faults.VARIABLE] = os.environ.get(faults.VARIABLE, "")  # Ray itself may have begun with another one
+        own[faults.VARIABLE] = os.environ.get(
+            faults.VARIABLE, ""
+        )  # Ray itself may have begun with another one
         handles = []
         for device in mapping:
             node, local = divmod(device, self.num_gpus_per_node)
             own["CUDA_VISIBLE_DEVICES"] = ids[node][local] if ids else ""
             given = ({**own, **environment}, self.num_gpus_per_node, Process.this())
             handles.append(self._remote(Host, node).remote(*given))
-        answers = self._all([handle.process.remote() for handle in handles], self.timeouts.start, "start a process")
-        nodes = self._all([handle.node.remote() for handle in handles], self.timeouts.start, "start a process")
-        asked = [handle.room.remote(device, self.kind) for handle, device in zip(handles, mapping, strict=True)]
+        answers = self._all(
+            [handle.process.remote() for handle in handles], self.timeouts.start, "start a process"
+        )
+        nodes = self._all(
+            [handle.node.remote() for handle in handles], self.timeouts.start, "start a process"
+        )
+        asked = [
+            handle.room.remote(device, self.kind)
+            for handle, device in zip(handles, mapping, strict=True)
+        ]
         rooms = self._all(asked, self.timeouts.start, "look at its memory")
         return [
             Seat(handle, process, address, node, device, room)
@@ -209,8 +239,15 @@ class ResourceManager:
 
     def _gpu_ids(self, nodes: set[int]) -> dict[int, list[str]]:
         """The machine's own numbers of the reserved GPUs of each node."""
-        probes = {node: self._remote(_Probe, node, gpus=self.num_gpus_per_node).remote() for node in sorted(nodes)}
-        found = self._all([probe.gpu_ids.remote() for probe in probes.values()], self.timeouts.connect, "list GPUs")
+        probes = {
+            node: self._remote(_Probe, node, gpus=self.num_gpus_per_node).remote()
+            for node in sorted(nodes)
+        }
+        found = self._all(
+            [probe.gpu_ids.remote() for probe in probes.values()],
+            self.timeouts.connect,
+            "list GPUs",
+        )
         for probe in probes.values():
             self._ray.kill(probe)
         return dict(zip(probes, found, strict=True))
@@ -222,19 +259,31 @@ class ResourceManager:
             store = f"file://{self._folder}/{secrets.token_hex(8)}"
         else:
             store = f"tcp://{first.address}:{self._port_of(first, seats[1:])}"
-        meetings = [Meeting(rank, len(seats), store, 60 + self.timeouts.longest) for rank in range(len(seats))]
-        asked = [seat.handle.join.remote(each, self.kind) for seat, each in zip(seats, meetings, strict=True)]
-        for seat, answer in zip(seats, self._all(asked, self.timeouts.start, "meet each other"), strict=True):
+        meetings = [
+            Meeting(rank, len(seats), store, 60 + self.timeouts.longest)
+            for rank in range(len(seats))
+        ]
+        asked = [
+            seat.handle.join.remote(each, self.kind)
+            for seat, each in zip(seats, meetings, strict=True)
+        ]
+        for seat, answer in zip(
+            seats, self._all(asked, self.timeouts.start, "meet each other"), strict=True
+        ):
             assert isinstance(answer, Answer)
             if answer.failure:
-                raise WorkerError(f"{seat}: processes cannot reach each other: {answer.failure.text}")
+                raise WorkerError(
+                    f"{seat}: processes cannot reach each other: {answer.failure.text}"
+                )
 
     def _port_of(self, first: Seat, others: Sequence[Seat]) -> int:
         """A port of the first process that all others reach: without it they would wait for it in silence."""
         seconds = self.timeouts.connect
         [port] = self._all([first.handle.listen.remote()], seconds, "find a port")
         asked = [seat.handle.cannot_reach.remote(first.address, port, seconds) for seat in others]
-        for seat, problem in zip(others, self._all(asked, 2 * seconds, "reach each other"), strict=True):
+        for seat, problem in zip(
+            others, self._all(asked, 2 * seconds, "reach each other"), strict=True
+        ):
             if problem:
                 raise WorkerError(
                     f"{seat} cannot reach {first} at {first.address}:{port} within {seconds:.0f} s: {problem}. Workers "
@@ -258,8 +307,13 @@ class ResourceManager:
     def looks(self) -> dict[tuple[str, int], Rank]:
         """What each rank of each role does; those that cannot say it are given a few seconds."""
         seats = [seat for group in self._seats.values() for seat in group]
-        asked = {seat.handle.look.options(concurrency_group=LOOKS).remote(): seat.process for seat in seats}
-        done = self._ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER)[0] if asked else []
+        asked = {
+            seat.handle.look.options(concurrency_group=LOOKS).remote(): seat.process
+            for seat in seats
+        }
+        done = (
+            self._ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER)[0] if asked else []
+        )
         found = {asked[ref]: self._look(ref) for ref in done}
         return {
             (role, rank): Rank(where(role, rank, seats), found.get(seat.process))
@@ -302,7 +356,9 @@ class ResourceManager:
             self._reserve()
         except Exception as error:  # Ray raises the base class where its raylet is gone
             advice = "The same command goes on from the last checkpoint."
-            raise WorkerError(f"lost workers cannot be replaced: {_first_line(error).rstrip('.')}. {advice}") from error
+            raise WorkerError(
+                f"lost workers cannot be replaced: {_first_line(error).rstrip('.')}. {advice}"
+            ) from error
         self.is_stopped = False
 
     # --- the end ---
@@ -335,12 +391,13 @@ class ResourceManager:
                 self._take_leave(ray)
             else:  # to take leave of it would end this process
                 atexit.unregister(ray.shutdown)
-        if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._folder / TOKEN):  # the next Ray gets its own
+        if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(
+            self._folder / TOKEN
+        ):  # the next Ray gets its own
             del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"]
         for file in self._folder.iterdir():
             file.unlink(missing_ok=True)
         self._folder.rmdir()
-
 
     def _take_leave(self, ray: Any) -> None:
         if placed := getattr(self, "_placed", None):
@@ -373,15 +430,21 @@ def _with_node(cls: type) -> type:
     return type(cls.__name__, (cls,), {"node": node})
 
 
-def connected(address: str | None, devices: int, folder: Path, seconds: float = 8.0) -> tuple[Any, bool]:
+def connected(
+    address: str | None, devices: int, folder: Path, seconds: float = 8.0
+) -> tuple[Any, bool]:
     """Ray, and whether the connection is ours to end."""
     if address not in (None, "auto"):
         _refuse_silence(address, seconds)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # CUDA_VISIBLE_DEVICES is ours to set
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # CUDA_VISIBLE_DEVICES is ours to set
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("several devices need Ray: pip install ray, or start with torchrun instead") from error
+        raise ConfigError(
+            "several devices need Ray: pip install ray, or start with torchrun instead"
+        ) from error
     if ray.is_initialized():
         return ray, False
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -391,7 +454,9 @@ def connected(address: str | None, devices: int, folder: Path, seconds: float = 
             with _own_signals():
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"ray.address: no Ray cluster answers at {address}: {_first_line(error)}") from error
+            raise ConfigError(
+                f"ray.address: no Ray cluster answers at {address}: {_first_line(error)}"
+            ) from error
         return ray, True
     if problem := shortage_of_shared_memory():
         raise ConfigError(problem)
@@ -399,7 +464,11 @@ def connected(address: str | None, devices: int, folder: Path, seconds: float = 
     _use_token(folder)
     _read_environment_again()
     log.info("starting a local Ray for %d devices", devices)
-    quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "resources": {SLOT: float(devices)}}
+    quiet |= {
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE,
+        "resources": {SLOT: float(devices)},
+    }
     for left in reversed(range(STARTS)):
         try:
             with _own_signals():
@@ -409,7 +478,9 @@ def connected(address: str | None, devices: int, folder: Path, seconds: float = 
             ray.shutdown()
             if not left:
                 logs = "its logs are in /tmp/ray/session_latest/logs"
-                raise WorkerError(f"a local Ray did not start: {_first_line(error)} ({logs})") from error
+                raise WorkerError(
+                    f"a local Ray did not start: {_first_line(error)} ({logs})"
+                ) from error
             log.warning("a local Ray did not start (%s); once more", _first_line(error))
     return ray, True
 
@@ -433,7 +504,10 @@ def _answers(server: str) -> bool:
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Ray takes SIGTERM for itself, and would end a run without saving it."""
-    before, is_main = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
+    before, is_main = (
+        signal.getsignal(signal.SIGTERM),
+        threading.current_thread() is threading.main_thread(),
+    )
     try:
         yield
     finally:
@@ -445,7 +519,9 @@ def _refuse_silence(address: str, seconds: float) -> None:
     """Ray itself would try for minutes. The first node of a cluster may still be starting."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdigit()):
-        raise ConfigError(f"ray.address: '{address}' is not host:port, such as 10.0.0.5:6379, or auto")
+        raise ConfigError(
+            f"ray.address: '{address}' is not host:port, such as 10.0.0.5:6379, or auto"
+        )
     deadline = time.monotonic() + seconds
     while True:
         left = deadline - time.monotonic()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rather.batch import PairBatch
+from rather.data.batch import PairBatch
 
 
 def shares(batches: Sequence[PairBatch], ranks: int) -> list[list[PairBatch]]:

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from rather import faults
-from rather.batch import Columns, PairBatch, PairFacts
 from rather.cluster.local import device_kind, worker_class
-from rather.cluster.member import Member
 from rather.cluster.preflight import Ledger, Room, need_of
+from rather.cluster.rank_info import Member
 from rather.cluster.shares import beside, places, shares
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
+from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.errors import ConfigError, DiskError
-from rather.trainer import StepResult
-from rather.trouble import Limits
+from rather.train.nonfinite import Limits
+from rather.train.rank_trainer import StepResult
 
 T = TypeVar("T")
 
@@ -69,7 +69,9 @@ class SpmdCluster:
         self.role, self.config, self.member, self.memory = name, config, member, memory
         self.worker_config = config.actor_train if name == "actor_train" else config.reference
         self.layout = layout(self.worker_config)
-        self.worker = worker_class(self.worker_config.worker_cls, f"{name}.worker_cls")(config, name, member)
+        self.worker = worker_class(self.worker_config.worker_cls, f"{name}.worker_cls")(
+            config, name, member
+        )
 
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         need = need_of(self.config, self.worker_config, self.memory.kind, model)
@@ -85,14 +87,22 @@ class SpmdCluster:
         return int(budget)
 
     def train_step(
-        self, batches: Sequence[PairBatch], reference: Columns | None, *, limits: Limits | None = None
+        self,
+        batches: Sequence[PairBatch],
+        reference: Columns | None,
+        *,
+        limits: Limits | None = None,
     ) -> StepResult:
-        return self.worker.train_step(self._own(batches), reference, PairFacts.of_step(batches), limits)
+        return self.worker.train_step(
+            self._own(batches), reference, PairFacts.of_step(batches), limits
+        )
 
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         return self.worker.compute_log_probs(self._own(batches), places(batches))
 
-    def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
+    def score(
+        self, facts: PairFacts, policy: Columns, reference: Columns | None
+    ) -> dict[str, float]:
         return self.worker.score(facts, policy, reference)
 
     def peak_memory(self) -> int:
@@ -127,7 +137,9 @@ class SpmdCluster:
             pieces = said_by_first(made)
             refusals = gathered(refusal(lambda: self.worker.write_weights(pieces, "model")))
             if self.member.rank == 0 and not any(refusals):
-                refusals = [refusal(lambda: self.worker.export(pieces, "model", tokenizer, folder, card))]
+                refusals = [
+                    refusal(lambda: self.worker.export(pieces, "model", tokenizer, folder, card))
+                ]
             if told := said_by_first(next(filter(None, refusals), "")):
                 raise DiskError(told)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rather.checkpoint import LATEST
+from rather.checkpoint.checkpoint import LATEST
 from rather.config.schema import DPOConfig
 from rather.errors import HangError, RatherError
 
@@ -42,7 +42,12 @@ class Supervision:
             self.losses, self._saved = 0, saved
         self.losses += 1
         most = self.config.max_failures
-        self.note("hang" if isinstance(error, HangError) else kind, error, loss=self.losses, max_failures=most)
+        self.note(
+            "hang" if isinstance(error, HangError) else kind,
+            error,
+            loss=self.losses,
+            max_failures=most,
+        )
         if self.losses > most:
             raise error
         pause = self.config.failure_backoff * 2 ** (self.losses - 1)
@@ -57,7 +62,9 @@ class Supervision:
         """The config with which the run goes on from its own last checkpoint; from where it began while it has none."""
         given = self.config.resume_from_checkpoint
         named = isinstance(given, str) and _last_saved(self.config.run_dir) == self._began
-        return self.config.model_copy(update={"overwrite": False, "resume_from_checkpoint": given if named else "auto"})
+        return self.config.model_copy(
+            update={"overwrite": False, "resume_from_checkpoint": given if named else "auto"}
+        )
 
 
 def _last_saved(run_dir: Path) -> int:

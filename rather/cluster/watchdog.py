@@ -25,8 +25,8 @@ from rather.cluster.deadlines import Limit
 from rather.cluster.elastic import come, own_store
 from rather.cluster.hang import ANSWER, Rank, hang_error
 from rather.cluster.host import Process
-from rather.cluster.look import Look, Pulse
-from rather.cluster.member import Member
+from rather.cluster.rank_info import Member
+from rather.cluster.stack_snapshot import Look, Pulse
 from rather.cluster.supervision import Supervision
 from rather.config.schema import DPOConfig
 from rather.errors import HangError
@@ -59,7 +59,9 @@ class Watchdog:
         """From now on these calls of the role have deadlines."""
         for method, phase in phases.items():
             if hasattr(role, method):
-                setattr(role, method, self._timed(getattr(role, method), f"{role.role}.{method}", phase))
+                setattr(
+                    role, method, self._timed(getattr(role, method), f"{role.role}.{method}", phase)
+                )
 
     def start(self) -> None:
         """All processes come here."""
@@ -96,7 +98,10 @@ class Watchdog:
             if now - looked > PAUSE:
                 self.pulse.since += now - looked
             looked = now
-            limit, late = self.limit, self.limit is not None and self.pulse.seconds > self.limit.seconds
+            limit, late = (
+                self.limit,
+                self.limit is not None and self.pulse.seconds > self.limit.seconds,
+            )
             if late or (self._others and self._others.are_late()):
                 self._end(limit or Limit(self.told.save, "save"))
 
@@ -141,7 +146,9 @@ class _Others:
         if self.store.add("tellers", 1) == 1:
             come(self.store, [f"look {rank}" for rank in range(self.world)], ANSWER)
             tell([self._rank(rank, look.call) for rank in range(self.world)], limit)
-            self.store.set("code", str(HangError.exit_code))  # also for those who only see a connection break
+            self.store.set(
+                "code", str(HangError.exit_code)
+            )  # also for those who only see a connection break
         come(self.store, ["code"], 2 * ANSWER)
         for rank in range(self.world):
             if not self.store.check([f"look {rank}"]):

@@ -13,36 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rather import checkpoint, faults
-from rather.batch import Columns, PairBatch, PairFacts, PairLogps
-from rather.cluster.member import Member
-from rather.cluster.shortage import explained, explanation, sentence
+from rather import faults
+from rather.checkpoint import checkpoint
+from rather.checkpoint.sharded_tensors import Piece, Stored, tensor_of
+from rather.cluster.oom_report import explained, explanation, sentence
+from rather.cluster.rank_info import Member
 from rather.cluster.writing import Writer
 from rather.config.adapters import keeps_start, reference_is_policy
 from rather.config.canonical import threads_of
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
+from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.errors import ConfigError, DiskError, MemoryShortage
+from rather.losses.objective import PairLoss, from_config, own_loss
 from rather.model.budget import TOKENS, Budget, NoRoom, choose_budget
 from rather.model.check import check_length
 from rather.model.export import export_adapter, export_model, export_stored
 from rather.model.generate import Answer, Decoding, generate
 from rather.model.layers import Recompute, arrange_layers, plain_layers
-from rather.model.load import Start, compute_dtype, device_of, freeze, load_divided, load_policy
 from rather.model.policy import PolicyModel
-from rather.objective import PairLoss, from_config, own_loss
-from rather.optim import Optimizer, schedule
+from rather.optim.optimizer import Optimizer, schedule
 from rather.parallel.apply import build_mesh
 from rather.parallel.canonical import Canonical, RowOptimizer
+from rather.parallel.load import Start, compute_dtype, device_of, freeze, load_divided, load_policy
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
-from rather.pieces import Piece, Stored, tensor_of
 from rather.plan.measured import Peak
 from rather.plan.speed import worth_compiling
-from rather.trainer import RankTrainer, Runner, StepResult, Whole
-from rather.trouble import Limits
+from rather.train.nonfinite import Limits
+from rather.train.rank_trainer import RankTrainer, Runner, StepResult, Whole
 
-RECOMPUTED = {"none": "kept", "half": "mostly kept", "selective": "in part recomputed", "full": "recomputed"}
+RECOMPUTED = {
+    "none": "kept",
+    "half": "mostly kept",
+    "selective": "in part recomputed",
+    "full": "recomputed",
+}
 
 
 class ActorWorker:
@@ -71,13 +77,18 @@ class ActorWorker:
             return loss
         if self.config.loss_modifiers:
             named = ", ".join(self.config.loss_modifiers)
-            raise ConfigError(f"{named}: a plain function from build_loss takes no modifiers; return a PairLoss")
+            raise ConfigError(
+                f"{named}: a plain function from build_loss takes no modifiers; return a PairLoss"
+            )
         return own_loss(loss)
 
     def _refuse_what_nobody_asked_for(self, own: PairLoss) -> None:
         """The driver asks reference and data for what the config's objective needs, and knows no other."""
         asked = from_config(self.config)
-        more = [*(own.token_columns - asked.token_columns), *(own.pair_columns - asked.pair_columns)]
+        more = [
+            *(own.token_columns - asked.token_columns),
+            *(own.pair_columns - asked.pair_columns),
+        ]
         more += ["a reference"] if own.needs_reference and not asked.needs_reference else []
         more += ["whole steps"] if own.whole_batch and not asked.whole_batch else []
         if more:
@@ -92,12 +103,19 @@ class ActorWorker:
         self._prepare_process()
         self.peak = Peak(self.device)
         args = self.worker_config.model_args
-        self.source = (model or self.worker_config.model_path, args.of_other_weights() if model else args)
+        self.source = (
+            model or self.worker_config.model_path,
+            args.of_other_weights() if model else args,
+        )
         self.layout = layout(self.worker_config)
         if self.borrowed:
             self.trainer, self.rows = self.borrowed.trainer, self.borrowed.rows
             kept = keeps_start(self.config)
-            told = "as its adapter began, of which it keeps a copy" if kept else "with its adapters off"
+            told = (
+                "as its adapter began, of which it keeps a copy"
+                if kept
+                else "with its adapters off"
+            )
             self.log.info("%s: the policy %s; there is no second model", self.role, told)
             return
         self.mesh = build_mesh(self.layout, self.device)
@@ -118,7 +136,11 @@ class ActorWorker:
     @property
     def borrowed(self) -> ActorWorker | None:
         """The policy's worker, where this role computes with its model."""
-        lent = self.neighbour is not None and self.neighbour.source[1].has_adapter and reference_is_policy(self.config)
+        lent = (
+            self.neighbour is not None
+            and self.neighbour.source[1].has_adapter
+            and reference_is_policy(self.config)
+        )
         return self.neighbour if lent else None
 
     @property
@@ -137,7 +159,11 @@ class ActorWorker:
             self.compiled = self.config.compile == "on"
             recompute = (self.layout.recompute or self._usual_recompute) if trains else "none"
             asked = replace(self.layout, recompute=recompute)
-            options: dict[str, Any] = {"trains": trains, "compiled": self.compiled, "start": self._start}
+            options: dict[str, Any] = {
+                "trains": trains,
+                "compiled": self.compiled,
+                "start": self._start,
+            }
             divided = load_divided(name, args, self.device, self.mesh, asked, **options)
             self._facts(divided)
             return divided
@@ -148,7 +174,9 @@ class ActorWorker:
             arrange_layers(freeze(policy), compiled=self.compiled)
         elif self.layout.canonical:  # what fits may differ with the number of ranks
             recompute = self.layout.recompute or self._usual_recompute
-            arrange_layers(policy, recompute=recompute, offload=self.layout.offload, compiled=self.compiled)
+            arrange_layers(
+                policy, recompute=recompute, offload=self.layout.offload, compiled=self.compiled
+            )
         return policy
 
     @property
@@ -193,7 +221,10 @@ class ActorWorker:
         told = self.config.actor_train.max_tokens_per_microbatch_in_train
         policy = self.trainer.policy
         if self.is_divided or self.layout.canonical or not isinstance(policy, PolicyModel):
-            budget = Budget(told or TOKENS[self.device.split(":")[0]], self.layout.recompute or self._usual_recompute)
+            budget = Budget(
+                told or TOKENS[self.device.split(":")[0]],
+                self.layout.recompute or self._usual_recompute,
+            )
         else:
             try:
                 budget = self._fitting(policy, told, largest_pair, make_room)
@@ -201,12 +232,18 @@ class ActorWorker:
                 raise MemoryShortage(f"{error}\n{explanation(self, told or 0)}") from error
         self.planned, activations = budget, RECOMPUTED[budget.recompute]
         host = ", on the host" if self.layout.offload else ""
-        self.log.info("micro-batches of up to %d tokens, activations %s%s", budget.tokens, activations, host)
+        self.log.info(
+            "micro-batches of up to %d tokens, activations %s%s", budget.tokens, activations, host
+        )
         self.peak.begin_training()
         return budget.tokens
 
     def _fitting(
-        self, policy: PolicyModel, told: int | None, largest_pair: int, make_room: Callable[[], bool] | None
+        self,
+        policy: PolicyModel,
+        told: int | None,
+        largest_pair: int,
+        make_room: Callable[[], bool] | None,
     ) -> Budget:
         options: dict[str, Any] = {
             "tokens": told,
@@ -257,7 +294,9 @@ class ActorWorker:
         self.release()
 
     @faults.by_role
-    def compute_log_probs(self, batches: Sequence[PairBatch], places: Tensor | None = None) -> Columns:
+    def compute_log_probs(
+        self, batches: Sequence[PairBatch], places: Tensor | None = None
+    ) -> Columns:
         """Of the pairs in these micro-batches; where other ranks have some too, of all that stand at `places`."""
         with self._as_its_role():
             return self._log_probs(batches, places)
@@ -279,14 +318,18 @@ class ActorWorker:
         return {name: column[places.to(column.device)] for name, column in columns.items()}
 
     @faults.by_role
-    def answer(self, prompts: Sequence[Sequence[int]], tokenizer: Any, max_new_tokens: int) -> list[Answer]:
+    def answer(
+        self, prompts: Sequence[Sequence[int]], tokenizer: Any, max_new_tokens: int
+    ) -> list[Answer]:
         """One answer to each prompt, of a model that lies whole on its device: the likeliest token each time."""
         policy, parked = self.trainer.policy, self.trainer.parked
         assert isinstance(policy, PolicyModel)
         with self._as_its_role(), parked.here() if parked else nullcontext(), plain_layers(policy):
             return generate(policy.causal_lm, tokenizer, prompts, Decoding(max_new_tokens))
 
-    def score(self, facts: PairFacts, policy: Columns, reference: Columns | None) -> dict[str, float]:
+    def score(
+        self, facts: PairFacts, policy: Columns, reference: Columns | None
+    ) -> dict[str, float]:
         return self.trainer.score(facts, policy, reference)
 
     # --- weights and state ---
@@ -295,7 +338,9 @@ class ActorWorker:
         return self.trainer.weights()
 
     @faults.by_role
-    def mix_weights(self, weights: Mapping[str, Tensor] | Path, share: float, group: str = "reference") -> None:
+    def mix_weights(
+        self, weights: Mapping[str, Tensor] | Path, share: float, group: str = "reference"
+    ) -> None:
         """Moves towards `weights`, or towards those that other processes have written to a folder."""
         found = weights if isinstance(weights, Mapping) else stored(weights, group)
         self.trainer.mix_weights(found, share)
@@ -327,12 +372,16 @@ class ActorWorker:
         try:
             return checkpoint.write_groups(folder, {group: pieces}, rank=self.member.rank)
         except OSError as error:
-            raise DiskError(f"{folder}: could not be written ({error.strerror}). Make room on the disk.") from error
+            raise DiskError(
+                f"{folder}: could not be written ({error.strerror}). Make room on the disk."
+            ) from error
 
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
         """From a checkpoint that the driver has verified; only what this rank holds is read."""
         found = checkpoint.reopen(path)
-        groups: dict[str, Mapping[str, Tensor]] = {name: found.stored(name) for name in ("model", "rng")}
+        groups: dict[str, Mapping[str, Tensor]] = {
+            name: found.stored(name) for name in ("model", "rng")
+        }
         groups["optimizer"] = found.stored("optimizer") if numbers["updates"] else {}
         self.trainer.load_state(groups, numbers)
 
@@ -357,7 +406,9 @@ class ActorWorker:
     def export(self, pieces: Path, group: str, tokenizer: Any, folder: Path, card: str) -> None:
         """The model in Hugging Face's form, of the pieces that all ranks have written."""
         if self.source[1].has_adapter:
-            export_adapter(self.causal_lm, stored(pieces, group), self.source, tokenizer, folder, card)
+            export_adapter(
+                self.causal_lm, stored(pieces, group), self.source, tokenizer, folder, card
+            )
         else:
             export_stored(self.causal_lm, stored(pieces, group), tokenizer, folder, card)
 
@@ -378,7 +429,11 @@ class ActorWorker:
         weights = sum(p.numel() for p in policy.parameters())
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         dtype = str(compute_dtype(self.source[1], self.device)).removeprefix("torch.")
-        extra = "; layers are compiled, which takes a minute or two at the first steps" if self.compiled else ""
+        extra = (
+            "; layers are compiled, which takes a minute or two at the first steps"
+            if self.compiled
+            else ""
+        )
         if self.role == "actor_train" and trained < weights:
             extra += f"; {trained / 1e6:.4g}M of them are trained, in an adapter"
         if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
@@ -390,7 +445,9 @@ class ActorWorker:
         """Of the whole process. Its allocator reads it once, when anybody first looks at a GPU."""
         os.environ.update(self.config.envs(self.worker_config))
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # micro-batches differ in size
+            os.environ.setdefault(
+                "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+            )  # micro-batches differ in size
 
     def _prepare_process(self) -> None:
         """Settings of the whole process, before the model comes."""
@@ -407,7 +464,9 @@ class ActorWorker:
         roles = (self.config.actor_train, self.config.reference)
         shares = [role.strategy_args.gpu_memory_utilization for role in roles]
         if torch.cuda.is_available() and None not in shares:  # both roles live in this process
-            torch.cuda.set_per_process_memory_fraction(min(1.0, sum(share or 0.0 for share in shares)))
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, sum(share or 0.0 for share in shares))
+            )
 
 
 def stored(folder: Path, group: str) -> Stored:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rather import checkpoint, faults
+from rather import faults
+from rather.checkpoint import checkpoint
+from rather.checkpoint.sharded_tensors import Piece, tensor_of
 from rather.cluster.preflight import GIB, free_memory
-from rather.pieces import Piece, tensor_of
 
 State = dict[str, dict[str, Tensor | Piece]]
 
@@ -45,7 +46,9 @@ class Writer:
     def _written(self, folder: Path, groups: State, step: int) -> None:
         faults.at_step(step)
         try:
-            written = checkpoint.write_groups(folder, groups, rank=self.rank if self.ranks > 1 else None)
+            written = checkpoint.write_groups(
+                folder, groups, rank=self.rank if self.ranks > 1 else None
+            )
             checkpoint.leave_note(folder, self.name, written)
         except OSError as error:
             self._failed(folder, error.strerror or str(error))
@@ -59,17 +62,28 @@ class Writer:
             checkpoint.leave_note(folder, self.name, {}, reason)
         except OSError as error:
             if folder.exists():
-                self.log.warning("%s: %s has not written its part (%s), nor why (%s)", folder, self.name, reason, error)
+                self.log.warning(
+                    "%s: %s has not written its part (%s), nor why (%s)",
+                    folder,
+                    self.name,
+                    reason,
+                    error,
+                )
 
     def _copies(self, groups: State) -> bool:
         if self.wanted != "auto":
             return self.wanted == "on"
-        needed = self.ranks * sum(tensor_of(t).nbytes for tensors in groups.values() for t in tensors.values())
+        needed = self.ranks * sum(
+            tensor_of(t).nbytes for tensors in groups.values() for t in tensors.values()
+        )
         free = free_memory()
         self.wanted = "on" if needed + GIB <= free else "off"
         beside = "beside training" if self.wanted == "on" else "while training waits"
         told = (self.wanted, beside, needed / GIB, free / GIB)
-        self.log.info("async_save: auto is %s, checkpoints are written %s; a copy takes %.3g of %.3g GiB", *told)
+        self.log.info(
+            "async_save: auto is %s, checkpoints are written %s; a copy takes %.3g of %.3g GiB",
+            *told,
+        )
         return self.wanted == "on"
 
 

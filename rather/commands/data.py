@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rather.commands.terminal import ConfigPath, Overrides, guarded, print_json
+from rather.commands.terminal import settings as settings_of
 from rather.errors import DiskError
-from rather.terminal import ConfigPath, Overrides, guarded, print_json
-from rather.terminal import settings as settings_of
 
 PAIRS_ON_A_PAGE = 3
 
@@ -18,25 +18,31 @@ PAIRS_ON_A_PAGE = 3
 def data_command(
     config: ConfigPath,
     overrides: Overrides = None,
-    show: Annotated[int, typer.Option(help="Print this many pairs with their scored tokens.", min=0)] = 0,
+    show: Annotated[
+        int, typer.Option(help="Print this many pairs with their scored tokens.", min=0)
+    ] = 0,
     save: Annotated[
-        Path | None, typer.Option(help="Write the tokenised pairs to this new folder.", show_default=False)
+        Path | None,
+        typer.Option(help="Write the tokenised pairs to this new folder.", show_default=False),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write everything as one HTML file, with charts.", show_default=False)
+        Path | None,
+        typer.Option(help="Write everything as one HTML file, with charts.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of tables.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON instead of tables.")
+    ] = False,
 ) -> None:
     """Prepare the pairs and show what the model will really see: every dropped row with its reason, lengths, repeats,
     contradictions, what evaluation shares with training, and whether prompts are as at inference."""
 
     def work() -> int:
         settings = settings_of(config, overrides or [])
-        from rather.data.look_page import data_page
         from rather.data.prepare import prepare
         from rather.data.save import save as save_pairs
         from rather.data.show import print_look, print_report, show_pairs, token_view
         from rather.data.template import load_tokenizer
+        from rather.report.data_page import data_page
 
         prepared = prepare(settings)
         report, console = dict(prepared.report), Console(stderr=as_json)

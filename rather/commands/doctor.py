@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.terminal import Overrides, guarded
+from rather.commands.terminal import Overrides, guarded
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -47,7 +47,9 @@ class Finding(NamedTuple):
 
 
 def doctor_command(
-    config: Annotated[Path | None, typer.Argument(help="Also check what this YAML needs.", show_default=False)] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="Also check what this YAML needs.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Check this machine, and with a YAML what its run needs: ok, warning or problem, each with its fix."""
@@ -61,7 +63,9 @@ def _doctor(path: Path | None, overrides: list[str]) -> int:
     for name in ("check", "state", "found", "fix"):
         table.add_column(name, overflow="fold")
     for each in found:
-        table.add_row(each.name, Text(each.state, style=STYLES[each.state]), Text(each.text), Text(each.fix))
+        table.add_row(
+            each.name, Text(each.state, style=STYLES[each.state]), Text(each.text), Text(each.fix)
+        )
     console.print(table)
     problems = [each.name for each in found if each.state == "problem"]
     console.print(f"{len(found)} checks, {len(problems)} problems", highlight=False)
@@ -73,7 +77,11 @@ def findings(path: Path | None = None, overrides: list[str] | None = None) -> It
     settings, refused = _settings(path, overrides or []) if path else (None, None)
     folders = {Path.cwd(), Path(tempfile.gettempdir())}
     if settings:
-        folders = {settings.run_dir, settings.data_cache_dir(settings.actor_train.data_args), settings.log_dir}
+        folders = {
+            settings.run_dir,
+            settings.data_cache_dir(settings.actor_train.data_args),
+            settings.log_dir,
+        }
     checks: list[Callable[[], Iterator[Finding]]] = [
         _python, _torch, _gpus, _attention, _ray, _memory, _shared_memory, _open_files, _loopback, _encoding, _clock,
         partial(_disks, sorted(folders)),
@@ -92,7 +100,9 @@ def findings(path: Path | None = None, overrides: list[str] | None = None) -> It
 def _python() -> Iterator[Finding]:
     told = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     good = sys.version_info >= PYTHON
-    yield Finding("Python", "ok" if good else "problem", told, "" if good else "install Python 3.11 or newer")
+    yield Finding(
+        "Python", "ok" if good else "problem", told, "" if good else "install Python 3.11 or newer"
+    )
 
 
 def _torch() -> Iterator[Finding]:
@@ -102,7 +112,11 @@ def _torch() -> Iterator[Finding]:
         yield Finding("PyTorch", "problem", str(error), "pip install torch")
         return
     built = torch.version.cuda or "no CUDA"
-    yield Finding("PyTorch", "ok", f"{torch.__version__}, built with {built}, {torch.get_num_threads()} threads")
+    yield Finding(
+        "PyTorch",
+        "ok",
+        f"{torch.__version__}, built with {built}, {torch.get_num_threads()} threads",
+    )
 
 
 def _gpus() -> Iterator[Finding]:
@@ -118,9 +132,13 @@ def _gpus() -> Iterator[Finding]:
         return
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
-        told = f"{torch.cuda.get_device_name(number)}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        told = (
+            f"{torch.cuda.get_device_name(number)}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        )
         if free < 0.9 * total:
-            yield Finding(f"GPU {number}", "warning", told, "another process uses it: nvidia-smi names it")
+            yield Finding(
+                f"GPU {number}", "warning", told, "another process uses it: nvidia-smi names it"
+            )
         else:
             yield Finding(f"GPU {number}", "ok", told)
 
@@ -132,18 +150,34 @@ def _attention() -> Iterator[Finding]:
         yield Finding("attention", "ok", "segments one by one on the CPU")
         return
     major, _ = torch.cuda.get_device_capability()
-    flash = hasattr(torch.ops.aten, "_flash_attention_forward") and torch.backends.cuda.is_flash_attention_available()
+    flash = (
+        hasattr(torch.ops.aten, "_flash_attention_forward")
+        and torch.backends.cuda.is_flash_attention_available()
+    )
     if flash and major >= 8:
-        flex = ", flex attention is here too" if find_spec("torch.nn.attention.flex_attention") else ""
+        flex = (
+            ", flex attention is here too" if find_spec("torch.nn.attention.flex_attention") else ""
+        )
         yield Finding("attention", "ok", f"flash kernel for segments of any length{flex}")
     else:
-        why = "GPUs before Ampere have no flash kernel" if major < 8 else "this PyTorch was built without it"
+        why = (
+            "GPUs before Ampere have no flash kernel"
+            if major < 8
+            else "this PyTorch was built without it"
+        )
         fix = "use a newer GPU, or PyTorch's own wheel"
-        yield Finding("attention", "warning", f"no flash kernel ({why}): segments run one by one", fix)
+        yield Finding(
+            "attention", "warning", f"no flash kernel ({why}): segments run one by one", fix
+        )
     if version := _installed("triton"):
         yield Finding("Triton", "ok", version)
     else:
-        yield Finding("Triton", "problem", "not here: head, optimizer and compiler need it", "pip install triton")
+        yield Finding(
+            "Triton",
+            "problem",
+            "not here: head, optimizer and compiler need it",
+            "pip install triton",
+        )
 
 
 def _ray() -> Iterator[Finding]:
@@ -176,8 +210,14 @@ def _memory() -> Iterator[Finding]:
 def _shared_memory() -> Iterator[Finding]:
     place = Path("/dev/shm")  # of the system  # nosec B108
     free = shutil.disk_usage(place).free if place.exists() else 0
-    fix = "" if free > SHARED_MEMORY else "start the container with --shm-size=1g; without it Ray has no store"
-    yield Finding("shared memory", "warning" if fix else "ok", f"{free / GIB:.2f} GiB free in {place}", fix)
+    fix = (
+        ""
+        if free > SHARED_MEMORY
+        else "start the container with --shm-size=1g; without it Ray has no store"
+    )
+    yield Finding(
+        "shared memory", "warning" if fix else "ok", f"{free / GIB:.2f} GiB free in {place}", fix
+    )
 
 
 def _open_files() -> Iterator[Finding]:
@@ -192,7 +232,10 @@ def _open_files() -> Iterator[Finding]:
 def _loopback() -> Iterator[Finding]:
     """Ranks of one machine and the board meet there."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), 5),
+        ):
             yield Finding("loopback", "ok", "a port on 127.0.0.1 can be opened and reached")
     except OSError as error:
         fix = "allow connections to 127.0.0.1 (firewall, container network)"
@@ -222,7 +265,12 @@ def _disks(folders: list[Path]) -> Iterator[Finding]:
         while not here.exists():
             here = here.parent
         if not os.access(here, os.W_OK | os.X_OK):
-            yield Finding(name, "problem", f"{here} cannot be written", "choose another folder, or change its rights")
+            yield Finding(
+                name,
+                "problem",
+                f"{here} cannot be written",
+                "choose another folder, or change its rights",
+            )
             continue
         free = free_disk(folder)
         fix = "" if free > LITTLE_DISK else "make room, or choose another folder"
@@ -233,8 +281,8 @@ def _disks(folders: list[Path]) -> Iterator[Finding]:
 
 
 def _settings(path: Path, overrides: list[str]) -> tuple[DPOConfig | None, Finding | None]:
+    from rather.commands.terminal import settings
     from rather.errors import RatherError
-    from rather.terminal import settings
 
     try:
         return settings(path, overrides), None
@@ -253,21 +301,28 @@ def _run(config: DPOConfig) -> Iterator[Finding]:
     kind = "cuda" if config.platform != "cpu" and torch.cuda.is_available() else "cpu"
     if config.platform == "cuda" and kind == "cpu":
         fix = "set platform: auto, or see the line about GPUs"
-        yield Finding("devices", "problem", "platform: cuda, and this machine has no GPU that PyTorch can use", fix)
+        yield Finding(
+            "devices",
+            "problem",
+            "platform: cuda, and this machine has no GPU that PyTorch can use",
+            fix,
+        )
     for problem in device_problems(config, kind):
         yield Finding("devices", "problem", problem, "see the key that it names")
     try:
         yield from _needs(config, kind)
     except RatherError as error:
-        yield Finding("model", "problem", str(error), "name a folder with a config.json, or download it")
+        yield Finding(
+            "model", "problem", str(error), "name a folder with a config.json, or download it"
+        )
 
 
 def _needs(config: DPOConfig, kind: str) -> Iterator[Finding]:
     """State and disk alone; `rather plan` tells the rest."""
     from rather.model.sizes import sizes_of
+    from rather.pipeline.forecast import device_here
     from rather.plan.disk import disk_of, free_disk
     from rather.plan.state import state_of
-    from rather.run.forecast import device_here
 
     actor = config.actor_train
     sizes, there = sizes_of(actor.model_path, actor.model_args), device_here(config, kind).memory
@@ -275,7 +330,20 @@ def _needs(config: DPOConfig, kind: str) -> Iterator[Finding]:
     needed = state.own + state.gathered
     told = f"weights and optimizer {needed / GIB:.2f} of {there / GIB:.1f} GiB"
     short = needed > there
-    yield Finding("model", "problem" if short else "ok", told, "rather plan names settings that fit" if short else "")
-    room, free = disk_of(config, sizes, steps=1, pairs=0, data=0, reference=True).total, free_disk(config.run_dir)
+    yield Finding(
+        "model",
+        "problem" if short else "ok",
+        told,
+        "rather plan names settings that fit" if short else "",
+    )
+    room, free = (
+        disk_of(config, sizes, steps=1, pairs=0, data=0, reference=True).total,
+        free_disk(config.run_dir),
+    )
     told = f"a checkpoint and the model take {room / GIB:.2f} of {free / GIB:.1f} GiB"
-    yield Finding("room", "problem" if room > free else "ok", told, "choose another output_dir" if room > free else "")
+    yield Finding(
+        "room",
+        "problem" if room > free else "ok",
+        told,
+        "choose another output_dir" if room > free else "",
+    )

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.terminal import ConfigPath, Overrides, guarded, print_json
+from rather.commands.terminal import ConfigPath, Overrides, guarded, print_json
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -28,8 +28,12 @@ GIB = 1 << 30
 def plan_command(
     config: ConfigPath,
     overrides: Overrides = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs that both roles share; else the config's.", min=1)] = None,
-    gpu: Annotated[str | None, typer.Option(help="Kind of GPU, such as h100 or l4; else this machine's.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs that both roles share; else the config's.", min=1)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Kind of GPU, such as h100 or l4; else this machine's.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the forecast as JSON.")] = False,
 ) -> None:
     """Forecast memory by part, time and disk of a run, for its layout and for others, before anything starts.
@@ -39,13 +43,19 @@ def plan_command(
     raise typer.Exit(guarded(partial(_plan, config, overrides or [], gpus, gpu, as_json)))
 
 
-def _plan(path: Path, overrides: list[str], gpus: int | None, gpu: str | None, as_json: bool) -> int:
+def _plan(
+    path: Path, overrides: list[str], gpus: int | None, gpu: str | None, as_json: bool
+) -> int:
     from rather.config.load import load
     from rather.model.sizes import sizes_of
     from rather.plan.forecast import forecast
     from rather.plan.others import best, enough_devices, ways_of
 
-    shared = [f"{role}.device_mapping=0-{gpus - 1}" for role in ("actor_train", "reference")] if gpus else []
+    shared = (
+        [f"{role}.device_mapping=0-{gpus - 1}" for role in ("actor_train", "reference")]
+        if gpus
+        else []
+    )
     settings = load(path, [*overrides, *shared]).config
     device = _device(settings, gpu, gpus)
     sizes = sizes_of(settings.actor_train.model_path, settings.actor_train.model_args)
@@ -57,7 +67,9 @@ def _plan(path: Path, overrides: list[str], gpus: int | None, gpu: str | None, a
 
     own = judge(settings)
     ways = best(list(ways_of(settings, sizes, device.kind, judge)))
-    more = enough_devices(settings, judge) if device.kind == "cuda" and not _fit(own, ways) else None
+    more = (
+        enough_devices(settings, judge) if device.kind == "cuda" and not _fit(own, ways) else None
+    )
     said = verdict(own, ways, more)
     if as_json:
         others = [{"settings": dict(way.change), **way.forecast.as_json()} for way in ways]
@@ -78,9 +90,9 @@ def _device(config: DPOConfig, gpu: str | None, gpus: int | None) -> Device:
     from rather.cluster.local import device_kind
     from rather.config.strategies import did_you_mean
     from rather.errors import ConfigError
+    from rather.pipeline.forecast import device_here
     from rather.plan.memory import Device
     from rather.plan.speed import GPUS
-    from rather.run.forecast import device_here
 
     if gpu is not None:
         if gpu.lower() not in GPUS:
@@ -88,7 +100,9 @@ def _device(config: DPOConfig, gpu: str | None, gpus: int | None) -> Device:
         return Device("cuda", GPUS[gpu.lower()].gib * GIB)
     kind = device_kind(config.platform)
     if gpus and kind == "cpu":
-        raise ConfigError("--gpus: this machine has no GPU that PyTorch can use; name a kind with --gpu, such as h100.")
+        raise ConfigError(
+            "--gpus: this machine has no GPU that PyTorch can use; name a kind with --gpu, such as h100."
+        )
     return device_here(config, kind)
 
 
@@ -97,9 +111,9 @@ def _pairs(config: DPOConfig) -> Pairs:
     from rather.config.paths import check_paths
     from rather.data.prepare import prepare
     from rather.errors import RatherError
+    from rather.pipeline.forecast import pairs_of
+    from rather.pipeline.steps import Course
     from rather.plan.forecast import assumed_pairs
-    from rather.run.forecast import pairs_of
-    from rather.run.steps import Course
 
     try:
         check_paths(config)
@@ -114,16 +128,18 @@ def _for_batch(pairs: Pairs, config: DPOConfig) -> Pairs:
     if wanted == len(step):
         return pairs
     copies = range(-(-wanted // len(step)))
-    repeated = [replace(pair, prompt=pair.prompt + copy) for copy in copies for pair in step][:wanted]
+    repeated = [replace(pair, prompt=pair.prompt + copy) for copy in copies for pair in step][
+        :wanted
+    ]
     return replace(pairs, sample=[repeated], steps=max(1, round(pairs.steps * len(step) / wanted)))
 
 
 def _speed(config: DPOConfig, sizes: Any, device: Device, gpu: str | None, pairs: Pairs) -> Speed:
     """Of a device that is here, measured now; of one that is not, or of compiled layers, by its data sheet."""
+    from rather.pipeline.forecast import gpu_here
     from rather.plan.calibrate import measured_speed
     from rather.plan.forecast import compiles, forecast
     from rather.plan.speed import listed_speed
-    from rather.run.forecast import gpu_here
 
     compiled = compiles(config, sizes, device, pairs.steps)
     name = gpu.lower() if gpu else gpu_here(device.kind)
@@ -133,7 +149,13 @@ def _speed(config: DPOConfig, sizes: Any, device: Device, gpu: str | None, pairs
     actor, chosen = config.actor_train, forecast(config, sizes, device, pairs, None).chosen
     sample = pairs.sample[0]
     return measured_speed(
-        actor.model_path, actor.model_args, sizes, sample, chosen.tokens, device.kind, chosen.recompute
+        actor.model_path,
+        actor.model_args,
+        sizes,
+        sample,
+        chosen.tokens,
+        device.kind,
+        chosen.recompute,
     )
 
 
@@ -183,14 +205,18 @@ def facts(own: Forecast) -> list[str]:
         f"{work.tokens} tokens, {work.rows} of them scored",
     ]
     if pairs.assumed:
-        lines.append(f"assumed: all pairs are as long as sequence_length allows. Why: {pairs.assumed}")
+        lines.append(
+            f"assumed: all pairs are as long as sequence_length allows. Why: {pairs.assumed}"
+        )
     else:
         lines.append(f"run: {pairs.count} pairs x {pairs.epochs:g} epochs = {pairs.steps} steps")
     if own.seconds:
         run = f", {_duration(own.run_seconds or 0)} the run" if pairs.steps else ""
         lines.append(f"time: {own.seconds.total:.3g} s a step{run} ({own.speed})")
     if own.reference_device:
-        lines.append(f"reference: {size(own.reference_device)} of weights on each of its own devices")
+        lines.append(
+            f"reference: {size(own.reference_device)} of weights on each of its own devices"
+        )
     parts = ", ".join(f"{name} {size(number)}" for name, number in asdict(disk).items())
     short = "; that is NOT ENOUGH, choose another output_dir or a smaller max_ckpt_to_keep"
     enough = "" if disk.total <= own.disk_free else short
@@ -208,7 +234,9 @@ def _others(ways: Sequence[Way]) -> Table:
         seconds = found.seconds.total if found.seconds else float("nan")
         speed = found.config.global_batch() / seconds
         fits = "fits" if found.fits else "does not fit"
-        table.add_row(Text(way.typed), size(found.parts.total), f"{seconds:.3g}", f"{speed:.3g}", fits)
+        table.add_row(
+            Text(way.typed), size(found.parts.total), f"{seconds:.3g}", f"{speed:.3g}", fits
+        )
     return table
 
 

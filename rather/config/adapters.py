@@ -90,7 +90,11 @@ def settings_in_file(args: ActorModelArgs) -> dict[str, Any]:
     values = _read(args)
     if isinstance(values, str):
         return {}
-    found = {FILE_KEYS[key]: value for key, value in values.items() if FILE_KEYS.get(key) and value is not None}
+    found = {
+        FILE_KEYS[key]: value
+        for key, value in values.items()
+        if FILE_KEYS.get(key) and value is not None
+    }
     if found.get("init_lora_weights") in INITIALIZATIONS:
         found["init_lora_weights"] = INITIALIZATIONS[found["init_lora_weights"]]
     return found
@@ -106,7 +110,11 @@ def _read(args: ActorModelArgs) -> Mapping[str, Any] | str:
         return f"{args.lora_config} cannot be read ({error.strerror})"
     except ValueError as error:
         return f"{args.lora_config} is not JSON ({error})"
-    return values if isinstance(values, dict) else f"{args.lora_config} is not a JSON object with keys such as r"
+    return (
+        values
+        if isinstance(values, dict)
+        else f"{args.lora_config} is not a JSON object with keys such as r"
+    )
 
 
 def _file_problems(args: ActorModelArgs) -> Iterator[AdapterProblem]:
@@ -116,10 +124,14 @@ def _file_problems(args: ActorModelArgs) -> Iterator[AdapterProblem]:
         return
     for name in values:
         if name not in FILE_KEYS:
-            text = f"unknown key '{name}' in {args.lora_config}{did_you_mean(name, tuple(FILE_KEYS))}"
+            text = (
+                f"unknown key '{name}' in {args.lora_config}{did_you_mean(name, tuple(FILE_KEYS))}"
+            )
             yield AdapterProblem(key, text)
     if values.get("embedding_lora_dropout"):
-        yield AdapterProblem(key, "embedding_lora_dropout: dropout is off in preference training; set it to 0")
+        yield AdapterProblem(
+            key, "embedding_lora_dropout: dropout is off in preference training; set it to 0"
+        )
     if values.get("lora_train_bias", "none") != "none":
         yield AdapterProblem(key, "lora_train_bias: biases stay as they are; set it to none")
     try:
@@ -127,7 +139,9 @@ def _file_problems(args: ActorModelArgs) -> Iterator[AdapterProblem]:
     except ValidationError as error:
         for each in error.errors():
             where = ".".join(map(str, each["loc"][:1]))
-            yield AdapterProblem(key, f"{where} is {each['input']!r} in {args.lora_config}: {each['msg']}")
+            yield AdapterProblem(
+                key, f"{where} is {each['input']!r} in {args.lora_config}: {each['msg']}"
+            )
 
 
 # --- what cannot be done ---
@@ -147,7 +161,9 @@ def adapter_problems(config: DPOConfig) -> Iterator[AdapterProblem]:
             yield AdapterProblem(f"{ARGS}.{name}", text, (f"{ARGS}.adapter_name_or_path",))
     elif not args.has_adapter:
         for name in said if not isinstance(_read(args), str) else []:
-            yield AdapterProblem(f"{ARGS}.{name}", "is for adapters; set lora_rank as well, or remove it")
+            yield AdapterProblem(
+                f"{ARGS}.{name}", "is for adapters; set lora_rank as well, or remove it"
+            )
     yield from _initialization(args)
     yield from _layout(config)
     yield from _quantization(config)
@@ -160,8 +176,12 @@ def _changed(args: ActorModelArgs, name: str) -> bool:
 
 def _initialization(args: ActorModelArgs) -> Iterator[AdapterProblem]:
     key, init = f"{ARGS}.init_lora_weights", args.init_lora_weights
-    if init is False or (isinstance(init, str) and init != "gaussian" and not PISSA.fullmatch(init)):
-        yield AdapterProblem(key, f"{init} is not one of true, gaussian, pissa, pissa_niter_4 (any number)")
+    if init is False or (
+        isinstance(init, str) and init != "gaussian" and not PISSA.fullmatch(init)
+    ):
+        yield AdapterProblem(
+            key, f"{init} is not one of true, gaussian, pissa, pissa_niter_4 (any number)"
+        )
     if changes_base(args) and args.use_dora:
         text = f"{init} and use_dora each change what the base means; keep one of them"
         yield AdapterProblem(key, text, (f"{ARGS}.use_dora",))
@@ -196,7 +216,9 @@ def _quantization(config: DPOConfig) -> Iterator[AdapterProblem]:
     if args.quantization is None:
         return
     if not args.has_adapter:
-        yield AdapterProblem(key, "4-bit weights cannot be trained; set lora_rank to train an adapter on them")
+        yield AdapterProblem(
+            key, "4-bit weights cannot be trained; set lora_rank to train an adapter on them"
+        )
     if changes_base(args):
         text = f"init_lora_weights: {args.init_lora_weights} takes a part out of the weights before they are rounded"
         yield AdapterProblem(key, f"{text}; keep one of them", (f"{ARGS}.init_lora_weights",))
@@ -204,7 +226,9 @@ def _quantization(config: DPOConfig) -> Iterator[AdapterProblem]:
         text = "use_dora begins with the norms of the weights as they were, not of what 4 bits hold; keep one of them"
         yield AdapterProblem(key, text, (f"{ARGS}.use_dora",))
     if len(actor.device_mapping or [0]) > 1:
-        yield AdapterProblem(key, "4-bit weights are not divided; use one device", ("actor_train.device_mapping",))
+        yield AdapterProblem(
+            key, "4-bit weights are not divided; use one device", ("actor_train.device_mapping",)
+        )
 
 
 def _reference(config: DPOConfig) -> Iterator[AdapterProblem]:
@@ -212,7 +236,11 @@ def _reference(config: DPOConfig) -> Iterator[AdapterProblem]:
         return
     if config.sync_ref_model:
         text = "moves the weights of a second model; with adapters there is none. Remove it, or train without adapters"
-        yield AdapterProblem("sync_ref_model", text, (f"{ARGS}.lora_rank", f"{ARGS}.adapter_name_or_path"))
+        yield AdapterProblem(
+            "sync_ref_model", text, (f"{ARGS}.lora_rank", f"{ARGS}.adapter_name_or_path")
+        )
     if config.reference.offload == "on" and reference_is_policy(config):
-        text = "the reference is the policy without its adapters: there is nothing to move; set auto"
+        text = (
+            "the reference is the policy without its adapters: there is nothing to move; set auto"
+        )
         yield AdapterProblem("reference.offload", text, (f"{ARGS}.lora_rank",))

@@ -29,7 +29,7 @@ SCHEDULE_NUMBERS: dict[str, tuple[str, ...]] = {
 }
 
 
-# What rather.losses knows, told here so that a typo is found together with everything else, without importing torch.
+# What rather.losses.losses knows, told here so that a typo is found together with everything else, without importing torch.
 LOSS_NAMES = (
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
     "aot_unpaired", "apo_zero", "apo_down", "discopop", "odpo", "sft", "orpo", "simpo", "cpo", "alphapo",
@@ -70,7 +70,9 @@ def missing(config: DPOConfig) -> Iterator[Problem]:
     """What a run cannot be without, and a config of the Python API can: that one is given models and pairs."""
     own = "actor_train.model_args.model_name_or_path"
     if config.actor_train.model_args.model_name_or_path is None:
-        yield Problem("pretrain", f"no model is named; set pretrain or {own} to a folder or hub name", (own,))
+        yield Problem(
+            "pretrain", f"no model is named; set pretrain or {own} to a folder or hub name", (own,)
+        )
     if not config.actor_train.data_args.files:
         text = "no training pairs are named; set it to a file or a list of files"
         yield Problem("actor_train.data_args.file_name", text)
@@ -83,7 +85,9 @@ def device_problems(config: DPOConfig, kind: str) -> list[str]:
     given = {name: share for name, share in shares.items() if share is not None}
     if kind != "cpu":
         key = f"{next(iter(given), '')}.strategy_args.gpu_memory_utilization"
-        alone = [f"{key}: both roles share one GPU here; give each a share"] if len(given) == 1 else []
+        alone = (
+            [f"{key}: both roles share one GPU here; give each a share"] if len(given) == 1 else []
+        )
         return alone + canonical_device_problems(config)
     found = [
         f"{name}.strategy_args.gpu_memory_utilization: {share} is a share of a GPU, and this run is on the CPU; "
@@ -91,12 +95,16 @@ def device_problems(config: DPOConfig, kind: str) -> list[str]:
         for name, share in given.items()
     ]
     if config.reference.offload == "on":
-        found.append("reference.offload: on is for a GPU, and this run is on the CPU; set reference.offload=auto")
+        found.append(
+            "reference.offload: on is for a GPU, and this run is on the CPU; set reference.offload=auto"
+        )
     if config.compile == "on":
         found.append("compile: on is for a GPU, and this run is on the CPU; set compile=auto")
     if config.precision == "lean" and config.actor_train.model_args.dtype is None:
         key = "actor_train.model_args.dtype"
-        found.append(f"precision: lean keeps weights in bf16, and a CPU run has fp32 unless told; type {key}=bf16")
+        found.append(
+            f"precision: lean keeps weights in bf16, and a CPU run has fp32 unless told; type {key}=bf16"
+        )
     return found
 
 
@@ -130,12 +138,24 @@ def _evaluation(config: DPOConfig) -> Iterator[Problem]:
         "eval_steps": config.eval_steps is not None,
     }
     if not data.given:
-        for key in (key for key, on in asked.items() if on and not (key == "eval_steps" and config.eval_prompts)):
+        for key in (
+            key
+            for key, on in asked.items()
+            if on and not (key == "eval_steps" and config.eval_prompts)
+        ):
             text = "needs evaluation pairs; set validation.data_args.file_name or validation.data_args.split"
             yield Problem(key, text, others)
-    prefixes = ["eval/"] if "" in data.sets or data.split is not None else [f"eval/{name}/" for name in data.sets]
+    prefixes = (
+        ["eval/"]
+        if "" in data.sets or data.split is not None
+        else [f"eval/{name}/" for name in data.sets]
+    )
     metric = config.metric_for_best_model
-    if (asked["save_best"] or asked["early_stopping_patience"]) and prefixes and not _measured(metric, prefixes):
+    if (
+        (asked["save_best"] or asked["early_stopping_patience"])
+        and prefixes
+        and not _measured(metric, prefixes)
+    ):
         text = f"'{metric}' is not measured; there are {', '.join(prefix + 'loss' for prefix in prefixes)} and so on"
         yield Problem("metric_for_best_model", text, others)
     if config.metric_for_best_model != "eval/loss" and not (
@@ -150,13 +170,27 @@ def _eval_prompts(config: DPOConfig) -> Iterator[Problem]:
     if asked is None:
         return
     if (asked.prompts is None) == (asked.file is None):
-        yield Problem("eval_prompts", "give either prompts or file", ("eval_prompts.prompts", "eval_prompts.file"))
+        yield Problem(
+            "eval_prompts",
+            "give either prompts or file",
+            ("eval_prompts.prompts", "eval_prompts.file"),
+        )
     if asked.prompts == []:
         yield Problem("eval_prompts.prompts", "names no prompt; remove eval_prompts, or write some")
-    mapping, other = config.actor_train.device_mapping or [0], config.reference.device_mapping or [0]
-    if len(mapping) > 1 or other != mapping or config.num_nodes > 1 or config.ray.address is not None:
+    mapping, other = (
+        config.actor_train.device_mapping or [0],
+        config.reference.device_mapping or [0],
+    )
+    if (
+        len(mapping) > 1
+        or other != mapping
+        or config.num_nodes > 1
+        or config.ray.address is not None
+    ):
         text = "eval_prompts needs one device per policy, its reference on the same one; remove it on several"
-        yield Problem("eval_prompts", text, ("actor_train.device_mapping", "reference.device_mapping"))
+        yield Problem(
+            "eval_prompts", text, ("actor_train.device_mapping", "reference.device_mapping")
+        )
 
 
 def _measured(metric: str, prefixes: list[str]) -> bool:
@@ -189,7 +223,10 @@ def _loss(config: DPOConfig) -> Iterator[Problem]:
         for key in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
             if getattr(config, key) != type(config).model_fields[key].default:
                 yield Problem(key, "nothing uses it; set sync_ref_model: true", ("sync_ref_model",))
-    for key, data in (("actor_train", config.actor_train.data_args), ("validation", config.validation.data_args)):
+    for key, data in (
+        ("actor_train", config.actor_train.data_args),
+        ("validation", config.validation.data_args),
+    ):
         if not config.apply_loss_mask and data.score != "all" and "score" in data.model_fields_set:
             text = "apply_loss_mask: false scores every token; keep one of them"
             yield Problem(f"{key}.data_args.score", text, ("apply_loss_mask",))
@@ -200,7 +237,6 @@ def _clipping(config: DPOConfig) -> Iterator[Problem]:
     if own is not None and own != config.max_grad_norm:
         text = f"{own} differs from max_grad_norm at the top level ({config.max_grad_norm}); keep one of them"
         yield Problem("actor_train.training_args.max_grad_norm", text, ("max_grad_norm",))
-
 
     args = config.actor_train.strategy_args
     if is_deepspeed(args.strategy_name) and not list(deepspeed_problems(args.strategy_config)):
@@ -214,7 +250,9 @@ def _clipping(config: DPOConfig) -> Iterator[Problem]:
 def _precision(config: DPOConfig) -> Iterator[Problem]:
     key, dtype = "actor_train.model_args.dtype", config.actor_train.model_args.dtype
     if config.precision == "lean" and dtype not in (None, "bf16"):
-        text = f"lean keeps weights in bf16, and {key} is {dtype}; type {key}=bf16 or precision=exact"
+        text = (
+            f"lean keeps weights in bf16, and {key} is {dtype}; type {key}=bf16 or precision=exact"
+        )
         yield Problem("precision", text, (key,))
     if config.precision == "lean" and len(config.actor_train.device_mapping or [0]) > 1:
         text = "lean rounds weights at random on one device; set precision=exact on several"
@@ -229,7 +267,10 @@ def _tracking(config: DPOConfig) -> Iterator[Problem]:
             text = f"is for {', '.join(takers)}, and track_with names none of them"
             yield Problem(f"tracker_kwargs.{name}", text, ("track_with",))
     if re.search(r"://[^/\s]*:[^/\s]*@", config.tracker_kwargs.uri or ""):
-        yield Problem("tracker_kwargs.uri", "holds a password; put the address into MLFLOW_TRACKING_URI instead")
+        yield Problem(
+            "tracker_kwargs.uri",
+            "holds a password; put the address into MLFLOW_TRACKING_URI instead",
+        )
 
 
 def _columns(config: DPOConfig) -> Iterator[Problem]:
@@ -283,12 +324,21 @@ def _schedule(config: DPOConfig) -> Iterator[Problem]:
             hint = did_you_mean(name, known) if known else "; it takes none"
             key = f"{path}.lr_scheduler_kwargs.{name}"
             yield Problem(
-                key, f"unknown number of the schedule '{kind}'{hint}", (f"{path}.lr_scheduler_type",)
+                key,
+                f"unknown number of the schedule '{kind}'{hint}",
+                (f"{path}.lr_scheduler_type",),
             )
     if all(name in training.lr_scheduler_kwargs for name in FLOOR):
-        yield Problem(f"{path}.lr_scheduler_kwargs.min_lr_rate", "min_lr is given too; keep one of them")
-    if kind == "cosine_with_min_lr" and not any(name in training.lr_scheduler_kwargs for name in FLOOR):
-        yield Problem(f"{path}.lr_scheduler_type", "cosine_with_min_lr needs lr_scheduler_kwargs.min_lr or min_lr_rate")
+        yield Problem(
+            f"{path}.lr_scheduler_kwargs.min_lr_rate", "min_lr is given too; keep one of them"
+        )
+    if kind == "cosine_with_min_lr" and not any(
+        name in training.lr_scheduler_kwargs for name in FLOOR
+    ):
+        yield Problem(
+            f"{path}.lr_scheduler_type",
+            "cosine_with_min_lr needs lr_scheduler_kwargs.min_lr or min_lr_rate",
+        )
     limits = {"min_lr": training.learning_rate, "min_lr_rate": 1.0}
     for name, most in limits.items():
         if training.lr_scheduler_kwargs.get(name, 0.0) > most:
@@ -305,18 +355,20 @@ def _layouts(config: DPOConfig) -> Iterator[Problem]:
         count = len(role.device_mapping or [0])
         for key, text in strategy_problems(role.strategy_args, trains=role.trains, devices=count):
             yield Problem(
-                f"{name}.strategy_args.{key}", text, (f"{name}.strategy_args", f"{name}.device_mapping")
+                f"{name}.strategy_args.{key}",
+                text,
+                (f"{name}.strategy_args", f"{name}.device_mapping"),
             )
     actor = config.actor_train
     details = actor.strategy_args.strategy_config
     if details.get("offload_activations") and config.compile == "on":
         key = "actor_train.strategy_args.strategy_config.offload_activations"
-        yield Problem(key, "compiled layers keep their activations on the GPU; set compile=off", ("compile",))
+        yield Problem(
+            key, "compiled layers keep their activations on the GPU; set compile=off", ("compile",)
+        )
     yield from _split_backward(config)
     if details.get("recompute_granularity") and actor.model_args.disable_gradient_checkpointing:
-        text = (
-            "true keeps activations, strategy_config.recompute_granularity recomputes them; keep one of them"
-        )
+        text = "true keeps activations, strategy_config.recompute_granularity recomputes them; keep one of them"
         yield Problem(
             "actor_train.model_args.disable_gradient_checkpointing",
             text,
@@ -328,13 +380,19 @@ def _split_backward(config: DPOConfig) -> Iterator[Problem]:
     """Zero-bubble schedules take a layer's gradients in two passes, which a compiled layer does not know."""
     schedule = config.actor_train.strategy_args.strategy_config.get("pipeline_schedule")
     if config.compile == "on" and schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
-        text = f"'{schedule}' divides the backward pass, and compiled layers cannot; set compile=off"
-        yield Problem("actor_train.strategy_args.strategy_config.pipeline_schedule", text, ("compile",))
+        text = (
+            f"'{schedule}' divides the backward pass, and compiled layers cannot; set compile=off"
+        )
+        yield Problem(
+            "actor_train.strategy_args.strategy_config.pipeline_schedule", text, ("compile",)
+        )
 
 
 def _same_layout(config: DPOConfig) -> bool:
     one, other = config.actor_train, config.reference
-    layouts = [role.strategy_args.model_dump(exclude={"gpu_memory_utilization"}) for role in (one, other)]
+    layouts = [
+        role.strategy_args.model_dump(exclude={"gpu_memory_utilization"}) for role in (one, other)
+    ]
     return layouts[0] == layouts[1] and one.device_mapping == other.device_mapping
 
 
@@ -342,7 +400,10 @@ def _devices(config: DPOConfig) -> Iterator[Problem]:
     if config.num_nodes > 1 and config.num_gpus_per_node is None:
         text = f"num_nodes is {config.num_nodes}; say how many devices each has"
         yield Problem("num_gpus_per_node", text, ("num_nodes",))
-    if config.ref_tp is not None and config.reference.strategy_args.tp_size not in (None, config.ref_tp):
+    if config.ref_tp is not None and config.reference.strategy_args.tp_size not in (
+        None,
+        config.ref_tp,
+    ):
         text = f"{config.ref_tp} differs from reference.strategy_args.tp_size; keep one of them"
         yield Problem("ref_tp", text, ("reference.strategy_args.tp_size",))
     if config.num_gpus_per_node is not None:
@@ -350,13 +411,18 @@ def _devices(config: DPOConfig) -> Iterator[Problem]:
         for name, role in (("actor_train", config.actor_train), ("reference", config.reference)):
             key, last = f"{name}.device_mapping", max(role.device_mapping or [0])
             if last >= there and key not in config.followed:
-                sizes = f"num_nodes {config.num_nodes} x num_gpus_per_node {config.num_gpus_per_node}"
+                sizes = (
+                    f"num_nodes {config.num_nodes} x num_gpus_per_node {config.num_gpus_per_node}"
+                )
                 text = f"names device {last}; {sizes} gives devices 0 to {there - 1}"
                 yield Problem(key, text, ("num_nodes", "num_gpus_per_node"))
     shares = [
-        role.strategy_args.gpu_memory_utilization or 0 for role in (config.actor_train, config.reference)
+        role.strategy_args.gpu_memory_utilization or 0
+        for role in (config.actor_train, config.reference)
     ]
-    together = set(config.actor_train.device_mapping or [0]) & set(config.reference.device_mapping or [0])
+    together = set(config.actor_train.device_mapping or [0]) & set(
+        config.reference.device_mapping or [0]
+    )
     if together and all(shares) and sum(shares) > 1:
         text = f"{shares[1]} and actor_train's {shares[0]} are more than the whole of a GPU that both use"
         yield Problem(
@@ -367,7 +433,11 @@ def _devices(config: DPOConfig) -> Iterator[Problem]:
 
 
 def _batch(config: DPOConfig) -> Iterator[Problem]:
-    total, training, dp = config.train_batch_size, config.actor_train.training_args, data_parallel(config)
+    total, training, dp = (
+        config.train_batch_size,
+        config.actor_train.training_args,
+        data_parallel(config),
+    )
     sizes = dp * training.per_device_train_batch_size * training.gradient_accumulation_steps
     if total is not None and sizes != total:
         names = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -377,7 +447,9 @@ def _batch(config: DPOConfig) -> Iterator[Problem]:
         verb = "is not" if len(said) == 2 else "is not a multiple of"
         text = f"{total} pairs {verb} {sum_of}; change one of them, or leave the sizes to train_batch_size"
         yield Problem(
-            "train_batch_size", text, (*keys, "actor_train.strategy_args", "actor_train.device_mapping")
+            "train_batch_size",
+            text,
+            (*keys, "actor_train.strategy_args", "actor_train.device_mapping"),
         )
 
 
@@ -412,7 +484,9 @@ def _reference_cache(config: DPOConfig) -> Iterator[Problem]:
         for name in ("path", "per_token", "recheck"):
             if getattr(cache, name) != type(cache).model_fields[name].default:
                 others = ("reference.cache.enabled", "sync_ref_model", "reference.worker_cls")
-                yield Problem(f"reference.cache.{name}", f"nothing uses it: {why}; remove one of them", others)
+                yield Problem(
+                    f"reference.cache.{name}", f"nothing uses it: {why}; remove one of them", others
+                )
     if cache.enabled and cache.per_token is False and config.ld_alpha not in (None, 1):
         text = "ld_alpha reads the log-probs of tokens; set it to true or remove it"
         yield Problem("reference.cache.per_token", text, ("ld_alpha",))
@@ -426,7 +500,9 @@ def _environments(config: DPOConfig) -> Iterator[Problem]:
             if config.envs(one).get(name) != value:
                 text = "both roles share one process; set it once, in system_envs at the top level"
                 yield Problem(
-                    f"reference.system_envs.{name}", text, ("actor_train.system_envs", "system_envs")
+                    f"reference.system_envs.{name}",
+                    text,
+                    ("actor_train.system_envs", "system_envs"),
                 )
 
 

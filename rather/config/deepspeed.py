@@ -79,9 +79,15 @@ def _problem(key: str, value: Any) -> str | None:
         off = value is False
         return None if off else f"is said by {ELSEWHERE[key]}; remove it here or set it to 'auto'"
     if key in OFFLOADS:
-        return None if value in ("cpu", "none", None) else f"{value!r} is not offered; use cpu or none"
+        return (
+            None if value in ("cpu", "none", None) else f"{value!r} is not offered; use cpu or none"
+        )
     if key == "zero_optimization.stage":
-        return None if value in (0, 1, 2, 3) and not isinstance(value, bool) else f"{value!r} is not 0, 1, 2 or 3"
+        return (
+            None
+            if value in (0, 1, 2, 3) and not isinstance(value, bool)
+            else f"{value!r} is not 0, 1, 2 or 3"
+        )
     if key == "gradient_clipping":
         number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
         return None if number else f"{value!r} is not a number >= 0 or 'auto'"

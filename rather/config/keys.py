@@ -13,7 +13,13 @@ from pydantic.fields import FieldInfo
 from rather.config.schema import DPOConfig
 from rather.config.values import Section, accepted_types
 
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+}
 PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}
 SPECIAL = {
     "worker_cls": "a dotted import path or null",
@@ -86,7 +92,9 @@ class Key:
     @property
     def choices(self) -> list[str]:
         """The words of a key that takes words of a list."""
-        return [word for kind in self.accepted if get_origin(kind) is Literal for word in get_args(kind)]
+        return [
+            word for kind in self.accepted if get_origin(kind) is Literal for word in get_args(kind)
+        ]
 
     @property
     def only_text(self) -> bool:

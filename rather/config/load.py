@@ -24,11 +24,11 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
 from rather.config import paths
-from rather.config.judge import COMMAND_LINE, Names, Origins, validated, without
 from rather.config.keys import table
 from rather.config.masking import public_values
 from rather.config.positions import key_lines, node_problems, read_nodes
 from rather.config.schema import DPOConfig
+from rather.config.validate import COMMAND_LINE, Names, Origins, validated, without
 from rather.errors import ConfigError
 
 
@@ -51,7 +51,9 @@ class Loaded:
     raw: dict[str, Any]
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True) -> DPOConfig:
+def load_config(
+    path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True
+) -> DPOConfig:
     """The config of a YAML file with `key=value` overrides, or one ConfigError with every problem."""
     loaded = load(path, overrides)
     if check_paths:
@@ -64,7 +66,10 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Loaded:
     path = Path(path).expanduser()
     nodes = read_nodes(path)
     given = [read_override(text, path.parent) for text in overrides]
-    broken = [*node_problems(nodes, path.name), *(override.problem for override in given if override.problem)]
+    broken = [
+        *node_problems(nodes, path.name),
+        *(override.problem for override in given if override.problem),
+    ]
     if broken:
         raise ConfigError(broken)
     composed = _compose(path, given)
@@ -159,14 +164,26 @@ def _compose(path: Path, overrides: list[Override]) -> DictConfig:
     try:
         with (
             warnings.catch_warnings(),
-            initialize_config_dir(str(path.parent.resolve()), job_name="rather", version_base="1.3"),
+            initialize_config_dir(
+                str(path.parent.resolve()), job_name="rather", version_base="1.3"
+            ),
         ):
-            warnings.filterwarnings("ignore", "In '.*': Defaults list is missing")  # as in every file of ROLL
-            warnings.filterwarnings("ignore", "provider=hydra.searchpath")  # what is not found there is told below
-            composed = compose(path.stem, [override.hydra for override in overrides if override.hydra])
+            warnings.filterwarnings(
+                "ignore", "In '.*': Defaults list is missing"
+            )  # as in every file of ROLL
+            warnings.filterwarnings(
+                "ignore", "provider=hydra.searchpath"
+            )  # what is not found there is told below
+            composed = compose(
+                path.stem, [override.hydra for override in overrides if override.hydra]
+            )
     except (HydraException, OmegaConfBaseException, YAMLError, RecursionError) as error:
         unread = error.__cause__  # Hydra's own error is empty then
-        problem = _unread(path, unread) if isinstance(unread, GrammarParseError) else f"{path.name}: {_in_short(error)}"
+        problem = (
+            _unread(path, unread)
+            if isinstance(unread, GrammarParseError)
+            else f"{path.name}: {_in_short(error)}"
+        )
         raise ConfigError(problem) from None
     OmegaConf.set_struct(composed, False)
     for key, text in (
@@ -193,7 +210,10 @@ def _in_short(error: BaseException) -> str:
     """A library's message without its search paths and its advice to write `+key=value`."""
     noise = ("full_key", "object_type", "To append", "Config search", "provider=")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join([line for line in lines if not line.startswith(noise)][:3]) or type(error).__name__
+    return (
+        "; ".join([line for line in lines if not line.startswith(noise)][:3])
+        or type(error).__name__
+    )
 
 
 def _unresolvable(composed: DictConfig, raw: dict[str, Any]) -> Iterator[tuple[Names, str]]:
@@ -218,12 +238,18 @@ def _plain(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:
 
 def _text_keys(value: Any) -> Any:
     """YAML reads `1: x` as a number; every key of ours is a word."""
-    return {str(name): _text_keys(item) for name, item in value.items()} if isinstance(value, dict) else value
+    return (
+        {str(name): _text_keys(item) for name, item in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _sources(config: DPOConfig, origins: Origins) -> dict[str, str]:
     """Key path -> where its value came from, for every key that holds a value."""
-    sources = {path: origins.of(path) or "default" for path, key in table().items() if not key.section}
+    sources = {
+        path: origins.of(path) or "default" for path, key in table().items() if not key.section
+    }
     sources |= {path: f"follows {followed}" for path, followed in config.followed.items()}
     if sources["exp_name"] == "default":
         sources["exp_name"] = "name of the file"

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rather.config.follow import value_at
+from rather.config.inherit import value_at
+from rather.config.redaction import looks_secret, redact
 from rather.config.schema import DPOConfig
 from rather.config.values import MASK
-from rather.redaction import looks_secret, redact
 
 COMMIT = "revision"  # a git commit looks like an old W&B key
 
@@ -60,11 +60,15 @@ def reads_environment(text: str, root: Any, seen: frozenset[str] = frozenset()) 
     """Whether an unresolved text takes anything from the environment, itself or through the keys it names."""
     if "oc.env" in text:
         return True
-    if re.search(r"\$\{\s*\.", text):  # relative names are not followed: rather too careful than leaking
+    if re.search(
+        r"\$\{\s*\.", text
+    ):  # relative names are not followed: rather too careful than leaking
         return True
     named = set(re.findall(r"\$\{\s*([\w.]+)\s*\}", text)) - seen
     return any(
-        reads_environment(part, root, seen | named) for path in named for part in _texts(_at(root, path))
+        reads_environment(part, root, seen | named)
+        for path in named
+        for part in _texts(_at(root, path))
     )
 
 

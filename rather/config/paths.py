@@ -13,7 +13,12 @@ from rather.errors import ConfigError, DataError
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
-TABLES = ("*.arrow", "state.json", "dataset_dict.json", "part-*/state.json")  # one of them in a folder of tables
+TABLES = (
+    "*.arrow",
+    "state.json",
+    "dataset_dict.json",
+    "part-*/state.json",
+)  # one of them in a folder of tables
 
 
 def check_paths(config: DPOConfig, sources: Mapping[str, str] | None = None) -> None:
@@ -37,7 +42,8 @@ def _model_problems(config: DPOConfig) -> Iterator[tuple[str, str]]:
     if policy:
         yield (
             config.followed.get(
-                "actor_train.model_args.model_name_or_path", "actor_train.model_args.model_name_or_path"
+                "actor_train.model_args.model_name_or_path",
+                "actor_train.model_args.model_name_or_path",
             ),
             policy,
         )
@@ -125,7 +131,11 @@ def _data_sections(config: DPOConfig) -> list[tuple[str, DataArgs]]:
 
 def _data_problems(config: DPOConfig) -> Iterator[tuple[str, str]]:
     train, evaluation = config.actor_train.data_args, config.validation.data_args
-    named = evaluation.file_name if isinstance(evaluation.file_name, dict) else {"": evaluation.file_name}
+    named = (
+        evaluation.file_name
+        if isinstance(evaluation.file_name, dict)
+        else {"": evaluation.file_name}
+    )
     for name in as_list(train.file_name):
         if text := _file_problem(name, train):
             yield "actor_train.data_args.file_name", text
@@ -165,5 +175,7 @@ def nearest_names(path: Path) -> str:
         return ""
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     return (
-        f"; near it: {', '.join(near)}" if near else f"; {path.parent} has nothing named like '{path.name}'"
+        f"; near it: {', '.join(near)}"
+        if near
+        else f"; {path.parent} has nothing named like '{path.name}'"
     )

@@ -79,7 +79,10 @@ class Pipeline:
     def microbatches(self, bins: int) -> int:
         """The least number that the schedule takes, from `bins` on."""
         number = max(bins, self.multiple)
-        if self.schedule in ("interleaved", "zero_bubble"):  # a whole number in each of number // ranks rounds
+        if self.schedule in (
+            "interleaved",
+            "zero_bubble",
+        ):  # a whole number in each of number // ranks rounds
             while number % (number // self.ranks):
                 number += 1
         return number

@@ -33,7 +33,9 @@ def read_nodes(path: Path) -> yaml.MappingNode:
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+        raise ConfigError(
+            f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(_syntax(path, error)) from None
     except OSError as error:
@@ -66,7 +68,9 @@ def node_problems(node: yaml.Node, file: str) -> Iterator[str]:
                 yield f"{where}: this key stands in line {first[name]} already; keep one of them"
             elif name == "_target_":
                 yield f"{where}: a config never names code to run; remove it"
-            for tag in {n.tag for n in (key, value) if not n.tag.startswith(PLAIN_TAG) or "python" in n.tag}:
+            for tag in {
+                n.tag for n in (key, value) if not n.tag.startswith(PLAIN_TAG) or "python" in n.tag
+            }:
                 yield f"{where}: the tag {tag} is not allowed; write a plain value"
             first.setdefault(name, line)
 
@@ -111,7 +115,9 @@ def _syntax(path: Path, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"{path.name}:{mark.line + 1}" if mark else path.name
     reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return f"{where}: not YAML: {reason}; check colons, quotes and indentation (spaces, no tabs) there"
+    return (
+        f"{where}: not YAML: {reason}; check colons, quotes and indentation (spaces, no tabs) there"
+    )
 
 
 def _neighbours(path: Path) -> str:

@@ -102,8 +102,12 @@ def strangers(data: Mapping[str, Any]) -> tuple[dict[Names, str], dict[Names, st
     if "sequence_length" in data:
         told[("response_length",)] = FOREIGN
     if "train_batch_size" not in data:
-        told[("val_batch_size",)] = "evaluation does not depend on its batches; infer_batch_size limits them"
-    aside: dict[Names, str] = {(name,): "" for name in GROUPS if name in data}  # what `${deepspeed_zero3}` points at
+        told[("val_batch_size",)] = (
+            "evaluation does not depend on its batches; infer_batch_size limits them"
+        )
+    aside: dict[Names, str] = {
+        (name,): "" for name in GROUPS if name in data
+    }  # what `${deepspeed_zero3}` points at
     found: dict[Names, str] = {}
     for names, value in _paths(data):
         why = EXPERTS if _of_experts(names, value) else refused.get(names)
@@ -121,7 +125,9 @@ def _told() -> Iterator[tuple[Names, str]]:
         yield from (((role, name), FOREIGN) for name in ROLE_FOREIGN)
         yield from (((role, "data_args", name), FOREIGN) for name in DATA_FOREIGN)
         yield from (((role, *path.split(".")), text) for path, text in ROLE_TOLD.items())
-        yield from (((role, "strategy_args", "strategy_config", name), MEGATRON) for name in MEGATRON_KEYS)
+        yield from (
+            ((role, "strategy_args", "strategy_config", name), MEGATRON) for name in MEGATRON_KEYS
+        )
 
 
 def _refused() -> Iterator[tuple[Names, str]]:
@@ -134,7 +140,9 @@ def _of_experts(names: Names, value: Any) -> bool:
     """Megatron's own switches of experts, and experts on several devices."""
     if names[1:-1] != ("strategy_args", "strategy_config"):
         return False
-    return names[-1].startswith("moe_") or (names[-1] == "expert_model_parallel_size" and value not in (None, 1))
+    return names[-1].startswith("moe_") or (
+        names[-1] == "expert_model_parallel_size" and value not in (None, 1)
+    )
 
 
 def _paths(data: Mapping[str, Any], before: Names = ()) -> Iterator[tuple[Names, Any]]:

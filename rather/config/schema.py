@@ -13,7 +13,8 @@ from typing import Any, Literal, Self
 from pydantic import PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from rather.config import checks, follow
+from rather.config import checks
+from rather.config import inherit as follow
 from rather.config.adapters import ADAPTER_SETTINGS
 from rather.config.values import (
     Devices,
@@ -32,7 +33,13 @@ from rather.config.values import (
 )
 
 Schedule = Literal[
-    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt", "wsd"
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_min_lr",
+    "inverse_sqrt",
+    "wsd",
 ]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 Format = Literal[
@@ -53,9 +60,12 @@ Format = Literal[
 class ModelArgs(Section):
     """Which weights a role uses, and in which precision."""
 
-    model_name_or_path: Text | None = knob(None, "Model folder or hub name of this role; else `pretrain`.")
+    model_name_or_path: Text | None = knob(
+        None, "Model folder or hub name of this role; else `pretrain`."
+    )
     tokenizer_name_or_path: Text | None = knob(
-        None, "Tokenizer folder or hub name; else the model's own. Both roles use this one tokenizer."
+        None,
+        "Tokenizer folder or hub name; else the model's own. Both roles use this one tokenizer.",
     )
     revision: Text | None = knob(None, "Branch, tag or commit of a hub model.")
     dtype: Literal["bf16", "fp16", "fp32"] | None = knob(
@@ -73,10 +83,12 @@ class ModelArgs(Section):
         False, "Run Python code that comes with the model; only for models you know."
     )
     adapter_name_or_path: Text | None = knob(
-        None, "PEFT adapter on the weights: the policy goes on training it, and as it is here it is the reference."
+        None,
+        "PEFT adapter on the weights: the policy goes on training it, and as it is here it is the reference.",
     )
     quantization: Literal["4bit"] | None = knob(
-        None, "Hold the frozen weights under an adapter in 4 bits (QLoRA); needs the extra `quantization`."
+        None,
+        "Hold the frozen weights under an adapter in 4 bits (QLoRA); needs the extra `quantization`.",
     )
 
     @property
@@ -93,29 +105,44 @@ class ActorModelArgs(ModelArgs):
     """The policy's weights, and the adapter that is trained instead of them, if there is one."""
 
     lora_rank: int | None = knob(
-        None, "Train an adapter (LoRA) of this rank instead of the weights; 8 where only lora_target is given.", ge=1
+        None,
+        "Train an adapter (LoRA) of this rank instead of the weights; 8 where only lora_target is given.",
+        ge=1,
     )
     lora_alpha: float | None = knob(
-        None, "Scale of the adapter: it is multiplied by lora_alpha / lora_rank; else twice the rank.", gt=0
+        None,
+        "Scale of the adapter: it is multiplied by lora_alpha / lora_rank; else twice the rank.",
+        gt=0,
     )
     lora_target: Text | list[Text] | None = knob(
         None, "Linear layers that get an adapter, by their names (q_proj, v_proj); else all-linear."
     )
     lora_dropout: float = knob(0.0, "Only 0: dropout is off in preference training.", ge=0, lt=1)
-    modules_to_save: Text | list[Text] | None = knob(None, "Modules that are trained whole beside it, by name.")
+    modules_to_save: Text | list[Text] | None = knob(
+        None, "Modules that are trained whole beside it, by name."
+    )
     additional_target: Text | list[Text] | None = knob(None, "ROLL's way to write modules_to_save.")
-    use_rslora: bool = knob(False, "Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA), for large ranks.")
-    use_dora: bool = knob(False, "Train the size of each row of a weight apart from its direction (DoRA).")
+    use_rslora: bool = knob(
+        False, "Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA), for large ranks."
+    )
+    use_dora: bool = knob(
+        False, "Train the size of each row of a weight apart from its direction (DoRA)."
+    )
     init_lora_weights: bool | Text = knob(
         True,
         "Start of the adapter: true (no effect at first), gaussian (the same, drawn otherwise), pissa or pissa_niter_4 "
         "(the largest singular vectors, which it takes out of the weights).",
     )
-    lora_config: Text | None = knob(None, "JSON file of these settings, as ColossalChat's; keys given here win.")
+    lora_config: Text | None = knob(
+        None, "JSON file of these settings, as ColossalChat's; keys given here win."
+    )
 
     @property
     def has_adapter(self) -> bool:
-        return any(value is not None for value in (self.lora_rank, self.lora_target, self.adapter_name_or_path))
+        return any(
+            value is not None
+            for value in (self.lora_rank, self.lora_target, self.adapter_name_or_path)
+        )
 
     @property
     def adapter_settings(self) -> dict[str, Any] | None:
@@ -145,26 +172,36 @@ class TrainingArgs(Section):
     )
     per_device_train_batch_size: int = knob(8, "Pairs per device and accumulation step.", ge=1)
     gradient_accumulation_steps: int = knob(
-        1, "Batches per optimizer step, which holds dp x per_device_train_batch_size x this, in pairs.", ge=1
+        1,
+        "Batches per optimizer step, which holds dp x per_device_train_batch_size x this, in pairs.",
+        ge=1,
     )
     warmup_steps: int = knob(
         0, "Optimizer steps in which the learning rate rises from 0; wins over warmup_ratio.", ge=0
     )
     warmup_ratio: float = knob(0.0, "Warm-up as a share of all optimizer steps.", ge=0, lt=1)
     num_train_epochs: float = knob(
-        1.0, "Passes over the training pairs; may be a fraction. max_steps may end the run earlier.", gt=0
+        1.0,
+        "Passes over the training pairs; may be a fraction. max_steps may end the run earlier.",
+        gt=0,
     )
     max_grad_norm: float | None = knob(
         None, "The same as max_grad_norm at the top level, if given here.", ge=0
     )
-    data_seed: int | None = knob(None, "Seed of the order of the pairs; else `seed`.", ge=0, lt=2**32)
-    log_num_zeros_in_grad: bool = knob(False, "Log num_zeros_in_grad: gradient entries that are exactly 0.")
+    data_seed: int | None = knob(
+        None, "Seed of the order of the pairs; else `seed`.", ge=0, lt=2**32
+    )
+    log_num_zeros_in_grad: bool = knob(
+        False, "Log num_zeros_in_grad: gradient entries that are exactly 0."
+    )
 
 
 class DataArgs(Section):
     """Where pairs come from and how they become tokens."""
 
-    dataset_dir: Text | None = knob(None, "Folder in which relative file names are looked up first.")
+    dataset_dir: Text | None = knob(
+        None, "Folder in which relative file names are looked up first."
+    )
     template: Text | None = knob(
         None,
         "Chat template: a name (qwen2_5, chatml, llama3, native, ...) or a local Jinja file; "
@@ -188,10 +225,13 @@ class DataArgs(Section):
     )
     separator: str = knob("", "Text between prompt and response where no chat template is used.")
     special_tokens: Literal["warn", "escape", "drop", "keep"] = knob(
-        "warn", "What happens to special tokens written as text inside messages, which could forge turns."
+        "warn",
+        "What happens to special tokens written as text inside messages, which could forge turns.",
     )
     encoding: Text = knob("utf-8", "Text encoding of the files.")
-    preprocessing_num_workers: int | None = knob(None, "Processes that tokenise; else automatic.", ge=1)
+    preprocessing_num_workers: int | None = knob(
+        None, "Processes that tokenise; else automatic.", ge=1
+    )
     cache_dir: Text | None = knob(None, "Folder of tokenised data; else <output_dir>/.cache/data.")
 
     def locate(self, name: str) -> Path:
@@ -200,7 +240,9 @@ class DataArgs(Section):
         if not self.dataset_dir:
             return path
         folder = Path(self.dataset_dir).expanduser()
-        typed_whole = path.exists() or path.is_relative_to(folder)  # `data/x.json` beside `dataset_dir: data`
+        typed_whole = path.exists() or path.is_relative_to(
+            folder
+        )  # `data/x.json` beside `dataset_dir: data`
         return path if typed_whole and not (folder / path).exists() else folder / path
 
 
@@ -208,7 +250,8 @@ class TrainDataArgs(DataArgs):
     """The training pairs."""
 
     file_name: str | list[str] | None = knob(
-        None, "File or files of training pairs: JSON, JSONL, Parquet, Arrow, .gz; or folders of tokenised pairs."
+        None,
+        "File or files of training pairs: JSON, JSONL, Parquet, Arrow, .gz; or folders of tokenised pairs.",
     )
     weights: list[Positive] | None = knob(None, "Mixing weights of the files, one number per file.")
 
@@ -251,9 +294,12 @@ class StrategyArgs(Section):
     """How a role is laid out on its devices."""
 
     strategy_name: str | None = knob(
-        None, "ddp, zero1, zero2, zero3, hsdp, fsdp2_train, megatron_train, ...; else zero2 on several devices."
+        None,
+        "ddp, zero1, zero2, zero3, hsdp, fsdp2_train, megatron_train, ...; else zero2 on several devices.",
     )
-    strategy_config: dict[str, Any] = knob(dict, "Details of the strategy, with Megatron's key names.")
+    strategy_config: dict[str, Any] = knob(
+        dict, "Details of the strategy, with Megatron's key names."
+    )
     tp_size: int | None = knob(None, "Tensor-parallel degree.", ge=1)
     pp_size: int | None = knob(None, "Pipeline-parallel degree.", ge=1)
     cp_size: int | None = knob(None, "Context-parallel degree.", ge=1)
@@ -265,14 +311,19 @@ class StrategyArgs(Section):
 class RoleConfig(Section):
     """What both roles have."""
 
-    worker_cls: WorkerClass = knob(None, "Your own worker class or its dotted import path; else Rather's.")
+    worker_cls: WorkerClass = knob(
+        None, "Your own worker class or its dotted import path; else Rather's."
+    )
     model_args: ModelArgs = knob(ModelArgs, "The weights.")
     strategy_args: StrategyArgs = knob(StrategyArgs, "The layout on devices.")
     device_mapping: Devices = knob(
-        None, 'Device numbers: [0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"; else the first device.'
+        None,
+        'Device numbers: [0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"; else the first device.',
     )
     infer_batch_size: int | None = knob(
-        None, "Most pairs in a micro-batch without gradients; else only the token budget counts.", ge=1
+        None,
+        "Most pairs in a micro-batch without gradients; else only the token budget counts.",
+        ge=1,
     )
     max_tokens_per_microbatch_in_infer: int | None = knob(
         None,
@@ -315,7 +366,9 @@ class ActorConfig(RoleConfig):
     training_args: TrainingArgs = knob(TrainingArgs, "Optimizer, schedule and batch.")
     data_args: TrainDataArgs = knob(TrainDataArgs, "The training pairs.")
     max_tokens_per_microbatch_in_train: int | None = knob(
-        None, "Token budget of a training micro-batch; else automatic. Changes speed, never results.", ge=1
+        None,
+        "Token budget of a training micro-batch; else automatic. Changes speed, never results.",
+        ge=1,
     )
 
     @property
@@ -329,10 +382,13 @@ class ReferenceCache(Section):
     enabled: bool = knob(True, "Keep the reference's log-probs on disk and take them from there.")
     path: Folder | None = knob(None, "Folder of the log-probs; else <output_dir>/.cache/reference.")
     per_token: bool | None = knob(
-        None, "Also keep each token's log-prob, for losses that read it; else only when the loss of this run does."
+        None,
+        "Also keep each token's log-prob, for losses that read it; else only when the loss of this run does.",
     )
     recheck: int = knob(
-        0, "So many cached pairs are computed again at the start and compared; any difference ends the run.", ge=0
+        0,
+        "So many cached pairs are computed again at the start and compared; any difference ends the run.",
+        ge=0,
     )
 
 
@@ -359,15 +415,19 @@ class TrackerArgs(Section):
     log_dir: Folder | None = knob(
         None, "Folder of the files of TensorBoard, W&B and SwanLab; else <logging_dir>/<exp_name>."
     )
-    project: Text | None = knob(None, "Project that the run is listed in (MLflow: experiment); else rather.")
+    project: Text | None = knob(
+        None, "Project that the run is listed in (MLflow: experiment); else rather."
+    )
     name: Text | None = knob(None, "Name of the run in the trackers; else exp_name.")
     tags: list[Text] = knob(list, "Words to find the run by: W&B, MLflow, SwanLab.")
     notes: Text | None = knob(None, "A description of the run: W&B, MLflow, SwanLab.")
     mode: Literal["online", "offline"] | None = knob(
-        None, "Whether W&B and SwanLab send the run or keep it here; else WANDB_MODE or SWANLAB_MODE, else online."
+        None,
+        "Whether W&B and SwanLab send the run or keep it here; else WANDB_MODE or SWANLAB_MODE, else online.",
     )
     uri: Text | None = knob(
-        None, "MLflow's server or database; else MLFLOW_TRACKING_URI, else an SQLite file, <logging_dir>/mlflow.db."
+        None,
+        "MLflow's server or database; else MLFLOW_TRACKING_URI, else an SQLite file, <logging_dir>/mlflow.db.",
     )
 
 
@@ -382,27 +442,34 @@ class CheckpointArgs(Section):
         None, "Folder for a second copy of the checkpoints, which are in the run folder."
     )
     verify: Literal["full", "size"] = knob(
-        "full", "What a resume compares with the manifest: every byte, or of tensors only the size of their files."
+        "full",
+        "What a resume compares with the manifest: every byte, or of tensors only the size of their files.",
     )
     async_save: OnOffAuto = knob(
         "auto",
         "Checkpoints are written beside training, from a copy in host memory: on, off, or auto: where it has room.",
     )
     max_missed_saves: int = knob(
-        3, "Saves in a row that find no room on the disk before the run ends; the last one of a run must.", ge=1
+        3,
+        "Saves in a row that find no room on the disk before the run ends; the last one of a run must.",
+        ge=1,
     )
 
 
 class ResumeArgs(Section):
     """What may differ from the checkpoint that a run goes on from."""
 
-    allow: list[Guard] = knob(list, "What may have changed: data, tokenizer, model, reference, loss, seed, batch.")
+    allow: list[Guard] = knob(
+        list, "What may have changed: data, tokenizer, model, reference, loss, seed, batch."
+    )
 
 
 class RunKeys(Section):
     """The run"""
 
-    exp_name: RunName = knob("dpo", "Name of the run and of its folder; else the name of the YAML file.")
+    exp_name: RunName = knob(
+        "dpo", "Name of the run and of its folder; else the name of the YAML file."
+    )
     seed: int = knob(42, "Seed of everything random.", ge=0, lt=2**32)
     output_dir: Folder = knob("./output", "Runs are written to <output_dir>/<exp_name>.")
     logging_dir: Folder = knob(
@@ -417,17 +484,23 @@ class RunKeys(Section):
         False, "Deterministic kernels on a GPU, slower; a CPU run repeats to the bit anyway."
     )
     determinism: Literal["canonical"] | None = knob(
-        None, "canonical: the same bits on 1, 2 and 4 devices, for ddp and zero1 in fp32; takes memory for 4 gradients."
+        None,
+        "canonical: the same bits on 1, 2 and 4 devices, for ddp and zero1 in fp32; takes memory for 4 gradients.",
     )
 
 
 class SpikeArgs(Section):
     """Steps whose loss or gradient norm lies far above those before."""
 
-    window: int = knob(128, "Steps before that they are compared with; half as many must be there.", ge=4)
-    sigma: float = knob(6.0, "Standard deviations above their mean from which on a number is a spike.", gt=0)
+    window: int = knob(
+        128, "Steps before that they are compared with; half as many must be there.", ge=4
+    )
+    sigma: float = knob(
+        6.0, "Standard deviations above their mean from which on a number is a spike.", gt=0
+    )
     action: Literal["log", "skip", "rollback"] = knob(
-        "log", "Only tell it; or do not take the step; or go back to the last checkpoint and leave the step out then."
+        "log",
+        "Only tell it; or do not take the step; or go back to the last checkpoint and leave the step out then.",
     )
 
 
@@ -436,7 +509,8 @@ class EvalPrompts(Section):
 
     prompts: list[Text] | None = knob(None, "The prompts themselves.")
     file: Text | None = knob(
-        None, "A file of prompts instead: text with one on each line, or .jsonl whose rows are texts or have `prompt`."
+        None,
+        "A file of prompts instead: text with one on each line, or .jsonl whose rows are texts or have `prompt`.",
     )
     max_new_tokens: int = knob(128, "Most tokens of an answer.", ge=1)
 
@@ -452,17 +526,26 @@ class StepKeys(Section):
         ge=1,
     )
     eval_prompts: EvalPrompts | None = knob(
-        None, "Prompts that policy and reference answer at each evaluation, into answers.jsonl; null: none."
+        None,
+        "Prompts that policy and reference answer at each evaluation, into answers.jsonl; null: none.",
     )
-    save_steps: int | None = knob(100, "Steps between checkpoints, beside the last one; null: only that.", ge=1)
+    save_steps: int | None = knob(
+        100, "Steps between checkpoints, beside the last one; null: only that.", ge=1
+    )
     max_ckpt_to_keep: int = knob(3, "Newest checkpoints to keep; 0 keeps all.", ge=0)
     resume_from_checkpoint: bool | Text = knob(
         "auto",
         "auto or true: go on from the newest good checkpoint of the run folder; false: never; or a path.",
     )
-    resume: ResumeArgs = knob(ResumeArgs, "What may differ from the checkpoint that a run goes on from.")
-    checkpoint_config: CheckpointArgs = knob(CheckpointArgs, "How checkpoints are written, copied and verified.")
-    metric_for_best_model: Metric = knob("eval/loss", "Evaluation metric that tells the best model.")
+    resume: ResumeArgs = knob(
+        ResumeArgs, "What may differ from the checkpoint that a run goes on from."
+    )
+    checkpoint_config: CheckpointArgs = knob(
+        CheckpointArgs, "How checkpoints are written, copied and verified."
+    )
+    metric_for_best_model: Metric = knob(
+        "eval/loss", "Evaluation metric that tells the best model."
+    )
     save_best: bool = knob(False, "Also keep the model with the best metric_for_best_model.")
     early_stopping_patience: int | None = knob(
         None, "Stop after so many evaluations without a better metric_for_best_model.", ge=1
@@ -473,7 +556,9 @@ class StepKeys(Section):
         "and leave the step out then.",
     )
     max_nonfinite_steps: int = knob(5, "With skip, so many such steps in a row end the run.", ge=1)
-    spike: SpikeArgs | None = knob(None, "Steps far above those before; null: nobody looks for them.")
+    spike: SpikeArgs | None = knob(
+        None, "Steps far above those before; null: nobody looks for them."
+    )
 
 
 LOSS_NUMBERS = (
@@ -503,8 +588,12 @@ class LossKeys(Section):
     """Model, loss and step"""
 
     pretrain: Text | None = knob(None, "Model folder or hub name for every role that names none.")
-    pref_loss: Text | list[Text] = knob("sigmoid", "Name of the preference loss, or several that are added up.")
-    loss_weights: list[Positive] | None = knob(None, "One weight for each loss in pref_loss; else 1 for each.")
+    pref_loss: Text | list[Text] = knob(
+        "sigmoid", "Name of the preference loss, or several that are added up."
+    )
+    loss_weights: list[Positive] | None = knob(
+        None, "One weight for each loss in pref_loss; else 1 for each."
+    )
     loss_type: Literal["dpo_loss", "simpo_loss"] | None = knob(
         None, "ColossalChat's way to write pref_loss: sigmoid or pref_loss: simpo."
     )
@@ -527,29 +616,56 @@ class LossKeys(Section):
         "reproduced is an error. The order of the pairs stays ours.",
     )
     ipo: bool = knob(False, "Use the IPO loss; the same as pref_loss: ipo.")
-    gamma: float | None = knob(None, "Target margin in units of reward (SimPO's gamma); sigmoid takes it too.", ge=0)
-    gamma_beta_ratio: float | None = knob(None, "SimPO's margin as a multiple of beta, instead of gamma.", ge=0)
-    length_normalization: bool | None = knob(None, "Log-probs per token instead of sums; else the loss's own default.")
+    gamma: float | None = knob(
+        None, "Target margin in units of reward (SimPO's gamma); sigmoid takes it too.", ge=0
+    )
+    gamma_beta_ratio: float | None = knob(
+        None, "SimPO's margin as a multiple of beta, instead of gamma.", ge=0
+    )
+    length_normalization: bool | None = knob(
+        None, "Log-probs per token instead of sums; else the loss's own default."
+    )
     cpo_alpha: float | None = knob(None, "Weight of the likelihood term in cpo.", ge=0)
     alphapo_alpha: float | None = knob(None, "Shape of alphapo's reward; 0 is SimPO's.")
     odpo_alpha: float | None = knob(None, "Scale of the margin column in odpo.", ge=0)
     discopop_tau: float | None = knob(None, "Temperature of the blend in discopop.", gt=0)
-    rpo_alpha: float | None = knob(None, "Adds so much chosen NLL, a mean over the tokens of the step (RPO).", ge=0)
-    pref_ftx: float | None = knob(None, "Adds so much chosen NLL, averaged within each answer first.", ge=0)
+    rpo_alpha: float | None = knob(
+        None, "Adds so much chosen NLL, a mean over the tokens of the step (RPO).", ge=0
+    )
+    pref_ftx: float | None = knob(
+        None, "Adds so much chosen NLL, averaged within each answer first.", ge=0
+    )
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None = knob(
         None, "Divergence that holds the policy near the reference; else reverse_kl."
     )
-    f_alpha_divergence_coef: float | None = knob(None, "Coefficient of f_divergence_type: alpha; else 0.5.")
-    ld_alpha: float | None = knob(
-        None, "Weight of log-probs past the length of the shorter answer (LD-DPO); 1 changes nothing.", ge=0, le=1
+    f_alpha_divergence_coef: float | None = knob(
+        None, "Coefficient of f_divergence_type: alpha; else 0.5."
     )
-    use_weighting: bool | None = knob(None, "Weight pairs by how likely the policy is to write them (WPO).")
-    soft_labels: bool | None = knob(None, "Take the column soft_label: the chance that chosen is the better answer.")
-    reference_free: bool | None = knob(None, "Compare with a uniform reference; no reference model is loaded.")
-    use_ref_model: bool | None = knob(None, "States whether there is a reference model; the loss must agree.")
+    ld_alpha: float | None = knob(
+        None,
+        "Weight of log-probs past the length of the shorter answer (LD-DPO); 1 changes nothing.",
+        ge=0,
+        le=1,
+    )
+    use_weighting: bool | None = knob(
+        None, "Weight pairs by how likely the policy is to write them (WPO)."
+    )
+    soft_labels: bool | None = knob(
+        None, "Take the column soft_label: the chance that chosen is the better answer."
+    )
+    reference_free: bool | None = knob(
+        None, "Compare with a uniform reference; no reference model is loaded."
+    )
+    use_ref_model: bool | None = knob(
+        None, "States whether there is a reference model; the loss must agree."
+    )
     disable_reference_model: bool | None = knob(None, "ColossalChat's opposite of use_ref_model.")
-    sync_ref_model: bool = knob(False, "Move the reference towards the policy during training (TR-DPO).")
-    ref_model_mixup_alpha: float = knob(0.6, "Share of the policy in the new reference.", gt=0, le=1)
+    sync_ref_model: bool = knob(
+        False, "Move the reference towards the policy during training (TR-DPO)."
+    )
+    ref_model_mixup_alpha: float = knob(
+        0.6, "Share of the policy in the new reference.", gt=0, le=1
+    )
     ref_model_sync_steps: int = knob(512, "Steps between two moves of the reference.", ge=1)
     max_grad_norm: float = knob(1.0, "Gradients are scaled down to this norm; 0 never clips.", ge=0)
     precision: Literal["exact", "lean"] = knob(
@@ -579,8 +695,12 @@ class PairKeys(Section):
         ge=2,
         why="prompt and response need a token each",
     )
-    global_template: Text | None = knob(None, "Chat template wherever data_args.template is not given.")
-    apply_loss_mask: bool = knob(True, "ColossalChat's switch: false scores every token, as data_args.score: all.")
+    global_template: Text | None = knob(
+        None, "Chat template wherever data_args.template is not given."
+    )
+    apply_loss_mask: bool = knob(
+        True, "ColossalChat's switch: false scores every token, as data_args.score: all."
+    )
     chosen_key: Text = knob("chosen", "Column of the preferred answer.")
     rejected_key: Text = knob("rejected", "Column of the other answer.")
     ranked_pairs: Literal["all", "best_vs_rest", "best_vs_worst"] = knob(
@@ -601,15 +721,18 @@ class TrackingKeys(Section):
     """Tracking"""
 
     track_with: Tracker | list[Tracker] | None = knob(
-        "tensorboard", "One or several trackers beside metrics.jsonl, which is always written; null for none."
+        "tensorboard",
+        "One or several trackers beside metrics.jsonl, which is always written; null for none.",
     )
     tracker_kwargs: TrackerArgs = knob(TrackerArgs, "Settings of the trackers.")
     trace: bool = knob(
-        False, "Draw the run's timeline into trace.json in the run folder, for chrome://tracing or ui.perfetto.dev."
+        False,
+        "Draw the run's timeline into trace.json in the run folder, for chrome://tracing or ui.perfetto.dev.",
     )
     report_html: bool = knob(
-        True, "Write report.html into the run folder: the run in one file of 5 MB that needs no network. Less than 1 % "
-        "of the time of a long run; `rather report` writes it later, too."
+        True,
+        "Write report.html into the run folder: the run in one file of 5 MB that needs no network. Less than 1 % "
+        "of the time of a long run; `rather report` writes it later, too.",
     )
 
 
@@ -617,7 +740,8 @@ class RayArgs(Section):
     """The Ray cluster that several devices are found through."""
 
     address: Text | None = knob(
-        None, "Address of a Ray cluster that is already there (host:port or auto); else a local one is started."
+        None,
+        "Address of a Ray cluster that is already there (host:port or auto); else a local one is started.",
     )
 
 
@@ -626,12 +750,19 @@ class Timeouts(Section):
 
     connect: float = knob(8.0, "The cluster must have the nodes and devices asked for.", gt=0)
     start: float = knob(1800.0, "Workers must have started and loaded their models.", gt=0)
-    first_step: float = knob(3600.0, "The first step of a process, which compiles and fills caches.", gt=0)
-    step: float = knob(1800.0, "A training step or the reference log-probs of one must be computed.", gt=0)
-    eval: float = knob(1800.0, "The policy's log-probs of a part of an evaluation set must be computed.", gt=0)
+    first_step: float = knob(
+        3600.0, "The first step of a process, which compiles and fills caches.", gt=0
+    )
+    step: float = knob(
+        1800.0, "A training step or the reference log-probs of one must be computed.", gt=0
+    )
+    eval: float = knob(
+        1800.0, "The policy's log-probs of a part of an evaluation set must be computed.", gt=0
+    )
     save: float = knob(3600.0, "States and models must be gathered, written or read.", gt=0)
     adaptive: bool = knob(
-        True, "On Ray, steps and evaluations must end within ten times their usual time (at least a minute)."
+        True,
+        "On Ray, steps and evaluations must end within ten times their usual time (at least a minute).",
     )
 
     @property
@@ -649,10 +780,14 @@ class MachineKeys(Section):
     ray: RayArgs = knob(RayArgs, "The Ray cluster, where a config asks for more than one device.")
     timeouts: Timeouts = knob(Timeouts, "Seconds after which a silence of workers is a failure.")
     max_failures: int = knob(
-        3, "On Ray, times in a row without a new checkpoint that lost workers are replaced; 0 for never.", ge=0
+        3,
+        "On Ray, times in a row without a new checkpoint that lost workers are replaced; 0 for never.",
+        ge=0,
     )
     failure_backoff: float = knob(
-        10.0, "Seconds to wait before lost workers are replaced, doubled with each time in a row.", ge=0
+        10.0,
+        "Seconds to wait before lost workers are replaced, doubled with each time in a row.",
+        ge=0,
     )
     ref_tp: int | None = knob(
         None, "ColossalChat's way to write reference.strategy_args.tp_size.", ge=1
@@ -661,7 +796,9 @@ class MachineKeys(Section):
     system_envs: Environment = knob(dict, "Environment variables of every role.")
     num_nodes: int = knob(1, "Machines.", ge=1)
     num_gpus_per_node: int | None = knob(
-        None, "Devices of each machine; device_mapping and the cluster are checked against it.", ge=1
+        None,
+        "Devices of each machine; device_mapping and the cluster are checked against it.",
+        ge=1,
     )
 
 
@@ -677,7 +814,9 @@ class RoleKeys(Section):
     )
 
 
-FOR_A_RUN = {"named": ("model", "pairs")}  # validated with this, a config must name what the Python API is handed over
+FOR_A_RUN = {
+    "named": ("model", "pairs")
+}  # validated with this, a config must name what the Python API is handed over
 
 
 class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKeys, RunKeys):
@@ -692,7 +831,10 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
         for role in (self.actor_train, self.reference):
             role._canonical = self.determinism == "canonical"
         self._followed.update(follow.complete(self))
-        problems = [*checks.problems(self), *(checks.missing(self) if info.context is FOR_A_RUN else ())]
+        problems = [
+            *checks.problems(self),
+            *(checks.missing(self) if info.context is FOR_A_RUN else ()),
+        ]
         if problems:
             text = "\n".join(f"{problem.key}: {problem.text}" for problem in problems)
             raise PydanticCustomError("cross_field", "{text}", {"text": text, "problems": problems})
@@ -723,12 +865,16 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
     @property
     def loss_numbers(self) -> dict[str, Any]:
         """What the user set for the losses; which of them one takes, its signature says."""
-        return {name: getattr(self, name) for name in LOSS_NUMBERS if getattr(self, name) is not None}
+        return {
+            name: getattr(self, name) for name in LOSS_NUMBERS if getattr(self, name) is not None
+        }
 
     @property
     def loss_modifiers(self) -> dict[str, Any]:
         """What the user set that composes with losses."""
-        return {name: getattr(self, name) for name in LOSS_MODIFIERS if getattr(self, name) is not None}
+        return {
+            name: getattr(self, name) for name in LOSS_MODIFIERS if getattr(self, name) is not None
+        }
 
     @property
     def run_dir(self) -> Path:
@@ -745,7 +891,9 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
         if not given:
             return self.run_dir
         folder = Path(given).expanduser()
-        return folder if folder.name == self.exp_name else folder / self.exp_name  # runs never share one
+        return (
+            folder if folder.name == self.exp_name else folder / self.exp_name
+        )  # runs never share one
 
     @property
     def tracker_dir(self) -> Path:
@@ -754,7 +902,9 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
 
     @property
     def trackers(self) -> list[str]:
-        return [self.track_with] if isinstance(self.track_with, str) else list(self.track_with or [])
+        return (
+            [self.track_with] if isinstance(self.track_with, str) else list(self.track_with or [])
+        )
 
     @property
     def data_seed(self) -> int:
@@ -769,7 +919,9 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
 
     @property
     def reference_cache_dir(self) -> Path:
-        return Path(self.reference.cache.path or Path(self.output_dir) / ".cache" / "reference").expanduser()
+        return Path(
+            self.reference.cache.path or Path(self.output_dir) / ".cache" / "reference"
+        ).expanduser()
 
     def global_batch(self, dp: int | None = None) -> int:
         """Pairs of one optimizer step, on as many data-parallel ranks as the policy's layout has unless told."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rather.config.follow import value_at
+from rather.config.inherit import value_at
 from rather.config.keys import Key, suggestion, table
 from rather.config.masking import public_values
 from rather.config.schema import DPOConfig
@@ -41,9 +41,14 @@ def show(loaded: Loaded) -> str:
         if key.section:
             rows.append((f"{indent}{key.name}:", ""))
         else:
-            rows.append((f"{indent}{key.name}: {_inline(value_at(values, path))}", loaded.sources[path]))
+            rows.append(
+                (f"{indent}{key.name}: {_inline(value_at(values, path))}", loaded.sources[path])
+            )
     width = min(60, max(len(text) for text, _ in rows))
-    return "\n".join(f"{text:<{width}}  # {source}" if source else text for text, source in rows) + "\n"
+    return (
+        "\n".join(f"{text:<{width}}  # {source}" if source else text for text, source in rows)
+        + "\n"
+    )
 
 
 def explain(loaded: Loaded | None, key: str) -> str:
@@ -92,14 +97,24 @@ def reference_markdown() -> str:
         if issubclass(base, Section) and base not in (Section, DPOConfig)
     ]
     for group in groups:
-        keys = [key for key in table().values() if key.parent == "" and key.name in group.model_fields]
+        keys = [
+            key for key in table().values() if key.parent == "" and key.name in group.model_fields
+        ]
         parts.append(f"## {group.__doc__}\n\n{_markdown_table(keys)}")
-        parts += [_markdown_section(key, f"{'#' * 3} `{key.path}`") for top in keys for key in _sections(top)]
+        parts += [
+            _markdown_section(key, f"{'#' * 3} `{key.path}`")
+            for top in keys
+            for key in _sections(top)
+        ]
     return "\n".join(parts)
 
 
 def _sections(top: Key) -> list[Key]:
-    return [key for key in table().values() if key.section and (key.path + ".").startswith(top.path + ".")]
+    return [
+        key
+        for key in table().values()
+        if key.section and (key.path + ".").startswith(top.path + ".")
+    ]
 
 
 def _markdown_section(key: Key, title: str) -> str:
@@ -114,7 +129,11 @@ def _markdown_table(keys: list[Key]) -> str:
         default = "" if key.section else f"`{_inline(key.default)}`"
         meaning = key.meaning + (f" Range: {key.why}." if key.why else "")
         cells = (f"`{key.name}`", key.expects, default, meaning)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |")
+        rows.append(
+            "| "
+            + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
+            + " |"
+        )
     return "\n".join(rows) + "\n"
 
 

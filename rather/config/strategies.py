@@ -43,8 +43,15 @@ INFER_STRATEGIES = tuple(name for name in STRATEGIES if name.endswith("_infer"))
 TRAIN_STRATEGIES = tuple(name for name in STRATEGIES if name not in INFER_STRATEGIES)
 ON_THE_HOST = ("zero2_cpu", "gemini_auto")
 DEFAULT = "zero2"  # of several devices; one device has nothing to divide
-LANES = 4  # of determinism: canonical: gradients are added up in so many, however many ranks there are
-SHARDED = ("", "the optimizer's state", "the optimizer's state and gradients", "weights, gradients and optimizer")
+LANES = (
+    4  # of determinism: canonical: gradients are added up in so many, however many ranks there are
+)
+SHARDED = (
+    "",
+    "the optimizer's state",
+    "the optimizer's state and gradients",
+    "weights, gradients and optimizer",
+)
 
 # Every spelling of a degree that may stand in strategy_config.
 DEGREES = {
@@ -120,11 +127,19 @@ class Layout:
 
     def told(self) -> str:
         """What the name became."""
-        sizes = [f"{axis} {size}" for axis in ("dp", "tp", "pp", "cp") if (size := getattr(self, axis)) > 1]
-        parts = [f"{self.name} on {self.devices} device{'s' * (self.devices > 1)}: {' x '.join(sizes) or 'one rank'}"]
+        sizes = [
+            f"{axis} {size}"
+            for axis in ("dp", "tp", "pp", "cp")
+            if (size := getattr(self, axis)) > 1
+        ]
+        parts = [
+            f"{self.name} on {self.devices} device{'s' * (self.devices > 1)}: {' x '.join(sizes) or 'one rank'}"
+        ]
         if self.shard > 1:
             replicas = self.dp // self.shard
-            where = f"{replicas} replicas of {self.shard}" if replicas > 1 else f"{self.shard} ranks"
+            where = (
+                f"{replicas} replicas of {self.shard}" if replicas > 1 else f"{self.shard} ranks"
+            )
             parts.append(f"{SHARDED[self.stage]} divided over {where}")
         elif self.dp > 1:
             parts.append("each dp rank holds everything")
@@ -151,7 +166,10 @@ def strategy_problems(args: StrategyArgs, *, trains: bool, devices: int) -> list
     """(key inside strategy_args, sentence) for everything that cannot be laid out on so many devices."""
     found = _name_problems(args.strategy_name, trains)
     if is_deepspeed(args.strategy_name):
-        found += [(f"strategy_config.{key}", text) for key, text in deepspeed_problems(args.strategy_config)]
+        found += [
+            (f"strategy_config.{key}", text)
+            for key, text in deepspeed_problems(args.strategy_config)
+        ]
     else:
         for key, value in args.strategy_config.items():
             text = _key_problem(key, value) or _stranger(key, args.strategy_name)
@@ -164,7 +182,9 @@ def strategy_problems(args: StrategyArgs, *, trains: bool, devices: int) -> list
         given = _given(args, axis)
         if len(set(given.values())) > 1:
             listing = ", ".join(f"{key}={size}" for key, size in given.items())
-            found.append((list(given)[-1], f"the same degree has two values ({listing}); keep one of them"))
+            found.append(
+                (list(given)[-1], f"the same degree has two values ({listing}); keep one of them")
+            )
     return found or list(_size_problems(args, devices))
 
 
@@ -177,12 +197,18 @@ def _size_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, str]
         return
     dp, shard = devices // (tp * pp * cp), args.strategy_config.get("shard_size")
     if args.strategy_name == "hsdp" and devices > 1 and shard is None:
-        yield "strategy_config", "hsdp needs shard_size: the ranks of one replica, usually the devices of a node"
+        yield (
+            "strategy_config",
+            "hsdp needs shard_size: the ranks of one replica, usually the devices of a node",
+        )
     elif shard is not None and dp % shard:
         yield "strategy_config.shard_size", f"{shard} does not divide the {dp} data-parallel ranks"
     yield from _pipeline_problems(args, pp)
     if args.strategy_config.get("sequence_parallel") and tp == 1:
-        yield "strategy_config.sequence_parallel", "divides norms over tensor-parallel ranks, and tp is 1; remove it"
+        yield (
+            "strategy_config.sequence_parallel",
+            "divides norms over tensor-parallel ranks, and tp is 1; remove it",
+        )
 
 
 def _pipeline_problems(args: StrategyArgs, pp: int) -> Iterator[tuple[str, str]]:
@@ -193,21 +219,28 @@ def _pipeline_problems(args: StrategyArgs, pp: int) -> Iterator[tuple[str, str]]
             return
     pipeline = _pipeline(args, pp)
     if pipeline.problem:
-        yield f"strategy_config.{VIRTUAL if VIRTUAL in details else 'pipeline_schedule'}", pipeline.problem
+        yield (
+            f"strategy_config.{VIRTUAL if VIRTUAL in details else 'pipeline_schedule'}",
+            pipeline.problem,
+        )
     elif pipeline.rule.splits_backward and details.get("recompute_granularity") == "selective":
         text = f"selective goes backward once, and schedule '{pipeline.schedule}' twice; set it to full or null"
         yield "strategy_config.recompute_granularity", text
 
 
 def _pipeline(args: StrategyArgs, pp: int) -> Pipeline:
-    return Pipeline.of(pp, args.strategy_config.get("pipeline_schedule"), args.strategy_config.get(VIRTUAL))
+    return Pipeline.of(
+        pp, args.strategy_config.get("pipeline_schedule"), args.strategy_config.get(VIRTUAL)
+    )
 
 
 def _name_problems(name: str | None, trains: bool) -> list[tuple[str, str]]:
     if name is None or name in (TRAIN_STRATEGIES if trains else STRATEGIES):
         return []
     if name in STRATEGIES:
-        return [("strategy_name", f"'{name}' cannot train; choose one of {', '.join(TRAIN_STRATEGIES)}")]
+        return [
+            ("strategy_name", f"'{name}' cannot train; choose one of {', '.join(TRAIN_STRATEGIES)}")
+        ]
     known = TRAIN_STRATEGIES if trains else STRATEGIES
     return [("strategy_name", f"unknown strategy '{name}'{did_you_mean(name, known)}")]
 
@@ -218,14 +251,30 @@ def _key_problem(key: str, value: Any) -> str | None:
     if key in SWITCHES:
         return None if isinstance(value, bool) else f"{value!r} is not true or false"
     if key == "recompute_granularity":
-        return None if value in (*RECOMPUTED, None) else f"{value!r} is not 'full', 'selective', 'half' or null"
+        return (
+            None
+            if value in (*RECOMPUTED, None)
+            else f"{value!r} is not 'full', 'selective', 'half' or null"
+        )
     if key == "recompute_method":
-        return None if value in ("uniform", None) else f"{value!r} is not offered; every layer is recomputed: uniform"
+        return (
+            None
+            if value in ("uniform", None)
+            else f"{value!r} is not offered; every layer is recomputed: uniform"
+        )
     if key == "zero_stage":
-        return None if value in (0, 1, 2, 3) and not isinstance(value, bool) else f"{value!r} is not 0, 1, 2 or 3"
+        return (
+            None
+            if value in (0, 1, 2, 3) and not isinstance(value, bool)
+            else f"{value!r} is not 0, 1, 2 or 3"
+        )
     if key == "pipeline_schedule":
         known = tuple(SCHEDULES)
-        return None if value in (*known, None) else f"unknown schedule '{value}'{did_you_mean(str(value), known)}"
+        return (
+            None
+            if value in (*known, None)
+            else f"unknown schedule '{value}'{did_you_mean(str(value), known)}"
+        )
     if key == VIRTUAL and value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -248,7 +297,10 @@ def _stranger(key: str, name: str | None) -> str | None:
 def _recompute_problems(details: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("recompute_method", "recompute_num_layers"):
         if details.get(key) is not None and details.get("recompute_granularity") != "full":
-            yield f"strategy_config.{key}", "says how layers are recomputed; set recompute_granularity: full as well"
+            yield (
+                f"strategy_config.{key}",
+                "says how layers are recomputed; set recompute_granularity: full as well",
+            )
 
 
 def _given(args: StrategyArgs, axis: str) -> dict[str, int]:

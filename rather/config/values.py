@@ -28,7 +28,9 @@ MOST_DEVICES = 65_536
 def knob(default: Any, meaning: str, *, why: str = "", **limits: Any) -> Any:
     """A field with its meaning, its range, and the reason of the range for the error message."""
     given: dict[str, Any] = {"default_factory" if isinstance(default, type) else "default": default}
-    return Field(**given, description=meaning, json_schema_extra={"why": why} if why else None, **limits)
+    return Field(
+        **given, description=meaning, json_schema_extra={"why": why} if why else None, **limits
+    )
 
 
 def accepted_types(annotation: Any) -> tuple[Any, ...]:
@@ -47,7 +49,12 @@ def lossless(value: Any, accepted: tuple[Any, ...]) -> Any:
         return value.lower() == "true"
     if isinstance(value, str) and not words and (int in accepted or float in accepted):
         value = _number(value)
-    if isinstance(value, float) and int in accepted and float not in accepted and value.is_integer():
+    if (
+        isinstance(value, float)
+        and int in accepted
+        and float not in accepted
+        and value.is_integer()
+    ):
         return int(value)
     return value
 
@@ -80,7 +87,9 @@ class Section(BaseModel):
     def _take_lossless(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
         field = cls.model_fields[info.field_name]
-        if value is None and field.default_factory is not None:  # `reference:` with nothing under it
+        if (
+            value is None and field.default_factory is not None
+        ):  # `reference:` with nothing under it
             return field.get_default(call_default_factory=True)
         return lossless(value, accepted_types(field.annotation))
 
@@ -93,7 +102,9 @@ def device_list(value: Any) -> Any:
         value = _devices_from_text(value.replace(" ", ""))
     devices = value if isinstance(value, list) else [value]
     if not all(isinstance(device, int) and not isinstance(device, bool) for device in devices):
-        raise ValueError('device numbers are written as [0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"')
+        raise ValueError(
+            'device numbers are written as [0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"'
+        )
     if not devices:
         raise ValueError("it names no device; leave the key out to take the first one")
     if min(devices) < 0:
@@ -126,7 +137,9 @@ def _devices_from_text(text: str) -> Any:
 
 def _listed(numbers: range) -> list[int]:
     if len(numbers) > MOST_DEVICES:
-        raise ValueError(f"{len(numbers)} devices are more than the {MOST_DEVICES} that can be named")
+        raise ValueError(
+            f"{len(numbers)} devices are more than the {MOST_DEVICES} that can be named"
+        )
     return list(numbers)
 
 
@@ -135,7 +148,9 @@ def worker_class(value: Any) -> Any:
     if value is None or isinstance(value, type):
         return value
     parts = value.split(".") if isinstance(value, str) else []
-    if len(parts) < 2 or not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+    if len(parts) < 2 or not all(
+        part.isidentifier() and not keyword.iskeyword(part) for part in parts
+    ):
         raise ValueError(
             "a worker class is written as a dotted import path such as 'my_package.workers.MyWorker'"
         )
@@ -157,7 +172,9 @@ def run_name(value: str) -> str:
 def writable_folder(value: str) -> str:
     path = Path(value).expanduser()
     if not value.strip() or path.resolve() == path.resolve().parent or value.rstrip("/") == "..":
-        raise ValueError("runs are written under this folder; name one of their own, such as ./output")
+        raise ValueError(
+            "runs are written under this folder; name one of their own, such as ./output"
+        )
     return value
 
 
@@ -171,7 +188,9 @@ def evaluation_metric(value: str) -> str:
 
 def not_masked(value: dict[str, str]) -> dict[str, str]:
     for name in (name for name, text in value.items() if text == MASK):
-        raise ValueError(f"{name} was masked when this file was written; put ${{oc.env:{name}}} in its place")
+        raise ValueError(
+            f"{name} was masked when this file was written; put ${{oc.env:{name}}} in its place"
+        )
     return value
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from rather import faults
 from rather.data.pairs import PairFile
-from rather.data.worker import SCHEMA
+from rather.data.tokenize_worker import SCHEMA
 from rather.errors import DiskError
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,9 @@ class Cache:
                 return None
             if entry["sha256"] == _sha(path, entry["report"]):
                 file = PairFile(path)
-                return (file, entry["report"]) if file.reader.schema == SCHEMA else None  # older: fewer columns
+                return (
+                    (file, entry["report"]) if file.reader.schema == SCHEMA else None
+                )  # older: fewer columns
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
             pass
         log.warning("%s: the tokenised pairs or their report are damaged, and are made anew", path)

@@ -18,14 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from rather.batch import Span, TokenPair
+from rather.data.batch import Span, TokenPair
 from rather.data.formats import extras_of
 from rather.data.messages import Refused
 from rather.errors import DataError
 
 IGNORED = -100  # a label that is not scored
 REJECTED = ("rejected", "reject")  # the names of a side that are in use
-NUMBERS = {"weight": 1.0, "margin": math.nan, "soft_label": math.nan}  # of a pair, and what stands for none
+NUMBERS = {
+    "weight": 1.0,
+    "margin": math.nan,
+    "soft_label": math.nan,
+}  # of a pair, and what stands for none
 Ids = NDArray[np.int32]
 
 
@@ -42,29 +46,42 @@ def pairs_of(batch: Mapping[str, Any]) -> list[TokenPair]:
     if "chosen_input_ids" in batch:
         side = next((name for name in REJECTED if f"{name}_input_ids" in batch), None)
         if side is None:
-            raise DataError(f"a batch with chosen_input_ids needs rejected_input_ids; it has {', '.join(batch)}.")
+            raise DataError(
+                f"a batch with chosen_input_ids needs rejected_input_ids; it has {', '.join(batch)}."
+            )
         chosen, rejected = (_rows(batch, f"{name}_") for name in ("chosen", side))
     elif "input_ids" in batch:
         rows = _rows(batch, "")
         if len(rows) % 2:
-            raise DataError(f"{len(rows)} rows are no pairs: chosen rows come first, as many rejected ones after them.")
+            raise DataError(
+                f"{len(rows)} rows are no pairs: chosen rows come first, as many rejected ones after them."
+            )
         chosen, rejected = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     else:
         wanted = "input_ids, or chosen_input_ids and rejected_input_ids"
         raise DataError(f"a batch has {wanted}; this one has {', '.join(batch)}.")
     if len(chosen) != len(rejected):
-        raise DataError(f"{len(chosen)} chosen rows and {len(rejected)} rejected ones are no pairs.")
-    return [_pair(*each) for each in zip(chosen, rejected, _extras(batch, len(chosen)), strict=True)]
+        raise DataError(
+            f"{len(chosen)} chosen rows and {len(rejected)} rejected ones are no pairs."
+        )
+    return [
+        _pair(*each) for each in zip(chosen, rejected, _extras(batch, len(chosen)), strict=True)
+    ]
 
 
 def _extras(batch: Mapping[str, Any], pairs: int) -> list[dict[str, Any]]:
     """Weight and the like of each pair, as a file's rows have them."""
     given = {name: batch[name] for name in (*NUMBERS, "id") if batch.get(name) is not None}
-    columns = {name: np.asarray(x.cpu() if isinstance(x, Tensor) else x).tolist() for name, x in given.items()}
+    columns = {
+        name: np.asarray(x.cpu() if isinstance(x, Tensor) else x).tolist()
+        for name, x in given.items()
+    }
     for name, values in columns.items():
         if not isinstance(values, list) or len(values) != pairs:
             raise DataError(f"{name}: a batch of {pairs} pairs needs a list of as many values.")
-    rows = [{name: _given(values[i], name) for name, values in columns.items()} for i in range(pairs)]
+    rows = [
+        {name: _given(values[i], name) for name, values in columns.items()} for i in range(pairs)
+    ]
     try:
         return [extras_of(row) for row in rows]
     except Refused as refused:
@@ -82,7 +99,9 @@ def _rows(batch: Mapping[str, Any], prefix: str) -> list[_Row]:
     if (masks := batch.get(f"{prefix}loss_mask")) is not None:
         return [_masked(*each) for each in zip(ids, shown, _listed(masks), strict=True)]
     if (labels := batch.get(f"{prefix}labels")) is None:
-        raise DataError(f"a batch needs {prefix}loss_mask or {prefix}labels: which tokens are scored.")
+        raise DataError(
+            f"a batch needs {prefix}loss_mask or {prefix}labels: which tokens are scored."
+        )
     return _labelled(ids, shown, _listed(labels))
 
 
@@ -95,14 +114,18 @@ def _masked(ids: NDArray[Any], shown: NDArray[Any], mask: NDArray[Any]) -> _Row:
     return _Row(ids[real].astype(np.int32), mask[real].astype(bool))
 
 
-def _labelled(ids: list[NDArray[Any]], shown: list[NDArray[Any]], labels: list[NDArray[Any]]) -> list[_Row]:
+def _labelled(
+    ids: list[NDArray[Any]], shown: list[NDArray[Any]], labels: list[NDArray[Any]]
+) -> list[_Row]:
     """Labels repeat the tokens at their own places, or one place earlier, where the token is predicted."""
     every = list(zip(ids, shown, labels, strict=True))
     if all(_agree(row, label) for row, _, label in every):
         return [_masked(row, seen, label != IGNORED) for row, seen, label in every]
     if all(_agree(row[1:], label[:-1], seen[1:]) for row, seen, label in every):
         return [_shifted(*each) for each in every]
-    raise DataError("labels are neither the tokens at their own places nor the next ones; which tokens are scored?")
+    raise DataError(
+        "labels are neither the tokens at their own places nor the next ones; which tokens are scored?"
+    )
 
 
 def _agree(ids: NDArray[Any], labels: NDArray[Any], shown: NDArray[Any] | None = None) -> bool:
@@ -161,12 +184,18 @@ class DataCollatorForPreferenceDataset:
         padding = self.tokenizer.eos_token_id if padding is None else padding
         batch: dict[str, Tensor] = {}
         for side in ("chosen", "rejected"):
-            ids = [torch.as_tensor(row[f"{side}_input_ids"])[: self.max_length] for row in instances]
-            masks = [torch.as_tensor(row[f"{side}_loss_mask"])[: self.max_length] for row in instances]
+            ids = [
+                torch.as_tensor(row[f"{side}_input_ids"])[: self.max_length] for row in instances
+            ]
+            masks = [
+                torch.as_tensor(row[f"{side}_loss_mask"])[: self.max_length] for row in instances
+            ]
             batch[f"{side}_input_ids"] = _padded(ids, padding or 0)
             batch[f"{side}_attention_mask"] = _padded([torch.ones_like(row) for row in ids], 0)
             batch[f"{side}_loss_mask"] = _padded([mask.long() for mask in masks], 0)
-        for name in (name for name in NUMBERS if any(row.get(name) is not None for row in instances)):
+        for name in (
+            name for name in NUMBERS if any(row.get(name) is not None for row in instances)
+        ):
             values = [NUMBERS[name] if row.get(name) is None else row[name] for row in instances]
             batch[name] = torch.tensor(values, dtype=torch.float64)
         return batch
@@ -210,7 +239,9 @@ class StatefulDistributedSampler(Sampler[int]):
 
     def set_start_index(self, start_index: int) -> None:
         if not 0 <= start_index <= self.num_samples:
-            raise ValueError(f"start_index {start_index} lies outside the {self.num_samples} samples of this rank")
+            raise ValueError(
+                f"start_index {start_index} lies outside the {self.num_samples} samples of this rank"
+            )
         self.start_index = start_index
 
     def state_dict(self) -> dict[str, int]:
@@ -227,6 +258,8 @@ class StatefulDistributedSampler(Sampler[int]):
         order = np.arange(len(self.dataset))
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
-        order = np.resize(order, self.num_samples * self.num_replicas)  # the first ones again, where ranks need as many
+        order = np.resize(
+            order, self.num_samples * self.num_replicas
+        )  # the first ones again, where ranks need as many
         yield from order[self.rank :: self.num_replicas][self.start_index :].tolist()
         self.start_index = 0

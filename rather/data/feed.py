@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from rather.batch import TokenPair
 from rather.config.schema import DPOConfig
+from rather.data.batch import TokenPair
 from rather.data.collate import pairs_of
-from rather.data.cut import Bad
 from rather.data.formats import EXTRAS, Layout, TextPair, read_row
-from rather.data.limited import LimitedEncoder, encoder_of
+from rather.data.json_rows import Bad
 from rather.data.prepare import recipe_of
 from rather.data.report import TOO_LONG
 from rather.data.sampler import Order
+from rather.data.sandboxed import LimitedEncoder, encoder_of
 from rather.data.tokens import Encoded, Encoder
 from rather.errors import ConfigError, DataError
 
@@ -35,10 +35,14 @@ class Feed:
     Rows that can be counted are shuffled by the seed and the epoch; what comes from an iterator keeps its order.
     """
 
-    def __init__(self, source: Iterable[Any], config: DPOConfig, size: int, tokenizer: Any = None) -> None:
+    def __init__(
+        self, source: Iterable[Any], config: DPOConfig, size: int, tokenizer: Any = None
+    ) -> None:
         self.source, self.config, self.size, self.tokenizer = source, config, size, tokenizer
         self.dropped: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}  # reason -> what was wrong with the first row dropped for it
+        self.examples: dict[
+            str, str
+        ] = {}  # reason -> what was wrong with the first row dropped for it
         self._begun: Iterator[Any] | None = None
 
     def micro_batches(self, epoch: int | None = None) -> Iterator[list[TokenPair]]:
@@ -86,7 +90,10 @@ class Feed:
     def rows(self) -> list[TokenPair] | None:
         """All pairs, of a source that has rows by number."""
         source: Any = self.source
-        if not (isinstance(source, Sequence) or all(hasattr(source, name) for name in ("column_names", "__len__"))):
+        if not (
+            isinstance(source, Sequence)
+            or all(hasattr(source, name) for name in ("column_names", "__len__"))
+        ):
             return None
         if len(source) and _is_batch(source[0]):
             return None
@@ -122,13 +129,19 @@ class Feed:
 
     def _drop(self, bad: Bad) -> None:
         key = "overlong" if bad.reason in TOO_LONG else "on_bad"
-        if {"overlong": self.config.actor_train.data_args.overlong, "on_bad": self.config.on_bad}[key] == "error":
-            raise DataError(f"a row is {bad.reason} ({bad.detail}), and {key} is error; correct it, or set drop.")
+        if {"overlong": self.config.actor_train.data_args.overlong, "on_bad": self.config.on_bad}[
+            key
+        ] == "error":
+            raise DataError(
+                f"a row is {bad.reason} ({bad.detail}), and {key} is error; correct it, or set drop."
+            )
         self.dropped[bad.reason] += 1
         self.examples.setdefault(bad.reason, bad.detail)
 
     def _listed(self) -> str:
-        return ", ".join(f"{count} {reason} ({self.examples[reason]})" for reason, count in self.dropped.items())
+        return ", ".join(
+            f"{count} {reason} ({self.examples[reason]})" for reason, count in self.dropped.items()
+        )
 
     @cached_property
     def _order(self) -> Order:
@@ -139,20 +152,29 @@ class Feed:
     def _encoder(self) -> Encoder | LimitedEncoder:
         if self.tokenizer is None:
             raise ConfigError("tokenizer: rows of text need one; give it to the trainer.")
-        return encoder_of(recipe_of(self.tokenizer, self.config, self.config.actor_train.data_args), "rows of text")
+        return encoder_of(
+            recipe_of(self.tokenizer, self.config, self.config.actor_train.data_args),
+            "rows of text",
+        )
 
     def _encoded(self, row: Mapping[str, Any]) -> list[TokenPair]:
-        layout = Layout(self.config.actor_train.data_args.format, self._columns, self.config.ranked_pairs)
+        layout = Layout(
+            self.config.actor_train.data_args.format, self._columns, self.config.ranked_pairs
+        )
         read = read_row(row, layout)
         results = [(pair, self._encoder.encode(pair)) for pair in read.pairs]
         for bad in (*read.refused, *(result for _, result in results if isinstance(result, Bad))):
             self._drop(bad)
-        return [_token_pair(pair, result) for pair, result in results if isinstance(result, Encoded)]
+        return [
+            _token_pair(pair, result) for pair, result in results if isinstance(result, Encoded)
+        ]
 
     def _of_tokens(self, item: Mapping[str, Any]) -> list[TokenPair]:
         named = {ours: item.get(theirs) for ours, theirs in self._columns.items() if ours in EXTRAS}
         given = {name: value for name, value in {**item, **named}.items() if value is not None}
-        return pairs_of(given if _is_batch(item) else {name: [value] for name, value in given.items()})
+        return pairs_of(
+            given if _is_batch(item) else {name: [value] for name, value in given.items()}
+        )
 
     def _fitting(self, item: Any) -> list[TokenPair]:
         return [pair for pair in self.pairs(item) if self._fits(pair)]
@@ -163,7 +185,9 @@ class Feed:
             return True
         told = f"{longest} tokens; sequence_length is {self.config.sequence_length}"
         if self.config.actor_train.data_args.overlong.startswith("truncate"):
-            raise DataError(f"a row has {told}; what is tokens already is not cut: set overlong: drop, or cut it.")
+            raise DataError(
+                f"a row has {told}; what is tokens already is not cut: set overlong: drop, or cut it."
+            )
         self._drop(Bad("too_long", told))
         return False
 
@@ -182,9 +206,13 @@ def begin_epoch(loader: Iterable[Any], epoch: int) -> None:
 
 
 def _token_pair(pair: TextPair, encoded: Encoded) -> TokenPair:
-    prompt, chosen, rejected = (np.array(x, np.int32) for x in (encoded.prompt, encoded.chosen, encoded.rejected))
+    prompt, chosen, rejected = (
+        np.array(x, np.int32) for x in (encoded.prompt, encoded.chosen, encoded.rejected)
+    )
     spans = (encoded.chosen_scored, encoded.rejected_scored)
-    return TokenPair(prompt, chosen, rejected, *spans, pair.weight, pair.margin, pair.soft_label, pair.id)
+    return TokenPair(
+        prompt, chosen, rejected, *spans, pair.weight, pair.margin, pair.soft_label, pair.id
+    )
 
 
 def _is_batch(item: Any) -> bool:

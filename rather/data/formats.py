@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple, TypeGuard
 
-from rather.data.cut import Bad
+from rather.data.json_rows import Bad
 from rather.data.messages import (
     Message,
     Refused,
@@ -77,9 +77,14 @@ def _instruction(row: Row) -> Shaped:
         question = f"{question}\n{extra}"
     history = row.get("history") or []
     if not isinstance(history, list):
-        raise Refused("bad_type", f"history must be a list of [question, answer] lists, found {kind_of(history)}")
+        raise Refused(
+            "bad_type",
+            f"history must be a list of [question, answer] lists, found {kind_of(history)}",
+        )
     turns: list[Message] = (
-        [{"role": "system", "content": text_of(row["system"], "system")}] if row.get("system") else []
+        [{"role": "system", "content": text_of(row["system"], "system")}]
+        if row.get("system")
+        else []
     )
     for exchange in history:
         if not isinstance(exchange, list) or len(exchange) != 2:
@@ -89,13 +94,21 @@ def _instruction(row: Row) -> Shaped:
             for role, text in zip(("user", "assistant"), exchange, strict=True)
         ]
     prompt = (*turns, {"role": "user", "content": question}) if turns else question
-    return prompt, (text_or_turns(row["chosen"], "chosen"), text_or_turns(row["rejected"], "rejected"))
+    return prompt, (
+        text_or_turns(row["chosen"], "chosen"),
+        text_or_turns(row["rejected"], "rejected"),
+    )
 
 
 def _prompt(row: Row) -> Shaped:
     prompt = _with_system(row, text_or_turns(row["prompt"], "prompt"))
-    chosen, rejected = text_or_turns(row["chosen"], "chosen"), text_or_turns(row["rejected"], "rejected")
-    if _is_whole(chosen) and _is_whole(rejected):  # the answers repeat the prompt, as in UltraFeedback
+    chosen, rejected = (
+        text_or_turns(row["chosen"], "chosen"),
+        text_or_turns(row["rejected"], "rejected"),
+    )
+    if _is_whole(chosen) and _is_whole(
+        rejected
+    ):  # the answers repeat the prompt, as in UltraFeedback
         common, answers = _whole(chosen, rejected)
         return _merged(as_turns(prompt, "user"), common), answers
     return prompt, (chosen, rejected)
@@ -108,9 +121,15 @@ def _merged(prompt: Turns, common: Turns) -> Turns:
         asked = ()
     shorter, longer = sorted((asked, begun), key=len)
     if _said(longer)[len(longer) - len(shorter) :] != _said(shorter):
-        raise Refused("prompt_mismatch", "the prompt is not what the conversations of chosen and rejected begin with")
+        raise Refused(
+            "prompt_mismatch",
+            "the prompt is not what the conversations of chosen and rejected begin with",
+        )
     if system and own_system and _said(system) != _said(own_system):
-        raise Refused("prompt_mismatch", "the system prompt is not the one of the conversations of chosen and rejected")
+        raise Refused(
+            "prompt_mismatch",
+            "the system prompt is not the one of the conversations of chosen and rejected",
+        )
     return (*(own_system or system), *longer)
 
 
@@ -127,24 +146,40 @@ def _said(turns: Turns) -> list[tuple[str, str]]:
 def _with_system(row: Row, prompt: str | Turns) -> str | Turns:
     if not row.get("system"):
         return prompt
-    return ({"role": "system", "content": text_of(row["system"], "system")}, *as_turns(prompt, "user"))
+    return (
+        {"role": "system", "content": text_of(row["system"], "system")},
+        *as_turns(prompt, "user"),
+    )
 
 
 def _is_whole(answer: str | Turns) -> TypeGuard[Turns]:
-    return not isinstance(answer, str) and bool(answer) and answer[0]["role"] in ("system", "developer", "user")
+    return (
+        not isinstance(answer, str)
+        and bool(answer)
+        and answer[0]["role"] in ("system", "developer", "user")
+    )
 
 
 def _conversation(row: Row) -> Shaped:
-    chosen, rejected = text_or_turns(row["chosen"], "chosen"), text_or_turns(row["rejected"], "rejected")
+    chosen, rejected = (
+        text_or_turns(row["chosen"], "chosen"),
+        text_or_turns(row["rejected"], "rejected"),
+    )
     if isinstance(chosen, str) and isinstance(rejected, str):
         dialogues = _dialogue(chosen), _dialogue(rejected)
         if dialogues[0] and dialogues[1]:
             return _whole(*dialogues)
         return _common_text(chosen, rejected)
     if isinstance(chosen, str) or isinstance(rejected, str):
-        raise Refused("bad_type", "without a prompt, chosen and rejected must both be text or both be conversations")
+        raise Refused(
+            "bad_type",
+            "without a prompt, chosen and rejected must both be text or both be conversations",
+        )
     if not (_is_whole(chosen) and _is_whole(rejected)):
-        raise Refused("prompt_mismatch", "without a prompt column both conversations must begin with the question")
+        raise Refused(
+            "prompt_mismatch",
+            "without a prompt column both conversations must begin with the question",
+        )
     return _whole(chosen, rejected)
 
 
@@ -155,7 +190,9 @@ def _whole(chosen: Turns, rejected: Turns) -> tuple[Turns, tuple[Turns, Turns]]:
         same += 1
     if chosen == rejected:
         same = max((i for i, turn in enumerate(chosen) if turn["role"] == "assistant"), default=0)
-    if not same or any(rest and rest[0]["role"] != "assistant" for rest in (chosen[same:], rejected[same:])):
+    if not same or any(
+        rest and rest[0]["role"] != "assistant" for rest in (chosen[same:], rejected[same:])
+    ):
         raise Refused(
             "prompt_mismatch",
             f"chosen and rejected answer different questions (they differ at turn {same + 1})",
@@ -173,7 +210,8 @@ def _dialogue(text: str) -> Turns:
         return ()
     names = {"Human": "user", "Assistant": "assistant"}
     return tuple(
-        {"role": names[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)
+        {"role": names[who], "content": said.strip()}
+        for who, said in zip(parts[::2], parts[1::2], strict=True)
     )
 
 
@@ -195,19 +233,31 @@ def _messages(row: Row) -> Shaped:
 
 def _context(row: Row) -> Shaped:
     prompt = text_or_turns(row["context"], "context")
-    return prompt, (text_or_turns(row["chosen"], "chosen"), text_or_turns(row["rejected"], "rejected"))
+    return prompt, (
+        text_or_turns(row["chosen"], "chosen"),
+        text_or_turns(row["rejected"], "rejected"),
+    )
 
 
 def _conversations(row: Row) -> Shaped:
     prompt = _with_system(row, turns_of(row["conversations"], "conversations"))
-    return prompt, (text_or_turns(row["chosen"], "chosen"), text_or_turns(row["rejected"], "rejected"))
+    return prompt, (
+        text_or_turns(row["chosen"], "chosen"),
+        text_or_turns(row["rejected"], "rejected"),
+    )
 
 
 def _rejected_response(row: Row) -> Shaped:
     turns = turns_of(row["messages"], "messages")
     if not turns or turns[-1]["role"] != "assistant":
-        raise Refused("bad_roles", "messages must end with the chosen assistant turn where rejected_response is given")
-    return _with_system(row, turns[:-1]), (turns[-1:], text_or_turns(row["rejected_response"], "rejected_response"))
+        raise Refused(
+            "bad_roles",
+            "messages must end with the chosen assistant turn where rejected_response is given",
+        )
+    return _with_system(row, turns[:-1]), (
+        turns[-1:],
+        text_or_turns(row["rejected_response"], "rejected_response"),
+    )
 
 
 def _completions(row: Row) -> Shaped:
@@ -231,13 +281,21 @@ def _responses(row: Row) -> Shaped:
     elif row.get("scores") is not None:
         ranks = [-score for score in _numbers(row["scores"], "scores", len(answers))]
     else:
-        raise Refused("missing_key", "responses need ranks (1 is best) or scores (more is better) beside them")
-    return _any_prompt(row), Ranked([text_or_turns(answer, "responses") for answer in answers], ranks)
+        raise Refused(
+            "missing_key", "responses need ranks (1 is best) or scores (more is better) beside them"
+        )
+    return _any_prompt(row), Ranked(
+        [text_or_turns(answer, "responses") for answer in answers], ranks
+    )
 
 
 def _any_prompt(row: Row) -> str | Turns:
     name = next(
-        (name for name in ("prompt", "messages", "conversations", "context") if row.get(name) is not None),
+        (
+            name
+            for name in ("prompt", "messages", "conversations", "context")
+            if row.get(name) is not None
+        ),
         None,
     )
     if name:
@@ -260,7 +318,11 @@ def _numbers(value: Any, where: str, count: int) -> list[float]:
 
 
 def _number(value: Any, where: str, low: float = -math.inf, high: float = math.inf) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    number = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
     if not number or not low <= value <= high:
         above = f" of at least {low:g}" if low > -math.inf else ""
         allowed = f" from {low:g} to {high:g}" if high < math.inf else above
@@ -278,13 +340,26 @@ class Shape:
     one_of: tuple[str, ...] = ()
 
     def fits(self, given: set[str]) -> bool:
-        return given.issuperset(self.needs) and (not self.one_of or not given.isdisjoint(self.one_of))
+        return given.issuperset(self.needs) and (
+            not self.one_of or not given.isdisjoint(self.one_of)
+        )
 
 
 _ANSWERS = ("chosen", "rejected")
-_PROMPTS = ("prompt", "messages", "conversations", "context", "instruction", "input", "history", "system")
+_PROMPTS = (
+    "prompt",
+    "messages",
+    "conversations",
+    "context",
+    "instruction",
+    "input",
+    "history",
+    "system",
+)
 SHAPES = {
-    "ranked": Shape(("responses",), _responses, ("ranks", "scores", *_PROMPTS), one_of=("ranks", "scores")),
+    "ranked": Shape(
+        ("responses",), _responses, ("ranks", "scores", *_PROMPTS), one_of=("ranks", "scores")
+    ),
     "nemo": Shape(("context", "completions"), _completions),
     "swift": Shape(("messages", "rejected_response"), _rejected_response, ("system",)),
     "instruction": Shape(("instruction", *_ANSWERS), _instruction, ("input", "history", "system")),
@@ -326,7 +401,9 @@ def read_row(row: Row, layout: Layout) -> Pairs:
         shape = _shape(named, layout)
         prompt, answers = shape.read(named)
         extras = extras_of(named)
-        pairs, ties = _ranked(answers, layout.ranked_pairs) if isinstance(answers, Ranked) else ([answers], 0)
+        pairs, ties = (
+            _ranked(answers, layout.ranked_pairs) if isinstance(answers, Ranked) else ([answers], 0)
+        )
     except Refused as refused:
         return Pairs([], [refused.bad], 0, [])
     kept: list[TextPair] = []
@@ -347,7 +424,9 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
         if row.get(theirs) is None and ours not in OPTIONAL:
             _complain(theirs, row)
     taken = set(columns.values())
-    named = {name: value for name, value in row.items() if name not in taken and name not in columns}
+    named = {
+        name: value for name, value in row.items() if name not in taken and name not in columns
+    }
     return {**named, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
 
 
@@ -400,12 +479,16 @@ def extras_of(row: Row) -> dict[str, Any]:
         extras["soft_label"] = _number(row["soft_label"], "soft_label", 0.0, 1.0)
     if row.get("id") is not None:
         if isinstance(row["id"], bool) or not isinstance(row["id"], str | int):
-            raise Refused("bad_type", f"id must be text or a whole number, found {kind_of(row['id'])}")
+            raise Refused(
+                "bad_type", f"id must be text or a whole number, found {kind_of(row['id'])}"
+            )
         extras["id"] = str(row["id"])
     if row.get("tools"):
         extras["tools"] = _decoded(row["tools"], "tools", list)
     if row.get("chat_template_kwargs"):
-        extras["template_kwargs"] = _decoded(row["chat_template_kwargs"], "chat_template_kwargs", dict)
+        extras["template_kwargs"] = _decoded(
+            row["chat_template_kwargs"], "chat_template_kwargs", dict
+        )
     return extras
 
 
@@ -425,7 +508,9 @@ def _ranked(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
     """Pairs of better and worse answers, and how many were left out because they tie."""
     answers, ranks = ranked
     if len(answers) < 2:
-        raise Refused("too_few_answers", f"a ranked row needs two answers or more, found {len(answers)}")
+        raise Refused(
+            "too_few_answers", f"a ranked row needs two answers or more, found {len(answers)}"
+        )
     order = sorted(range(len(answers)), key=lambda i: ranks[i])
     couples = {
         "all": list(combinations(order, 2)),
@@ -433,19 +518,29 @@ def _ranked(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
         "best_vs_worst": [(order[0], order[-1])],
     }[which]
     different = [(better, worse) for better, worse in couples if ranks[better] < ranks[worse]]
-    return [(answers[better], answers[worse]) for better, worse in different], len(couples) - len(different)
+    return [(answers[better], answers[worse]) for better, worse in different], len(couples) - len(
+        different
+    )
 
 
-def _checked(prompt: str | Turns, chosen: str | Turns, rejected: str | Turns, extras: dict[str, Any]) -> TextPair:
-    empty = [name for name, answer in (("chosen", chosen), ("rejected", rejected)) if is_empty(answer)]
+def _checked(
+    prompt: str | Turns, chosen: str | Turns, rejected: str | Turns, extras: dict[str, Any]
+) -> TextPair:
+    empty = [
+        name for name, answer in (("chosen", chosen), ("rejected", rejected)) if is_empty(answer)
+    ]
     if empty:
         raise Refused("empty_response", f"{' and '.join(empty)}: nothing but white space")
     if not all(isinstance(part, str) for part in (prompt, chosen, rejected)):
-        prompt = as_turns(prompt, "user") or as_turns("", "user")  # an empty conversation is an empty question
+        prompt = as_turns(prompt, "user") or as_turns(
+            "", "user"
+        )  # an empty conversation is an empty question
         chosen, rejected = as_turns(chosen, "assistant"), as_turns(rejected, "assistant")
         check_roles(prompt, (chosen, rejected))
     if chosen == rejected:
-        raise Refused("identical_text", "chosen and rejected are the same text: there is nothing to prefer")
+        raise Refused(
+            "identical_text", "chosen and rejected are the same text: there is nothing to prefer"
+        )
     return TextPair(prompt, chosen, rejected, **extras)
 
 
@@ -458,4 +553,8 @@ def is_empty(answer: str | Turns) -> bool:
 def texts(pair: TextPair) -> list[str]:
     """All text that came from the row's author."""
     parts = (pair.prompt, pair.chosen, pair.rejected)
-    return [text for part in parts for text in ([part] if isinstance(part, str) else [m["content"] for m in part])]
+    return [
+        text
+        for part in parts
+        for text in ([part] if isinstance(part, str) else [m["content"] for m in part])
+    ]

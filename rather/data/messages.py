@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rather.data.cut import Bad
+from rather.data.json_rows import Bad
 
 Message = dict[str, Any]
 Turns = tuple[Message, ...]
@@ -40,14 +40,26 @@ def _message(value: Any, where: str) -> Message:
         raise Refused("bad_type", f"{where} must hold messages (objects), found {kind_of(value)}")
     role = value.get("role", value.get("from"))
     if not isinstance(role, str):
-        raise Refused("bad_type", f"a message of {where} has no role (or from), only {', '.join(map(str, value))}")
+        raise Refused(
+            "bad_type",
+            f"a message of {where} has no role (or from), only {', '.join(map(str, value))}",
+        )
     role = ROLES.get(role.lower(), role.lower())
     if role not in KNOWN_ROLES:
-        raise Refused("bad_roles", f"{where} has the role {role!r}; known are {', '.join((*KNOWN_ROLES, *ROLES))}")
-    content = next((value[key] for key in ("content", "value", "text") if value.get(key) is not None), None)
+        raise Refused(
+            "bad_roles",
+            f"{where} has the role {role!r}; known are {', '.join((*KNOWN_ROLES, *ROLES))}",
+        )
+    content = next(
+        (value[key] for key in ("content", "value", "text") if value.get(key) is not None), None
+    )
     if content is None and value.get("tool_calls"):
         content = ""
-    extras = {k: v for k, v in value.items() if k not in ("role", "from", "content", "value") and v is not None}
+    extras = {
+        k: v
+        for k, v in value.items()
+        if k not in ("role", "from", "content", "value") and v is not None
+    }
     return {"role": role, "content": _content(content, where), **extras}
 
 
@@ -55,7 +67,9 @@ def _content(value: Any, where: str) -> str:
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         texts = [part.get("text") for part in value if part.get("type", "text") == "text"]
         if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
-            raise Refused("bad_type", f"{where} holds parts that are not text; only text is trained")
+            raise Refused(
+                "bad_type", f"{where} holds parts that are not text; only text is trained"
+            )
         return "".join(map(str, texts))
     return text_of(value, where)
 
@@ -67,7 +81,9 @@ def text_of(value: Any, where: str) -> str:
 
 
 def kind_of(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} {json.dumps(value, default=str)[:40]}"
+    return (
+        "null" if value is None else f"{type(value).__name__} {json.dumps(value, default=str)[:40]}"
+    )
 
 
 def turns_of(value: Any, where: str) -> Turns:
@@ -90,11 +106,15 @@ def check_roles(prompt: Turns, answers: Sequence[Turns]) -> None:
     """System only first, then user and assistant in turn, tool results after an assistant; answers end with it."""
     last = _check_order(prompt, None, "the prompt")
     if last not in ("user", "tool"):
-        raise Refused("bad_roles", f"the prompt must end with a user or tool turn, it ends with {last}")
+        raise Refused(
+            "bad_roles", f"the prompt must end with a user or tool turn, it ends with {last}"
+        )
     for answer in answers:
         ending = _check_order(answer, last, "the answer")
         if ending != "assistant":
-            raise Refused("bad_roles", f"an answer must end with an assistant turn, it ends with {ending}")
+            raise Refused(
+                "bad_roles", f"an answer must end with an assistant turn, it ends with {ending}"
+            )
 
 
 def _check_order(turns: Turns, before: str | None, where: str) -> str | None:

@@ -19,15 +19,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rather.batch import PairBatch, Segments, TokenPair
+from rather.data.batch import PairBatch, Segments, TokenPair
 
 Ids = NDArray[np.int64]
 
-FILLER_SEGMENT = 256  # the longest segment of fillers, so that attention over them costs next to nothing
+FILLER_SEGMENT = (
+    256  # the longest segment of fillers, so that attention over them costs next to nothing
+)
 
 
 def pack(
-    pairs: Sequence[TokenPair], budget: int, max_pairs: int | None = None, *, ladder: int = 0, ranks: int = 1
+    pairs: Sequence[TokenPair],
+    budget: int,
+    max_pairs: int | None = None,
+    *,
+    ladder: int = 0,
+    ranks: int = 1,
 ) -> list[PairBatch]:
     """All pairs of one step as micro-batches of at most `budget` tokens and `max_pairs` pairs.
 
@@ -39,7 +46,9 @@ def pack(
     if ladder:
         filled = _on_the_ladder(sizes, counts, budget, max_pairs, min(ladder, budget), ranks)
     else:
-        filled = [(0, members) for members in _best_fit(sizes, counts, max_pairs, further=budget) or []]
+        filled = [
+            (0, members) for members in _best_fit(sizes, counts, max_pairs, further=budget) or []
+        ]
     filled += [(ladder or 1, [])] * (-len(filled) % ranks)
     return [_packed(pairs, [units[i] for i in members], size) for size, members in filled]
 
@@ -58,7 +67,11 @@ def bins(sizes: Sequence[int], budget: int, max_pairs: int | None = None) -> lis
 
 
 def _best_fit(
-    sizes: Sequence[int], counts: Sequence[int], max_pairs: int | None, opened: Sequence[int] = (), further: int = 0
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    max_pairs: int | None,
+    opened: Sequence[int] = (),
+    further: int = 0,
 ) -> list[list[int]] | None:
     """Units of these sizes and pair counts in bins of the sizes `opened`, then in further ones; None if too much."""
     members: list[list[int]] = [[] for _ in opened]
@@ -84,7 +97,12 @@ def _best_fit(
 
 
 def _on_the_ladder(
-    sizes: Sequence[int], counts: Sequence[int], budget: int, max_pairs: int | None, ladder: int, ranks: int
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    budget: int,
+    max_pairs: int | None,
+    ladder: int,
+    ranks: int,
 ) -> list[tuple[int, list[int]]]:
     """(size, units) of each bin: as few bins as can be, of the smallest sizes into which best fit puts all units."""
     top = budget // ladder * ladder
@@ -99,7 +117,11 @@ def _on_the_ladder(
         number += -(number + len(alone)) % ranks
         least = max(*small_sizes, -(-tokens // number))
         for shape in _shapes(number, range(-(-least // ladder) * ladder, top + 1, ladder), ranks):
-            filled = _best_fit(small_sizes, small_counts, max_pairs, shape) if sum(shape) >= tokens else None
+            filled = (
+                _best_fit(small_sizes, small_counts, max_pairs, shape)
+                if sum(shape) >= tokens
+                else None
+            )
             if filled is not None:
                 members = [[small[i] for i in each] for each in filled]
                 return alone + [each for each in zip(shape, members, strict=True) if each[1]]
@@ -111,7 +133,9 @@ def _shapes(number: int, sizes: range, ranks: int) -> Iterator[list[int]]:
 
     With one size alone, four bins would waste up to four rungs. What the ranks do at a time is of one size.
     """
-    several = -(-number // (8 * ranks)) * ranks  # at most 8 shapes a size, so that the search stays short
+    several = (
+        -(-number // (8 * ranks)) * ranks
+    )  # at most 8 shapes a size, so that the search stays short
     for size in sizes:
         for larger in (*range(several, number, several), number):
             yield [size] * larger + [size - sizes.step] * (number - larger)
@@ -134,7 +158,9 @@ class _Unit:
 
     places: Sequence[int]
     branches: Sequence[_Branch]
-    sides: Sequence[int]  # the branches of the first pair's chosen and rejected response, the second pair's, ...
+    sides: Sequence[
+        int
+    ]  # the branches of the first pair's chosen and rejected response, the second pair's, ...
     tokens: int
 
 
@@ -148,7 +174,9 @@ def _units(pairs: Sequence[TokenPair], budget: int, max_pairs: int | None) -> It
         yield from _small_enough(pairs, places, budget, max_pairs or len(pairs))
 
 
-def _small_enough(pairs: Sequence[TokenPair], places: Sequence[int], budget: int, max_pairs: int) -> Iterator[_Unit]:
+def _small_enough(
+    pairs: Sequence[TokenPair], places: Sequence[int], budget: int, max_pairs: int
+) -> Iterator[_Unit]:
     unit = _unit(pairs, places)
     if len(places) == 1 or (unit.tokens <= budget and len(places) <= max_pairs):
         yield unit
@@ -199,7 +227,9 @@ class _Layout:
 
     def __init__(self, size: int) -> None:
         self.count = np.arange(size)
-        self.before = self.count - 1  # the place whose hidden state predicts a token; -1 where nothing does
+        self.before = (
+            self.count - 1
+        )  # the place whose hidden state predicts a token; -1 where nothing does
         self.start = 0
         self.ids: list[NDArray[np.int32]] = []
         self.positions: list[Ids] = []
@@ -234,7 +264,9 @@ class _Layout:
             self.add((np.zeros(min(left, FILLER_SEGMENT), np.int32),))
 
     def segments(self) -> Segments:
-        return Segments.of(self.q_lens, [len(keys) for keys in self.keys], _tensor(np.concatenate(self.keys)))
+        return Segments.of(
+            self.q_lens, [len(keys) for keys in self.keys], _tensor(np.concatenate(self.keys))
+        )
 
 
 def _packed(pairs: Sequence[TokenPair], units: Sequence[_Unit], size: int) -> PairBatch:
@@ -245,10 +277,15 @@ def _packed(pairs: Sequence[TokenPair], units: Sequence[_Unit], size: int) -> Pa
     lengths: list[int] = []
     for unit in units:
         paths = layout.add_unit(pairs[unit.places[0]].prompt, unit.branches)
-        for place, chosen, rejected in zip(unit.places, unit.sides[::2], unit.sides[1::2], strict=True):
+        for place, chosen, rejected in zip(
+            unit.places, unit.sides[::2], unit.sides[1::2], strict=True
+        ):
             pair = pairs[place]
             members.append(pair)
-            for path, spans in ((paths[chosen], pair.chosen_scored), (paths[rejected], pair.rejected_scored)):
+            for path, spans in (
+                (paths[chosen], pair.chosen_scored),
+                (paths[rejected], pair.rejected_scored),
+            ):
                 length = 0
                 for first, end in spans:
                     scored.append(path[first:end])
@@ -260,11 +297,15 @@ def _packed(pairs: Sequence[TokenPair], units: Sequence[_Unit], size: int) -> Pa
         ids_N=_tensor(ids),
         positions_N=_tensor(np.concatenate(layout.positions)),
         segments=layout.segments(),
-        **_scored_tokens(np.concatenate(scored), np.asarray(lengths, dtype=np.int64), ids, layout.before),
+        **_scored_tokens(
+            np.concatenate(scored), np.asarray(lengths, dtype=np.int64), ids, layout.before
+        ),
         weight_P=_tensor(np.asarray([pair.weight for pair in members], dtype=np.float64)),
         margin_P=_tensor(np.asarray([pair.margin for pair in members], dtype=np.float64)),
         soft_label_P=_tensor(np.asarray([pair.soft_label for pair in members], dtype=np.float64)),
-        pair_P=_tensor(np.asarray([place for unit in units for place in unit.places], dtype=np.int64)),
+        pair_P=_tensor(
+            np.asarray([place for unit in units for place in unit.places], dtype=np.int64)
+        ),
         real_tokens=real_tokens,
     )
 

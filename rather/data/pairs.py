@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from rather.batch import Span, TokenPair
+    from rather.data.batch import Span, TokenPair
 
 Part = tuple[int, int, float]  # first row, end row, mixing weight
 LISTS = ("prompt", "chosen", "rejected", "chosen_scored", "rejected_scored")
@@ -75,7 +75,10 @@ class PairFile:
 
     def column(self, name: str) -> NDArray[Any]:
         """A whole column of numbers."""
-        parts = [self.reader.get_batch(i).column(name).to_numpy() for i in range(self.reader.num_record_batches)]
+        parts = [
+            self.reader.get_batch(i).column(name).to_numpy()
+            for i in range(self.reader.num_record_batches)
+        ]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def begins_a_row(self) -> NDArray[np.bool_]:
@@ -95,7 +98,10 @@ class PairFile:
 
     def lengths(self, name: str) -> NDArray[np.int32]:
         """How long each row of a list column is."""
-        parts = [np.diff(self.batch(i).lists[name].offsets) for i in range(self.reader.num_record_batches)]
+        parts = [
+            np.diff(self.batch(i).lists[name].offsets)
+            for i in range(self.reader.num_record_batches)
+        ]
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
@@ -103,7 +109,11 @@ class PairDataset:
     """Some or all pairs of a file, in the order of the data files."""
 
     def __init__(
-        self, file: PairFile, fingerprint: str, parts: Sequence[Part], rows: NDArray[np.int64] | None = None
+        self,
+        file: PairFile,
+        fingerprint: str,
+        parts: Sequence[Part],
+        rows: NDArray[np.int64] | None = None,
     ) -> None:
         self.file, self.fingerprint, self.rows = file, fingerprint, rows
         self.parts: tuple[Part, ...] = tuple(parts)
@@ -142,7 +152,9 @@ class PairDataset:
     def column(self, name: str) -> NDArray[Any]:
         return self._of_rows(self.file.column(name))
 
-    def tokens_of(self, name: str, some: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def tokens_of(
+        self, name: str, some: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """A list column of these (ascending) pairs: all values, and where each pair's begin; one more is the end."""
         rows = some if self.rows is None else self.rows[some]
         cuts = np.searchsorted(rows, self.file.starts)
@@ -161,7 +173,11 @@ class PairDataset:
     def largest_id(self) -> int:
         """The largest token id of the file."""
         batches = [self.file.batch(i) for i in range(self.file.reader.num_record_batches)]
-        columns = [batch.lists[name].values for batch in batches for name in ("prompt", "chosen", "rejected")]
+        columns = [
+            batch.lists[name].values
+            for batch in batches
+            for name in ("prompt", "chosen", "rejected")
+        ]
         return max((int(column.max()) for column in columns if len(column)), default=0)
 
     def _of_rows(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -177,9 +193,11 @@ class PairDataset:
 
 
 def _pair(batch: _Batch, i: int) -> TokenPair:
-    from rather.batch import TokenPair  # here, because only who takes pairs needs torch
+    from rather.data.batch import TokenPair  # here, because only who takes pairs needs torch
 
-    prompt, chosen, rejected, chosen_scored, rejected_scored = (batch.lists[name].row(i) for name in LISTS)
+    prompt, chosen, rejected, chosen_scored, rejected_scored = (
+        batch.lists[name].row(i) for name in LISTS
+    )
     return TokenPair(
         prompt,
         chosen,

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from rather.config.redaction import looks_secret
 from rather.data.read import Chunk, Source
-from rather.data.worker import chunk_message, receive, send
+from rather.data.tokenize_worker import chunk_message, receive, send
 from rather.errors import DataError
-from rather.redaction import looks_secret
 
 # The child finds the same modules as its parent, wherever either was started. Ctrl-C is the parent's to answer.
 _START = (
     "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "sys.path[:] = json.loads(sys.argv[1]); from rather.data.worker import main; main()"
+    "sys.path[:] = json.loads(sys.argv[1]); from rather.data.tokenize_worker import main; main()"
 )
 
 
@@ -53,7 +53,11 @@ class Result(NamedTuple):
 
 
 def tokenised(
-    chunks: Iterable[Chunk], setup: dict[str, Any], sources: list[Source], processes: int, limits: Limits
+    chunks: Iterable[Chunk],
+    setup: dict[str, Any],
+    sources: list[Source],
+    processes: int,
+    limits: Limits,
 ) -> Iterator[Result]:
     """All chunks in order. At most two chunks per child are under way: memory does not grow with the input."""
     children = [Child(setup, limits) for _ in range(processes)]
@@ -65,7 +69,9 @@ def tokenised(
         child = idle.get()
         try:
             source = sources[chunk.source]
-            return Result(chunk, *child.ask(Asker(str(source.path), source.unit), *chunk_message(chunk)))
+            return Result(
+                chunk, *child.ask(Asker(str(source.path), source.unit), *chunk_message(chunk))
+            )
         finally:
             idle.put(child)
 
@@ -100,7 +106,9 @@ class Child:
             pass_fds=[self.progress.fileno()],
             env={
                 **{name: value for name, value in os.environ.items() if not looks_secret(name)},
-                **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+                **dict.fromkeys(
+                    ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
+                ),
                 "TOKENIZERS_PARALLELISM": "false",
             },
         )
@@ -108,13 +116,17 @@ class Child:
             **setup, "progress": self.progress.fileno(), "memory": limits.memory, "seconds": limits.row_seconds
         }  # fmt: skip
 
-    def ask(self, asker: Asker, head: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytes]:
+    def ask(
+        self, asker: Asker, head: dict[str, Any], body: bytes = b""
+    ) -> tuple[dict[str, Any], bytes]:
         if not self.ready:
             self._answer(asker, self.setup)
             self.ready = True
         return self._answer(asker, head, body)
 
-    def _answer(self, asker: Asker, head: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytes]:
+    def _answer(
+        self, asker: Asker, head: dict[str, Any], body: bytes = b""
+    ) -> tuple[dict[str, Any], bytes]:
         assert self.process.stdin
         assert self.process.stdout
         try:
@@ -150,7 +162,11 @@ class Child:
         if asker.unit is None:
             return asker.name
         number = struct.unpack("<q", os.pread(self.progress.fileno(), 8, 0))[0]
-        return f"{asker.name}:{number} ({asker.unit} {number})" if number else f"{asker.name} (before its first row)"
+        return (
+            f"{asker.name}:{number} ({asker.unit} {number})"
+            if number
+            else f"{asker.name} (before its first row)"
+        )
 
     def close(self) -> None:
         self.process.kill()

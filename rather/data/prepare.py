@@ -26,15 +26,23 @@ from rather.config.checks import data_parallel
 from rather.config.parity import check_even
 from rather.config.schema import DataArgs, DPOConfig
 from rather.data.cache import BatchWriter, Cache, file_sha, text_sha
+from rather.data.findings import look
 from rather.data.formats import Layout
-from rather.data.look import look
-from rather.data.look_near import mixed
-from rather.data.look_prompts import Comparison, framed_anyway
+from rather.data.near_duplicates import mixed
 from rather.data.pairs import PairDataset, PairFile
 from rather.data.pool import Limits, tokenised
 from rather.data.progress import bar
+from rather.data.prompt_check import Comparison, framed_anyway
 from rather.data.read import Chunk, Source, chunks, find_sources
-from rather.data.report import TOO_LONG, Counts, as_lines, figures, leakage, share_dropped, with_paths
+from rather.data.report import (
+    TOO_LONG,
+    Counts,
+    as_lines,
+    figures,
+    leakage,
+    share_dropped,
+    with_paths,
+)
 from rather.data.template import ALIASES, TEMPLATES, choose_template, load_tokenizer
 from rather.data.tokens import Recipe
 from rather.errors import DataError
@@ -67,12 +75,16 @@ class Prepared:
     report: dict[str, Any]
 
 
-def prepare(config: DPOConfig, *, console: Console | None = None, limits: Limits | None = None) -> Prepared:
+def prepare(
+    config: DPOConfig, *, console: Console | None = None, limits: Limits | None = None
+) -> Prepared:
     """All pairs of a run, from the cache where they were made before."""
     console = console or Console(stderr=True)
     faults.point("data")
     actor = config.actor_train
-    tokenizer = _Tokenizer(actor.tokenizer_path, actor.model_args.revision, actor.model_args.trust_remote_code)
+    tokenizer = _Tokenizer(
+        actor.tokenizer_path, actor.model_args.revision, actor.model_args.trust_remote_code
+    )
     builder = _Builder(config, tokenizer, console, limits or Limits())
     weights = actor.data_args.weights or [1.0] * len(actor.data_args.files)
     train, told = builder.dataset(actor.data_args.files, actor.data_args, weights)
@@ -91,17 +103,25 @@ def prepare(config: DPOConfig, *, console: Console | None = None, limits: Limits
     _check(config, report)
     if config.validation.data_args.split is not None:
         train, evals[""] = held_out(train, config.validation.data_args.split, config.data_seed)
-        report["evals"][""] = {"pairs": len(evals[""]), "held_out_of": "train", **figures(evals[""])}
+        report["evals"][""] = {
+            "pairs": len(evals[""]),
+            "held_out_of": "train",
+            **figures(evals[""]),
+        }
     check_even(config, len(train), data_parallel(config))
     report["train"] |= {**figures(train), "used": len(train)}
     report["warnings"] += _warnings(config, train, report["train"])
-    report["look"] = look(train, evals, report, Cache(config.data_cache_dir(actor.data_args)), console)
+    report["look"] = look(
+        train, evals, report, Cache(config.data_cache_dir(actor.data_args)), console
+    )
     return Prepared(train, evals, report)
 
 
 def held_out(pairs: PairDataset, split: float | int, seed: int) -> tuple[PairDataset, PairDataset]:
     """Training and held-out pairs. Prompts are drawn, not pairs: no prompt lies on both sides."""
-    prompts, prompt_of, sizes = np.unique(pairs.column("prompt_hash"), return_inverse=True, return_counts=True)
+    prompts, prompt_of, sizes = np.unique(
+        pairs.column("prompt_hash"), return_inverse=True, return_counts=True
+    )
     wanted = split if isinstance(split, int) else max(1, round(split * len(pairs)))
     order = np.argsort(_mixed(prompts, seed), kind="stable")
     taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), wanted, side="left")) + 1]
@@ -141,7 +161,9 @@ def _warnings(config: DPOConfig, train: PairDataset, told: dict[str, Any]) -> It
 
 def _check(config: DPOConfig, report: dict[str, Any]) -> None:
     """Nothing to train on, or too much dropped: the place where a run ends because of its data."""
-    evals = {f"evaluation set {name or '(unnamed)'}": told for name, told in report["evals"].items()}
+    evals = {
+        f"evaluation set {name or '(unnamed)'}": told for name, told in report["evals"].items()
+    }
     for name, told in {"training data": report["train"], **evals}.items():
         problem = _problem(config, told)
         if problem:
@@ -185,11 +207,19 @@ class _Tokenizer:
         """Of the files of a folder, which needs no transformers; of the loaded tokenizer for a hub name."""
         folder = Path(self.path).expanduser()
         if not folder.is_dir():
-            own = json.dumps([self.loaded.chat_template, self.loaded.special_tokens_map], default=str, sort_keys=True)
+            own = json.dumps(
+                [self.loaded.chat_template, self.loaded.special_tokens_map],
+                default=str,
+                sort_keys=True,
+            )
             return text_sha(self.loaded.backend_tokenizer.to_str() + own)
-        files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+        files = sorted(
+            {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
+        )
         if not files:
-            raise DataError(f"{folder.absolute()}: no tokenizer in this folder (it has no tokenizer.json).")
+            raise DataError(
+                f"{folder.absolute()}: no tokenizer in this folder (it has no tokenizer.json)."
+            )
         return text_sha("".join(f"{file.name}:{file_sha(file)}\n" for file in files))
 
     def recipe(self, config: DPOConfig, data: DataArgs) -> Recipe:
@@ -217,7 +247,9 @@ def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataA
 
 def _bare(tokenizer: str) -> str:
     """Without truncation and padding, which a saved tokenizer may still have switched on."""
-    return json.dumps({**json.loads(tokenizer), "truncation": None, "padding": None}, ensure_ascii=False)
+    return json.dumps(
+        {**json.loads(tokenizer), "truncation": None, "padding": None}, ensure_ascii=False
+    )
 
 
 @dataclass
@@ -229,7 +261,9 @@ class _Builder:
     console: Console
     limits: Limits
 
-    def dataset(self, files: list[Path], data: DataArgs, weights: list[float]) -> tuple[PairDataset, dict[str, Any]]:
+    def dataset(
+        self, files: list[Path], data: DataArgs, weights: list[float]
+    ) -> tuple[PairDataset, dict[str, Any]]:
         groups = [find_sources(file) for file in files]
         sources = [source for group in groups for source in group]
         cache = Cache(self.config.data_cache_dir(data))
@@ -245,7 +279,8 @@ class _Builder:
         counts = np.cumsum([0] + [entry["pairs"] for entry in report["files"]])
         ends = np.cumsum([0] + [len(group) for group in groups])
         parts = [
-            (int(counts[a]), int(counts[b]), weight) for a, b, weight in zip(ends, ends[1:], weights, strict=False)
+            (int(counts[a]), int(counts[b]), weight)
+            for a, b, weight in zip(ends, ends[1:], weights, strict=False)
         ]
         told = {**with_paths(report, sources), "overlong": data.overlong, "cache": str(file.path)}
         return PairDataset(file, address, parts), told
@@ -255,7 +290,9 @@ class _Builder:
         named = {ours: theirs for ours, theirs in keys.items() if ours != theirs}
         for ours, theirs in named.items():
             if data.columns.get(ours, theirs) != theirs:
-                raise DataError(f"data_args.columns.{ours} and {ours}_key name different columns; keep one of them.")
+                raise DataError(
+                    f"data_args.columns.{ours} and {ours}_key name different columns; keep one of them."
+                )
         return {**named, **data.columns}
 
     def _address(self, cache: Cache, sources: list[Source], data: DataArgs, layout: Layout) -> str:
@@ -271,22 +308,34 @@ class _Builder:
             "template": template,
             "layout": asdict(layout),
             "sequence_length": self.config.sequence_length,
-            **{name: getattr(data, name) for name in ("score", "overlong", "separator", "special_tokens", "encoding")},
+            **{
+                name: getattr(data, name)
+                for name in ("score", "overlong", "separator", "special_tokens", "encoding")
+            },
             **({"max_prompt_length": data.max_prompt_length} if data.max_prompt_length else {}),
             **({"parity": self.config.parity} if self.config.parity else {}),
         }
         return text_sha(json.dumps(settings, sort_keys=True))
 
-    def _build(self, target: Path, sources: list[Source], data: DataArgs, layout: Layout) -> dict[str, Any]:
+    def _build(
+        self, target: Path, sources: list[Source], data: DataArgs, layout: Layout
+    ) -> dict[str, Any]:
         recipe = self.tokenizer.recipe(self.config, data)
-        setup = {"recipe": recipe.to_json(), "layout": {**asdict(layout), "columns": dict(layout.columns)}}
+        setup = {
+            "recipe": recipe.to_json(),
+            "layout": {**asdict(layout), "columns": dict(layout.columns)},
+        }
         counts = Counts(sources)
         sizes = [source.path.stat().st_size * (5 if source.gzipped else 1) for source in sources]
         processes = data.preprocessing_num_workers or (_cores() if sum(sizes) > SMALL_BYTES else 1)
-        rows: Iterator[Chunk] = (c for i, source in enumerate(sources) for c in chunks(source, i, data.encoding))
+        rows: Iterator[Chunk] = (
+            c for i, source in enumerate(sources) for c in chunks(source, i, data.encoding)
+        )
         before, first = np.cumsum([0, *sizes]).tolist(), None
         template = recipe.template
-        prompts = Comparison(self.tokenizer.loaded, f"chat template {template.name}" if template else "the tokenizer")
+        prompts = Comparison(
+            self.tokenizer.loaded, f"chat template {template.name}" if template else "the tokenizer"
+        )
         with bar(self.console, "tokenising", before[-1]) as advance, BatchWriter(target) as writer:
             for result in tokenised(rows, setup, sources, processes, self.limits):
                 first = first or result
@@ -295,13 +344,19 @@ class _Builder:
                 writer.add(batch)
                 counts.add(source, head, batch.num_rows)
                 prompts.add(result, head["prompts"])
-                advance(before[source] + result.chunk.done * sizes[source], f"{sum(counts.rows)} rows")
+                advance(
+                    before[source] + result.chunk.done * sizes[source], f"{sum(counts.rows)} rows"
+                )
         faults.point("data.tokenised")
         counts.note_repeats(PairFile(target))
         if template is None and first:
-            prompts = framed_anyway(self.tokenizer.loaded, setup, first, sources, self.limits) or prompts
+            prompts = (
+                framed_anyway(self.tokenizer.loaded, setup, first, sources, self.limits) or prompts
+            )
         told = (
-            {"name": template.name, "sha256": text_sha(template.text)} if template else {"name": "none", "sha256": ""}
+            {"name": template.name, "sha256": text_sha(template.text)}
+            if template
+            else {"name": "none", "sha256": ""}
         )
         return {**counts.to_json(), "template": told, "inference": prompts.to_json()}
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rather.data.cut import HALF, Bad, Blocks, lines, objects
+from rather.data.json_rows import HALF, Bad, Blocks, lines, objects
 from rather.errors import DataError
 
 CHUNK_ROWS = 256
@@ -101,18 +101,30 @@ def _arrow_files(folder: Path) -> list[Path]:
             listed = json.loads(state.read_text("utf-8"))["_data_files"]
             files = [folder / Path(entry["filename"]).name for entry in listed]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{state}: does not list the data files of its folder ({error!r}).") from error
+            raise DataError(
+                f"{state}: does not list the data files of its folder ({error!r})."
+            ) from error
     if not files and (folder / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(file.parent.name for file in folder.glob("*/state.json")))
-        raise DataError(f"{folder}: holds several sets ({splits}); name one of them, such as {folder}/train.")
+        raise DataError(
+            f"{folder}: holds several sets ({splits}); name one of them, such as {folder}/train."
+        )
     for file in files:
         if file.resolve().parent != folder.resolve():
-            raise DataError(f"{file}: is a link to {file.resolve()}, out of its folder; copy the file into it.")
+            raise DataError(
+                f"{file}: is a link to {file.resolve()}, out of its folder; copy the file into it."
+            )
     if not files:  # ColossalChat writes part-00000, part-00001, ...
-        files = [file for part in sorted(folder.glob("part-*/state.json")) for file in _arrow_files(part.parent)]
+        files = [
+            file
+            for part in sorted(folder.glob("part-*/state.json"))
+            for file in _arrow_files(part.parent)
+        ]
     if not files:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-        raise DataError(f"{folder}: a folder without .arrow files (it holds {inside}); name a file in it.")
+        raise DataError(
+            f"{folder}: a folder without .arrow files (it holds {inside}); name a file in it."
+        )
     return files
 
 
@@ -143,14 +155,21 @@ def _text_kind(path: Path, gzipped: bool) -> str:
             return "jsonl"  # the reader meets the same fault and counts it
     if head.startswith((b"PAR1", b"ARROW1")) or head[TAR] == b"ustar":
         raise DataError(f"{path}: a gzipped table or archive; unpack it first (gzip -d).")
-    text = head.removeprefix(codecs.BOM_UTF8).replace(b"\0", b"").removeprefix(b"\xff\xfe").removeprefix(b"\xfe\xff")
+    text = (
+        head.removeprefix(codecs.BOM_UTF8)
+        .replace(b"\0", b"")
+        .removeprefix(b"\xff\xfe")
+        .removeprefix(b"\xfe\xff")
+    )
     if text.lstrip().startswith(b"["):
         return "json"
     return "objects" if re.match(rb"\s*\{[ \t\r]*\n", text) else "jsonl"
 
 
 @contextmanager
-def _opened(path: Path, gzipped: bool) -> Iterator[tuple[BufferedReader | gzip.GzipFile, Callable[[], float]]]:
+def _opened(
+    path: Path, gzipped: bool
+) -> Iterator[tuple[BufferedReader | gzip.GzipFile, Callable[[], float]]]:
     """A file as bytes, unpacked, with a way to ask how far into the packed file it is."""
     size = max(1, path.stat().st_size)
     with path.open("rb") as raw:
@@ -186,7 +205,9 @@ def _text_chunks(source: Source, index: int, encoding: str) -> Iterator[Chunk]:
             yield _text_chunk(index, rows, unfinished, 1.0)
 
 
-def _text_chunk(index: int, rows: list[tuple[int, int, bytes | Bad]], unfinished: bool, done: float) -> Chunk:
+def _text_chunk(
+    index: int, rows: list[tuple[int, int, bytes | Bad]], unfinished: bool, done: float
+) -> Chunk:
     numbers, offsets, raw = zip(*rows, strict=True)
     return Chunk(index, numbers, offsets, raw, unfinished=unfinished, done=done)
 
@@ -201,7 +222,9 @@ def _table_chunks(source: Source, index: int) -> Iterator[Chunk]:
                 yield Chunk(index, numbers, table=_message(part), done=done)
                 first += part.num_rows
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{source.path}: damaged {source.kind} file after row {first - 1} ({error}).") from error
+        raise DataError(
+            f"{source.path}: damaged {source.kind} file after row {first - 1} ({error})."
+        ) from error
 
 
 def _batches(source: Source) -> Iterator[tuple[pa.RecordBatch, float]]:
@@ -262,7 +285,10 @@ def parse(raw: bytes, offset: int = 0) -> dict[str, Any] | Bad:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         place = f"byte {offset + error.start} of the file (0x{raw[error.start]:02x})"
-        return Bad("bad_encoding", f"{place} is not UTF-8; set data_args.encoding if the file has another encoding")
+        return Bad(
+            "bad_encoding",
+            f"{place} is not UTF-8; set data_args.encoding if the file has another encoding",
+        )
     except UnicodeEncodeError:
         return HALF
     except RecursionError:
@@ -282,8 +308,16 @@ def parsed_rows(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any] | Bad]]:
     last = chunk.numbers[-1] if chunk.unfinished else None
     for number, offset, raw in zip(chunk.numbers, chunk.offsets, chunk.rows, strict=True):
         row = raw if isinstance(raw, Bad) else parse(raw, offset)
-        if number == last and isinstance(raw, bytes) and isinstance(row, Bad) and not raw.rstrip().endswith(b"}"):
-            row = Bad("truncated", f"the last line is not complete; its writer was probably stopped ({row.detail})")
+        if (
+            number == last
+            and isinstance(raw, bytes)
+            and isinstance(row, Bad)
+            and not raw.rstrip().endswith(b"}")
+        ):
+            row = Bad(
+                "truncated",
+                f"the last line is not complete; its writer was probably stopped ({row.detail})",
+            )
         yield number, row
 
 

@@ -108,12 +108,17 @@ class Counts:
         first[np.unique(pair, return_index=True)[1]] = True
         self.note_rows(file, np.flatnonzero(~first), "duplicate_pair", "the same pair came before")
         contradicted = np.flatnonzero(np.isin(swapped, pair))
-        self.note_rows(file, contradicted, "contradictory_pair", "another row prefers the other answer")
+        self.note_rows(
+            file, contradicted, "contradictory_pair", "another row prefers the other answer"
+        )
 
     def note_rows(self, file: PairFile, rows: NDArray[np.int64], kind: str, detail: str) -> None:
         if not len(rows):
             return
-        sources, numbers = file.column("source")[rows].tolist(), file.column("number")[rows].tolist()
+        sources, numbers = (
+            file.column("source")[rows].tolist(),
+            file.column("number")[rows].tolist(),
+        )
         places = self.noted.setdefault(kind, Places())
         for source, number in zip(sources, numbers, strict=True):
             places.add(source, number, detail)
@@ -139,7 +144,9 @@ class Counts:
         return {
             kind: {
                 "count": places.count,
-                "places": {str(source): list(numbers) for source, numbers in places.numbers.items()},
+                "places": {
+                    str(source): list(numbers) for source, numbers in places.numbers.items()
+                },
                 "examples": [
                     {"file": str(source), self.sources[source].unit: number, "detail": detail}
                     for source, number, detail in places.examples
@@ -157,13 +164,19 @@ def with_paths(report: Mapping[str, Any], sources: Sequence[Source]) -> dict[str
         places: dict[str, list[int]] = {}
         for source, numbers in entry["places"].items():
             places.setdefault(names[int(source)], []).extend(numbers)
-        examples = [{**example, "file": names[int(example["file"])]} for example in entry["examples"]]
+        examples = [
+            {**example, "file": names[int(example["file"])]} for example in entry["examples"]
+        ]
         return {**entry, "places": places, "examples": examples}
 
     return {
         **report,
-        "files": [{"path": name, **entry} for name, entry in zip(names, report["files"], strict=True)],
-        **{group: {kind: named(entry) for kind, entry in report[group].items()} for group in GROUPS},
+        "files": [
+            {"path": name, **entry} for name, entry in zip(names, report["files"], strict=True)
+        ],
+        **{
+            group: {kind: named(entry) for kind, entry in report[group].items()} for group in GROUPS
+        },
     }
 
 
@@ -174,13 +187,20 @@ def figures(pairs: PairDataset) -> dict[str, Any]:
     lengths = {name: pairs.lengths(name) for name in ("prompt", "chosen", "rejected")}
     return {
         "tokens": {
-            name: {"median": float(np.median(n)), "p95": float(np.percentile(n, 95)), "max": int(n.max())}
+            name: {
+                "median": float(np.median(n)),
+                "p95": float(np.percentile(n, 95)),
+                "max": int(n.max()),
+            }
             for name, n in lengths.items()
         },
         "total_tokens": int(pairs.tokens.sum()),
         "chosen_longer": round(float((lengths["chosen"] > lengths["rejected"]).mean()), 4),
         "rejected_longer": round(float((lengths["chosen"] < lengths["rejected"]).mean()), 4),
-        "prompts": 1 + int(np.count_nonzero(np.diff(np.sort(pairs.column("prompt_hash"))))),  # faster than np.unique
+        "prompts": 1
+        + int(
+            np.count_nonzero(np.diff(np.sort(pairs.column("prompt_hash"))))
+        ),  # faster than np.unique
     }
 
 
@@ -188,11 +208,16 @@ def leakage(train: PairDataset, held: PairDataset, report: dict[str, Any]) -> di
     """The report of an evaluation set with what it shares with the training data."""
     warned = dict(report["warned"])
     sources = [entry["path"] for entry in report["files"]]
-    for kind, column in (("in_training_data", "pair_hash"), ("prompt_in_training_data", "prompt_hash")):
+    for kind, column in (
+        ("in_training_data", "pair_hash"),
+        ("prompt_in_training_data", "prompt_hash"),
+    ):
         rows = np.flatnonzero(np.isin(held.column(column), train.column(column)))
         if len(rows):
             places: dict[str, list[int]] = {}
-            for source, number in zip(held.column("source")[rows], held.column("number")[rows], strict=True):
+            for source, number in zip(
+                held.column("source")[rows], held.column("number")[rows], strict=True
+            ):
                 places.setdefault(sources[source], []).append(int(number))
             warned[kind] = {"count": len(rows), "places": places, "examples": []}
     return {**report, "warned": warned}

@@ -57,7 +57,9 @@ class Order:
             if before >= limit:
                 break
         if before < limit and epochs > whole:
-            wanted = (epochs - whole) * self.pairs_in(whole) - 1e-9 * self.batch  # 1.1 - 1 is more than 0.1
+            wanted = (epochs - whole) * self.pairs_in(
+                whole
+            ) - 1e-9 * self.batch  # 1.1 - 1 is more than 0.1
             before += int(np.searchsorted(self._epoch(whole).cuts, wanted))
         return int(min(before, limit))
 

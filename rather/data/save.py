@@ -18,7 +18,7 @@ from rather.data.tokenised import COLUMNS
 from rather.errors import ConfigError, DiskError
 
 if TYPE_CHECKING:
-    from rather.batch import Span, TokenPair
+    from rather.data.batch import Span, TokenPair
 
 Decode = Callable[[list[int]], Any]  # token ids -> their text
 
@@ -54,7 +54,9 @@ def save(prepared: Prepared, folder: Path, decode: Decode) -> list[Path]:
 
 def _write(pairs: PairDataset, folder: Path, decode: Decode) -> None:
     extras = _extras(pairs)
-    masks = [(name, pa.list_(pa.int32() if name.endswith("_ids") else pa.int8())) for name in COLUMNS]
+    masks = [
+        (name, pa.list_(pa.int32() if name.endswith("_ids") else pa.int8())) for name in COLUMNS
+    ]
     kinds = [(name, pa.string() if name == "id" else pa.float64()) for name in extras]
     schema = pa.schema([*masks, *kinds])
     with (
@@ -63,9 +65,13 @@ def _write(pairs: PairDataset, folder: Path, decode: Decode) -> None:
         pa.ipc.new_stream(data, schema) as writer,
     ):
         for first, some in _parts(pairs):
-            writer.write_batch(pa.RecordBatch.from_pylist([_row(pair, extras) for pair in some], schema))
+            writer.write_batch(
+                pa.RecordBatch.from_pylist([_row(pair, extras) for pair in some], schema)
+            )
             labels.writelines(_label(first + i, pair, decode) + "\n" for i, pair in enumerate(some))
-    (folder / "dataset_info.json").write_text(json.dumps({"description": "", "citation": ""}), encoding="utf-8")
+    (folder / "dataset_info.json").write_text(
+        json.dumps({"description": "", "citation": ""}), encoding="utf-8"
+    )
     state = STATE | {"_data_files": [{"filename": DATA}], "_fingerprint": pairs.fingerprint[:16]}
     (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     for file in folder.glob("*.*"):
@@ -95,7 +101,9 @@ def _row(pair: TokenPair, extras: list[str]) -> dict[str, Any]:
         row[f"{side}_attention_mask"] = [1] * len(ids)
         row[f"{side}_loss_mask"] = [int(any(a <= i < b for a, b in spans)) for i in range(len(ids))]
     values = {name: getattr(pair, name) for name in extras}
-    return row | {name: None if value != value or value == "" else value for name, value in values.items()}
+    return row | {
+        name: None if value != value or value == "" else value for name, value in values.items()
+    }
 
 
 def _label(number: int, pair: TokenPair, decode: Decode) -> str:

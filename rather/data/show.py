@@ -11,15 +11,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rather.data.look_findings import by_set
-from rather.data.look_numbers import bar_labels
+from rather.data.finding_texts import by_set
 from rather.data.pairs import PairDataset
 from rather.data.report import MEANINGS
+from rather.data.statistics import bar_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rather.batch import Span, TokenPair
+    from rather.data.batch import Span, TokenPair
 
 STYLES = {"dropped": "red", "changed": "yellow", "warned": "yellow"}
 SEVERITIES = {"serious": "bold red", "warning": "yellow", "info": "dim"}
@@ -48,14 +48,20 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         console.print(f"[yellow]warning:[/] {escape(warning)}")
     for one in report["look"]["findings"]:
         style = SEVERITIES[one["severity"]]
-        console.print(f"[{style}]{one['severity']}:[/] {escape(one['text'])} [dim]{escape(one['advice'])}[/]")
+        console.print(
+            f"[{style}]{one['severity']}:[/] {escape(one['text'])} [dim]{escape(one['advice'])}[/]"
+        )
 
 
 def print_look(look: Mapping[str, Any], console: Console) -> None:
     """Bars of lengths, numbers of each set, and prompts that are others at inference."""
     lengths = look["sets"]["train"]["lengths"]
     _print_bars("prompts of train by tokens", {"prompt": lengths["prompt"]}, console)
-    _print_bars("answers of train by tokens", {side: lengths[side] for side in ("chosen", "rejected")}, console)
+    _print_bars(
+        "answers of train by tokens",
+        {side: lengths[side] for side in ("chosen", "rejected")},
+        console,
+    )
     table = Table(title="Look", title_justify="left", header_style="bold")
     table.add_column("what")
     for name in look["sets"]:
@@ -89,13 +95,21 @@ def _print_inference(told: Mapping[str, Any], console: Console) -> None:
     """Where the prompt of training is not the one at inference: the tokens that differ."""
     if told["compared"]:
         same = told["compared"] - told["different"]
-        console.print(f"{same} of {told['compared']} prompts begin as {told['by']} writes them at inference.")
+        console.print(
+            f"{same} of {told['compared']} prompts begin as {told['by']} writes them at inference."
+        )
     for one in told["examples"]:
         console.print(f"  {one['place'].rsplit('/', 1)[-1]}", highlight=False, markup=False)
         for side, style in (("training", "red"), ("inference", "green")):
             text = Text(f"    {side:<10}")
-            for tokens, marked in ((one["before"], False), (one[side], True), (one["after"], False)):
-                text.append("".join(f" {token!r}" for token in tokens), style=style if marked else "dim")
+            for tokens, marked in (
+                (one["before"], False),
+                (one[side], True),
+                (one["after"], False),
+            ):
+                text.append(
+                    "".join(f" {token!r}" for token in tokens), style=style if marked else "dim"
+                )
             console.print(text, soft_wrap=True)
 
 
@@ -121,7 +135,12 @@ def _rows(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
                 STYLES[group],
             )
     if told.get("ignored_columns"):
-        yield "ignored columns", str(len(told["ignored_columns"])), ", ".join(told["ignored_columns"]), ""
+        yield (
+            "ignored columns",
+            str(len(told["ignored_columns"])),
+            ", ".join(told["ignored_columns"]),
+            "",
+        )
     for part, n in told.get("tokens", {}).items():
         yield (
             f"tokens of {part}",
@@ -143,10 +162,14 @@ def _first(entry: Mapping[str, Any], most: int = 3) -> str:
     """The first places: file:7, 11, 12, ..."""
     file, numbers = next(iter(entry["places"].items()))
     shown = ", ".join(map(str, numbers[:most]))
-    return f"{file.rsplit('/', 1)[-1]}:{shown}" + (", ..." if entry["count"] > min(most, len(numbers)) else "")
+    return f"{file.rsplit('/', 1)[-1]}:{shown}" + (
+        ", ..." if entry["count"] > min(most, len(numbers)) else ""
+    )
 
 
-def show_pairs(pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, console: Console) -> None:
+def show_pairs(
+    pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, console: Console
+) -> None:
     """The first pairs as the model will see them; scored tokens in colour, or in [[ ]] where there are no colours."""
     count = min(n, len(pairs))
     for number, pair in enumerate(pairs.take(range(count)), 1):
@@ -157,11 +180,15 @@ def show_pairs(pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, c
         ):
             ids = [*pair.prompt.tolist(), *answer.tolist()]
             scored = sum(b - a for a, b in spans)
-            console.print(f"[bold {colour}]{side}[/] ({len(ids)} tokens, {scored} scored)", highlight=False)
+            console.print(
+                f"[bold {colour}]{side}[/] ({len(ids)} tokens, {scored} scored)", highlight=False
+            )
             console.print(_marked(ids, spans, tokenizer, colour, console), soft_wrap=True)
 
 
-def token_view(pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int) -> list[dict[str, Any]]:
+def token_view(
+    pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int
+) -> list[dict[str, Any]]:
     """The first pairs token by token, for a page: [text, whether it is scored]."""
     view = []
     for number, pair in enumerate(pairs.take(range(min(n, len(pairs)))), 1):
@@ -188,7 +215,9 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
         unfinished = whole.endswith("\ufffd") and i + 1 < len(ids)
         texts.append("" if unfinished else whole[len(done) :])
         done = done if unfinished else whole
-        if i - start >= WINDOW and not unfinished:  # decoding all from the start would take quadratic time
+        if (
+            i - start >= WINDOW and not unfinished
+        ):  # decoding all from the start would take quadratic time
             start, done = i, str(tokenizer.decode(list(ids[i : i + 1]), skip_special_tokens=False))
     return texts
 

@@ -24,7 +24,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from rather.config.schema import ActorConfig
-from rather.data.cut import Bad
+from rather.data.json_rows import Bad
 from rather.data.messages import Turns
 from rather.errors import DataError
 
@@ -88,7 +88,9 @@ _QWEN_DEFAULT = "'You are Qwen, created by Alibaba Cloud. You are a helpful assi
 
 TEMPLATES = {
     "chatml": _TURNS + _START,
-    "qwen2_5": _QWEN_SYSTEM.replace("DEFAULT", _QWEN_DEFAULT) + _QWEN_TURNS.replace("CONTENT", "m.content") + _START,
+    "qwen2_5": _QWEN_SYSTEM.replace("DEFAULT", _QWEN_DEFAULT)
+    + _QWEN_TURNS.replace("CONTENT", "m.content")
+    + _START,
     "qwen3": _QWEN_SYSTEM.replace("DEFAULT", "''")
     + _QWEN3_THOUGHT
     + _QWEN_TURNS.replace("CONTENT", _QWEN3_CONTENT)
@@ -121,7 +123,9 @@ ALIASES = {
 RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
-def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name. One without a pad token takes eos: no mask is ever made from ids."""
     from transformers import AutoTokenizer
 
@@ -129,11 +133,15 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # transformers raises a dozen kinds here, all meaning the same to a user
+    except (
+        Exception
+    ) as error:  # transformers raises a dozen kinds here, all meaning the same to a user
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"{path}: the tokenizer cannot be loaded ({first}).") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise DataError(f"{path}: only tokenizers with a tokenizer.json are read; save it once as a fast tokenizer.")
+        raise DataError(
+            f"{path}: only tokenizers with a tokenizer.json are read; save it once as a fast tokenizer."
+        )
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -163,7 +171,12 @@ class ChatTemplate:
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:  # the last: 5,000 digits
+        except (
+            jinja2.TemplateError,
+            RecursionError,
+            SyntaxError,
+            ValueError,
+        ) as error:  # the last: 5,000 digits
             raise DataError(f"chat template {self.name}: {error}") from error
 
     @cached_property
@@ -177,15 +190,24 @@ class ChatTemplate:
     def takes_tools(self) -> bool:
         return self.tool_text is not None or "tools" in self.text
 
-    def render(self, turns: Turns, start_answer: bool, tools: list[Any] | None, kwargs: dict[str, Any]) -> str | Bad:
+    def render(
+        self, turns: Turns, start_answer: bool, tools: list[Any] | None, kwargs: dict[str, Any]
+    ) -> str | Bad:
         template = self._compiled_with_tools if tools else self._compiled
-        values = {**self.variables, **kwargs, "messages": list(turns), "add_generation_prompt": start_answer}
+        values = {
+            **self.variables,
+            **kwargs,
+            "messages": list(turns),
+            "add_generation_prompt": start_answer,
+        }
         try:
             return template.render(**values, tools=tools, documents=None)
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything at a row it was not written for
-            return Bad("template_error", f"chat template {self.name}: {type(error).__name__}: {error}")
+            return Bad(
+                "template_error", f"chat template {self.name}: {type(error).__name__}: {error}"
+            )
 
 
 def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
@@ -232,7 +254,11 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
 
 
 def _variables(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    return {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return {
+        name: str(value)
+        for name, value in tokenizer.special_tokens_map.items()
+        if isinstance(value, str)
+    }
 
 
 def _template_file(name: str) -> str:
@@ -241,7 +267,9 @@ def _template_file(name: str) -> str:
         try:
             return path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data_args.template: {path.absolute()} cannot be read ({error}).") from error
+            raise DataError(
+                f"data_args.template: {path.absolute()} cannot be read ({error})."
+            ) from error
     known = ["native", "none", *TEMPLATES]
     near = difflib.get_close_matches(name, [*known, *ALIASES], 1, 0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""

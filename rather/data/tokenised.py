@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rather.data.cut import Bad
 from rather.data.formats import EXTRAS, TOKENISED, Layout, TextPair, extras_of
+from rather.data.json_rows import Bad
 from rather.data.messages import Refused, kind_of
 from rather.data.tokens import Encoded, Encoder, Ids, Span
 
 SIDES = ("chosen", "rejected")
-COLUMNS = tuple(f"{side}_{name}" for side in SIDES for name in ("input_ids", "attention_mask", "loss_mask"))
+COLUMNS = tuple(
+    f"{side}_{name}" for side in SIDES for name in ("input_ids", "attention_mask", "loss_mask")
+)
 LARGEST_ID = 2**31 - 1
 
 
@@ -33,7 +35,9 @@ def is_tokenised(row: Mapping[str, Any], layout: Layout) -> bool:
     return row.get("chosen_input_ids") is not None and row.get("rejected_input_ids") is not None
 
 
-def read_tokenised(row: Mapping[str, Any], layout: Layout, encoder: Encoder) -> tuple[TextPair, Encoded] | Bad:
+def read_tokenised(
+    row: Mapping[str, Any], layout: Layout, encoder: Encoder
+) -> tuple[TextPair, Encoded] | Bad:
     """The pair, with its tokens written out where others have text, or why there is none."""
     named = {ours: row.get(theirs) for ours, theirs in layout.columns.items() if ours in EXTRAS}
     try:
@@ -49,13 +53,21 @@ def read_tokenised(row: Mapping[str, Any], layout: Layout, encoder: Encoder) -> 
     if start == 0:
         return Bad("prompt_mismatch", "chosen and rejected do not begin with the same token")
     encoded = encoder.fitted(
-        Encoded(chosen.ids[:start], chosen.ids[start:], rejected.ids[start:], chosen.scored, rejected.scored)
+        Encoded(
+            chosen.ids[:start],
+            chosen.ids[start:],
+            rejected.ids[start:],
+            chosen.scored,
+            rejected.scored,
+        )
     )
     if isinstance(encoded, Bad):
         return encoded
     if not (encoded.chosen_scored and encoded.rejected_scored):
         return Bad("nothing_scored", "no token of an answer is left to score")
-    prompt, first, second = (" ".join(map(str, ids)) for ids in (encoded.prompt, encoded.chosen, encoded.rejected))
+    prompt, first, second = (
+        " ".join(map(str, ids)) for ids in (encoded.prompt, encoded.chosen, encoded.rejected)
+    )
     return TextPair(prompt, first, second, **extras), encoded
 
 
@@ -72,7 +84,9 @@ def _side(row: Mapping[str, Any], side: str, score_all: bool) -> Side:
         raise Refused("bad_mask", f"{side}_loss_mask scores padding")
     spans = _spans(scored[begin:end])
     if not spans:
-        raise Refused("nothing_scored", f"{side}_loss_mask scores no token that another one comes before")
+        raise Refused(
+            "nothing_scored", f"{side}_loss_mask scores no token that another one comes before"
+        )
     return Side(ids[begin:end], spans)
 
 
@@ -96,7 +110,11 @@ def _without_padding(real: list[int], side: str) -> tuple[int, int]:
 
 def _spans(scored: list[int]) -> tuple[Span, ...]:
     """Where the mask is 1. Nothing predicts the first token, so that it is never scored."""
-    edges = [i for i in range(1, len(scored) + 1) if (i < len(scored) and scored[i]) != (i > 1 and scored[i - 1])]
+    edges = [
+        i
+        for i in range(1, len(scored) + 1)
+        if (i < len(scored) and scored[i]) != (i > 1 and scored[i - 1])
+    ]
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 

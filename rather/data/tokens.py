@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from rather.data.cut import HALF, Bad
 from rather.data.formats import TextPair, is_empty, texts
+from rather.data.json_rows import HALF, Bad
 from rather.data.messages import Turns
 from rather.data.template import RESERVED, ChatTemplate
 from rather.errors import DataError
@@ -74,7 +74,9 @@ class Encoded:
     notes: list[Note] = field(default_factory=list)
 
 
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]")
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
+)
 
 
 class Encoder:
@@ -86,7 +88,9 @@ class Encoder:
         added = self.tokenizer.get_added_tokens_decoder()
         self.added = frozenset(added)
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
-        special = sorted((t.content for t in added.values() if t.special and t.content), key=len, reverse=True)
+        special = sorted(
+            (t.content for t in added.values() if t.special and t.content), key=len, reverse=True
+        )
         self.special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self.eos_text = self.tokenizer.id_to_token(recipe.eos) if recipe.eos is not None else None
         if recipe.template:
@@ -94,7 +98,9 @@ class Encoder:
         self.tail = self._tail() if recipe.template else []
         secret = secrets.token_hex(8)  # no author of a row can know it, and no result depends on it
         self.real = f"\ue000{secret}\ue001"  # behind special tokens that the template wrote
-        self.mark = f"\ue002{secret}\ue001"  # inside special-token text of a row, while it is rendered
+        self.mark = (
+            f"\ue002{secret}\ue001"  # inside special-token text of a row, while it is rendered
+        )
 
     @property
     def is_old_trl(self) -> bool:
@@ -119,12 +125,20 @@ class Encoder:
             return Bad("empty_response", f"nothing but {self.eos_text}")
         if policy != "keep" and (found := self._special_text(pair)):
             if policy == "drop":
-                return Bad("special_token_text", f"the text holds {found!r}, a special token of the tokenizer")
+                return Bad(
+                    "special_token_text",
+                    f"the text holds {found!r}, a special token of the tokenizer",
+                )
             escaped = policy == "escape"
             notes.append(
-                Note("special_token_escaped" if escaped else "special_token_text", f"the text holds {found!r}")
+                Note(
+                    "special_token_escaped" if escaped else "special_token_text",
+                    f"the text holds {found!r}",
+                )
             )
-        if self.recipe.as_trl and all(isinstance(part, str) for part in (pair.prompt, pair.chosen, pair.rejected)):
+        if self.recipe.as_trl and all(
+            isinstance(part, str) for part in (pair.prompt, pair.chosen, pair.rejected)
+        ):
             return self._encode_as_trl(pair, notes)
         if self.recipe.template is None:
             return self._encode_plain(pair, notes, escaped)
@@ -134,22 +148,37 @@ class Encoder:
         notes = []
         for text in texts(pair):
             if found := _CONTROL.search(text):
-                notes.append(Note("control_characters", f"U+{ord(found[0]):04X} at character {found.start()}"))
+                notes.append(
+                    Note(
+                        "control_characters", f"U+{ord(found[0]):04X} at character {found.start()}"
+                    )
+                )
                 break
         if not any(text.strip() for text in texts(replace(pair, chosen="", rejected=""))):
             notes.append(Note("empty_prompt", "the prompt is empty"))
         return notes
 
     def _special_text(self, pair: TextPair) -> str | None:
-        return next((found[0] for text in texts(pair) if (found := self.special.search(text))), None)
+        return next(
+            (found[0] for text in texts(pair) if (found := self.special.search(text))), None
+        )
 
     def _without_final_eos(self, pair: TextPair, notes: list[Note]) -> TextPair:
         """EOS written out at the end of an answer: the template or we add it, and one is enough."""
-        if not self.eos_text or not any(text.rstrip().endswith(self.eos_text) for text in texts(pair)):
+        if not self.eos_text or not any(
+            text.rstrip().endswith(self.eos_text) for text in texts(pair)
+        ):
             return pair
-        cut = replace(pair, chosen=self._cut_eos(pair.chosen), rejected=self._cut_eos(pair.rejected))
+        cut = replace(
+            pair, chosen=self._cut_eos(pair.chosen), rejected=self._cut_eos(pair.rejected)
+        )
         if cut != pair:
-            notes.append(Note("eos_text_removed", f"an answer ends with {self.eos_text!r}, which is added anyway"))
+            notes.append(
+                Note(
+                    "eos_text_removed",
+                    f"an answer ends with {self.eos_text!r}, which is added anyway",
+                )
+            )
         return cut
 
     def _cut_eos(self, answer: str | Turns) -> str | Turns:
@@ -160,7 +189,11 @@ class Encoder:
         return text if isinstance(answer, str) else (*answer[:-1], {**answer[-1], "content": text})
 
     def _encode_plain(self, pair: TextPair, notes: list[Note], escaped: bool) -> Encoded | Bad:
-        if not isinstance(pair.prompt, str) or not isinstance(pair.chosen, str) or not isinstance(pair.rejected, str):
+        if (
+            not isinstance(pair.prompt, str)
+            or not isinstance(pair.chosen, str)
+            or not isinstance(pair.rejected, str)
+        ):
             raise DataError(
                 "the rows hold messages, but there is no chat template: set data_args.template to a name such as "
                 "chatml, to a .jinja file, or use a tokenizer that has a template."
@@ -172,12 +205,22 @@ class Encoder:
                 notes.append(Note("glued_boundary", f"prompt and answer run together at {shown!r}"))
                 break
         start = pair.prompt + separator.rstrip(" ")  # a space belongs to the word after it
-        whole = [start, *(pair.prompt + separator + answer for answer in (pair.chosen, pair.rejected))]
+        whole = [
+            start,
+            *(pair.prompt + separator + answer for answer in (pair.chosen, pair.rejected)),
+        ]
         prompt, chosen, rejected = (self._one_bos(ids, notes) for ids in self._ids(whole, escaped))
         eos = self.recipe.eos
         if eos is None:
-            notes.append(Note("no_eos", "the tokenizer has no EOS: nothing tells the model where an answer ends"))
-        sequences = [ids if eos is None else [*_cut_last(ids, eos), eos] for ids in (chosen, rejected)]
+            notes.append(
+                Note(
+                    "no_eos",
+                    "the tokenizer has no EOS: nothing tells the model where an answer ends",
+                )
+            )
+        sequences = [
+            ids if eos is None else [*_cut_last(ids, eos), eos] for ids in (chosen, rejected)
+        ]
         answers = (
             ({"role": "assistant", "content": pair.chosen},),
             ({"role": "assistant", "content": pair.rejected},),
@@ -187,12 +230,18 @@ class Encoder:
     def _encode_chat(self, turns: _Turns, notes: list[Note], escaped: bool) -> Encoded | Bad:
         assert self.recipe.template is not None
         if turns.tools and not self.recipe.template.takes_tools():
-            return Bad("template_error", f"chat template {self.recipe.template.name} has no place for tools")
+            return Bad(
+                "template_error",
+                f"chat template {self.recipe.template.name} has no place for tools",
+            )
         if clash := [name for name in turns.kwargs if name in RESERVED]:
             return Bad("bad_type", f"chat_template_kwargs must not set {clash[0]!r}")
         rendered = [
             self._rendered(turns, turns.prompt, True, escaped),
-            *(self._rendered(turns, (*turns.prompt, *answer), False, escaped) for answer in turns.answers),
+            *(
+                self._rendered(turns, (*turns.prompt, *answer), False, escaped)
+                for answer in turns.answers
+            ),
         ]
         for text in rendered:
             if isinstance(text, Bad):
@@ -200,7 +249,9 @@ class Encoder:
         ready = [text for text in rendered if isinstance(text, str)]
         if self.is_old_trl:
             start = commonprefix(ready)  # noqa: RUF071 - of texts, not of paths
-            return self._encode_in_parts([start, *(text[len(start) :] for text in ready[1:])], turns, notes)
+            return self._encode_in_parts(
+                [start, *(text[len(start) :] for text in ready[1:])], turns, notes
+            )
         if self.recipe.as_trl:
             prompt, *sequences = self._ids(ready, escaped)
         else:
@@ -213,16 +264,25 @@ class Encoder:
         if self.is_old_trl:
             return self._encode_in_parts(list(texts(pair)), _as_turns(pair), notes)
         eos = self.eos_text or ""
-        answers = [str(text) if str(text).endswith(eos) else f"{text}{eos}" for text in (pair.chosen, pair.rejected)]
+        answers = [
+            str(text) if str(text).endswith(eos) else f"{text}{eos}"
+            for text in (pair.chosen, pair.rejected)
+        ]
         whole = [str(pair.prompt), *(f"{pair.prompt}{answer}" for answer in answers)]
-        prompt, *sequences = (one.ids for one in self.tokenizer.encode_batch_fast(whole, add_special_tokens=True))
+        prompt, *sequences = (
+            one.ids for one in self.tokenizer.encode_batch_fast(whole, add_special_tokens=True)
+        )
         return self._finish(prompt, sequences, _as_turns(pair), notes, False)
 
-    def _encode_in_parts(self, parts: Sequence[str], turns: _Turns, notes: list[Note]) -> Encoded | Bad:
+    def _encode_in_parts(
+        self, parts: Sequence[str], turns: _Turns, notes: list[Note]
+    ) -> Encoded | Bad:
         """As TRL before 0.29: prompt and answers each by itself, no BOS, and EOS behind whatever ends an answer."""
         prompt, *answers = self._ids(parts, False)
         end = [] if self.recipe.eos is None else [self.recipe.eos]
-        return self._finish(prompt, [[*prompt, *answer, *end] for answer in answers], turns, notes, False)
+        return self._finish(
+            prompt, [[*prompt, *answer, *end] for answer in answers], turns, notes, False
+        )
 
     def training_prompt(self, text: str) -> Ids | Bad:
         """What the answer to a text follows in training."""
@@ -257,7 +317,9 @@ class Encoder:
         length = min(_common(prompt, ids) for ids in sequences)
         if length < len(prompt):
             notes.append(Note("boundary_moved", self._moved(prompt, sequences[0], length)))
-        scored = [self._scored(turns, i, ids, length, notes, escaped) for i, ids in enumerate(sequences)]
+        scored = [
+            self._scored(turns, i, ids, length, notes, escaped) for i, ids in enumerate(sequences)
+        ]
         for spans in scored:
             if isinstance(spans, Bad):
                 return spans
@@ -274,16 +336,21 @@ class Encoder:
     def _moved(self, prompt: Ids, whole: Ids, length: int) -> str:
         begin = max(0, length - 3)
         ours, theirs = (
-            self.tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt[begin:], whole[begin : length + 6])
+            self.tokenizer.decode(ids, skip_special_tokens=False)
+            for ids in (prompt[begin:], whole[begin : length + 6])
         )
         return f"the prompt's last tokens {ours!r} become {theirs!r} when the answer follows, which starts before them"
 
     # ---- text to ids
 
-    def _rendered(self, turns: _Turns, messages: Turns, start_answer: bool, escaped: bool) -> str | Bad:
+    def _rendered(
+        self, turns: _Turns, messages: Turns, start_answer: bool, escaped: bool
+    ) -> str | Bad:
         assert self.recipe.template is not None
         if escaped:
-            messages = tuple({**m, "content": self.special.sub(self._marked, m["content"])} for m in messages)
+            messages = tuple(
+                {**m, "content": self.special.sub(self._marked, m["content"])} for m in messages
+            )
         text = self.recipe.template.render(messages, start_answer, turns.tools, turns.kwargs)
         if escaped and isinstance(text, str):
             return self.special.sub(lambda found: found[0] + self.real, text).replace(self.mark, "")
@@ -294,7 +361,9 @@ class Encoder:
 
     def _ids(self, rendered: Sequence[str], escaped: bool) -> list[Ids]:
         tokenizer = self._renamed if escaped else self.tokenizer
-        return [one.ids for one in tokenizer.encode_batch_fast(list(rendered), add_special_tokens=False)]
+        return [
+            one.ids for one in tokenizer.encode_batch_fast(list(rendered), add_special_tokens=False)
+        ]
 
     @cached_property
     def _renamed(self) -> Tokenizer:
@@ -304,12 +373,16 @@ class Encoder:
         secret name. Nothing else changes, so ids are those that the plain tokenizer gives to other text.
         """
         content = json.loads(self.recipe.tokenizer)
-        special = {t["content"]: t["content"] + self.real for t in content["added_tokens"] if t["special"]}
+        special = {
+            t["content"]: t["content"] + self.real for t in content["added_tokens"] if t["special"]
+        }
         for token in content["added_tokens"]:
             token["content"] = special.get(token["content"], token["content"])
         model = content["model"]
         if isinstance(model.get("vocab"), dict):
-            model["vocab"] = {special.get(text, text): number for text, number in model["vocab"].items()}
+            model["vocab"] = {
+                special.get(text, text): number for text, number in model["vocab"].items()
+            }
         elif isinstance(model.get("vocab"), list):
             model["vocab"] = [[special.get(text, text), score] for text, score in model["vocab"]]
         if model.get("unk_token") in special:
@@ -333,7 +406,9 @@ class Encoder:
         assert self.recipe.template is not None
         question = {"role": "user", "content": "x"}
         rendered = [
-            self.recipe.template.render((question, {"role": "assistant", "content": text}), False, None, {})
+            self.recipe.template.render(
+                (question, {"role": "assistant", "content": text}), False, None, {}
+            )
             for text in ("a", "b")
         ]
         ready = [text for text in rendered if isinstance(text, str)]
@@ -369,7 +444,9 @@ class Encoder:
         while len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in self.added:
             ids = ids[:-1]
             if not any(note.kind == "double_eos" for note in notes):
-                notes.append(Note("double_eos", "several end tokens at the end of an answer became one"))
+                notes.append(
+                    Note("double_eos", "several end tokens at the end of an answer became one")
+                )
         return ids
 
     # ---- which tokens are scored
@@ -393,7 +470,11 @@ class Encoder:
         if self.recipe.score == "last":
             return _spans([last])
         earlier = self._earlier_turns(turns, conversation, ids, notes, escaped)
-        return earlier if isinstance(earlier, Bad) else _spans([*(e for e in earlier if e[1] <= last[0]), last])
+        return (
+            earlier
+            if isinstance(earlier, Bad)
+            else _spans([*(e for e in earlier if e[1] <= last[0]), last])
+        )
 
     def _start(self, turns: _Turns, before: Turns, ids: Ids, escaped: bool) -> int | Bad:
         text = self._rendered(turns, before, True, escaped)
@@ -412,7 +493,9 @@ class Encoder:
         whole = self._rendered(turns, conversation, False, escaped)
         if isinstance(whole, Bad):
             return whole
-        encoding = (self._renamed if escaped else self.tokenizer).encode(whole, add_special_tokens=False)
+        encoding = (self._renamed if escaped else self.tokenizer).encode(
+            whole, add_special_tokens=False
+        )
         shift = len(self._one_bos(encoding.ids, [])) - len(encoding.ids)
         starts = [start for start, _ in encoding.offsets]
         spans: list[Span] = []
@@ -425,10 +508,20 @@ class Encoder:
             from_char = starts[begin - shift] if begin - shift < len(starts) else len(whole)
             place = whole.find(turn["content"].strip(), from_char)
             if place < 0:
-                notes.append(Note("turn_not_scored", f"turn {i + 1} is not found in the rendered conversation"))
+                notes.append(
+                    Note(
+                        "turn_not_scored", f"turn {i + 1} is not found in the rendered conversation"
+                    )
+                )
                 continue
             stop = place + len(turn["content"].strip())
-            end = next((j for j, at in enumerate(starts) if at >= stop and j >= begin - shift), len(starts)) + shift
+            end = (
+                next(
+                    (j for j, at in enumerate(starts) if at >= stop and j >= begin - shift),
+                    len(starts),
+                )
+                + shift
+            )
             if turn.get("tool_calls"):  # they follow the content, up to the end of the turn
                 end = next((j for j in range(end, len(ids)) if ids[j] in self.special_ids), end)
             ended = end < len(ids) and ids[end] in self.added
@@ -482,19 +575,38 @@ class Encoder:
 
     def _keep_ends(self, pair: Encoded, limit: int, told: str) -> Encoded | Bad:
         """TRL's keep_end before 0.29: each sequence loses its own beginning, so that they share none any more."""
-        both = [(pair.prompt + pair.chosen, pair.chosen_scored), (pair.prompt + pair.rejected, pair.rejected_scored)]
+        both = [
+            (pair.prompt + pair.chosen, pair.chosen_scored),
+            (pair.prompt + pair.rejected, pair.rejected_scored),
+        ]
         cut = [max(0, len(ids) - limit) for ids, _ in both]
         chosen, rejected = (ids[n:] for (ids, _), n in zip(both, cut, strict=True))
         if chosen == rejected:
-            return Bad("identical_after_truncation", f"the last {limit} tokens of both are the same; {told}")
-        scored = [_spans([(a - n, b - n) for a, b in spans]) for (_, spans), n in zip(both, cut, strict=True)]
-        return Encoded([], chosen, rejected, scored[0], scored[1], [*pair.notes, Note("truncated_prompt", told)])
+            return Bad(
+                "identical_after_truncation",
+                f"the last {limit} tokens of both are the same; {told}",
+            )
+        scored = [
+            _spans([(a - n, b - n) for a, b in spans])
+            for (_, spans), n in zip(both, cut, strict=True)
+        ]
+        return Encoded(
+            [],
+            chosen,
+            rejected,
+            scored[0],
+            scored[1],
+            [*pair.notes, Note("truncated_prompt", told)],
+        )
 
     def _cut_answers(self, pair: Encoded, limit: int, told: str) -> Encoded | Bad:
         room = limit - len(pair.prompt)
         chosen, rejected = pair.chosen[:room], pair.rejected[:room]
         if chosen == rejected:
-            return Bad("identical_after_truncation", f"the first {room} tokens of both answers are the same; {told}")
+            return Bad(
+                "identical_after_truncation",
+                f"the first {room} tokens of both answers are the same; {told}",
+            )
         notes = [
             *pair.notes,
             Note("truncated_response", told),
@@ -532,7 +644,11 @@ def _as_turns(pair: TextPair) -> _Turns:
     """Strings are one question and its answer."""
     prompt, chosen, rejected = (
         ({"role": role, "content": part},) if isinstance(part, str) else part
-        for role, part in (("user", pair.prompt), ("assistant", pair.chosen), ("assistant", pair.rejected))
+        for role, part in (
+            ("user", pair.prompt),
+            ("assistant", pair.chosen),
+            ("assistant", pair.rejected),
+        )
     )
     return _Turns(prompt, (chosen, rejected), pair.tools, pair.template_kwargs)
 

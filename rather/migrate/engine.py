@@ -12,6 +12,7 @@ import yaml
 
 from rather.config.keys import table
 from rather.config.load import config_from_dict
+from rather.config.redaction import looks_secret
 from rather.config.schema import DPOConfig
 from rather.config.values import MASK
 from rather.errors import ConfigError
@@ -30,11 +31,14 @@ from rather.migrate.rules import (
     Rule,
 )
 from rather.migrate.source import Source, flat
-from rather.redaction import looks_secret
 
 ORDER = (KEPT, RENAMED, CHANGED, WRITTEN, OPEN, IMPOSSIBLE, UNKNOWN, NEEDLESS)
 MODEL, PAIRS = "pretrain", "actor_train.data_args.file_name"
-MAPPINGS = (".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # keys of ours that hold any name
+MAPPINGS = (
+    ".strategy_config.",
+    ".lr_scheduler_kwargs.",
+    "system_envs.",
+)  # keys of ours that hold any name
 DEVICES = "actor_train.device_mapping"
 PLACES = {MODEL: "path/to/model", PAIRS: "path/to/pairs.jsonl"}
 
@@ -94,8 +98,15 @@ class Migrated:
     def yaml(self) -> str:
         told = [row for row in self.rows if row.status in (OPEN, IMPOSSIBLE, UNKNOWN)]
         lines = [f"# Made by `rather migrate` from {self.source.name} ({self.peer.name})."]
-        lines += [f"# {row.status}: {row.key} = {_short(row.value)}; {row.outcome.note}".rstrip("; ") for row in told]
-        return "\n".join(lines) + "\n" + yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
+        lines += [
+            f"# {row.status}: {row.key} = {_short(row.value)}; {row.outcome.note}".rstrip("; ")
+            for row in told
+        ]
+        return (
+            "\n".join(lines)
+            + "\n"
+            + yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
+        )
 
 
 def guess(source: Source, peers: Mapping[str, Peer]) -> Peer:
@@ -121,7 +132,9 @@ def migrate(source: Source, peer: Peer, devices: int | None = None) -> Migrated:
     given = {**defaults, **written}
     rows = [_row(peer, key, value, given) for key, value in written.items()]
     said = {path for row in rows for path in row.outcome.values}
-    rows += [row for key in defaults if key not in written and (row := _default(peer, key, given, said))]
+    rows += [
+        row for key in defaults if key not in written and (row := _default(peer, key, given, said))
+    ]
     rows += _device_rows(devices or source.devices)
     rows += [row for path in PLACES if (row := _place(path, rows))]
     rows, config = _judged(rows)
@@ -132,7 +145,9 @@ def migrate(source: Source, peer: Peer, devices: int | None = None) -> Migrated:
 def _without_no(peer: Peer, key: str, value: Any) -> tuple[str, Any]:
     """`--no_remove_unused_columns` says remove_unused_columns: false."""
     short = key.removeprefix("no_")
-    turned = short != key and peer.rule(key) is None and peer.rule(short) is not None and value is True
+    turned = (
+        short != key and peer.rule(key) is None and peer.rule(short) is not None and value is True
+    )
     return (short, False) if turned else (key, value)
 
 
@@ -161,7 +176,9 @@ def _row(peer: Peer, key: str, value: Any, given: Given) -> Row:
     row = _ruled(peer, key, value, given)
     if not (looks_secret(key) and isinstance(value, str)) or _written_openly(row):
         return row
-    return Row(key, MASK, Outcome(IMPOSSIBLE, note="a secret is not written; give it in the environment"))
+    return Row(
+        key, MASK, Outcome(IMPOSSIBLE, note="a secret is not written; give it in the environment")
+    )
 
 
 def _written_openly(row: Row) -> bool:
@@ -178,11 +195,17 @@ def _ruled(peer: Peer, key: str, value: Any, given: Given) -> Row:
     except Refused as why:
         return Row(key, value, Outcome(IMPOSSIBLE, note=str(why)))
     except (TypeError, ValueError, AttributeError, LookupError):
-        return Row(key, value, Outcome(IMPOSSIBLE, note=f"{_short(value)} is not a value that {peer.name} takes"))
+        return Row(
+            key,
+            value,
+            Outcome(IMPOSSIBLE, note=f"{_short(value)} is not a value that {peer.name} takes"),
+        )
     absent = [path for path in outcome.values if not _exists(path)]
     if absent:
         return Row(key, value, Outcome(IMPOSSIBLE, note=f"this version has no {', '.join(absent)}"))
-    same = outcome.status == RENAMED and all(key in (path, path.rpartition(".")[2]) for path in outcome.values)
+    same = outcome.status == RENAMED and all(
+        key in (path, path.rpartition(".")[2]) for path in outcome.values
+    )
     return Row(key, value, Outcome(KEPT, outcome.values, outcome.note) if same else outcome)
 
 
@@ -201,14 +224,22 @@ def _default(peer: Peer, key: str, given: Given, said: set[str]) -> Row | None:
     if not differ:
         return None
     ours = ", ".join(_short(table()[path].default) for path in differ if path in table())
-    note = f"{peer.name}'s default" + (f"; ours is {ours}" if ours else "") + (f"; {outcome.note}" * bool(outcome.note))
+    note = (
+        f"{peer.name}'s default"
+        + (f"; ours is {ours}" if ours else "")
+        + (f"; {outcome.note}" * bool(outcome.note))
+    )
     return Row(key, given[key], Outcome(WRITTEN, differ, note))
 
 
 def _device_rows(devices: int | None) -> list[Row]:
     if devices is None or devices == 1:
         return []
-    return [Row("(devices)", devices, Outcome(WRITTEN, {DEVICES: f"0-{devices - 1}"}, "of the launcher"))]
+    return [
+        Row(
+            "(devices)", devices, Outcome(WRITTEN, {DEVICES: f"0-{devices - 1}"}, "of the launcher")
+        )
+    ]
 
 
 def _place(path: str, rows: list[Row]) -> Row | None:
@@ -229,7 +260,7 @@ def _judged(rows: list[Row]) -> tuple[list[Row], DPOConfig]:
     while True:
         try:
             config = config_from_dict(nested(_values(rows)))
-            from rather.objective import from_config
+            from rather.losses.objective import from_config
 
             from_config(config)
             return rows, config
@@ -243,9 +274,15 @@ def _judged(rows: list[Row]) -> tuple[list[Row], DPOConfig]:
 def _without(row: Row, problems: list[str]) -> Row:
     for problem in problems:
         keys, _, text = problem.partition(": ")
-        refused = [path for path in row.outcome.values if any(_within(path, key) for key in keys.split(", "))]
+        refused = [
+            path
+            for path in row.outcome.values
+            if any(_within(path, key) for key in keys.split(", "))
+        ]
         if refused:
-            values = {path: value for path, value in row.outcome.values.items() if path not in refused}
+            values = {
+                path: value for path, value in row.outcome.values.items() if path not in refused
+            }
             return Row(row.key, row.value, Outcome(IMPOSSIBLE, values, text))
     return row
 
@@ -266,6 +303,8 @@ def write(migrated: Migrated, file: Path, *, force: bool = False) -> None:
         with open(file, "w" if force else "x", encoding="utf-8") as out:
             out.write(migrated.yaml())
     except FileExistsError:
-        raise ConfigError(f"{file}: exists already; name another with --out, or replace it with --force.") from None
+        raise ConfigError(
+            f"{file}: exists already; name another with --out, or replace it with --force."
+        ) from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written ({error.strerror}).") from error

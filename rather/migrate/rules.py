@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Given = Mapping[str, Any]  # a peer's keys, nested ones with dots, and its own defaults where nobody wrote them
+Given = Mapping[
+    str, Any
+]  # a peer's keys, nested ones with dots, and its own defaults where nobody wrote them
 NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
 
 KEPT, RENAMED, CHANGED = "kept", "renamed", "changed in meaning"
@@ -31,7 +33,9 @@ class Refused(Exception):
     """A value that has no counterpart; the message says why."""
 
 
-def to(path: str, convert: Converter | Mapping[Any, Any] | None = None, *, note: str = "", **more: Any) -> Rule:
+def to(
+    path: str, convert: Converter | Mapping[Any, Any] | None = None, *, note: str = "", **more: Any
+) -> Rule:
     """Our key of the same meaning. `convert` changes the value; `note` makes it a change in meaning.
 
     Keywords are further keys of ours that go with it, dots written as two underscores.
@@ -41,7 +45,9 @@ def to(path: str, convert: Converter | Mapping[Any, Any] | None = None, *, note:
     def rule(value: Any, given: Given) -> Outcome:
         if value is None:
             return Outcome(NEEDLESS, note="left to the default")
-        return Outcome(CHANGED if note else RENAMED, {path: converted(convert, value), **beside}, note)
+        return Outcome(
+            CHANGED if note else RENAMED, {path: converted(convert, value), **beside}, note
+        )
 
     return rule
 
@@ -61,7 +67,11 @@ def never(why: str, *, unless: tuple[Any, ...] = ()) -> Rule:
 
     def rule(value: Any, given: Given) -> Outcome:
         asks_nothing = value in NOTHING or value in unless
-        return Outcome(NEEDLESS, note="asks for nothing") if asks_nothing else Outcome(IMPOSSIBLE, note=why)
+        return (
+            Outcome(NEEDLESS, note="asks for nothing")
+            if asks_nothing
+            else Outcome(IMPOSSIBLE, note=why)
+        )
 
     return rule
 

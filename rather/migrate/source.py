@@ -18,7 +18,14 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 FILES = (".yaml", ".yml", ".json")
 # Of launchers: how many processes a node runs, and how many nodes.
-PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "n_gpus_per_node", "NPROC_PER_NODE")
+PROCESSES = (
+    "num_processes",
+    "nproc_per_node",
+    "nproc-per-node",
+    "num_gpus",
+    "n_gpus_per_node",
+    "NPROC_PER_NODE",
+)
 LAUNCHER = ("module", "config_file", "config_path", "config_name", "hostfile", "master_port", "master_addr",
             "node_rank", "main_process_port", "rdzv_backend", "rdzv_endpoint", "standalone")  # fmt: skip
 NODES = ("nnodes", "num_nodes", "num_machines", "NNODES")
@@ -45,7 +52,9 @@ def read_file(path: Path) -> Source:
 
 def read_line(line: str, name: str = "the line", folder: Path = Path()) -> Source:
     """A command line as it would be typed: environment, launcher, script, flags; a config file in it is read too."""
-    joined = "\n".join(each for each in line.replace("\\\n", " ").splitlines() if not each.lstrip().startswith("#"))
+    joined = "\n".join(
+        each for each in line.replace("\\\n", " ").splitlines() if not each.lstrip().startswith("#")
+    )
     try:
         words = shlex.split(joined)
     except ValueError as error:
@@ -59,11 +68,15 @@ def read_line(line: str, name: str = "the line", folder: Path = Path()) -> Sourc
             values |= _base(str(value), folder, name)
     flags = {key: value for key, value in written if key and key != "config"}
     launched = (*PROCESSES, *NODES, *LAUNCHER)
-    values |= {key: value for key, value in flags.items() if key not in launched and not key.isupper()}
+    values |= {
+        key: value for key, value in flags.items() if key not in launched and not key.isupper()
+    }
     return Source(name, values, tuple(words), _devices(flags))
 
 
-def flat(values: Mapping[str, Any], whole: tuple[str, ...] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(
+    values: Mapping[str, Any], whole: tuple[str, ...] = (), prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """{"policy": {"precision": "bf16"}} -> ("policy.precision", "bf16"); keys of `whole` keep their mapping."""
     for key, value in values.items():
         path = f"{prefix}{key}"
@@ -105,7 +118,9 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); name a YAML, JSON or text file.") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); name a YAML, JSON or text file."
+        ) from None
 
 
 def _mapping(text: str, path: Path) -> dict[str, Any]:
@@ -123,7 +138,9 @@ def _base(word: str, folder: Path, name: str) -> dict[str, Any]:
     path = Path(word).expanduser()
     found = next((each for each in (folder / path, path) if each.is_file()), None)
     if found is None:
-        raise ConfigError(f"{name}: the config file {word} is not there; run this where the line would be typed.")
+        raise ConfigError(
+            f"{name}: the config file {word} is not there; run this where the line would be typed."
+        )
     return _mapping(_text(found), found)
 
 
@@ -143,7 +160,10 @@ def _written(words: list[str]) -> Iterator[tuple[str, Any]]:
         while not equals and i < len(words) and not _ends_values(words[i]):
             taken.append(words[i])
             i += 1
-        yield _named(key), True if not taken else plain(taken[0]) if len(taken) == 1 else plain(taken)
+        yield (
+            _named(key),
+            True if not taken else plain(taken[0]) if len(taken) == 1 else plain(taken),
+        )
 
 
 def _ends_values(word: str) -> bool:

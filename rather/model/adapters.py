@@ -28,13 +28,13 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rather.checkpoint.sharded_tensors import Place, Stored, Streamed, safetensors_file
 from rather.config.adapters import PISSA
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.errors import CheckpointError, ConfigError
 from rather.model.digest import model_folder
 from rather.model.files import refuse_outside
 from rather.model.policy import START
-from rather.pieces import Place, Stored, Streamed, safetensors_file
 
 TRAINED = "default"  # PEFT's name of the adapter that is trained; its frozen beginning is the adapter START
 CONFIG, WEIGHTS, NOTES = "adapter_config.json", "adapter_model.safetensors", "rather.json"
@@ -87,10 +87,19 @@ def saved_config(folder: Path) -> LoraConfig:
     """Of an adapter on the disk; one that does more than we know is refused."""
     values = _values(folder, CONFIG)
     plain = LoraConfig().to_dict()
-    odd = [key for key, value in values.items() if key not in KNOWN and value and value != plain.get(key)]
+    odd = [
+        key
+        for key, value in values.items()
+        if key not in KNOWN and value and value != plain.get(key)
+    ]
     if values.get("peft_type") != "LORA" or odd:
-        kind = ", ".join(f"{key}: {values[key]}" for key in odd) or f"peft_type: {values.get('peft_type')}"
-        raise ConfigError(f"adapter_name_or_path: {folder} has {kind}, which is not supported; LoRA and its kin are")
+        kind = (
+            ", ".join(f"{key}: {values[key]}" for key in odd)
+            or f"peft_type: {values.get('peft_type')}"
+        )
+        raise ConfigError(
+            f"adapter_name_or_path: {folder} has {kind}, which is not supported; LoRA and its kin are"
+        )
     own = {key: values[key] for key in KNOWN[:6] if values.get(key) is not None}
     return LoraConfig(**own, init_lora_weights=True, task_type="CAUSAL_LM")
 
@@ -175,16 +184,23 @@ def _refuse_unused(causal_lm: Any, config: LoraConfig) -> None:
     """Names that PEFT passes over in silence. It writes all-linear out; a text is a pattern of an existing adapter."""
     targets = [] if isinstance(config.target_modules, str) else sorted(config.target_modules or [])
     whole = config.modules_to_save or []
-    for key, names, kind in (("lora_target", targets, LoraLayer), ("modules_to_save", whole, ModulesToSaveWrapper)):
+    for key, names, kind in (
+        ("lora_target", targets, LoraLayer),
+        ("modules_to_save", whole, ModulesToSaveWrapper),
+    ):
         found = [name for name, module in causal_lm.named_modules() if isinstance(module, kind)]
-        unused = [name for name in names if not any(f".{one}".endswith(f".{name}") for one in found)]
+        unused = [
+            name for name in names if not any(f".{one}".endswith(f".{name}") for one in found)
+        ]
         if unused:
             raise ConfigError(f"{key}: the model has no module that is named {', '.join(unused)}")
 
 
 def _refuse_others(causal_lm: Any) -> None:
     """What PEFT would take, but would be merged to something else, or never be asked."""
-    layers = [module for module in causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     inside = {id(module) for layer in layers for module in layer.modules()}
     for name, module in causal_lm.named_modules():
         if not isinstance(module, LoraLayer):
@@ -204,7 +220,11 @@ def _refuse_others(causal_lm: Any) -> None:
 
 
 def tuned_layers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
+    ]
 
 
 @contextmanager
@@ -214,10 +234,16 @@ def as_it_began(model: nn.Module) -> Iterator[None]:
     Not through PEFT's switches, which also turn gradients off and on: FSDP2 would keep them off.
     """
     layers = tuned_layers(model)
-    kept = any(START in getattr(layer, kind, ()) for layer in layers for kind in ("lora_A", "modules_to_save"))
+    kept = any(
+        START in getattr(layer, kind, ())
+        for layer in layers
+        for kind in ("lora_A", "modules_to_save")
+    )
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
     for layer in layers:
-        layer._active_adapter, layer._disable_adapters = ([START], False) if kept else (layer._active_adapter, True)
+        layer._active_adapter, layer._disable_adapters = (
+            ([START], False) if kept else (layer._active_adapter, True)
+        )
     try:
         yield
     finally:
@@ -255,13 +281,17 @@ class Source:
             return self.base.shape(base_name(name))
         out, inner = self.base.shape(f"{match[1]}.weight")
         rank = self.config.r
-        return {"lora_A": (rank, inner), "lora_B": (out, rank), "lora_magnitude_vector": (out,)}[match[2]]
+        return {"lora_A": (rank, inner), "lora_B": (out, rank), "lora_magnitude_vector": (out,)}[
+            match[2]
+        ]
 
     def read(self, name: str, place: Place) -> Tensor:
         if match := _MATRIX.fullmatch(name):
             return self._begun(match[1])[match[2]][place.slices].clone()
         if self.changes_base and name.endswith(".base_layer.weight"):
-            return self._begun(name.removesuffix(".base_layer.weight"))["base"][place.slices].clone()
+            return self._begun(name.removesuffix(".base_layer.weight"))["base"][
+                place.slices
+            ].clone()
         if self.saved is not None and _WHOLE.fullmatch(name):
             return self.saved.read(_saved_name(name), place)
         return self.base.read(base_name(name), place)
@@ -269,13 +299,18 @@ class Source:
     def _begun(self, module: str) -> dict[str, Tensor]:
         """The whole matrices of one layer; those of the last are kept, for one is asked for several times."""
         if self._last[0] != module:
-            self._last = module, self._loaded(module) if self.saved is not None else self._fresh(module)
+            self._last = (
+                module,
+                self._loaded(module) if self.saved is not None else self._fresh(module),
+            )
         return self._last[1]
 
     def _loaded(self, module: str) -> dict[str, Tensor]:
         assert self.saved is not None
         kinds = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if self.config.use_dora else [])]
-        return {kind: self.saved[_saved_name(f"{module}.{kind}.{TRAINED}.weight")] for kind in kinds}
+        return {
+            kind: self.saved[_saved_name(f"{module}.{kind}.{TRAINED}.weight")] for kind in kinds
+        }
 
     def _fresh(self, module: str) -> dict[str, Tensor]:
         """PEFT's own start of a layer, on the CPU in float32."""
@@ -283,12 +318,20 @@ class Source:
         out, inner = self.base.shape(name)
         asks = self.changes_base or self.config.use_dora
         linear = nn.Linear(inner, out, bias=False, device="meta")
-        linear.weight = nn.Parameter(self.base[name].float() if asks else torch.empty(out, inner), requires_grad=False)
+        linear.weight = nn.Parameter(
+            self.base[name].float() if asks else torch.empty(out, inner), requires_grad=False
+        )
         seed = int.from_bytes(sha256(f"{self.seed} {module}".encode()).digest()[:7], "big")
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # the CPU's alone: of a GPU nothing is put back
-            layer: Any = LoraLinear(linear, TRAINED, self.config, r=self.config.r, lora_alpha=self.config.lora_alpha)
-        begun = {kind: getattr(layer, kind)[TRAINED].weight.detach() for kind in ("lora_A", "lora_B")}
+            torch.default_generator.manual_seed(
+                seed
+            )  # the CPU's alone: of a GPU nothing is put back
+            layer: Any = LoraLinear(
+                linear, TRAINED, self.config, r=self.config.r, lora_alpha=self.config.lora_alpha
+            )
+        begun = {
+            kind: getattr(layer, kind)[TRAINED].weight.detach() for kind in ("lora_A", "lora_B")
+        }
         if self.config.use_dora:
             begun["lora_magnitude_vector"] = layer.lora_magnitude_vector[TRAINED].weight.detach()
         if self.changes_base:
@@ -329,18 +372,31 @@ def adapter_files(
 
     def of(adapter: str) -> dict[str, Tensor]:
         names = [name for name in weights if f".{adapter}." in name]
-        return {_saved_name(name.removeprefix("causal_lm.")): weights[name].float() for name in names}
+        return {
+            _saved_name(name.removeprefix("causal_lm.")): weights[name].float() for name in names
+        }
 
     saved, began, values = of(TRAINED), of(START), config.to_dict()
     if _is_pissa(config.init_lora_weights):
         saved = {name: _difference(name, saved[name], began.get(name)) for name in saved}
         values["r"] = 2 * config.r
-        values["lora_alpha"] = _number(config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2))
-    values |= {"base_model_name_or_path": base, "revision": revision, "init_lora_weights": True, "inference_mode": True}
+        values["lora_alpha"] = _number(
+            config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
+        )
+    values |= {
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
     values["target_modules"] = sorted(config.target_modules or [])
-    (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(
+        json.dumps(values, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8"
+    )
     if quantized:
-        (folder / NOTES).write_text(json.dumps({"quantization": quantized}) + "\n", encoding="utf-8")
+        (folder / NOTES).write_text(
+            json.dumps({"quantization": quantized}) + "\n", encoding="utf-8"
+        )
     with open(folder / WEIGHTS, "xb") as file:
         for chunk in safetensors_file({name: _whole(saved[name]) for name in sorted(saved)}, {}):
             file.write(chunk)
@@ -376,7 +432,9 @@ def _saved(adapter: Path, base: Stored) -> Stored:
         raise ConfigError(f"adapter_name_or_path: {error}") from error
     changed = {_module_of(own) or own for own in (name.removeprefix(_PEFT) for name in saved)}
     if foreign := changed - set(base):
-        raise ConfigError(f"{adapter}: the adapter is of another model: the base has no {min(foreign)}")
+        raise ConfigError(
+            f"{adapter}: the adapter is of another model: the base has no {min(foreign)}"
+        )
     return saved
 
 
@@ -386,7 +444,9 @@ def _module_of(name: str) -> str | None:
     return f"{match[1]}.weight" if match else None
 
 
-def _merged(name: str, base: Stored, config: LoraConfig, saved: Stored, dtype: torch.dtype) -> Streamed:
+def _merged(
+    name: str, base: Stored, config: LoraConfig, saved: Stored, dtype: torch.dtype
+) -> Streamed:
     if _PEFT + name in saved:
         return saved.streamed(_PEFT + name, dtype)
     module = _PEFT + name.removesuffix(".weight")
@@ -397,7 +457,9 @@ def _merged(name: str, base: Stored, config: LoraConfig, saved: Stored, dtype: t
         a, b = (saved[f"{module}.lora_{matrix}.weight"].float() for matrix in "AB")
         weight = base[name].float() + _scale(config) * (b @ a)
         if config.use_dora:
-            weight *= (saved[f"{module}.lora_magnitude_vector"].float() / weight.norm(dim=1))[:, None]
+            weight *= (saved[f"{module}.lora_magnitude_vector"].float() / weight.norm(dim=1))[
+                :, None
+            ]
         yield weight.to(dtype)
 
     return Streamed(dtype, base.shape(name), parts)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rather.batch import Segments
+from rather.data.batch import Segments
 from rather.errors import ConfigError
-from rather.parallel.collectives import Group, gather
+from rather.model.collectives import Group, gather
 
 IMPLEMENTATION = "rather"
 
@@ -46,7 +46,9 @@ def segment_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, N, D], key and value [1, Hkv, N, D] -> [1, N, H, D]."""
     if s_aux is not None:
-        raise ConfigError(f"{type(module).__name__}: attention sinks are not supported; use a model without them")
+        raise ConfigError(
+            f"{type(module).__name__}: attention sinks are not supported; use a model without them"
+        )
     if isinstance(segments, SpreadSegments):
         key, value = _of_all_ranks(key, value, segments.group)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -67,7 +69,13 @@ def _of_all_ranks(key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Ten
 # The lengths are Python numbers: each micro-batch would be compiled anew.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None, cap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    cap: float | None,
 ) -> Tensor:
     key = key.index_select(2, segments.key_index_K)
     value = value.index_select(2, segments.key_index_K)
@@ -75,19 +83,27 @@ def _one_by_one(
     keys = key.split(segments.k_lens, dim=2)
     values = value.split(segments.k_lens, dim=2)
     attend = _soft_capped if cap else _attend
-    out = [attend(q, k, v, scale, window, cap) for q, k, v in zip(queries, keys, values, strict=True)]
+    out = [
+        attend(q, k, v, scale, window, cap) for q, k, v in zip(queries, keys, values, strict=True)
+    ]
     return torch.cat(out, dim=2).transpose(1, 2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, _softcap: float | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, _softcap: float | None
+) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     if q.shape[2] == k.shape[2] and (window is None or window >= k.shape[2]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        )
     mask = _visible(q.shape[2], k.shape[2], window, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def _soft_capped(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def _soft_capped(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     assert softcap is not None
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -105,11 +121,15 @@ def _visible(q: int, k: int, window: int | None, device: torch.device) -> Tensor
 # --- CUDA: one kernel for all segments ---
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, s: Segments, scale: float, window: int | None) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, s: Segments, scale: float, window: int | None
+) -> Tensor:
     left = -1 if window is None else window - 1
     by_token = [x[0].transpose(0, 1) for x in (query, key, value)]
     places = (s.key_index_K, s.order_K, s.start_N, s.cu_q, s.cu_k)
-    out: Tensor = torch.ops.rather.segment_attention(*by_token, *places, s.max_q, s.max_k, scale, left)[0]
+    out: Tensor = torch.ops.rather.segment_attention(
+        *by_token, *places, s.max_q, s.max_k, scale, left
+    )[0]
     return out[None]
 
 
@@ -202,8 +222,12 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))  # type: ignore[return-value]
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )  # type: ignore[return-value]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

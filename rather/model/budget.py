@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rather.batch import PairBatch, TokenPair
+from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.errors import MemoryShortage
 from rather.model.layers import LEVELS, Recompute, arrange_layers
@@ -23,9 +23,15 @@ from rather.model.policy import PolicyModel
 
 log = logging.getLogger(__name__)
 
-TOKENS = {"cpu": 4096, "cuda": 32768}  # of a training micro-batch where nothing is told: no larger one is faster
+TOKENS = {
+    "cpu": 4096,
+    "cuda": 32768,
+}  # of a training micro-batch where nothing is told: no larger one is faster
 LEAST = 3072  # a GPU is badly used below; recomputing activations is then the better choice
-LADDER = {"cpu": 0, "cuda": 512}  # micro-batches are filled up to multiples of it, where shapes are compiled
+LADDER = {
+    "cpu": 0,
+    "cuda": 512,
+}  # micro-batches are filled up to multiples of it, where shapes are compiled
 REHEARSED = (2048, 4096)
 REHEARSED_PAIR = 1024  # tokens of the pairs in them
 PARKING_PAYS = 20_000  # tokens of a step from which bringing a parked reference back is cheaper than recomputing
@@ -77,10 +83,14 @@ def choose_budget(
     needed = max(tokens or least, largest_pair)
     for level in (recompute,) if recompute else LEVELS:
         arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
-        fitting, each = (wanted, None) if tokens and recompute else _tokens_that_fit(policy, trainer)
+        fitting, each = (
+            (wanted, None) if tokens and recompute else _tokens_that_fit(policy, trainer)
+        )
         if fitting < needed and make_room and make_room():
             fitting, each = _tokens_that_fit(policy, trainer)
-        if fitting >= needed and (tried := _largest_tried(policy, trainer, min(wanted, fitting), least, largest_pair)):
+        if fitting >= needed and (
+            tried := _largest_tried(policy, trainer, min(wanted, fitting), least, largest_pair)
+        ):
             return Budget(tried, level, each)
     raise NoRoom(
         f"the policy does not fit: beside its weights and optimizer there is room for micro-batches of {fitting} "
@@ -88,7 +98,9 @@ def choose_budget(
     )
 
 
-def _largest_tried(policy: PolicyModel, trainer: Rehearsing, tokens: int, least: int, largest_pair: int) -> int:
+def _largest_tried(
+    policy: PolicyModel, trainer: Rehearsing, tokens: int, least: int, largest_pair: int
+) -> int:
     """Runs the largest micro-batch that such a budget allows, and halves it until it fits; 0 where none does."""
     while True:
         try:
@@ -102,7 +114,9 @@ def _largest_tried(policy: PolicyModel, trainer: Rehearsing, tokens: int, least:
             torch.cuda.empty_cache()
         if tokens // 2 < least:
             return 0
-        log.warning("a micro-batch of %d tokens was tried: %s Half as many are tried next.", tokens, told)
+        log.warning(
+            "a micro-batch of %d tokens was tried: %s Half as many are tried next.", tokens, told
+        )
         tokens //= 2
 
 
@@ -110,11 +124,17 @@ def _tokens_that_fit(policy: PolicyModel, trainer: Rehearsing) -> tuple[int, flo
     """By a line through the peaks of two rehearsals, and its slope in bytes; 0 where even these do not fit."""
     torch.cuda.empty_cache()
     resting = torch.cuda.memory_allocated()
-    room = SHARE * torch.cuda.mem_get_info()[0]  # with an empty cache: all that others have not taken
+    room = (
+        SHARE * torch.cuda.mem_get_info()[0]
+    )  # with an empty cache: all that others have not taken
     peaks = []
     try:
-        for batch in (batch for tokens in REHEARSED for batch in _rehearsal(policy, tokens, REHEARSED_PAIR)):
-            trainer.rehearse(batch)  # compiles, and leaves gradients, beside which all further micro-batches run
+        for batch in (
+            batch for tokens in REHEARSED for batch in _rehearsal(policy, tokens, REHEARSED_PAIR)
+        ):
+            trainer.rehearse(
+                batch
+            )  # compiles, and leaves gradients, beside which all further micro-batches run
             torch.cuda.reset_peak_memory_stats()
             trainer.rehearse(batch)
             peaks.append(torch.cuda.max_memory_allocated() - resting)
@@ -136,6 +156,8 @@ def _rehearsal(policy: PolicyModel, tokens: int, largest_pair: int) -> list[Pair
     pairs = []
     for size in (largest_pair, *[smaller] * ((tokens - largest_pair) // smaller)):
         answer = max(1, (size - 1) // 2)
-        prompt, chosen, rejected = (random.integers(0, vocabulary, n).astype(np.int32) for n in (1, answer, answer))
+        prompt, chosen, rejected = (
+            random.integers(0, vocabulary, n).astype(np.int32) for n in (1, answer, answer)
+        )
         pairs.append(TokenPair(prompt, chosen, rejected, ((1, 1 + answer),), ((1, 1 + answer),)))
     return pack(pairs, tokens, ladder=LADDER["cuda"])

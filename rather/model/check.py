@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from rather.batch import TokenPair
+from rather.data.batch import TokenPair
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}  # relative, per token
+TOLERANCE = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.float16: 0.02,
+    torch.bfloat16: 0.1,
+}  # relative, per token
 
 
 def check_family(config: PretrainedConfig) -> bool:
@@ -83,7 +88,9 @@ def two_pairs(vocab: int) -> list[TokenPair]:
     random = np.random.default_rng(0)
     pairs = []
     for p, c, r in ((12, 28, 21), (20, 9, 20)):
-        prompt, chosen, rejected = (random.integers(0, vocab, n).astype(np.int32) for n in (p, c, r))
+        prompt, chosen, rejected = (
+            random.integers(0, vocab, n).astype(np.int32) for n in (p, c, r)
+        )
         pairs.append(TokenPair(prompt, chosen, rejected, ((p, p + c),), ((p, p + r),)))
     return pairs
 
@@ -92,8 +99,12 @@ def _padded(model: Any, pair: TokenPair) -> Tensor:
     """Token log-probs of both answers by the model's own forward, one sequence at a time."""
     logps = []
     for response in (pair.chosen, pair.rejected):
-        ids = torch.from_numpy(np.concatenate([pair.prompt, response]).astype(np.int64)).to(model.device)[None]
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
+        ids = torch.from_numpy(np.concatenate([pair.prompt, response]).astype(np.int64)).to(
+            model.device
+        )[None]
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[
+            0, :-1
+        ]
         scored = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[0, 1:, None])[:, 0]
         logps.append(scored[len(pair.prompt) - 1 :].double())
     return torch.cat(logps)
@@ -105,7 +116,9 @@ def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
         torch.default_generator.manual_seed(0)  # the CPU's alone: of a GPU nothing is put back
         small = _shrunken(config.get_text_config(), kv_heads)
         # The config's own choice may name a kernel to be fetched from a hub.
-        twin = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+        twin = AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         for parameter in twin.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.15)  # wide enough that attention matters
@@ -140,6 +153,9 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
                 setattr(small, key, value)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = getattr(small, "rope_parameters", None) or {}
-    for name in rope.keys() & {"short_factor", "long_factor"}:  # longrope has one number per rotary frequency
+    for name in rope.keys() & {
+        "short_factor",
+        "long_factor",
+    }:  # longrope has one number per rotary frequency
         rope[name] = rope[name][: len(rope[name]) * 16 // head_dim]
     return small

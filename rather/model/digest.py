@@ -26,7 +26,11 @@ def model_folder(name: str, revision: str | None) -> Path | None:
         return Path(name).expanduser()
     try:
         wanted = [*FILES, "*.json"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]
+            )
+        )
     except (OSError, ValueError):
         return None
 
@@ -58,4 +62,6 @@ def _forward_fields(config: object) -> object:
     """Also inside the parts of a composed config, such as text_config."""
     if not isinstance(config, dict):
         return config
-    return {key: _forward_fields(value) for key, value in config.items() if key not in NOT_IN_A_FORWARD}
+    return {
+        key: _forward_fields(value) for key, value in config.items() if key not in NOT_IN_A_FORWARD
+    }

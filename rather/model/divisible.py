@@ -27,7 +27,10 @@ def division_problems(name: str, role: RoleConfig) -> Iterator[str]:
         for key in ("num_attention_heads", "num_key_value_heads"):
             if (count := getattr(text, key, None)) and count % wanted.tp:
                 yield f"{name}.strategy_args.tp_size: {wanted.tp} does not divide {key}: {count} of {role.model_path}"
-    stages, layers = wanted.pipeline.stages if wanted.pp > 1 else 1, getattr(text, "num_hidden_layers", None)
+    stages, layers = (
+        wanted.pipeline.stages if wanted.pp > 1 else 1,
+        getattr(text, "num_hidden_layers", None),
+    )
     if layers and stages > layers:
         sizes = f"{wanted.pp} ranks x {wanted.virtual} = {stages} stages"
         yield f"{name}.strategy_args.pp_size: {sizes}, but {role.model_path} has only {layers} layers"

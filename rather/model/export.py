@@ -15,24 +15,30 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rather import faults
+from rather.checkpoint.sharded_tensors import Stored, Streamed, safetensors_file
 from rather.config.paths import is_local
 from rather.config.schema import ModelArgs
 from rather.errors import DiskError
 from rather.model.digest import model_folder
 from rather.model.files import weight_files
 from rather.model.policy import PolicyModel
-from rather.pieces import Stored, Streamed, safetensors_file
 
 LARGEST_FILE = 4_000_000_000  # bytes, as transformers' "4GB"
 
 
-def export_model(policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, card: str) -> None:
+def export_model(
+    policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, card: str
+) -> None:
     """Writes `weights` (names as in the policy) in the dtype of the source model. Complete or not there at all."""
     publish(whole_model(policy, weights, tokenizer, folder), folder, card)
 
 
 def whole_model(
-    policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, largest: int | None = None
+    policy: PolicyModel,
+    weights: Mapping[str, Tensor],
+    tokenizer: Any,
+    folder: Path,
+    largest: int | None = None,
 ) -> Path:
     """The same, not yet published as `folder`, in files of at most so many bytes."""
     model = policy.causal_lm
@@ -43,7 +49,9 @@ def whole_model(
                 state = _state(policy, weights, dtype)
                 model.save_pretrained(temporary, state_dict=state, max_shard_size=largest or "4GB")
         finally:
-            model.config.dtype = dtype  # save_pretrained overwrites it with the dtype it was trained in
+            model.config.dtype = (
+                dtype  # save_pretrained overwrites it with the dtype it was trained in
+            )
         _name_dtype(temporary / "config.json", dtype)
         tokenizer.save_pretrained(temporary)
     return temporary
@@ -55,12 +63,19 @@ def export_stored(model: Any, stored: Stored, tokenizer: Any, folder: Path, card
     They are streamed: no more than some rows of one weight are in memory.
     """
     dtype = model.config.dtype
-    weights = {name.removeprefix("causal_lm."): stored.streamed(name, dtype) for name in sorted(stored)}
+    weights = {
+        name.removeprefix("causal_lm."): stored.streamed(name, dtype) for name in sorted(stored)
+    }
     publish(_streamed(model, weights, tokenizer, folder), folder, card)
 
 
 def export_adapter(
-    model: Any, weights: Mapping[str, Tensor], source: tuple[str, ModelArgs], tokenizer: Any, folder: Path, card: str
+    model: Any,
+    weights: Mapping[str, Tensor],
+    source: tuple[str, ModelArgs],
+    tokenizer: Any,
+    folder: Path,
+    card: str,
 ) -> None:
     """The adapter as PEFT opens it, beside `folder`, and in `folder` the source's weights with it merged in."""
     name, args = source
@@ -71,7 +86,11 @@ def export_adapter(
 
 
 def whole_adapter(
-    model: Any, weights: Mapping[str, Tensor], source: tuple[str, ModelArgs], tokenizer: Any, folder: Path
+    model: Any,
+    weights: Mapping[str, Tensor],
+    source: tuple[str, ModelArgs],
+    tokenizer: Any,
+    folder: Path,
 ) -> Path:
     """The adapter alone, not yet published as `folder`."""
     from rather.model.adapters import adapter_files, config_of
@@ -90,8 +109,7 @@ def whole_adapter(
 def merged_model(
     model: Any, base: Path, adapter: Path, tokenizer: Any, folder: Path, largest: int | None = None
 ) -> Path:
-    """The weights of a base with an adapter merged in, not yet published as `folder`; of `model` its configs are read.
-    """
+    """The weights of a base with an adapter merged in, not yet published as `folder`; of `model` its configs are read."""
     from rather.model.adapters import merged
 
     weights = merged(Stored(weight_files(base)), adapter, model.config.dtype)
@@ -104,7 +122,11 @@ def adapter_beside(folder: Path) -> Path:
 
 
 def _streamed(
-    model: Any, weights: Mapping[str, Streamed], tokenizer: Any, folder: Path, largest: int | None = None
+    model: Any,
+    weights: Mapping[str, Streamed],
+    tokenizer: Any,
+    folder: Path,
+    largest: int | None = None,
 ) -> Path:
     """All but the card, in a folder of another name."""
     with _made(folder) as temporary:
@@ -133,7 +155,9 @@ def _or_nothing(temporary: Path, folder: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if not isinstance(error, OSError | SafetensorError):  # safetensors' own writer gives no OSError
+        if not isinstance(
+            error, OSError | SafetensorError
+        ):  # safetensors' own writer gives no OSError
             raise
         cause = getattr(error, "strerror", None) or error
         raise DiskError(
@@ -146,7 +170,9 @@ def _write_weights(folder: Path, weights: Mapping[str, Streamed], largest: int |
     """One file, or several with the index that transformers reads."""
     shards: list[dict[str, Streamed]] = [{}]
     for name, weight in weights.items():
-        if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + weight.nbytes > (largest or LARGEST_FILE):
+        if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + weight.nbytes > (
+            largest or LARGEST_FILE
+        ):
             shards.append({})
         shards[-1][name] = weight
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -157,8 +183,13 @@ def _write_weights(folder: Path, weights: Mapping[str, Streamed], largest: int |
                 out.write(chunk)
     if len(names) > 1:
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        index = {
+            "metadata": {"total_size": sum(w.nbytes for w in weights.values())},
+            "weight_map": places,
+        }
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def publish(temporary: Path, folder: Path, card: str) -> None:
@@ -172,7 +203,9 @@ def publish(temporary: Path, folder: Path, card: str) -> None:
         _replace(temporary, folder)
 
 
-def _state(policy: PolicyModel, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def _state(
+    policy: PolicyModel, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """The full state dict of the Hugging Face model; tied weights stay one tensor, so they are stored once."""
     trained: dict[int, Tensor] = {}
     for name, parameter in policy.named_parameters():
@@ -197,7 +230,9 @@ def _any_generation_config(model: Any, file: Path) -> Iterator[None]:
 
 def _name_dtype(config_file: Path, dtype: torch.dtype) -> None:
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)  # how it was held in training; what is written is not quantised
+    config.pop(
+        "quantization_config", None
+    )  # how it was held in training; what is written is not quantised
     config["dtype"] = str(dtype).removeprefix("torch.")
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -28,7 +28,11 @@ def _listed(index: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index}: does not name the files of the weights ({error!r})") from error
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
             raise ConfigError(f"{index}: names {name!r}; weights are .safetensors files beside it")
     return names
 
@@ -39,4 +43,6 @@ def refuse_outside(folder: Path, name: str) -> None:
     if homes[0].parent.name == "snapshots":
         homes.append(homes[0].parent.parent / "blobs")
     if target.parent not in homes:
-        raise ConfigError(f"{folder / name}: is a link to {target}, out of its folder; copy the file into it")
+        raise ConfigError(
+            f"{folder / name}: is a link to {target}, out of its folder; copy the file into it"
+        )

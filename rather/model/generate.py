@@ -65,11 +65,18 @@ def end_tokens(causal_lm: Any, tokenizer: Any) -> list[int]:
     """The tokenizer's own, and those that generation_config names: a chat model often ends its turns by another."""
     own = causal_lm.generation_config.eos_token_id
     named = own if isinstance(own, list) else [own]
-    return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *named) if token is not None))
+    return list(
+        dict.fromkeys(token for token in (tokenizer.eos_token_id, *named) if token is not None)
+    )
 
 
 def _settings(decoding: Decoding, ends: list[int]) -> GenerationConfig:
-    sampling = {"do_sample": True, "temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
+    sampling = {
+        "do_sample": True,
+        "temperature": decoding.temperature,
+        "top_p": decoding.top_p,
+        "top_k": 0,
+    }
     return GenerationConfig(
         max_new_tokens=decoding.max_new_tokens,
         eos_token_id=ends or None,

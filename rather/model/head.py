@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rather.parallel.collectives import Group, gathered
+from rather.model.collectives import Group, gathered
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits worked on at a time
-KEEP_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # logits kept from forward to backward, unless told otherwise
+KEEP_BYTES = {
+    "cpu": 2 << 30,
+    "cuda": 8 << 30,
+}  # logits kept from forward to backward, unless told otherwise
 
 
 def token_logps(
@@ -62,7 +65,9 @@ class _Treatment(NamedTuple):
     softcap: float | None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        logits = torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
+        logits = (
+            torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
+        )
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:
@@ -100,16 +105,26 @@ class _TokenLogps(torch.autograd.Function):
             if _fused(logits, treatment):
                 from rather.model.kernels import row_statistics
 
-                row_statistics(logits, targets[rows], logps[rows], lse[rows], squared[rows] if squares else None)
+                row_statistics(
+                    logits,
+                    targets[rows],
+                    logps[rows],
+                    lse[rows],
+                    squared[rows] if squares else None,
+                )
             else:
-                logits = _statistics(logits, targets[rows], logps[rows], lse[rows], largest[rows], treatment)
+                logits = _statistics(
+                    logits, targets[rows], logps[rows], lse[rows], largest[rows], treatment
+                )
                 if squares:
                     squared[rows] = _log_sum_of_squares(logits, lse[rows], largest[rows], treatment)
             if keep:
                 kept.append(logits)
         if words:
             _combine(logps, lse, squared, outside, words.group)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, largest, outside if words else None)
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, lse, largest, outside if words else None
+        )
         ctx.kept, ctx.treatment = kept, treatment
         ctx.mark_non_differentiable(squared)
         return logps, squared
@@ -132,7 +147,11 @@ class _TokenLogps(torch.autograd.Function):
             if _fused(logits, treatment):
                 from rather.model.kernels import logits_gradient_
 
-                hits = targets[rows] if outside is None else targets[rows].masked_fill(outside[rows], -1)
+                hits = (
+                    targets[rows]
+                    if outside is None
+                    else targets[rows].masked_fill(outside[rows], -1)
+                )
                 d_logits = logits_gradient_(logits, lse[rows], hits, grad[rows], treatment.scale)
             else:
                 if not was_kept and _raises(logits, treatment):
@@ -141,7 +160,9 @@ class _TokenLogps(torch.autograd.Function):
                 d_logits = _gradient(logits, *numbers, treatment)
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if ctx.needs_input_grad[1]:
-                d_weight = _added(d_weight, d_logits, hidden[rows], lse.dtype, whole=rows == slice(0, len(hidden)))
+                d_weight = _added(
+                    d_weight, d_logits, hidden[rows], lse.dtype, whole=rows == slice(0, len(hidden))
+                )
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
         if ctx.needs_input_grad[1] and d_weight is None:  # no rows at all
@@ -149,7 +170,9 @@ class _TokenLogps(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
-def _added(d_weight: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torch.dtype, *, whole: bool) -> Tensor:
+def _added(
+    d_weight: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torch.dtype, *, whole: bool
+) -> Tensor:
     """d_weight + d_logits^T hidden. Chunks add up in at least float32: bfloat16 would round each to the sum's size."""
     if d_weight is None and (whole or hidden.dtype == wide):
         return torch.mm(d_logits.t(), hidden)
@@ -191,7 +214,12 @@ def _raise(logits: Tensor, largest: Tensor) -> Tensor:
 
 
 def _statistics(
-    logits: Tensor, targets: Tensor, logps: Tensor, lse: Tensor, largest: Tensor, treatment: _Treatment
+    logits: Tensor,
+    targets: Tensor,
+    logps: Tensor,
+    lse: Tensor,
+    largest: Tensor,
+    treatment: _Treatment,
 ) -> Tensor:
     """Fills in the numbers of each row; returns the logits, as exponentials where that is possible."""
     at_target = logits.gather(1, targets[:, None])[:, 0].to(lse.dtype)
@@ -204,7 +232,9 @@ def _statistics(
     return logits
 
 
-def _log_sum_of_squares(logits: Tensor, lse: Tensor, largest: Tensor, treatment: _Treatment) -> Tensor:
+def _log_sum_of_squares(
+    logits: Tensor, lse: Tensor, largest: Tensor, treatment: _Treatment
+) -> Tensor:
     if _raises(logits, treatment):
         return logits.square().sum(dim=-1).log_() + 2 * (largest - lse)
     return torch.logsumexp(2 * logits.to(lse.dtype), dim=-1) - 2 * lse

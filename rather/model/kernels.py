@@ -24,7 +24,9 @@ def _sum_by_key_kernel(source, order, start, out, WIDTH: tl.constexpr, BLOCK: tl
     total = tl.zeros((BLOCK,), tl.float32)
     for place in range(tl.load(start + token), tl.load(start + token + 1)):
         row = tl.load(order + place).to(tl.int64)
-        total += tl.load(source + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        total += tl.load(source + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + token.to(tl.int64) * WIDTH + columns, total, mask=columns < WIDTH)
 
 
@@ -43,7 +45,15 @@ def sum_by_key(gathered_K: Tensor, order_K: Tensor, start_N: Tensor) -> Tensor:
 
 @triton.jit
 def _row_statistics_kernel(
-    logits, targets, logps, lse, squared, vocabulary, stride, SQUARES: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    logps,
+    lse,
+    squared,
+    vocabulary,
+    stride,
+    SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
@@ -52,7 +62,9 @@ def _row_statistics_kernel(
     total = tl.zeros((), tl.float32)
     total_squares = tl.zeros((), tl.float32)
     for first in range(0, vocabulary, BLOCK):
-        x = tl.load(logits + first + columns, mask=first + columns < vocabulary, other=float("-inf")).to(tl.float32)
+        x = tl.load(
+            logits + first + columns, mask=first + columns < vocabulary, other=float("-inf")
+        ).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, 0))
         shrink = tl.exp(largest - larger)
         e = tl.exp(x - larger)
@@ -68,18 +80,33 @@ def _row_statistics_kernel(
         tl.store(squared + row, 2 * largest + tl.log(total_squares) - 2 * log_sum)
 
 
-def row_statistics(logits: Tensor, targets: Tensor, logps: Tensor, lse: Tensor, squared: Tensor | None) -> None:
+def row_statistics(
+    logits: Tensor, targets: Tensor, logps: Tensor, lse: Tensor, squared: Tensor | None
+) -> None:
     """One pass over the logits: log-sum-exp, log-prob of the target, and log sum p^2 where `squared` is given."""
     rows, vocabulary = logits.shape
     if rows:
-        arguments: tuple[Any, ...] = (logits, targets, logps, lse, lse if squared is None else squared, vocabulary)
+        arguments: tuple[Any, ...] = (
+            logits,
+            targets,
+            logps,
+            lse,
+            lse if squared is None else squared,
+            vocabulary,
+        )
         _row_statistics_kernel[(rows,)](
-            *arguments, logits.stride(0), SQUARES=squared is not None, BLOCK=VOCABULARY_BLOCK, num_warps=16
+            *arguments,
+            logits.stride(0),
+            SQUARES=squared is not None,
+            BLOCK=VOCABULARY_BLOCK,
+            num_warps=16,
         )
 
 
 @triton.jit
-def _logits_gradient_kernel(logits, lse, targets, grad, vocabulary, stride, scale, BLOCK: tl.constexpr):
+def _logits_gradient_kernel(
+    logits, lse, targets, grad, vocabulary, stride, scale, BLOCK: tl.constexpr
+):
     row = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     logits += row.to(tl.int64) * stride
@@ -90,12 +117,22 @@ def _logits_gradient_kernel(logits, lse, targets, grad, vocabulary, stride, scal
     tl.store(logits + columns, g * (hit.to(tl.float32) - p), mask=columns < vocabulary)
 
 
-def logits_gradient_(logits: Tensor, lse: Tensor, targets: Tensor, grad: Tensor, scale: float) -> Tensor:
+def logits_gradient_(
+    logits: Tensor, lse: Tensor, targets: Tensor, grad: Tensor, scale: float
+) -> Tensor:
     """Logits -> grad * scale * (one-hot - softmax), in place."""
     rows, vocabulary = logits.shape
     if rows:
         grid = (triton.cdiv(vocabulary, VOCABULARY_BLOCK), rows)
         _logits_gradient_kernel[grid](
-            logits, lse, targets, grad, vocabulary, logits.stride(0), scale, BLOCK=VOCABULARY_BLOCK, num_warps=8
+            logits,
+            lse,
+            targets,
+            grad,
+            vocabulary,
+            logits.stride(0),
+            scale,
+            BLOCK=VOCABULARY_BLOCK,
+            num_warps=8,
         )
     return logits

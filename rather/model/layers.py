@@ -14,7 +14,11 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rather.errors import ConfigError
@@ -22,7 +26,12 @@ from rather.model.policy import PolicyModel
 
 Recompute = Literal["none", "half", "selective", "full"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-LEVELS: tuple[Recompute, ...] = ("none", "half", "selective", "full")  # ever less memory, ever more time
+LEVELS: tuple[Recompute, ...] = (
+    "none",
+    "half",
+    "selective",
+    "full",
+)  # ever less memory, ever more time
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +42,11 @@ def layers_of(policy: PolicyModel) -> list[Any]:
 
 
 def arrange_layers(
-    policy: PolicyModel, *, recompute: Recompute = "none", offload: bool = False, compiled: bool = False
+    policy: PolicyModel,
+    *,
+    recompute: Recompute = "none",
+    offload: bool = False,
+    compiled: bool = False,
 ) -> None:
     """Sets how the layers run from now on; calling it again replaces what was set before."""
     layers = layers_of(policy)
@@ -44,7 +57,9 @@ def arrange_layers(
             "set actor_train.model_args.disable_gradient_checkpointing to true"
         )
     if not layers and compiled:
-        log.warning("model family '%s' does not mark its layers: it runs without torch.compile", family)
+        log.warning(
+            "model family '%s' does not mark its layers: it runs without torch.compile", family
+        )
     for layer in layers:
         layer.forward = MethodType(_run(type(layer).forward, recompute, offload, compiled), layer)
 
@@ -62,13 +77,17 @@ def plain_layers(policy: PolicyModel) -> Iterator[None]:
 
 
 @cache  # all layers of a class get the same function, and with it the same compiled code
-def _run(forward: Callable[..., Any], recompute: Recompute, offload: bool, compiled: bool) -> Callable[..., Any]:
+def _run(
+    forward: Callable[..., Any], recompute: Recompute, offload: bool, compiled: bool
+) -> Callable[..., Any]:
     run = forward
     if recompute != "none":
         # Not transformers' own checkpointing, which works only in training mode, and that switches dropout on.
         keeping = {"half": _keep_half_of_the_wide, "selective": _keep_narrow_results}
         contexts: Any = {"context_fn": keeping[recompute]} if recompute in keeping else {}
-        run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **contexts)
+        run = partial(
+            checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **contexts
+        )
     if compiled:
         run = torch.compile(run, dynamic=True)
     if offload:

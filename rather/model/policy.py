@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rather import faults
-from rather.batch import PairBatch
+from rather.data.batch import PairBatch
+from rather.model.collectives import Group, enter, gather, leave
 from rather.model.head import Words, token_logps
-from rather.parallel.collectives import Group, enter, gather, leave
 
 START = "reference"  # in the names of the parameters of an adapter's frozen beginning
 
@@ -26,7 +26,9 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.exact: dict[str, Tensor] = {}  # source weights in float32, where this model holds them rounded
+        self.exact: dict[
+            str, Tensor
+        ] = {}  # source weights in float32, where this model holds them rounded
         # What of the whole model lies here. Parameters cut over tp: by name the dimension, and its size in the whole;
         # those that are not cut, but whose gradient is a part of a sum over tp; those that another pipeline stage holds
         # as well, and counts.
@@ -36,7 +38,9 @@ class PolicyModel(nn.Module):
         self.extra_copies: set[str] = set()
         self.vocabulary_size = int(causal_lm.get_input_embeddings().weight.shape[0])
         self.words: Words | None = None  # of the head, where ranks divide the vocabulary
-        self.token_parts = 1  # sequence parallel: into how many the ranks of tp divide the tokens between products
+        self.token_parts = (
+            1  # sequence parallel: into how many the ranks of tp divide the tokens between products
+        )
         self.context: Group | None = None  # ranks that divide the tokens of a micro-batch ...
         self.divide: Callable[[PairBatch], PairBatch] = _all_of_it  # ... and how
         config = causal_lm.config.get_text_config()
@@ -63,7 +67,9 @@ class PolicyModel(nn.Module):
         """Log-prob of each scored token of the micro-batch, in float32; with `squares` also log sum p^2 of each."""
         return self.score(self.hidden(batch)[0], batch, squares=squares)
 
-    def score(self, hidden_ND: Tensor, batch: PairBatch, *, squares: bool = False) -> tuple[Tensor, Tensor]:
+    def score(
+        self, hidden_ND: Tensor, batch: PairBatch, *, squares: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The head alone, on what the base model gave."""
         if self.words and self.token_parts > 1:
             rows_UD = gather(hidden_ND, 0, self.words.group).index_select(0, batch.rows_U)
@@ -108,7 +114,9 @@ class PolicyModel(nn.Module):
         return dict(zip(columns, whole.unbind(), strict=True))
 
 
-def pair_columns(policy: PolicyModel, batch: PairBatch, wanted: Collection[str] = ()) -> dict[str, Tensor]:
+def pair_columns(
+    policy: PolicyModel, batch: PairBatch, wanted: Collection[str] = ()
+) -> dict[str, Tensor]:
     """The columns of a micro-batch: "sum" always, "shared" (within the shorter length) and "squares" when wanted."""
     faults.point("forward")
     own = policy.share(batch)

@@ -67,9 +67,13 @@ class Sizes:
     @property
     def norms(self) -> list[int]:
         """Widths that the norms of one layer work on."""
-        named = {LAYER.split(name)[1]: shape for name, shape in self.shapes.items() if LAYER.search(name)}
+        named = {
+            LAYER.split(name)[1]: shape for name, shape in self.shapes.items() if LAYER.search(name)
+        }
         wide = {"q_norm": self.query, "k_norm": self.key}
-        norms = [key.rsplit(".", 2)[-2] for key in named if "norm" in key and key.endswith("weight")]
+        norms = [
+            key.rsplit(".", 2)[-2] for key in named if "norm" in key and key.endswith("weight")
+        ]
         return [wide.get(name, self.hidden) for name in norms]
 
 
@@ -77,7 +81,9 @@ def sizes_of(name: str, args: ModelArgs) -> Sizes:
     """Of a folder with a config.json, or of a hub model that has been downloaded."""
     folder = _folder(name, args.revision)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)  # local  # nosec B615
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=args.trust_remote_code
+        )  # local  # nosec B615
         shapes = _shapes(config, args)
         text = config.get_text_config()
         heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
@@ -96,7 +102,9 @@ def sizes_of(name: str, args: ModelArgs) -> Sizes:
         )
     except Exception as error:  # a config.json may be anything
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{folder / 'config.json'}: tells no sizes of a causal language model: {said}") from error
+        raise ConfigError(
+            f"{folder / 'config.json'}: tells no sizes of a causal language model: {said}"
+        ) from error
 
 
 def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torch.dtype) -> Any:
@@ -108,20 +116,26 @@ def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torc
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION
+        )
         if args.has_adapter:
             from rather.model.adapters import inject  # PEFT takes seconds to import
 
             inject(model, args)
     for parameter in model.parameters():
         if args.has_adapter and parameter.requires_grad:
-            parameter.data = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(0, 0.02)
+            parameter.data = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(
+                0, 0.02
+            )
     return model.eval()
 
 
 def _shapes(config: Any, args: ModelArgs) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        model: Any = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=args.trust_remote_code
+        )
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -129,11 +143,15 @@ def _folder(name: str, revision: str | None) -> Path:
     if is_local(name):
         folder = Path(name).expanduser()
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder.absolute()}: has no config.json, which tells the sizes of a model.")
+            raise ConfigError(
+                f"{folder.absolute()}: has no config.json, which tells the sizes of a model."
+            )
         return folder
     try:
         wanted = ["config.json", "*.py"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, local_files_only=True))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=wanted, local_files_only=True)
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{name}: is no folder here, and nothing of it has been downloaded; get its config.json with "

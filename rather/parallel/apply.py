@@ -22,7 +22,14 @@ def build_mesh(layout: Layout, device: str) -> Mesh:
     if not torch.distributed.is_initialized():
         return Mesh.one()
     replicate = layout.dp // layout.shard
-    return Mesh.build(pp=layout.pp, replicate=replicate, shard=layout.shard, cp=layout.cp, tp=layout.tp, device=device)
+    return Mesh.build(
+        pp=layout.pp,
+        replicate=replicate,
+        shard=layout.shard,
+        cp=layout.cp,
+        tp=layout.tp,
+        device=device,
+    )
 
 
 def divide(
@@ -42,7 +49,9 @@ def divide(
     """
     _check(policy, mesh, layout, compiled=compiled)
     pipeline = layout.pipeline
-    parts: list[PolicyModel] = [*cut(policy, pipeline, mesh.rank("pp"))] if layout.pp > 1 else [policy]
+    parts: list[PolicyModel] = (
+        [*cut(policy, pipeline, mesh.rank("pp"))] if layout.pp > 1 else [policy]
+    )
     for part in parts:
         split_model(part, mesh, sequence_parallel=layout.sequence_parallel)
         spread_tokens(part, mesh)

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rather.batch import Columns, PairBatch
+from rather.checkpoint.sharded_tensors import Here, Place
 from rather.config.strategies import LANES
+from rather.data.batch import Columns, PairBatch
 from rather.errors import ConfigError
 from rather.model.policy import PolicyModel, pair_columns
-from rather.optim import Optimizer
+from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
-from rather.pieces import Here, Place
 
 WHOLE_VECTORS = 64  # weights: behind the last whole vector, AdamW on a CPU may round in another way
 
@@ -32,18 +32,28 @@ class Canonical:
 
     def __init__(self, policy: PolicyModel, mesh: Mesh, device: str) -> None:
         if mesh.world != mesh.size("dp") or LANES % mesh.world:
-            raise ConfigError("determinism: canonical is for ddp and zero1 on 1, 2 or 4 devices; set it to null")
+            raise ConfigError(
+                "determinism: canonical is for ddp and zero1 on 1, 2 or 4 devices; set it to null"
+            )
         if any(p.requires_grad and p.dtype != torch.float32 for p in policy.parameters()):
-            raise ConfigError("determinism: canonical adds up float32 gradients; set model_args.dtype to fp32")
+            raise ConfigError(
+                "determinism: canonical adds up float32 gradients; set model_args.dtype to fp32"
+            )
         self.policy, self.mesh, self.device = policy, mesh, device
 
     @torch.no_grad()
-    def columns(self, batches: Sequence[PairBatch], wanted: Collection[str]) -> list[dict[str, Tensor]]:
+    def columns(
+        self, batches: Sequence[PairBatch], wanted: Collection[str]
+    ) -> list[dict[str, Tensor]]:
         return [pair_columns(self.policy, batch.to(self.device), wanted) for batch in batches]
 
-    def backward(self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective) -> None:
+    def backward(
+        self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
+    ) -> None:
         own = LANES // self.mesh.world
-        lanes: list[list[Tensor | None]] = [[None] * len(list(self.policy.parameters())) for _ in range(own)]
+        lanes: list[list[Tensor | None]] = [
+            [None] * len(list(self.policy.parameters())) for _ in range(own)
+        ]
         for number, batch in enumerate(batches):
             batch = batch.to(self.device)
             lane = lanes[number % own]
@@ -82,10 +92,17 @@ class RowOptimizer(Optimizer):
 
     rows: Mapping[str, Place]
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, *args: Any, **options: Any
+    ) -> None:
         self.wholes, self.ranks = dict(parameters), range(mesh.world)
-        self.rows = {name: rows_of(p.shape, mesh.rank("dp"), mesh.world) for name, p in self.wholes.items()}
-        own = [(name, nn.Parameter(p.detach()[self.rows[name].slices])) for name, p in self.wholes.items()]
+        self.rows = {
+            name: rows_of(p.shape, mesh.rank("dp"), mesh.world) for name, p in self.wholes.items()
+        }
+        own = [
+            (name, nn.Parameter(p.detach()[self.rows[name].slices]))
+            for name, p in self.wholes.items()
+        ]
         super().__init__(own, *args, **options)
         self.masters = {name: p.detach() for name, p in self.wholes.items()}
 
@@ -105,7 +122,9 @@ class RowOptimizer(Optimizer):
         for parameter in self.wholes.values():
             parameter.grad = None
 
-    def load(self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], updates: int) -> None:
+    def load(
+        self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], updates: int
+    ) -> None:
         super().load(Here(masters, self.rows), Here(moments, self.rows), updates)
         self._share()
 

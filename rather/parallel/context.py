@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rather.batch import PairBatch, Segments
+from rather.data.batch import PairBatch, Segments
 from rather.model.attention import SpreadSegments
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
@@ -33,7 +33,11 @@ def spread_tokens(policy: PolicyModel, mesh: Mesh) -> None:
     if group := mesh.group("cp"):
         policy.context = group.group_name
         policy.divide = partial(
-            share_of, rank=mesh.rank("cp"), ranks=mesh.size("cp"), group=group.group_name, multiple=multiple
+            share_of,
+            rank=mesh.rank("cp"),
+            ranks=mesh.size("cp"),
+            group=group.group_name,
+            multiple=multiple,
         )
     elif multiple > 1:
         policy.divide = partial(filled_up, multiple=multiple)
@@ -56,7 +60,9 @@ def filled_up(batch: PairBatch, multiple: int) -> PairBatch:
     )
 
 
-def share_of(batch: PairBatch, *, rank: int, ranks: int, group: str, multiple: int = 1) -> PairBatch:
+def share_of(
+    batch: PairBatch, *, rank: int, ranks: int, group: str, multiple: int = 1
+) -> PairBatch:
     """One rank's tokens, and of the scored tokens those that they predict; a multiple of `multiple` tokens."""
     if isinstance(batch.segments, SpreadSegments):
         return batch
@@ -78,17 +84,27 @@ def share_of(batch: PairBatch, *, rank: int, ranks: int, group: str, multiple: i
 def _order(tokens: int, ranks: int) -> Places:
     """All tokens in the order in which the ranks hold them."""
     chunks = np.arange(tokens).reshape(2 * ranks, -1)
-    return np.concatenate([chunks[each] for rank in range(ranks) for each in (rank, 2 * ranks - 1 - rank)])
+    return np.concatenate(
+        [chunks[each] for rank in range(ranks) for each in (rank, 2 * ranks - 1 - rank)]
+    )
 
 
 def _own_segments(segments: Segments, own: Places, place: Places, group: str) -> SpreadSegments:
     """Every stretch of own tokens within a segment is a segment, with all keys up to its end."""
     keys = place[segments.key_index_K.numpy()]
     half = len(own) // 2
-    pieces = [piece for first in own[::half].tolist() for piece in _pieces(segments, first, first + half)]
+    pieces = [
+        piece for first in own[::half].tolist() for piece in _pieces(segments, first, first + half)
+    ]
     index = np.concatenate([keys[begin:end] for _, begin, end in pieces])
-    cut = Segments.of([q for q, _, _ in pieces], [end - begin for _, begin, end in pieces], torch.from_numpy(index))
-    starts = np.searchsorted(np.sort(index), np.arange(len(place) + 1)).astype(np.int32)  # over all ranks' tokens
+    cut = Segments.of(
+        [q for q, _, _ in pieces],
+        [end - begin for _, begin, end in pieces],
+        torch.from_numpy(index),
+    )
+    starts = np.searchsorted(np.sort(index), np.arange(len(place) + 1)).astype(
+        np.int32
+    )  # over all ranks' tokens
     known = {field.name: getattr(cut, field.name) for field in fields(cut)}
     return SpreadSegments(**{**known, "start_N": torch.from_numpy(starts)}, group=group)
 

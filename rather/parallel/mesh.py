@@ -16,7 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rather.errors import ConfigError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
-SPANS: Mapping[str, tuple[str, ...]] = {**{axis: (axis,) for axis in AXES}, "dp": ("replicate", "shard")}
+SPANS: Mapping[str, tuple[str, ...]] = {
+    **{axis: (axis,) for axis in AXES},
+    "dp": ("replicate", "shard"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,13 @@ class Mesh:
 
     @staticmethod
     def build(
-        *, pp: int = 1, replicate: int = 1, shard: int = 1, cp: int = 1, tp: int = 1, device: str = "cpu"
+        *,
+        pp: int = 1,
+        replicate: int = 1,
+        shard: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        device: str = "cpu",
     ) -> Mesh:
         """The mesh of all ranks of the process group that is already there. Collective."""
         sizes = dict(zip(AXES, (pp, replicate, shard, cp, tp), strict=True))
@@ -47,7 +56,9 @@ class Mesh:
         devices = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=AXES)
         groups = {axis: devices.get_group(axis) for axis in AXES if sizes[axis] > 1}
         if replicate * shard > 1:
-            dealt = init_device_mesh(kind, (pp, replicate * shard, cp * tp), mesh_dim_names=("pp", "dp", "inner"))
+            dealt = init_device_mesh(
+                kind, (pp, replicate * shard, cp * tp), mesh_dim_names=("pp", "dp", "inner")
+            )
             groups["dp"] = dealt.get_group("dp")
         return Mesh(sizes, {axis: devices.get_local_rank(axis) for axis in AXES}, groups, kind)
 
@@ -76,5 +87,7 @@ class Mesh:
         """
         pp, replicate, shard, cp, tp = (self.size(axis) for axis in AXES)
         inner = (replicate, shard * cp) if sharded else (replicate * shard * cp, 1)
-        whole = init_device_mesh(self.device, (pp, *inner, tp), mesh_dim_names=("pp", "replicas", "shards", "tp"))
+        whole = init_device_mesh(
+            self.device, (pp, *inner, tp), mesh_dim_names=("pp", "replicas", "shards", "tp")
+        )
         return whole["replicas", "shards"]

@@ -12,14 +12,20 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
+from rather.checkpoint.sharded_tensors import Place
 from rather.model.layers import layers_of
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
 from rather.parallel.tensor import part
-from rather.pieces import Place
 
 Stage = Literal["ddp", "zero1", "zero2", "zero3"]
 STAGES: tuple[Stage, ...] = ("ddp", "zero1", "zero2", "zero3")
@@ -54,7 +60,8 @@ def shard(policy: PolicyModel, mesh: Mesh, sharding: Sharding) -> None:
         "mesh": mesh.plane(sharded=sharding.stage != "ddp"),
         "reshard_after_forward": sharding.stage == "zero3",
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=sharding.compute if narrow else None, reduce_dtype=torch.float32 if narrow else None
+            param_dtype=sharding.compute if narrow else None,
+            reduce_dtype=torch.float32 if narrow else None,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         if sharding.offload
@@ -98,7 +105,9 @@ def local(tensor: Tensor) -> Tensor:
 
 def places(policy: Divided, mesh: Mesh) -> dict[str, Place]:
     """Which part of each whole parameter this rank holds; names and shapes are those of the undivided model."""
-    return {name: _place(name, parameter, policy, mesh) for name, parameter in policy.named_parameters()}
+    return {
+        name: _place(name, parameter, policy, mesh) for name, parameter in policy.named_parameters()
+    }
 
 
 def counted(policy: Divided, mesh: Mesh) -> set[str]:

@@ -28,8 +28,8 @@ from torch.distributed.pipelining import (
 )
 
 from rather import faults
-from rather.batch import Columns, PairBatch, Segments
 from rather.config.pipelines import Pipeline
+from rather.data.batch import Columns, PairBatch, Segments
 from rather.data.pack import FILLER_SEGMENT, pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
@@ -37,7 +37,9 @@ from rather.model.check import twin_of, two_pairs
 from rather.model.policy import PolicyModel, pair_columns
 from rather.parallel.mesh import Mesh
 
-Objective = Callable[[PairBatch, Columns], Tensor]  # a micro-batch and its columns -> what to minimise
+Objective = Callable[
+    [PairBatch, Columns], Tensor
+]  # a micro-batch and its columns -> what to minimise
 
 # On any error it prints the whole schedule, thousands of lines, before it raises.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -98,12 +100,16 @@ class Stage(PolicyModel):
         super().__init__(causal_lm)
         total = len(causal_lm.base_model.layers)
         self.first, self.last = layers.start == 0, layers.stop == total
-        self.tied = causal_lm.get_input_embeddings().weight is causal_lm.get_output_embeddings().weight
+        self.tied = (
+            causal_lm.get_input_embeddings().weight is causal_lm.get_output_embeddings().weight
+        )
         self.batches: Sequence[PairBatch] = ()  # all of the step, this rank's share of each
         self.wanted: Collection[str] = ()
         self._inbox = _Inbox()
         for index in set(range(total)) - set(layers):
-            causal_lm.base_model.layers[index] = _PassThrough() if self.first or index else _Entrance(self._inbox)
+            causal_lm.base_model.layers[index] = (
+                _PassThrough() if self.first or index else _Entrance(self._inbox)
+            )
         self._strip_ends(*_ends(causal_lm))
 
     def forward(self, *received: Tensor, where: Tensor) -> Tensor:  # type: ignore[override]
@@ -117,13 +123,19 @@ class Stage(PolicyModel):
         if self.last:
             scored = self.score(hidden[0], batch, squares="squares" in self.wanted)
             return torch.stack(list(self.pair_sums(*scored, batch, self.wanted).values()))
-        return hidden.clone() if hidden._is_view() else hidden  # schedules detach in place, which views refuse
+        return (
+            hidden.clone() if hidden._is_view() else hidden
+        )  # schedules detach in place, which views refuse
 
     def _strip_ends(self, before: str, after: str) -> None:
         """Replaces embedding, norm and head where other stages hold them."""
         base, embedding = self.causal_lm.base_model, self.causal_lm.get_input_embeddings()
         if not self.first:
-            setattr(base, before, _Entrance(self._inbox, embedding.weight if self.tied and self.last else None))
+            setattr(
+                base,
+                before,
+                _Entrance(self._inbox, embedding.weight if self.tied and self.last else None),
+            )
         if not self.last:
             setattr(base, after, _PassThrough())
             self.causal_lm.set_output_embeddings(nn.Identity())
@@ -164,7 +176,9 @@ def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
     tensors = {id(tensor): tensor for tensor in chain(policy.parameters(), policy.buffers())}
     stages = []
     for number in pipeline.stages_of(rank):
-        stage = Stage(copy.deepcopy(policy.causal_lm, dict(tensors)), pipeline.layers_of(number, layers))
+        stage = Stage(
+            copy.deepcopy(policy.causal_lm, dict(tensors)), pipeline.layers_of(number, layers)
+        )
         names = {name for name, _ in stage.named_parameters()}
         stage.exact = {name: weights for name, weights in policy.exact.items() if name in names}
         stage.training = policy.training  # its parts have theirs already
@@ -207,7 +221,11 @@ class _Stage(PipelineStage):
         self._graphs: dict[int, list[Any]] = {}
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         """torch detaches the outputs here and keeps nodes for the second half, but a node in Python, as the head's
         is, does not keep the graph that owns it."""
@@ -239,7 +257,9 @@ class _Stage(PipelineStage):
         """Two stages on one rank hand over gradients; torch does not ask whether there are any."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -247,13 +267,18 @@ class _Stage(PipelineStage):
 class Stages(nn.Module):
     """The stages of this rank and the schedule that runs them: what a trainer runs where the model is cut."""
 
-    def __init__(self, stages: Sequence[Stage], pipeline: Pipeline, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], pipeline: Pipeline, mesh: Mesh, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self.pipeline, self.dtype = pipeline, dtype
         self._own = list(stages)
         self._rank, self._group = mesh.rank("pp"), mesh.group("pp")
-        self._first_rank, self._last_rank = pipeline.rank_of(0), pipeline.rank_of(pipeline.stages - 1)
+        self._first_rank, self._last_rank = (
+            pipeline.rank_of(0),
+            pipeline.rank_of(pipeline.stages - 1),
+        )
         self._schedule: tuple[tuple[int, int], Any] | None = None
         self._objective: Objective | None = None
         self._names: list[str] = []
@@ -305,7 +330,9 @@ class Stages(nn.Module):
             yield own, parameter
 
     @torch.no_grad()
-    def columns(self, batches: Sequence[PairBatch], wanted: Collection[str]) -> list[dict[str, Tensor]] | None:
+    def columns(
+        self, batches: Sequence[PairBatch], wanted: Collection[str]
+    ) -> list[dict[str, Tensor]] | None:
         """Of each micro-batch, without gradients; None on ranks without the last stage."""
         at_once = EVALUATED * self.pipeline.multiple
         found: list[dict[str, Tensor]] = []
@@ -315,7 +342,9 @@ class Stages(nn.Module):
             found += [self._columns[i] for i in range(len(part)) if self._columns]
         return found if self._rank == self._last_rank else None
 
-    def backward(self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective) -> None:
+    def backward(
+        self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
+    ) -> None:
         """Leaves the gradients of the sum of all objectives in the parameters. Called on the last stage alone."""
         self._run(batches, wanted, objective)
 
@@ -335,7 +364,9 @@ class Stages(nn.Module):
             work.wait()
         gradient.add_(theirs)
 
-    def _run(self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective | None) -> None:
+    def _run(
+        self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective | None
+    ) -> None:
         number = self.pipeline.microbatches(len(batches))
         tokens = max(len(batch.ids_N) for batch in batches)
         filled = [_filled(batch, tokens) for batch in batches]
@@ -359,23 +390,35 @@ class Stages(nn.Module):
             return output.sum()
         columns = dict(zip(self._names, output, strict=True))
         self._columns[number] = {name: column.detach().clone() for name, column in columns.items()}
-        return self._objective(self._own[-1].batches[number], columns) if self._objective else output.sum()
+        return (
+            self._objective(self._own[-1].batches[number], columns)
+            if self._objective
+            else output.sum()
+        )
 
     def _scheduled(self, number: int, tokens: int) -> Any:
         """The schedule of so many micro-batches of one size; it is kept while both stay."""
         if self._schedule is None or self._schedule[0] != (number, tokens):
             self._schedule = None  # frees its buffers first
             places = self.pipeline.stages_of(self._rank)
-            stages = [self._stage(stage, place, tokens) for stage, place in zip(self._own, places, strict=True)]
+            stages = [
+                self._stage(stage, place, tokens)
+                for stage, place in zip(self._own, places, strict=True)
+            ]
             make = SCHEDULES[self.pipeline.schedule]
             own = stages[0] if self.pipeline.rule.most_virtual == 1 else stages
-            self._schedule = (number, tokens), make(own, number, loss_fn=self._loss, scale_grads=False)
+            self._schedule = (
+                (number, tokens),
+                make(own, number, loss_fn=self._loss, scale_grads=False),
+            )
         return self._schedule[1]
 
     def _stage(self, stage: Stage, place: int, tokens: int) -> _Stage:
         """Shapes are told, so that torch need not find them out by running the model once more."""
         width = stage.causal_lm.config.get_text_config().hidden_size
-        hidden = torch.empty((1, tokens, width), dtype=self.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(
+            (1, tokens, width), dtype=self.dtype, device="meta", requires_grad=True
+        )
         return _Stage(
             stage,
             place,

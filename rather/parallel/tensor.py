@@ -20,14 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rather.batch import PairBatch
+from rather.data.batch import PairBatch
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import twin_of, two_pairs
-from rather.model.head import Words
-from rather.model.policy import PolicyModel
-from rather.parallel.collectives import (
+from rather.model.collectives import (
     Group,
     all_reduce_,
     enter,
@@ -38,6 +36,8 @@ from rather.parallel.collectives import (
     own_part,
     scatter_sum,
 )
+from rather.model.head import Words
+from rather.model.policy import PolicyModel
 from rather.parallel.context import filled_up
 from rather.parallel.mesh import Mesh
 
@@ -45,7 +45,9 @@ COLUMN = ("colwise", "colwise_gather_output")
 ROW = ("rowwise", "rowwise_split_input")
 SUMMED = "replicated_with_grad_allreduce"
 VOCABULARY = "embedding_rowwise"  # embedding and head are cut whatever the plan says
-TOLERANCE = 1e-3  # between a divided twin and a whole one, relative to the largest number of each tensor
+TOLERANCE = (
+    1e-3  # between a divided twin and a whole one, relative to the largest number of each tensor
+)
 TOKENS = 1  # the dimension of hidden states [1, N, D]
 
 
@@ -88,7 +90,9 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
             _cut_adapters(policy, names, module, "lora_A", 1, ranks)
             linear = _linear_of(module)
             _cut(policy, names, linear, "weight", 1, ranks)
-            _end_region(region, child, _RowLinear(linear), ranks, whole_input=style == "rowwise_split_input")
+            _end_region(
+                region, child, _RowLinear(linear), ranks, whole_input=style == "rowwise_split_input"
+            )
         else:
             _cut_adapters(policy, names, module, "lora_B", 0, ranks)
             linear = _linear_of(module)
@@ -123,13 +127,21 @@ def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> 
         found = _with_gradients(divided, filled_up(batch, divided.token_parts))
         all_reduce_([found[name] for name in sorted(divided.tp_partial & found.keys())], group)
     except RuntimeError as error:
-        raise ConfigError(f"tp_size: {tp}: model family '{config.model_type}' cannot be divided ({error})") from error
+        raise ConfigError(
+            f"tp_size: {tp}: model family '{config.model_type}' cannot be divided ({error})"
+        ) from error
     for name, dim in divided.tp_dims.items():
         expected[name] = _own(expected[name], dim, mesh.rank("tp"), tp)
-    off = {name: float((found[name] - one).abs().max() / (1e-6 + one.abs().max())) for name, one in expected.items()}
+    off = {
+        name: float((found[name] - one).abs().max() / (1e-6 + one.abs().max()))
+        for name, one in expected.items()
+    }
     worst = max(gathered(torch.tensor(list(off.values())), group.group_name).amax(dim=0).tolist())
     if not worst < TOLERANCE:
-        names = ", ".join([name for name in off if not off[name] < TOLERANCE][:3]) or "those of another rank"
+        names = (
+            ", ".join([name for name in off if not off[name] < TOLERANCE][:3])
+            or "those of another rank"
+        )
         raise ConfigError(
             f"tp_size: {tp}: model family '{config.model_type}' cannot be divided by transformers' plan: log-probs or "
             f"gradients differ by {worst:.2g} ({names}); set tp_size to 1"
@@ -139,7 +151,10 @@ def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> 
 def _with_gradients(policy: PolicyModel, batch: PairBatch) -> dict[str, Tensor]:
     logps = policy(batch)[0]
     logps.sin().sum().backward()
-    return {"log-probs": logps.detach(), **{n: p.grad for n, p in policy.named_parameters() if p.grad is not None}}
+    return {
+        "log-probs": logps.detach(),
+        **{n: p.grad for n, p in policy.named_parameters() if p.grad is not None},
+    }
 
 
 # --- what is cut ---
@@ -151,7 +166,9 @@ def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
     plan: dict[str, str] = causal_lm.tp_plan or {}
     styles = {style for name, style in plan.items() if name != "lm_head"}
     if not styles & {*COLUMN, *ROW}:
-        raise ConfigError(f"tp_size: {tp}, but transformers has no tensor parallel plan for model family '{family}'")
+        raise ConfigError(
+            f"tp_size: {tp}, but transformers has no tensor parallel plan for model family '{family}'"
+        )
     if unknown := styles - {*COLUMN, *ROW, SUMMED, VOCABULARY}:
         raise ConfigError(
             f"tp_size: {tp}, but the plan of model family '{family}' has {', '.join(sorted(unknown))}, "
@@ -170,19 +187,32 @@ def _refuse_indivisible(causal_lm: Any, name: str, module: Any, style: str, tp: 
     module = _linear_of(module)
     if not isinstance(module, nn.Linear):
         family = causal_lm.config.model_type
-        raise ConfigError(f"tp_size: model family '{family}': {name} is a {type(module).__name__}, no linear layer")
+        raise ConfigError(
+            f"tp_size: model family '{family}': {name} is a {type(module).__name__}, no linear layer"
+        )
     config = causal_lm.config.get_text_config()
-    counts = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
-    if style not in ("colwise", "rowwise"):  # heads stay whole; only equal parts can be put together again
-        counts = {f"the width of {name}": module.out_features if style in COLUMN else module.in_features}
+    counts = {
+        key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")
+    }
+    if style not in (
+        "colwise",
+        "rowwise",
+    ):  # heads stay whole; only equal parts can be put together again
+        counts = {
+            f"the width of {name}": module.out_features if style in COLUMN else module.in_features
+        }
     elif "att" not in name.rpartition(".")[0].rpartition(".")[2]:
         return
     for what, count in counts.items():
         if count and count % tp:
-            raise ConfigError(f"tp_size: {tp} does not divide {what}: {count} of model '{causal_lm.config.model_type}'")
+            raise ConfigError(
+                f"tp_size: {tp} does not divide {what}: {count} of model '{causal_lm.config.model_type}'"
+            )
 
 
-def _cut(policy: PolicyModel, names: dict[int, str], module: nn.Module, key: str, dim: int, ranks: _Ranks) -> None:
+def _cut(
+    policy: PolicyModel, names: dict[int, str], module: nn.Module, key: str, dim: int, ranks: _Ranks
+) -> None:
     whole: nn.Parameter | None = getattr(module, key)
     if whole is None:
         return
@@ -206,7 +236,9 @@ def _cut_adapters(
     for matrix in getattr(module, which, {}).values():
         _cut(policy, names, matrix, "weight", dim, ranks)
     other = {"lora_A": "lora_B", "lora_B": "lora_A"}[which]
-    policy.tp_partial |= {names[id(matrix.weight)] for matrix in getattr(module, other, {}).values()}
+    policy.tp_partial |= {
+        names[id(matrix.weight)] for matrix in getattr(module, other, {}).values()
+    }
 
 
 def _own(whole: Tensor, dim: int, rank: int, of: int) -> Tensor:
@@ -216,7 +248,10 @@ def _own(whole: Tensor, dim: int, rank: int, of: int) -> Tensor:
 
 def _cut_vocabulary(policy: PolicyModel, names: dict[int, str], ranks: _Ranks) -> None:
     """Embedding and head, where they are here; tied ones are one part. Of the others a stage may hold a stand-in."""
-    embedding, head = policy.causal_lm.get_input_embeddings(), policy.causal_lm.get_output_embeddings()
+    embedding, head = (
+        policy.causal_lm.get_input_embeddings(),
+        policy.causal_lm.get_output_embeddings(),
+    )
     tied = isinstance(head, nn.Linear) and getattr(embedding, "weight", None) is head.weight
     if isinstance(embedding, nn.Embedding):
         own = part(len(embedding.weight), ranks.rank, ranks.of)
@@ -271,7 +306,9 @@ class _RowLinear(nn.Linear):
         return F.linear(x, self.weight)
 
 
-def _end_region(region: nn.Module, child: str, linear: _RowLinear, ranks: _Ranks, *, whole_input: bool) -> None:
+def _end_region(
+    region: nn.Module, child: str, linear: _RowLinear, ranks: _Ranks, *, whole_input: bool
+) -> None:
     """The sum over ranks comes behind the linear layer, or behind the adapter that surrounds it."""
     last = region.get_submodule(child)
     if hasattr(last, "base_layer"):
@@ -289,7 +326,9 @@ def _own_columns(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...]) -> An
     return (own_part(x, x.ndim - 1, ranks.group), *others)
 
 
-def _summed(ranks: _Ranks, linear: _RowLinear, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+def _summed(
+    ranks: _Ranks, linear: _RowLinear, _module: nn.Module, _args: Any, output: Tensor
+) -> Tensor:
     out = ranks.end(output)
     return out if linear.bias is None else out + linear.bias
 
@@ -299,7 +338,9 @@ def _restrict(embedding: nn.Embedding, own: slice, ranks: _Ranks) -> None:
     look_up: Callable[[Tensor], Tensor] = embedding.forward
     silent = embedding.padding_idx
     embedding.num_embeddings = own.stop - own.start
-    embedding.padding_idx = silent - own.start if silent is not None and own.start <= silent < own.stop else None
+    embedding.padding_idx = (
+        silent - own.start if silent is not None and own.start <= silent < own.stop else None
+    )
 
     def forward(input_ids: Tensor) -> Tensor:
         places = input_ids - own.start

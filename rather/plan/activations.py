@@ -26,7 +26,9 @@ class Running:
     itemsize: int
     recompute: Recompute = "none"
     compiled: bool = False
-    adapter: bool = False  # the base is frozen, and all its linear layers have a few numbers beside them
+    adapter: bool = (
+        False  # the base is frozen, and all its linear layers have a few numbers beside them
+    )
     offload: bool = False  # activations wait on the host
 
 
@@ -55,7 +57,12 @@ def kept(sizes: Sizes, running: Running) -> float:
 def _all_of_it(sizes: Sizes, running: Running) -> float:
     """Bytes of one token where nothing is computed again. A compiler computes norms again, and one wide product."""
     if running.compiled:
-        numbers = 4 * sizes.hidden + 2 * sizes.query + 2 * sizes.key + (3 if sizes.gated else 2) * sizes.inner
+        numbers = (
+            4 * sizes.hidden
+            + 2 * sizes.query
+            + 2 * sizes.key
+            + (3 if sizes.gated else 2) * sizes.inner
+        )
         return float(numbers * running.itemsize)
     # A norm keeps its input (in float32), its normalised rows for a weight that is trained, and its result.
     of_norm = 4 / running.itemsize + 1 + (not running.adapter)
@@ -71,7 +78,9 @@ def passing(sizes: Sizes, running: Running) -> float:
     gradients = (3 * sizes.inner + 2 * sizes.hidden) * running.itemsize
     if running.recompute == "none":
         return float(gradients)
-    again = _all_of_it(sizes, running) - (kept(sizes, running) if running.recompute != "full" else 0.0)
+    again = _all_of_it(sizes, running) - (
+        kept(sizes, running) if running.recompute != "full" else 0.0
+    )
     return max(0.0, again) + gradients
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rather.batch import PairBatch, TokenPair
 from rather.config.schema import ModelArgs
+from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.model.budget import LADDER
 from rather.model.layers import Recompute, arrange_layers
-from rather.model.load import compute_dtype
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.sizes import few_layers
+from rather.parallel.load import compute_dtype
 from rather.plan.speed import Flops, Speed, passes
 
 if TYPE_CHECKING:
@@ -30,7 +30,13 @@ COPIED = {"cpu": 1 << 24, "cuda": 1 << 28}  # numbers
 
 
 def measured_speed(
-    name: str, args: ModelArgs, sizes: Sizes, pairs: Sequence[TokenPair], budget: int, kind: str, recompute: Recompute
+    name: str,
+    args: ModelArgs,
+    sizes: Sizes,
+    pairs: Sequence[TokenPair],
+    budget: int,
+    kind: str,
+    recompute: Recompute,
 ) -> Speed:
     """Seconds of micro-batches of up to `budget` tokens, as FLOP/s."""
     batch = _batch(sizes, [_within(pair, sizes.vocabulary) for pair in pairs], budget, kind)
@@ -63,13 +69,18 @@ def _batch(sizes: Sizes, pairs: Sequence[TokenPair], budget: int, kind: str) -> 
         work = Flops.of(batches[:1], sizes)
         if len(batches) > 1 or work.layers / sizes.layers * MORE + work.head > MOST_FLOPS[kind]:
             break
-    return pack(pairs[: max(1, count - 1)], 10**9, ladder=LADDER[kind])[0] if count > 1 else batches[0]
+    return (
+        pack(pairs[: max(1, count - 1)], 10**9, ladder=LADDER[kind])[0] if count > 1 else batches[0]
+    )
 
 
 def _within(pair: TokenPair, vocabulary: int) -> TokenPair:
     """Tokens that the model has: assumed pairs may have any."""
     return replace(
-        pair, prompt=pair.prompt % vocabulary, chosen=pair.chosen % vocabulary, rejected=pair.rejected % vocabulary
+        pair,
+        prompt=pair.prompt % vocabulary,
+        chosen=pair.chosen % vocabulary,
+        rejected=pair.rejected % vocabulary,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rather.config.schema import DPOConfig
 from rather.plan.state import adapter_weights
-from rather.store import RECORD
+from rather.reference.logprob_cache import RECORD
 
 if TYPE_CHECKING:
     from rather.model.sizes import Shapes, Sizes
@@ -39,15 +39,21 @@ def checkpoint_bytes(config: DPOConfig, shapes: Shapes) -> int:
     return trained * SAVED[config.precision]
 
 
-def disk_of(config: DPOConfig, sizes: Sizes, *, steps: int, pairs: int, data: int, reference: bool) -> Disk:
+def disk_of(
+    config: DPOConfig, sizes: Sizes, *, steps: int, pairs: int, data: int, reference: bool
+) -> Disk:
     """`pairs`: all whose reference log-probs are kept; `data`: bytes of the tokenised pairs."""
     each = checkpoint_bytes(config, sizes.shapes)
     saves = max(1, -(-steps // config.save_steps)) if config.save_steps else 1
     kept = min(saves, (config.max_ckpt_to_keep or saves) + 1)
     moving = sizes.weights * sizes.stored if config.sync_ref_model else 0
     args = config.actor_train.model_args
-    model = sizes.weights * sizes.stored + (4 * adapter_weights(args, sizes.shapes) if args.has_adapter else 0)
-    records = 2 * 2 * RECORD * pairs if reference else 0  # both answers, in the cache and in the run's own log
+    model = sizes.weights * sizes.stored + (
+        4 * adapter_weights(args, sizes.shapes) if args.has_adapter else 0
+    )
+    records = (
+        2 * 2 * RECORD * pairs if reference else 0
+    )  # both answers, in the cache and in the run's own log
     return Disk(kept * (each + moving), model * (2 if config.save_best else 1), data, records)
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rather.batch import TokenPair
 from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
+from rather.data.batch import TokenPair
 from rather.plan.disk import Disk, disk_of, free_disk
 from rather.plan.memory import Chosen, Device, Memory, Parts, Work
 from rather.plan.speed import GIB, Flops, Seconds, Speed, seconds_of_step, worth_compiling
@@ -91,7 +91,11 @@ class Forecast:
                 "total": round(self.parts.total),
             },
             "reference_device_bytes": round(self.reference_device),
-            "micro_batch": {"tokens": chosen.tokens, "largest_tokens": work.tokens, "largest_scored": work.rows},
+            "micro_batch": {
+                "tokens": chosen.tokens,
+                "largest_tokens": work.tokens,
+                "largest_scored": work.rows,
+            },
             "recompute": chosen.recompute,
             "compiled": self.compiled,
             "narrow_gradients": chosen.narrow,
@@ -140,14 +144,19 @@ def forecast(
     share = 1 / memory.layout.dp
     seconds, evaluation = None, 0.0
     if speed is not None:
-        own, seen = (Flops.of(b, sizes).times(share) for b in (packed, memory.packed_to_look_at(pairs.sample[0])))
+        own, seen = (
+            Flops.of(b, sizes).times(share)
+            for b in (packed, memory.packed_to_look_at(pairs.sample[0]))
+        )
         seconds = seconds_of_step(
             speed, own, seen if memory.with_reference else None, sizes, memory.layout, chosen.recompute,
             trained=memory.state().trained, adapter=memory.args.has_adapter, lean=config.precision == "lean",
             batches=work.batches,
         )  # fmt: skip
         forward = seen.layers / speed.forward + seen.head / speed.head
-        evaluation = forward / len(pairs.sample[0]) * pairs.held_out / (memory.layout.devices * share)
+        evaluation = (
+            forward / len(pairs.sample[0]) * pairs.held_out / (memory.layout.devices * share)
+        )
     shared = memory.reference_bytes() > 0 or reference_is_policy(config)
     return Forecast(
         config=config,
@@ -181,7 +190,10 @@ def compiles(config: DPOConfig, sizes: Sizes, device: Device, steps: int) -> boo
 
 def assumed_pairs(config: DPOConfig, why: str) -> Pairs:
     """Where no data can be looked at: pairs as long as sequence_length allows, half of it prompt, for one step."""
-    prompt, answer = config.sequence_length // 2, config.sequence_length - config.sequence_length // 2
+    prompt, answer = (
+        config.sequence_length // 2,
+        config.sequence_length - config.sequence_length // 2,
+    )
     draw = np.random.default_rng(0)
 
     def pair() -> TokenPair:

@@ -19,7 +19,9 @@ class Peak:
         self._before = 0
         if not self._cuda:
             with suppress(OSError, AttributeError):  # not Linux with glibc
-                ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, unseen
+                ctypes.CDLL(None).malloc_trim(
+                    0
+                )  # what was freed before would be used again, unseen
                 CLEAR.write_text("5")  # the high-water mark starts from here
             self._before = _status("VmRSS")
 
@@ -30,7 +32,11 @@ class Peak:
 
     @property
     def bytes(self) -> int:
-        return torch.cuda.max_memory_allocated() if self._cuda else max(0, _status("VmHWM") - self._before)
+        return (
+            torch.cuda.max_memory_allocated()
+            if self._cuda
+            else max(0, _status("VmHWM") - self._before)
+        )
 
 
 def _status(name: str) -> int:

@@ -10,18 +10,21 @@ from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig
 from rather.config.strategies import Layout, layout
 from rather.data.pack import pack
+from rather.losses.objective import from_config
 from rather.model.budget import LADDER, LEAST, PARKING_PAYS, REHEARSED, SHARE, TOKENS
 from rather.model.head import CHUNK_BYTES
 from rather.model.layers import LEVELS, Recompute
-from rather.objective import from_config
 from rather.plan.activations import Running, forward_only, head, kept, passing
 from rather.plan.state import State, itemsize, state_of
 
 if TYPE_CHECKING:
-    from rather.batch import PairBatch, TokenPair
+    from rather.data.batch import PairBatch, TokenPair
     from rather.model.sizes import Sizes
 
-WORKSPACE = {"cuda": 64 << 20, "cpu": 32 << 20}  # of the libraries: products, random numbers, pinned batches
+WORKSPACE = {
+    "cuda": 64 << 20,
+    "cpu": 32 << 20,
+}  # of the libraries: products, random numbers, pinned batches
 SCALES = 1 / 64 + 4 / (64 * 256)  # bytes beside a weight of four bits
 
 
@@ -75,20 +78,31 @@ class Device:
 class Memory:
     """Of the policy's device, where the reference may lie as well."""
 
-    def __init__(self, config: DPOConfig, sizes: Sizes, device: Device, *, reference: bool, compiled: bool) -> None:
+    def __init__(
+        self, config: DPOConfig, sizes: Sizes, device: Device, *, reference: bool, compiled: bool
+    ) -> None:
         self.config, self.sizes, self.device, self.compiled = config, sizes, device, compiled
         self.layout: Layout = layout(config.actor_train)
         self.args = config.actor_train.model_args
         self.with_reference = reference and from_config(config).needs_reference
         tp = self.layout.tp
-        between = sizes.hidden // tp if self.layout.sequence_parallel else sizes.hidden  # of the residual stream
+        between = (
+            sizes.hidden // tp if self.layout.sequence_parallel else sizes.hidden
+        )  # of the residual stream
         heads, keys = sizes.heads // tp, max(1, sizes.key_heads // tp)
         # Widths as one rank of tp has them.
-        self.part = replace(sizes, hidden=between, heads=heads, key_heads=keys, inner=sizes.inner // tp)
+        self.part = replace(
+            sizes, hidden=between, heads=heads, key_heads=keys, inner=sizes.inner // tp
+        )
 
     def state(self, *, narrow: bool = False) -> State:
         return state_of(
-            self.config, self.config.actor_train, self.device.kind, self.sizes.shapes, self.args, narrow=narrow
+            self.config,
+            self.config.actor_train,
+            self.device.kind,
+            self.sizes.shapes,
+            self.args,
+            narrow=narrow,
         )
 
     def running(self, recompute: Recompute) -> Running:
@@ -106,7 +120,9 @@ class Memory:
     def reference_bytes(self) -> float:
         """Of a second model on the same device."""
         config = self.config
-        shares = (config.reference.device_mapping or [0]) == (config.actor_train.device_mapping or [0])
+        shares = (config.reference.device_mapping or [0]) == (
+            config.actor_train.device_mapping or [0]
+        )
         if not self.with_reference or not shares or reference_is_policy(config):
             return 0.0
         return self.of_reference()
@@ -122,7 +138,11 @@ class Memory:
         state = self.state(narrow=narrow)
         own, quantised = state.by_part, self._quantised()
         on_host = self.layout.host and self.device.kind == "cuda"
-        held = Parts() if on_host else Parts(own.weights + quantised, own.gradients, own.master, own.moments)
+        held = (
+            Parts()
+            if on_host
+            else Parts(own.weights + quantised, own.gradients, own.master, own.moments)
+        )
         reference = 0.0 if parked else self.reference_bytes()
         return replace(held, reference=reference, buffers=self._gathered(state))
 
@@ -131,7 +151,9 @@ class Memory:
         if not self.args.quantization:
             return 0.0
         inner, all_of_them = self.sizes.in_layers, self.sizes.weights
-        return inner * SCALES + (all_of_them - inner) * (itemsize(self.args, self.device.kind) - 0.5)
+        return inner * SCALES + (all_of_them - inner) * (
+            itemsize(self.args, self.device.kind) - 0.5
+        )
 
     def _gathered(self, state: State) -> float:
         """Copies in the precision that is computed in, and those of layers on their way from one rank to another."""
@@ -139,7 +161,9 @@ class Memory:
         if found.dp * found.cp == 1:
             return 0.0
         whole, trained = (number / state.cut for number in (self.sizes.weights, state.trained))
-        wide = 4 * trained if found.stage == 1 and compute < 4 else 0.0  # waiting gradients are float32
+        wide = (
+            4 * trained if found.stage == 1 and compute < 4 else 0.0
+        )  # waiting gradients are float32
         if found.stage == 0:
             return whole * compute if compute < 4 else 0.0
         if found.stage < 3:
@@ -158,25 +182,43 @@ class Memory:
     def _moments(self, chosen: Chosen, work: Work) -> Iterator[Parts]:
         part, running, found = self.part, self.running(chosen.recompute), self.layout
         resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
-        before = resting if work.batches > 1 else replace(resting, gradients=0.0)  # the first one finds none
+        before = (
+            resting if work.batches > 1 else replace(resting, gradients=0.0)
+        )  # the first one finds none
         tokens, rows = work.tokens / found.cp, work.rows / found.cp
-        layers = -(-part.layers // found.pp) * min(found.pp, work.batches)  # of all micro-batches in a pipeline stage
+        layers = -(-part.layers // found.pp) * min(
+            found.pp, work.batches
+        )  # of all micro-batches in a pipeline stage
         each = 0.0 if running.offload else kept(part, running)
-        outside = (4 / running.itemsize + 2) * part.hidden * running.itemsize  # embedding, last norm
+        outside = (
+            (4 / running.itemsize + 2) * part.hidden * running.itemsize
+        )  # embedding, last norm
         held = tokens * (each * layers + outside)
-        at_head, extra = head(self.sizes, rows, running, found.tp), float(WORKSPACE[self.device.kind])
+        at_head, extra = (
+            head(self.sizes, rows, running, found.tp),
+            float(WORKSPACE[self.device.kind]),
+        )
         yield replace(
-            before, activations=held, logits=at_head.logits, buffers=before.buffers + at_head.beside + extra
+            before,
+            activations=held,
+            logits=at_head.logits,
+            buffers=before.buffers + at_head.beside + extra,
         )
         layer = tokens * passing(part, running) + extra
         of_head = 0.0 if running.adapter else part.of_head / found.tp * running.itemsize
         waiting = of_head if part.tied else 0.0  # for the gradient of the embedding
         yield replace(before, activations=held, buffers=before.buffers + layer + waiting)
-        first = tokens * (kept(part, running) + outside)  # of the first layer, whose backward is the last
-        yield replace(resting, activations=first, buffers=resting.buffers + layer + waiting + of_head)
+        first = tokens * (
+            kept(part, running) + outside
+        )  # of the first layer, whose backward is the last
+        yield replace(
+            resting, activations=first, buffers=resting.buffers + layer + waiting + of_head
+        )
         yield self._without_gradients(chosen, work, running, extra)
 
-    def _without_gradients(self, chosen: Chosen, work: Work, running: Running, extra: float) -> Parts:
+    def _without_gradients(
+        self, chosen: Chosen, work: Work, running: Running, extra: float
+    ) -> Parts:
         """The reference's turn, or an evaluation's."""
         here = self.resting(narrow=chosen.narrow, parked=False)
         tokens = work.seen / self.layout.cp
@@ -221,7 +263,9 @@ class Memory:
         first, second = (self.peak(trial, Work(n, n, batches=2, seen=0)).total for n in REHEARSED)
         each = max(1.0, (second - first) / (many - few))
         resting = replace(self.resting(narrow=narrow, parked=parked), gradients=0.0).total
-        room = SHARE * (self.device.memory - resting) + resting  # what lies there already was not free
+        room = (
+            SHARE * (self.device.memory - resting) + resting
+        )  # what lies there already was not free
         return max(0, (int((room - first) / each) + few) // LADDER["cuda"] * LADDER["cuda"])
 
     def work(self, chosen: Chosen, steps: Sequence[Sequence[TokenPair]]) -> Work:
@@ -230,7 +274,9 @@ class Memory:
         for step in steps:
             with_gradients.append(self.packed(step, chosen))
             without += self.packed_to_look_at(step)
-        largest = max((batch for each in with_gradients for batch in each), key=lambda batch: len(batch.ids_N))
+        largest = max(
+            (batch for each in with_gradients for batch in each), key=lambda batch: len(batch.ids_N)
+        )
         rows = max(len(batch.rows_U) for each in with_gradients for batch in each)
         batches = max(map(len, with_gradients)) // max(1, self.layout.dp)
         seen = max(len(batch.ids_N) for batch in without)
@@ -242,4 +288,10 @@ class Memory:
     def packed_to_look_at(self, step: Sequence[TokenPair]) -> list[PairBatch]:
         role = self.config.reference
         budget = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.device.kind]
-        return pack(step, budget, role.infer_batch_size, ladder=LADDER[self.device.kind], ranks=layout(role).bins)
+        return pack(
+            step,
+            budget,
+            role.infer_batch_size,
+            ladder=LADDER[self.device.kind],
+            ranks=layout(role).bins,
+        )

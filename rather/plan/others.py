@@ -48,7 +48,10 @@ def changed(config: DPOConfig, change: Change) -> DPOConfig:
 
 def on_devices(config: DPOConfig, count: int) -> DPOConfig:
     """Policy on so many devices; a reference that shared its devices does so again."""
-    actor, reference = config.actor_train.device_mapping or [0], config.reference.device_mapping or [0]
+    actor, reference = (
+        config.actor_train.device_mapping or [0],
+        config.reference.device_mapping or [0],
+    )
     if len(actor) == count:
         return config
     change: dict[str, Any] = {"actor_train.device_mapping": list(range(count))}
@@ -90,14 +93,18 @@ def _on_one(config: DPOConfig, kind: str, levels: Sequence[str]) -> Iterator[Cha
         yield {"precision": "lean", RECOMPUTE: "full"}
 
 
-def _on_many(config: DPOConfig, sizes: Sizes, devices: int, levels: Sequence[str]) -> Iterator[Change]:
+def _on_many(
+    config: DPOConfig, sizes: Sizes, devices: int, levels: Sequence[str]
+) -> Iterator[Change]:
     told = config.actor_train.max_tokens_per_microbatch_in_train
     yield from ({TOKENS: tokens} for tokens in (4096, 8192, 16384) if not told or told > tokens)
     degrees = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if devices % (tp * pp) == 0]
     for tp, pp in degrees:
         if sizes.heads % tp or sizes.key_heads % tp or sizes.layers < pp:
             continue
-        sized = {f"{STRATEGY}.{axis}_size": size for axis, size in (("tp", tp), ("pp", pp)) if size > 1}
+        sized = {
+            f"{STRATEGY}.{axis}_size": size for axis, size in (("tp", tp), ("pp", pp)) if size > 1
+        }
         for name in ("zero1", "zero2", "zero3") if devices > tp * pp else ("ddp",):
             yield {f"{STRATEGY}.strategy_name": name, **sized}
             for level in levels[:1]:

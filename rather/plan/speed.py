@@ -16,7 +16,7 @@ from rather.config.schema import DPOConfig
 from rather.config.strategies import Layout
 
 if TYPE_CHECKING:
-    from rather.batch import PairBatch
+    from rather.data.batch import PairBatch
     from rather.model.layers import Recompute
     from rather.model.sizes import Sizes
 
@@ -25,7 +25,11 @@ COMMON_SPEED = 3e14  # FLOP/s of a GPU without compilation
 WORTH_COMPILING = 600.0  # seconds of training
 # Share of the FLOP/s of an H200's data sheet by weights, compiled, UltraFeedback-like: bench/results/gpu_vs_trl_*.json.
 MFU = {0.5e9: 0.425, 1.5e9: 0.518, 3.1e9: 0.552, 7.6e9: 0.53}
-EAGER = {0.5e9: 0.70, 1.5e9: 0.74, 7.6e9: 0.90}  # of it without torch.compile: plan_vs_measured_cuda.json beside them
+EAGER = {
+    0.5e9: 0.70,
+    1.5e9: 0.74,
+    7.6e9: 0.90,
+}  # of it without torch.compile: plan_vs_measured_cuda.json beside them
 # FLOPs of layers that are computed again, in forward passes.
 AGAIN: Mapping[str, float] = {"none": 0.0, "half": 0.25, "selective": 0.5, "full": 1.0}
 LAUNCHES = 2e-3  # seconds in which a host starts all kernels of a layer, forward and backward, not compiled
@@ -80,7 +84,9 @@ class Flops:
     def of(batches: Sequence[PairBatch], sizes: Sizes) -> Flops:
         tokens = sum(len(batch.ids_N) for batch in batches)
         rows = sum(len(batch.rows_U) for batch in batches)
-        pairs = [pair for b in batches for pair in zip(b.segments.q_lens, b.segments.k_lens, strict=True)]
+        pairs = [
+            pair for b in batches for pair in zip(b.segments.q_lens, b.segments.k_lens, strict=True)
+        ]
         cells = sum(q * k - q * q / 2 for q, k in pairs)  # (query, key)
         layers = 2.0 * sizes.in_layers * tokens + 4.0 * sizes.layers * sizes.query * cells
         return Flops(layers, 2.0 * sizes.of_head * rows, tokens)
@@ -100,7 +106,9 @@ def listed_speed(name: str, weights: int, *, compiled: bool) -> Speed:
     flops = gpu.flops * share
     how = "compiled" if compiled else "not compiled"
     told = f"{gpu.flops / 1e12:.0f} TFLOP/s of {name}'s data sheet x {share:.0%} measured on an H200 ({how})"
-    return Speed(flops, flops, flops, 0.8 * gpu.memory, 0.7 * gpu.link, told, 0.0 if compiled else LAUNCHES)
+    return Speed(
+        flops, flops, flops, 0.8 * gpu.memory, 0.7 * gpu.link, told, 0.0 if compiled else LAUNCHES
+    )
 
 
 def _between(measured: Mapping[float, float], weights: int) -> float:
@@ -152,18 +160,32 @@ def seconds_of_step(
     layers = policy.layers * passes(recompute, adapter=adapter) / speed.train
     head = policy.head * (2.0 if adapter else 3.0) / speed.head
     bubble = 1 + (found.pp - 1) / max(1, batches * found.virtual)
-    train = max((layers + head) / parts * bubble, speed.launches * sizes.layers / found.pp * batches)
-    asked = 0.0 if reference is None else (reference.layers / speed.forward + reference.head / speed.head) / parts
+    train = max(
+        (layers + head) / parts * bubble, speed.launches * sizes.layers / found.pp * batches
+    )
+    asked = (
+        0.0
+        if reference is None
+        else (reference.layers / speed.forward + reference.head / speed.head) / parts
+    )
     update = trained / parts / found.shard * (LEAN_UPDATE if lean else EXACT_UPDATE) / speed.memory
     return Seconds(train, asked, update, _exchange(speed, policy, sizes, found, batches, train))
 
 
-def _exchange(speed: Speed, policy: Flops, sizes: Sizes, found: Layout, batches: int, train: float) -> float:
+def _exchange(
+    speed: Speed, policy: Flops, sizes: Sizes, found: Layout, batches: int, train: float
+) -> float:
     """Never measured on several GPUs. Sums of gradients run beside the backward pass, those of tp do not."""
     if found.devices == 1:
         return 0.0
     own = sizes.weights / found.tp / found.pp
-    rounds = {3: 4.0 * batches + 4.0 * batches, 2: 2.0 + 4.0 * batches}.get(found.stage, 6.0)  # bytes of a weight
+    rounds = {3: 4.0 * batches + 4.0 * batches, 2: 2.0 + 4.0 * batches}.get(
+        found.stage, 6.0
+    )  # bytes of a weight
     beside = own * rounds / speed.link if found.dp * found.cp > 1 else 0.0
-    sums = 8 * 2 * policy.tokens / found.cp * sizes.hidden * sizes.layers / found.pp if found.tp > 1 else 0.0
+    sums = (
+        8 * 2 * policy.tokens / found.cp * sizes.hidden * sizes.layers / found.pp
+        if found.tp > 1
+        else 0.0
+    )
     return max(0.0, beside - train * 2 / 3) + sums / speed.link

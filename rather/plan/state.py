@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import snapshot_download
 
-from rather.adamw import BLOCK
+from rather.checkpoint.sharded_tensors import Stored
 from rather.config.paths import is_local
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs, RoleConfig, as_list
 from rather.config.strategies import Layout, layout
 from rather.errors import RatherError
 from rather.model.files import weight_files
-from rather.pieces import Stored
+from rather.optim.adamw import BLOCK
 
 if TYPE_CHECKING:
     from rather.model.sizes import Shapes
@@ -72,7 +72,10 @@ class State:
     @property
     def by_part(self) -> Bytes:
         """`own` by what it is for."""
-        sums = (sum(part.number * part.each[place] for part in self.parts) for place in range(len(Bytes._fields)))
+        sums = (
+            sum(part.number * part.each[place] for part in self.parts)
+            for place in range(len(Bytes._fields))
+        )
         return Bytes(*(number / self.shards / self.cut for number in sums))
 
     @property
@@ -86,7 +89,13 @@ def itemsize(args: ModelArgs, kind: str) -> int:
 
 
 def state_of(
-    config: DPOConfig, role: RoleConfig, kind: str, shapes: Shapes, args: ModelArgs, *, narrow: bool = False
+    config: DPOConfig,
+    role: RoleConfig,
+    kind: str,
+    shapes: Shapes,
+    args: ModelArgs,
+    *,
+    narrow: bool = False,
 ) -> State:
     """`narrow`: gradients are added up in bfloat16, which one device does where nothing else fits."""
     found, compute = layout(role), itemsize(args, kind)
@@ -105,7 +114,9 @@ def state_of(
     return State(parts, found.shard * found.cp if found.stage else 1, found.tp * found.pp)
 
 
-def _trained(config: DPOConfig, found: Layout, args: ModelArgs, compute: int, *, narrow: bool) -> Bytes:
+def _trained(
+    config: DPOConfig, found: Layout, args: ModelArgs, compute: int, *, narrow: bool
+) -> Bytes:
     """Shards are float32 and their own masters; a bfloat16 weight has a remainder, a float16 one a whole master."""
     if compute == 4 or found.dp * found.cp > 1:
         return Bytes(4, 4, 0, 8)
@@ -120,13 +131,21 @@ def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
     """Numbers in the adapter that a role asks for, by the shapes of the base; at least so many."""
     if args.adapter_name_or_path is not None:
         with suppress(OSError, RatherError):
-            saved = Stored([Path(args.adapter_name_or_path).expanduser() / "adapter_model.safetensors"])
+            saved = Stored(
+                [Path(args.adapter_name_or_path).expanduser() / "adapter_model.safetensors"]
+            )
             return sum(prod(saved.shape(name)) for name in saved)
         return 0
     assert isinstance(args, ActorModelArgs)
     targets = as_list(args.lora_target or "all-linear")
-    layers = {name: shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2}
-    wanted = [s for name, s in layers.items() if targets == ["all-linear"] or name.split(".")[-2] in targets]
+    layers = {
+        name: shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2
+    }
+    wanted = [
+        s
+        for name, s in layers.items()
+        if targets == ["all-linear"] or name.split(".")[-2] in targets
+    ]
     return (args.lora_rank or 8) * sum(map(sum, wanted))
 
 
@@ -139,7 +158,11 @@ def stored_weights(name: str, revision: str | None) -> int | None:
 def stored_shapes(name: str, revision: str | None) -> dict[str, tuple[int, ...]] | None:
     """Of the weights in the model's files, where these are on this machine; what is tied is one."""
     try:
-        folder = Path(name if is_local(name) else snapshot_download(name, revision=revision, local_files_only=True))
+        folder = Path(
+            name
+            if is_local(name)
+            else snapshot_download(name, revision=revision, local_files_only=True)
+        )
         tied = _json(folder / "config.json").get("tie_word_embeddings", False)
         stored = Stored(weight_files(folder))
     except (OSError, ValueError, RatherError):  # loading tells why

@@ -22,14 +22,20 @@ class Recipe:
 
 def list_recipes() -> list[Recipe]:
     """All recipes by name."""
-    return [Recipe(path.stem, _title(path), path) for path in sorted(FOLDER.glob("*.yaml"), key=lambda path: path.stem)]
+    return [
+        Recipe(path.stem, _title(path), path)
+        for path in sorted(FOLDER.glob("*.yaml"), key=lambda path: path.stem)
+    ]
 
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name; an unknown one is an error that names the nearest."""
     recipes = {recipe.name: recipe for recipe in list_recipes()}
     if name not in recipes:
-        near = get_close_matches(name, recipes, n=1) or [known for known in recipes if known.startswith(name)][:1]
+        near = (
+            get_close_matches(name, recipes, n=1)
+            or [known for known in recipes if known.startswith(name)][:1]
+        )
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(recipes)}."
         raise ConfigError(f"unknown recipe '{name}'; {hint}")
     return recipes[name]
@@ -47,12 +53,16 @@ def copy_recipe(name: str, target: Path | None = None, *, force: bool = False) -
     if target.is_dir():
         target = target / f"{name}.yaml"
     if not target.parent.is_dir():
-        raise ConfigError(f"{target}: there is no folder {target.parent}; make it, or name another file.")
+        raise ConfigError(
+            f"{target}: there is no folder {target.parent}; make it, or name another file."
+        )
     try:
         with open(target, "w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{target}: exists already; name another file, or replace it with --force.") from None
+        raise ConfigError(
+            f"{target}: exists already; name another file, or replace it with --force."
+        ) from None
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written ({error.strerror}).") from error
     return target

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from rather.page import chart, lines, thinned
+from rather.report import chart, lines, thinned
 from rather.report.folder import Column, Columns
 
 SIDES = {"chosen": "solid", "rejected": "dash"}
 ANSWERS = (
     ("tokens", "Length of answers", "Mean tokens of the answers to eval_prompts."),
-    ("repetition", "Repetition in answers", "Share of four-token runs that came before in the same answer."),
+    (
+        "repetition",
+        "Repetition in answers",
+        "Share of four-token runs that came before in the same answer.",
+    ),
     ("ended", "Answers that end", "Share of answers that end by themselves, before the limit."),
 )
 PARTS = {"time/train": "training", "time/reference": "reference", "time/wait": "waiting"}
@@ -47,12 +51,20 @@ CURVES = (
 
 def curves(columns: Columns) -> str:
     drawn = [text for curve in CURVES if (text := _chart(curve, columns))]
-    return f'<div class="grid">{"".join(drawn)}</div>' if drawn else "<p>No step has been logged yet.</p>"
+    return (
+        f'<div class="grid">{"".join(drawn)}</div>'
+        if drawn
+        else "<p>No step has been logged yet.</p>"
+    )
 
 
 def held_out(columns: Columns) -> list[str]:
     """The evaluation sets by the prefix of their metrics: eval/, or eval/<name>/ of several."""
-    return sorted(name.removesuffix("loss") for name in columns if name.startswith("eval/") and name.endswith("/loss"))
+    return sorted(
+        name.removesuffix("loss")
+        for name in columns
+        if name.startswith("eval/") and name.endswith("/loss")
+    )
 
 
 def told_set(prefix: str) -> str:
@@ -76,7 +88,9 @@ def answer_curves(columns: Columns) -> str:
     """Of the answers to eval_prompts, the policy's beside the reference's."""
     drawn = []
     for metric, name, told in ANSWERS:
-        sides = {side: columns.get(f"eval/answers/{side}/{metric}") for side in ("policy", "reference")}
+        sides = {
+            side: columns.get(f"eval/answers/{side}/{metric}") for side in ("policy", "reference")
+        }
         series = {side: _points(column) for side, column in sides.items() if column}
         if series:
             drawn.append(chart(lines(series), name, told))
@@ -107,7 +121,11 @@ def _traces(metrics: Iterable[str], columns: Columns) -> Iterator[dict[str, Any]
                 "mode": "lines+markers" if prefix else "lines",
                 "x": steps,
                 "y": values,
-                "line": {"color": f"var(--series-{number % 8 + 1})", "dash": SIDES.get(side, "solid"), "width": 1.8},
+                "line": {
+                    "color": f"var(--series-{number % 8 + 1})",
+                    "dash": SIDES.get(side, "solid"),
+                    "width": 1.8,
+                },
             }
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rather.config.redaction import redact
 from rather.errors import ConfigError
-from rather.redaction import redact
-from rather.run.incidents import INCIDENTS
-from rather.run_folder import DATA_REPORT, FINISHED, PLAN, RUN_REPORT, STARTS
+from rather.run_folder.incidents import INCIDENTS
+from rather.run_folder.layout import DATA_REPORT, FINISHED, PLAN, RUN_REPORT, STARTS
 
 METRICS, HEALTH, ANSWERS = "metrics.jsonl", "health.jsonl", "answers.jsonl"
 MOST_STEPS = 1 << 53  # whole numbers up to there are themselves as floats
@@ -32,8 +32,14 @@ class Column:
     def add(self, steps: array[int], values: array[float]) -> None:
         """Of lines that tell more, or less, than others; these may come between those."""
         if self.steps:
-            both = sorted(zip([*self.steps, *steps], [*self.values, *values], strict=True), key=lambda point: point[0])
-            steps, values = array("q", [step for step, _ in both]), array("d", [value for _, value in both])
+            both = sorted(
+                zip([*self.steps, *steps], [*self.values, *values], strict=True),
+                key=lambda point: point[0],
+            )
+            steps, values = (
+                array("q", [step for step, _ in both]),
+                array("d", [value for _, value in both]),
+            )
         self.steps, self.values = steps, values
 
 
@@ -63,7 +69,11 @@ class Folder:
             )
         lines = {"starts": STARTS, "health": HEALTH, "answers": ANSWERS, "incidents": INCIDENTS}
         told: dict[str, Any] = {field: list(_lines(path / name)) for field, name in lines.items()}
-        told |= {"data": _object(path / DATA_REPORT), "times": _object(path / RUN_REPORT), "plan": _object(path / PLAN)}
+        told |= {
+            "data": _object(path / DATA_REPORT),
+            "times": _object(path / RUN_REPORT),
+            "plan": _object(path / PLAN),
+        }
         columns = columns_of(_lines(path / METRICS))
         return Folder(path, columns, finished=(path / FINISHED).exists(), **without_secrets(told))
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from rather.data.look_page import section as data_section
-from rather.page import escape, table
+from rather.report import escape, table
 from rather.report.curves import answer_curves, held_out, step_times, told_set
+from rather.report.data_page import section as data_section
 from rather.report.folder import ANSWERS, Folder
-from rather.run_folder import STARTS
+from rather.run_folder.layout import STARTS
 
 MOST_ANSWERS, MOST_INCIDENTS = 12, 200
 LEVELS = {"serious": "bad", "warning": "warn", "info": "muted"}
@@ -25,7 +25,10 @@ def tiles(run: Folder, state: str) -> str:
     of_all = f" of {run.total_steps}" if run.total_steps else ""
     shown = {"State": state, "Steps": f"{run.step}{of_all}"}
     for prefix in held_out(run.metrics)[:3]:
-        for metric, told, form in (("rewards/accuracies", "accuracy", ".1%"), ("rewards/margins", "margin", ".3g")):
+        for metric, told, form in (
+            ("rewards/accuracies", "accuracy", ".1%"),
+            ("rewards/margins", "margin", ".3g"),
+        ):
             if column := run.metrics.get(prefix + metric):
                 shown[f"{told_set(prefix).capitalize()} {told}"] = _change(column.values, form)
         ties = run.metrics.get(prefix + "rewards/ties")
@@ -34,21 +37,31 @@ def tiles(run: Folder, state: str) -> str:
             shown[name] = shown[name].replace("0.0%", "all ties", 1)
     shown["Pairs trained on"] = f"{run.total('pairs'):,.0f}"
     shown["Time in steps"] = _time(seconds_in_steps(run))
-    return "<dl class='tiles'>" + "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in shown.items()
-    ) + "</dl>"
+    return (
+        "<dl class='tiles'>"
+        + "".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+            for name, value in shown.items()
+        )
+        + "</dl>"
+    )
 
 
 def health(run: Folder) -> str:
     if not run.health:
         return "<p>Nothing to remark.</p>"
     order = [*LEVELS, ""]
-    found = sorted(run.health, key=lambda each: order.index(each["severity"] if each["severity"] in LEVELS else ""))
+    found = sorted(
+        run.health,
+        key=lambda each: order.index(each["severity"] if each["severity"] in LEVELS else ""),
+    )
     return "".join(map(_finding, found))
 
 
 def _finding(found: Mapping[str, Any]) -> str:
-    severity, step, name, text, advice = (escape(found[key]) for key in ("severity", "step", "name", "text", "advice"))
+    severity, step, name, text, advice = (
+        escape(found[key]) for key in ("severity", "step", "name", "text", "advice")
+    )
     return (
         f'<div class="card"><h3><span class="{LEVELS.get(severity, "muted")}">{severity}</span>: {name}, '
         f'from step {step}</h3><p>{text}</p><p class="muted">{advice}</p></div>'
@@ -68,7 +81,9 @@ def answers(run: Folder) -> str:
 
 def _both_answers(each: Mapping[str, Any]) -> str:
     before = _answer("Before: the reference", each["reference"], each["reference_stats"])
-    after = _answer(f"After: the policy at step {each['step']}", each["policy"], each["policy_stats"])
+    after = _answer(
+        f"After: the policy at step {each['step']}", each["policy"], each["policy_stats"]
+    )
     return f'<article class="card"><h3>{escape(each["prompt"])}</h3><div class="grid">{before}{after}</div></article>'
 
 
@@ -96,7 +111,9 @@ def time_and_cost(run: Folder) -> str:
         rows.append(("Tokens a second", run.total("tokens") / seconds))
     if memory := run.times.get("peak_memory_bytes"):
         rows.append(("Peak memory of the driver's device", f"{memory / 2**30:.2f} GiB"))
-    cost = table("Cost of all steps in metrics.jsonl; a shared prompt counts once", ["what", "amount"], rows)
+    cost = table(
+        "Cost of all steps in metrics.jsonl; a shared prompt counts once", ["what", "amount"], rows
+    )
     return cost + _forecast(run) + _last_start(run) + step_times(run.metrics)
 
 
@@ -106,11 +123,23 @@ def _forecast(run: Folder) -> str:
         return ""
     measured, off = run.plan["measured"], run.plan["error"]
     numbers = {
-        "memory in GiB": (run.plan["memory_bytes"]["total"] / 2**30, measured["memory_bytes"] / 2**30, off["memory"]),
+        "memory in GiB": (
+            run.plan["memory_bytes"]["total"] / 2**30,
+            measured["memory_bytes"] / 2**30,
+            off["memory"],
+        ),
         "seconds a step": (run.plan["seconds_per_step"], measured["seconds_per_step"], off["time"]),
     }
-    rows = [(name, said, came, f"{error:+.0%}") for name, (said, came, error) in numbers.items() if error is not None]
-    return table("Forecast against measured", ["what", "forecast", "measured", "off by"], rows) if rows else ""
+    rows = [
+        (name, said, came, f"{error:+.0%}")
+        for name, (said, came, error) in numbers.items()
+        if error is not None
+    ]
+    return (
+        table("Forecast against measured", ["what", "forecast", "measured", "off by"], rows)
+        if rows
+        else ""
+    )
 
 
 def _last_start(run: Folder) -> str:
@@ -120,8 +149,13 @@ def _last_start(run: Folder) -> str:
     if not parts or not whole:
         return ""
     rest = max(0.0, whole - sum(parts.values()))
-    rows = [(name, _time(each), f"{each / whole:.1%}") for name, each in {**parts, "everything else": rest}.items()]
-    return table(f"The last start took {_time(whole)} from its first step", ["part", "time", "share"], rows)
+    rows = [
+        (name, _time(each), f"{each / whole:.1%}")
+        for name, each in {**parts, "everything else": rest}.items()
+    ]
+    return table(
+        f"The last start took {_time(whole)} from its first step", ["part", "time", "share"], rows
+    )
 
 
 def incidents(run: Folder) -> str:
@@ -151,7 +185,13 @@ def machine(run: Folder) -> str:
     if not run.starts:
         return MISSING
     newest = run.starts[-1]["environment"]
-    parts = [table("The last start", ["what", "found"], [(name, str(value)) for name, value in newest.items()])]
+    parts = [
+        table(
+            "The last start",
+            ["what", "found"],
+            [(name, str(value)) for name, value in newest.items()],
+        )
+    ]
     rows = [(each["time"], str(each["step"]), each["command"]) for each in run.starts]
     parts.append(table("Starts of this run", ["time", "steps done before", "command"], rows))
     return "".join(parts)
@@ -159,21 +199,33 @@ def machine(run: Folder) -> str:
 
 def again(run: Folder) -> str:
     """From the folder alone: config.yaml holds every value, resolved."""
-    newest: dict[str, Any] = run.starts[-1] if run.starts else {"launcher": "rather", "environment": {}, "settings": {}}
+    newest: dict[str, Any] = (
+        run.starts[-1] if run.starts else {"launcher": "rather", "environment": {}, "settings": {}}
+    )
     command = shlex.join(["train", str(run.path / "config.yaml"), f"exp_name={run.name}-again"])
     parts = [
         "<p>The same run in a folder of its own, from where it was started:</p>",
         f"<pre>{escape(newest['launcher'])} {escape(command)}</pre>",
     ]
-    if pins := [f"{name}=={newest['environment'][name]}" for name in COMPUTING if name in newest["environment"]]:
-        parts.append(f"<p>With the same versions of what computes:</p><pre>pip install {escape(' '.join(pins))}</pre>")
-    if changed := sorted({path for start in run.starts for path in _changed(start["settings"], newest["settings"])}):
+    if pins := [
+        f"{name}=={newest['environment'][name]}"
+        for name in COMPUTING
+        if name in newest["environment"]
+    ]:
+        parts.append(
+            f"<p>With the same versions of what computes:</p><pre>pip install {escape(' '.join(pins))}</pre>"
+        )
+    if changed := sorted(
+        {path for start in run.starts for path in _changed(start["settings"], newest["settings"])}
+    ):
         parts.append(
             f"<p>{escape(', '.join(changed))} was changed when the run was resumed, so this command alone does not "
             "give the same numbers: the starts above do, one after the other.</p>"
         )
     else:
-        parts.append("<p>The same bits come out on a CPU, and on a GPU with <code>deterministic: true</code>.</p>")
+        parts.append(
+            "<p>The same bits come out on a CPU, and on a GPU with <code>deterministic: true</code>.</p>"
+        )
     return "".join(parts)
 
 
@@ -206,7 +258,11 @@ def _devices(run: Folder, step: int | None = None) -> int:
 
 def _change(values: Any, form: str) -> str:
     first, last = values[0], values[-1]
-    return f"{last:{form}}" if len(values) == 1 else f"{first:{form}} \N{RIGHTWARDS ARROW} {last:{form}}"
+    return (
+        f"{last:{form}}"
+        if len(values) == 1
+        else f"{first:{form}} \N{RIGHTWARDS ARROW} {last:{form}}"
+    )
 
 
 def _time(seconds: float) -> str:

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from rather.config.schema import DPOConfig
-from rather.page import escape, page, plotly_bundle, slug
-from rather.report import curves, parts
+from rather.report import curves, escape, page, parts, plotly_bundle, slug
 from rather.report.folder import Folder
-from rather.run_folder import REPORT_PAGE
+from rather.run_folder.layout import REPORT_PAGE
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,9 @@ def write_report(run_dir: Path, out: Path | None = None, *, state: str) -> Path:
     """Whole or not at all: a reader never sees half of one. `state` is of a run that has not finished."""
     out = out or run_dir / REPORT_PAGE
     text = report_page(Folder.of(run_dir), state)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")  # `rather report` may write beside the run
+    unfinished = out.with_name(
+        f".{out.name}.{os.getpid()}.part"
+    )  # `rather report` may write beside the run
     try:
         # A path or an answer may hold half a character, which UTF-8 has not.
         unfinished.write_text(text, encoding="utf-8", errors="replace")

@@ -29,7 +29,9 @@ class ProgressView:
         if sys.stdout.isatty() and not (console := Console()).is_dumb_terminal:
             columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None))
             figures = TextColumn("{task.fields[figures]}", markup=False)
-            self._bar = Progress(*columns, figures, console=console, expand=True, auto_refresh=False)
+            self._bar = Progress(
+                *columns, figures, console=console, expand=True, auto_refresh=False
+            )
             self._task = self._bar.add_task("", total=total_steps, completed=start_step, figures="")
             self._bar.start()
 
@@ -58,11 +60,17 @@ class ProgressView:
     def _eta(self, step: int) -> str:
         if step <= self._start:
             return ""
-        seconds = (time.monotonic() - self._began) / (step - self._start) * max(0, self._total - step)
+        seconds = (
+            (time.monotonic() - self._began) / (step - self._start) * max(0, self._total - step)
+        )
         return f"eta {timedelta(seconds=round(seconds))}"
 
 
 def figures(metrics: Record, prefix: str = "") -> str:
     """The few numbers for a person: `loss 0.6712  acc 0.58  margin 0.04  12.3 pairs/s`."""
-    shown = [form.format(metrics[prefix + key]) for key, form in FIGURES.items() if prefix + key in metrics]
+    shown = [
+        form.format(metrics[prefix + key])
+        for key, form in FIGURES.items()
+        if prefix + key in metrics
+    ]
     return "  ".join([*shown, *(["skipped"] if metrics.get("skipped_iter") else [])])

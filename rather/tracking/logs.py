@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+from rather.config.redaction import redact
 from rather.errors import ConfigError, RatherError
-from rather.redaction import redact
 
 _ROOT = logging.getLogger("rather")
 _files: dict[Path, _LogFile] = {}
@@ -106,13 +106,18 @@ class _LogFile(logging.FileHandler):
 
     def write_crash(self, error: BaseException) -> None:
         """An error of ours is a sentence; any other needs its traceback."""
-        trace = None if isinstance(error, RatherError) else (type(error), error, error.__traceback__)
+        trace = (
+            None if isinstance(error, RatherError) else (type(error), error, error.__traceback__)
+        )
         text = f"the run ends: {type(error).__name__}: {error}"
         self.handle(logging.LogRecord("rather", logging.CRITICAL, __file__, 0, text, None, trace))
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failing:
-            print(f"warning: {self.baseFilename}: lines are being lost ({sys.exception()})", file=sys.stderr)
+            print(
+                f"warning: {self.baseFilename}: lines are being lost ({sys.exception()})",
+                file=sys.stderr,
+            )
         self._failing = True
 
     def close(self) -> None:

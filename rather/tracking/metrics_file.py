@@ -40,7 +40,9 @@ class MetricsFile:
             faults.point("metrics.done")
         except OSError as error:
             if not already_failing:
-                log.warning("%s: cannot be written (%s); its lines wait.", self.path, error.strerror)
+                log.warning(
+                    "%s: cannot be written (%s); its lines wait.", self.path, error.strerror
+                )
 
     def position(self) -> int:
         try:
@@ -49,12 +51,16 @@ class MetricsFile:
             os.fsync(self._descriptor)
         except OSError as error:
             waiting = f"{len(self._unwritten):,} bytes of metrics wait for room on the disk"
-            raise DiskError(f"{self.path}: cannot be written ({error.strerror}); {waiting}.") from error
+            raise DiskError(
+                f"{self.path}: cannot be written ({error.strerror}); {waiting}."
+            ) from error
         return self._size
 
     def truncate(self, position: int) -> None:
         """Back to the length it had at a checkpoint: what came after will be written again."""
-        if self._size < position or (position and os.pread(self._descriptor, 1, position - 1) != b"\n"):
+        if self._size < position or (
+            position and os.pread(self._descriptor, 1, position - 1) != b"\n"
+        ):
             raise CheckpointError(
                 f"{self.path}: has {self._size:,} bytes, the checkpoint was saved when a line ended at "
                 f"{position:,}: the file was cut or changed since. Put it back, or begin anew with "
@@ -88,7 +94,9 @@ def json_line(record: Record) -> str:
     """Strict JSON, fields in the order given. JSON has no NaN: such a value is null, and the last field says
     what it was: {"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}."""
     nonfinite = {key: str(value) for key, value in record.items() if not math.isfinite(value)}
-    fields: dict[str, Any] = {key: None if key in nonfinite else value for key, value in record.items()}
+    fields: dict[str, Any] = {
+        key: None if key in nonfinite else value for key, value in record.items()
+    }
     if nonfinite:
         fields["nonfinite"] = nonfinite
     return json.dumps(fields, allow_nan=False) + "\n"

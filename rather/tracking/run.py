@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rather.health.watch import Watch
 from rather.tracking.console import ProgressView
+from rather.tracking.health import Watch
 from rather.tracking.metrics_file import MetricsFile, Record
 from rather.tracking.past import Past
 from rather.tracking.trackers import TRACKERS, Tracker
@@ -45,10 +45,16 @@ class RunTracker:
             tracker.close(failed=False)
         self._metrics.truncate(metrics_position)
         config, past = self._config, Past(self._config.run_dir, start_step)
-        self._trackers = [_Forgiving(name, partial(TRACKERS[name], config, past)) for name in config.trackers]
+        self._trackers = [
+            _Forgiving(name, partial(TRACKERS[name], config, past)) for name in config.trackers
+        ]
         if not self._quiet:
-            self._trackers.append(_Forgiving("console", partial(ProgressView, self._total_steps, start_step)))
-        watch = partial(Watch, config.run_dir, self._total_steps, start_step)  # reads metrics.jsonl as it is now
+            self._trackers.append(
+                _Forgiving("console", partial(ProgressView, self._total_steps, start_step))
+            )
+        watch = partial(
+            Watch, config.run_dir, self._total_steps, start_step
+        )  # reads metrics.jsonl as it is now
         self._trackers.append(_Forgiving("health", watch))
 
     def log(self, record: Record) -> None:

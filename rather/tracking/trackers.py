@@ -37,7 +37,10 @@ NOTHING_ELSE = {  # no reports about errors and use, and no minutes of waiting f
     "GRADIO_ANALYTICS_ENABLED": "False",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-WANDB_WAITS = {"init_timeout": 30, "finish_timeout": 300}  # seconds; it would wait for ever at the end
+WANDB_WAITS = {
+    "init_timeout": 30,
+    "finish_timeout": 300,
+}  # seconds; it would wait for ever at the end
 PROJECT = "rather"
 RESUMED = "resumed_after_step"  # marks a resumed run, where a tracker cannot take back the steps that come again
 
@@ -55,19 +58,25 @@ def check_installed(config: DPOConfig) -> None:
     missing = [name for name in config.trackers if not _is_installed(name)]
     if missing:
         how = "is not installed; type pip install"
-        raise ConfigError([f"track_with: {name} {how} 'rather[{name}]', or take it out." for name in missing])
+        raise ConfigError(
+            [f"track_with: {name} {how} 'rather[{name}]', or take it out." for name in missing]
+        )
 
 
 def _is_installed(name: str) -> bool:
     spec = find_spec(name)
-    return spec is not None and spec.origin is not None  # a folder `wandb` beside the run looks like a package, too
+    return (
+        spec is not None and spec.origin is not None
+    )  # a folder `wandb` beside the run looks like a package, too
 
 
 class TensorBoard:
     """Scalars by their metric names. What an earlier, killed run wrote from `purge_step` on is dropped."""
 
     def __init__(self, log_dir: Path, purge_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds, and is not always asked for
+        from torch.utils.tensorboard import (
+            SummaryWriter,  # takes seconds, and is not always asked for
+        )
 
         self._writer = SummaryWriter(str(log_dir), purge_step=purge_step)
 
@@ -104,8 +113,12 @@ class Wandb:
             ),
         }
         past.keep_run_id("wandb", options["id"])
-        self._run = self._begun(wandb, given.mode or os.environ.get("WANDB_MODE", "online"), options)
-        for record in past.records(self._run.step):  # written behind; and offline each start has a file of its own
+        self._run = self._begun(
+            wandb, given.mode or os.environ.get("WANDB_MODE", "online"), options
+        )
+        for record in past.records(
+            self._run.step
+        ):  # written behind; and offline each start has a file of its own
             self.log(int(record["step"]), record)
 
     @staticmethod
@@ -120,7 +133,11 @@ class Wandb:
             return run
         except Exception as error:
             place = f"{options['dir']}/wandb"
-            log.warning("W&B takes nothing now (%s): the run is kept in %s; `wandb sync` sends it.", error, place)
+            log.warning(
+                "W&B takes nothing now (%s): the run is kept in %s; `wandb sync` sends it.",
+                error,
+                place,
+            )
             wandb.teardown()  # else its service still holds the id
             return wandb.init(mode="offline", **options)
 
@@ -147,10 +164,16 @@ class Trackio:
                 project=project, name=name, config=public_values(config), resume=resume, embed=False
             )
         last_of = partial(SQLiteStorage.get_max_step_for_run, project, name)
-        if known and self._run.id != known and last_of(known) is not None:  # it finds runs by their names
-            raise RuntimeError(f"project {project} has a newer run {name}; set tracker_kwargs.name to tell them apart")
+        if (
+            known and self._run.id != known and last_of(known) is not None
+        ):  # it finds runs by their names
+            raise RuntimeError(
+                f"project {project} has a newer run {name}; set tracker_kwargs.name to tell them apart"
+            )
         past.keep_run_id("trackio", self._run.id)
-        if known and not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
+        if known and not (
+            os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        ):
             last = last_of(self._run.id)
             for record in past.records(0 if last is None else last + 1):  # it writes twice a second
                 self.log(int(record["step"]), record)
@@ -173,15 +196,21 @@ class MLflow:
         from mlflow import MlflowClient
 
         given, known = config.tracker_kwargs, past.run_id("mlflow")
-        self._client = MlflowClient(given.uri or os.environ.get("MLFLOW_TRACKING_URI") or _own_database(config))
+        self._client = MlflowClient(
+            given.uri or os.environ.get("MLFLOW_TRACKING_URI") or _own_database(config)
+        )
         if known:
             self._client.update_run(known, "RUNNING")
             self._client.set_tag(known, RESUMED, str(past.start_step))
             self._id = known
             return
-        tags = dict.fromkeys(given.tags, "") | ({"mlflow.note.content": given.notes} if given.notes else {})
+        tags = dict.fromkeys(given.tags, "") | (
+            {"mlflow.note.content": given.notes} if given.notes else {}
+        )
         experiment = self._experiment(given.project or PROJECT)
-        self._id = self._client.create_run(experiment, run_name=given.name or config.exp_name, tags=tags).info.run_id
+        self._id = self._client.create_run(
+            experiment, run_name=given.name or config.exp_name, tags=tags
+        ).info.run_id
         past.keep_run_id("mlflow", self._id)
         self._send_settings(dict(_flat(public_values(config))))
 
@@ -200,7 +229,10 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        values = [Metric(_plain(name), float(value), now, step) for name, value in _values(metrics).items()]
+        values = [
+            Metric(_plain(name), float(value), now, step)
+            for name, value in _values(metrics).items()
+        ]
         self._client.log_batch(self._id, metrics=values)
 
     def close(self, *, failed: bool = False) -> None:
@@ -240,7 +272,9 @@ class SwanLab:
 
 
 TRACKERS: Mapping[str, Callable[[DPOConfig, Past], Tracker]] = {
-    "tensorboard": lambda config, past: TensorBoard(config.tracker_dir, past.start_step + 1 if past.start_step else 0),
+    "tensorboard": lambda config, past: TensorBoard(
+        config.tracker_dir, past.start_step + 1 if past.start_step else 0
+    ),
     "wandb": Wandb,
     "trackio": Trackio,
     "mlflow": MLflow,

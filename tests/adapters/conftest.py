@@ -24,7 +24,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(shared: Path) -> Path:
     """An adapter that has an effect, saved by PEFT, trained with dropout."""
     model = AutoModelForCausalLM.from_pretrained(shared / "base")
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], lora_dropout=0.05, use_rslora=True)
+    config = LoraConfig(
+        r=3,
+        lora_alpha=5,
+        target_modules=["q_proj", "down_proj"],
+        lora_dropout=0.05,
+        use_rslora=True,
+    )
     adapted = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

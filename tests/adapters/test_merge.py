@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.use.merge import merge
+from rather.commands.merge import merge
 from tests.tiny import make_model
 
 
@@ -34,7 +34,9 @@ def test_by_the_command(shared: Path, tuned: Path, tmp_path: Path) -> None:
     assert "at most 0.0001 is allowed" in done.output
     source = AutoModelForCausalLM.from_pretrained(shared / "base")
     expected = logits(PeftModel.from_pretrained(source, tuned).eval())
-    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, atol=1e-5)
+    assert torch.allclose(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, atol=1e-5
+    )
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == 63
     again = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged")])
     assert again.exit_code == 2
@@ -56,9 +58,13 @@ def test_half_precision_is_allowed_its_rounding(tuned: Path, tmp_path: Path) -> 
         ({"intermediate_size": 64}, "do not fill the model: model.layers.0.mlp.down_proj.lora_A"),
     ],
 )
-def test_a_foreign_base_is_refused(tuned: Path, tmp_path: Path, changes: dict[str, int], sentence: str) -> None:
+def test_a_foreign_base_is_refused(
+    tuned: Path, tmp_path: Path, changes: dict[str, int], sentence: str
+) -> None:
     base = make_model(tmp_path / "base", **changes)
-    done = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged"), "--base", str(base)])
+    done = CliRunner().invoke(
+        app, ["merge", str(tuned), "--out", str(tmp_path / "merged"), "--base", str(base)]
+    )
     assert done.exit_code == 2
     assert sentence in done.output
     assert not (tmp_path / "merged").exists()
@@ -77,8 +83,14 @@ def test_a_merge_that_changes_the_model_is_not_written(
 def test_a_base_that_is_gone_is_asked_for(tuned: Path, tmp_path: Path) -> None:
     shutil.copytree(tuned, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}))
-    done = CliRunner().invoke(app, ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")])
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
+        )
+    )
+    done = CliRunner().invoke(
+        app, ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]
+    )
     assert done.exit_code == 2
     assert "which is not here; name it with --base" in done.output
 
@@ -97,6 +109,8 @@ def test_weights_that_are_no_numbers_are_refused(tuned: Path, tmp_path: Path) ->
     weights = load_file(file)
     weights[min(weights)].fill_(float("nan"))
     save_file(weights, file)
-    done = CliRunner().invoke(app, ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")])
+    done = CliRunner().invoke(
+        app, ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]
+    )
     assert done.exit_code == 2
     assert "not finite numbers" in done.output

@@ -12,13 +12,15 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from rather.batch import TokenPair
+from rather.commands.merge import merge
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
-from rather.use.merge import merge
+from rather.data.batch import TokenPair
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; pip install 'rather[quantization]'")
+pytest.importorskip(
+    "bitsandbytes", reason="bitsandbytes is not installed; pip install 'rather[quantization]'"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
     args = {"quantization": "4bit", "lora_rank": 4, "dtype": "fp32"}
     settings = {f"actor_train__model_args__{key}": value for key, value in args.items()}
-    training = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 8}
+    training = {
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 8,
+    }
     changes["deterministic"] = torch.cuda.is_available()
-    return make_config(folder, exp_name=name, actor_train__training_args=training, **settings, **changes)
+    return make_config(
+        folder, exp_name=name, actor_train__training_args=training, **settings, **changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +58,17 @@ def log_prob(model: Any, pair: TokenPair) -> Tensor:
     ids = torch.tensor([*pair.prompt.tolist(), *pair.chosen.tolist()], device=model.device)[None]
     with torch.no_grad():
         logps = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    return sum((logps[a - 1 : b - 1].sum() for a, b in pair.chosen_scored), torch.zeros((), device=model.device)).cpu()
+    return sum(
+        (logps[a - 1 : b - 1].sum() for a, b in pair.chosen_scored),
+        torch.zeros((), device=model.device),
+    ).cpu()
 
 
 def test_the_reference_is_the_4_bit_base(folder: Path, trained: DPOPipeline) -> None:
     lines = metrics(trained.config)
-    assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(math.log(2), abs=1e-6)
+    assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(
+        math.log(2), abs=1e-6
+    )
     assert lines[-1]["eval/loss"] < math.log(2) - 0.01
     pair = trained.data.train.take([0])[0]
     assert trained.reference is not None
@@ -64,14 +77,20 @@ def test_the_reference_is_the_4_bit_base(folder: Path, trained: DPOPipeline) -> 
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )  # fmt: skip
-    held = {"quantization_config": four, "dtype": torch.float32, "device_map": {"": trained.actor_train.device}}
+    held = {
+        "quantization_config": four,
+        "dtype": torch.float32,
+        "device_map": {"": trained.actor_train.device},
+    }
     expected = log_prob(AutoModelForCausalLM.from_pretrained(folder / "base", **held), pair)
     full = log_prob(AutoModelForCausalLM.from_pretrained(folder / "base"), pair)
     assert float(own) == pytest.approx(float(expected), abs=1e-3)
     assert abs(float(expected - full)) > 5e-3, "4 bits are not the full weights"
 
 
-def test_it_is_merged_into_the_weights_as_they_were(folder: Path, trained: DPOPipeline, tmp_path: Path) -> None:
+def test_it_is_merged_into_the_weights_as_they_were(
+    folder: Path, trained: DPOPipeline, tmp_path: Path
+) -> None:
     run_dir = trained.config.run_dir
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     assert getattr(merged.config, "quantization_config", None) is None
@@ -88,7 +107,11 @@ def test_it_is_merged_into_the_weights_as_they_were(folder: Path, trained: DPOPi
 
 def test_it_goes_on_to_the_bit(folder: Path, trained: DPOPipeline) -> None:
     whole = trained.config.run_dir
-    again = config_of(folder, "again", max_steps=4, resume_from_checkpoint=str(whole / "checkpoint-2"))
+    again = config_of(
+        folder, "again", max_steps=4, resume_from_checkpoint=str(whole / "checkpoint-2")
+    )
     assert DPOPipeline(again).run() == 0
     name = "adapter_model.safetensors"
-    assert (again.run_dir / "adapter" / name).read_bytes() == (whole / "adapter" / name).read_bytes()
+    assert (again.run_dir / "adapter" / name).read_bytes() == (
+        whole / "adapter" / name
+    ).read_bytes()

@@ -16,20 +16,20 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.host import Host, Process
-from rather.cluster.member import Member
 from rather.cluster.preflight import need_of
+from rather.cluster.rank_info import Member
 from rather.cluster.worker import ActorWorker
-from rather.compare.losses import measure
+from rather.commands.compare_losses_table import measure
 from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.data.pack import pack
 from rather.errors import CheckpointError
 from rather.model.check import two_pairs
-from rather.model.load import load_policy
 from rather.model.policy import PolicyModel, pair_columns
-from rather.pipeline import DPOPipeline
+from rather.parallel.load import load_policy
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import in_child, make_config, metrics
 
 STEPS = 3
@@ -52,7 +52,11 @@ def config_of(folder: Path, name: str, changes: dict[str, Any], **more: Any) -> 
     if "model_name_or_path" in args:
         args["model_name_or_path"] = str(folder / args["model_name_or_path"])
     settings = {f"actor_train__model_args__{key}": value for key, value in args.items()}
-    options: dict[str, Any] = {"max_steps": STEPS, "actor_train__training_args__learning_rate": 0.01, "exp_name": name}
+    options: dict[str, Any] = {
+        "max_steps": STEPS,
+        "actor_train__training_args__learning_rate": 0.01,
+        "exp_name": name,
+    }
     options["reference__cache__enabled"] = False  # so that each run asks its reference
     return make_config(folder, **{**options, **settings, **more})
 
@@ -105,7 +109,10 @@ def test_from_the_base_to_the_merged_model(shared: Path, name: str) -> None:
     assert torch.allclose(reference_of(pipeline), log_probs(base), **close)
     assert not torch.allclose(log_probs(policy_of(pipeline)), log_probs(base), atol=1e-2)
     # Only the adapter has gradients, masters, moments, and a place in the checkpoint.
-    policy, wanted = policy_of(pipeline), [".lora_", *([".modules_to_save."] if name == "modules" else [])]
+    policy, wanted = (
+        policy_of(pipeline),
+        [".lora_", *([".modules_to_save."] if name == "modules" else [])],
+    )
     held = {key for key, parameter in policy.named_parameters() if parameter.requires_grad}
     assert held
     assert all(".default." in key and any(part in key for part in wanted) for key in held)
@@ -115,16 +122,22 @@ def test_from_the_base_to_the_merged_model(shared: Path, name: str) -> None:
     assert all(parameter.grad is None for parameter in policy.parameters())
     # The merged model, and PEFT's on the original base, are the policy.
     tolerance = 1e-5 if exact else 0.05
-    source = AutoModelForCausalLM.from_pretrained(config.actor_train.model_path, dtype=torch.float32)
+    source = AutoModelForCausalLM.from_pretrained(
+        config.actor_train.model_path, dtype=torch.float32
+    )
     merged = AutoModelForCausalLM.from_pretrained(config.run_dir / "model", dtype=torch.float32)
     opened = PeftModel.from_pretrained(source, config.run_dir / "adapter")
     assert torch.allclose(logits(merged), logits(opened), atol=1e-5)
     policy.causal_lm.set_attn_implementation("eager")
     assert torch.allclose(logits(merged), logits(policy.causal_lm), atol=tolerance)
-    assert opened.peft_config["default"].base_model_name_or_path == str(Path(config.actor_train.model_path).absolute())
+    assert opened.peft_config["default"].base_model_name_or_path == str(
+        Path(config.actor_train.model_path).absolute()
+    )
 
 
-def test_pissa_beside_a_reference_of_its_own_is_exported_on_the_base_as_it_was(shared: Path) -> None:
+def test_pissa_beside_a_reference_of_its_own_is_exported_on_the_base_as_it_was(
+    shared: Path,
+) -> None:
     config = config_of(shared, "apart", VARIANTS["pissa"], reference__model_args__dtype="fp32")
     assert not reference_is_policy(config)
     policy = policy_of(trained(config))
@@ -151,7 +164,11 @@ def test_sizes_are_those_of_the_adapter(shared: Path) -> None:
     assert trainer.optimizer is not None
     (batch,) = pack(two_pairs(policy.vocabulary_size), budget=10**6)
     trainer.rehearse(batch)
-    held = [*policy.parameters(), *trainer.optimizer.gradients(), *trainer.optimizer.moments().values()]
+    held = [
+        *policy.parameters(),
+        *trainer.optimizer.gradients(),
+        *trainer.optimizer.moments().values(),
+    ]
     need = need_of(pipeline.config, pipeline.config.actor_train, "cpu")
     assert need is not None
     assert sum(tensor.numel() * tensor.element_size() for tensor in held) == need.once
@@ -161,13 +178,17 @@ def test_sizes_are_those_of_the_adapter(shared: Path) -> None:
 def test_an_existing_adapter_is_trained_on_and_is_the_reference(shared: Path, tuned: Path) -> None:
     args = {"lora_rank": None, "adapter_name_or_path": str(tuned)}
     pipeline = trained(config_of(shared, "existing", args))
-    assert next(line for line in metrics(pipeline.config) if "loss" in line)["loss"] == pytest.approx(LN_2, abs=1e-12)
+    assert next(line for line in metrics(pipeline.config) if "loss" in line)[
+        "loss"
+    ] == pytest.approx(LN_2, abs=1e-12)
     began = load_policy(str(shared / "base"), ModelArgs(adapter_name_or_path=str(tuned)), "cpu")
     base = load_policy(str(shared / "base"), ModelArgs(), "cpu")
     assert torch.equal(reference_of(pipeline), log_probs(began))
     assert not torch.allclose(log_probs(began), log_probs(base), atol=0.1)
     # `began` is what PEFT makes of the folder.
-    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(shared / "base"), tuned).eval()
+    peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(shared / "base"), tuned
+    ).eval()
     began.causal_lm.set_attn_implementation("eager")
     assert torch.allclose(logits(began.causal_lm), logits(peft), atol=1e-5)
     merged = AutoModelForCausalLM.from_pretrained(pipeline.config.run_dir / "model")
@@ -179,11 +200,19 @@ def test_an_existing_adapter_is_trained_on_and_is_the_reference(shared: Path, tu
 def test_what_a_run_left_is_trained_on(shared: Path, name: str) -> None:
     first = trained(config_of(shared, f"first-{name}", VARIANTS[name]))
     base = {key: VARIANTS[name][key] for key in VARIANTS[name].keys() & {"model_name_or_path"}}
-    left = {"lora_rank": None, "adapter_name_or_path": str(first.config.run_dir / "adapter"), **base}
+    left = {
+        "lora_rank": None,
+        "adapter_name_or_path": str(first.config.run_dir / "adapter"),
+        **base,
+    }
     pipeline = trained(config_of(shared, f"second-{name}", left))
-    assert next(line for line in metrics(pipeline.config) if "loss" in line)["loss"] == pytest.approx(LN_2, abs=1e-12)
+    assert next(line for line in metrics(pipeline.config) if "loss" in line)[
+        "loss"
+    ] == pytest.approx(LN_2, abs=1e-12)
     assert torch.allclose(reference_of(pipeline), log_probs(policy_of(first)), atol=1e-3)
-    assert not torch.allclose(log_probs(policy_of(pipeline)), log_probs(policy_of(first)), atol=1e-2)
+    assert not torch.allclose(
+        log_probs(policy_of(pipeline)), log_probs(policy_of(first)), atol=1e-2
+    )
     merged = AutoModelForCausalLM.from_pretrained(pipeline.config.run_dir / "model")
     policy_of(pipeline).causal_lm.set_attn_implementation("eager")
     assert torch.allclose(logits(merged), logits(policy_of(pipeline).causal_lm), atol=1e-5)
@@ -191,14 +220,20 @@ def test_what_a_run_left_is_trained_on(shared: Path, name: str) -> None:
 
 def test_the_base_can_be_the_reference_of_an_existing_adapter(shared: Path, tuned: Path) -> None:
     args = {"lora_rank": None, "adapter_name_or_path": str(tuned)}
-    pipeline = trained(config_of(shared, "above", args, reference__model_args__adapter_name_or_path=None))
+    pipeline = trained(
+        config_of(shared, "above", args, reference__model_args__adapter_name_or_path=None)
+    )
     base = load_policy(str(shared / "base"), ModelArgs(), "cpu")
     assert torch.equal(reference_of(pipeline), log_probs(base))
-    assert next(line for line in metrics(pipeline.config) if "loss" in line)["loss"] != pytest.approx(LN_2, abs=1e-6)
+    assert next(line for line in metrics(pipeline.config) if "loss" in line)[
+        "loss"
+    ] != pytest.approx(LN_2, abs=1e-6)
 
 
 def test_another_model_as_reference_is_a_second_model(shared: Path) -> None:
-    config = config_of(shared, "second", {}, reference__model_args__model_name_or_path=str(shared / "untied"))
+    config = config_of(
+        shared, "second", {}, reference__model_args__model_name_or_path=str(shared / "untied")
+    )
     pipeline = trained(config)
     other = load_policy(str(shared / "untied"), ModelArgs(), "cpu")
     assert torch.equal(reference_of(pipeline), log_probs(other))
@@ -208,9 +243,13 @@ def test_the_cache_tells_adapters_apart(shared: Path, tuned: Path) -> None:
     """What was computed for the base must not answer for the adapter, and the other way round."""
 
     def counts(name: str, args: dict[str, Any]) -> dict[str, Any]:
-        config = config_of(shared, name, args, output_dir=str(shared / "cached"), reference__cache__enabled=True)
+        config = config_of(
+            shared, name, args, output_dir=str(shared / "cached"), reference__cache__enabled=True
+        )
         trained(config)
-        report: dict[str, Any] = json.loads((config.run_dir / "report.json").read_text())["reference"]
+        report: dict[str, Any] = json.loads((config.run_dir / "report.json").read_text())[
+            "reference"
+        ]
         return report
 
     assert counts("base", {"lora_rank": None})["pairs_from_cache"] == 0
@@ -231,11 +270,17 @@ def test_the_merged_model_and_the_checkpoint_are_evaluated_as_the_run_was(shared
     assert pipeline.reference is not None
     assert not any("lora" in name for name, _ in policy_of(pipeline).named_parameters())
     found = measure(config, pairs=9)
-    margins = (found.policy["sum"] - found.reference["sum"]) @ torch.tensor([1.0, -1.0], dtype=torch.float64)
-    assert float(-torch.nn.functional.logsigmoid(0.1 * margins).mean()) == pytest.approx(last["eval/loss"], rel=1e-5)
+    margins = (found.policy["sum"] - found.reference["sum"]) @ torch.tensor(
+        [1.0, -1.0], dtype=torch.float64
+    )
+    assert float(-torch.nn.functional.logsigmoid(0.1 * margins).mean()) == pytest.approx(
+        last["eval/loss"], rel=1e-5
+    )
 
 
-def test_roles_in_one_process_of_a_cluster_are_neighbours(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roles_in_one_process_of_a_cluster_are_neighbours(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rather.cluster.host.end_with_others", lambda _driver: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     host, config = Host({}, 1, Process.this()), config_of(shared, "hosted", {})
@@ -262,7 +307,11 @@ class Killed(ActorWorker):
 
 def train(folder: Path, name: str, changes: dict[str, Any], kill_after: str) -> int:
     os.environ["TEST_KILL_AFTER"] = kill_after
-    options = {"actor_train__worker_cls": "tests.adapters.test_run.Killed", "save_steps": 2, "max_steps": 5}
+    options = {
+        "actor_train__worker_cls": "tests.adapters.test_run.Killed",
+        "save_steps": 2,
+        "max_steps": 5,
+    }
     return DPOPipeline(config_of(folder, name, changes, **options)).run()
 
 

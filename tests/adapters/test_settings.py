@@ -15,17 +15,20 @@ from rather.config.load import config_from_dict
 from rather.config.paths import check_paths
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
 from rather.errors import ConfigError
-from rather.model import load
 from rather.model.adapters import adapter_config
-from rather.model.load import load_policy
-from rather.pipeline import DPOPipeline
+from rather.parallel import load
+from rather.parallel.load import load_policy
+from rather.pipeline.pipeline import DPOPipeline
 from rather.plan.state import stored_weights
 from tests.tiny import make_config
 
 
 def config(args: dict[str, Any] | None = None, **more: Any) -> DPOConfig:
     """`more` has dotted keys with __ for a dot."""
-    values: dict[str, Any] = {"pretrain": "base", "actor_train": {"data_args": {"file_name": "pairs.jsonl"}}}
+    values: dict[str, Any] = {
+        "pretrain": "base",
+        "actor_train": {"data_args": {"file_name": "pairs.jsonl"}},
+    }
     values["actor_train"]["model_args"] = args or {}
     for key, value in more.items():
         *parents, last = key.split("__")
@@ -36,35 +39,94 @@ def config(args: dict[str, Any] | None = None, **more: Any) -> DPOConfig:
     return config_from_dict(values)
 
 
-TP: dict[str, Any] = {"actor_train__strategy_args__tp_size": 2, "actor_train__device_mapping": [0, 1]}
+TP: dict[str, Any] = {
+    "actor_train__strategy_args__tp_size": 2,
+    "actor_train__device_mapping": [0, 1],
+}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"lora_rank": 4, "lora_dropout": 0.1}, {}, "lora_dropout: 0.1: dropout is off in preference training"),
+    (
+        {"lora_rank": 4, "lora_dropout": 0.1},
+        {},
+        "lora_dropout: 0.1: dropout is off in preference training",
+    ),
     ({"lora_alpha": 4}, {}, "lora_alpha: is for adapters; set lora_rank as well"),
     ({"use_dora": True}, {}, "use_dora: is for adapters"),
-    ({"lora_rank": 4, "adapter_name_or_path": "x"}, {}, "lora_rank: the adapter in x brings its own"),
-    ({"lora_rank": 4, "init_lora_weights": "olora"}, {}, "init_lora_weights: olora is not one of true, gaussian"),
+    (
+        {"lora_rank": 4, "adapter_name_or_path": "x"},
+        {},
+        "lora_rank: the adapter in x brings its own",
+    ),
+    (
+        {"lora_rank": 4, "init_lora_weights": "olora"},
+        {},
+        "init_lora_weights: olora is not one of true, gaussian",
+    ),
     ({"lora_rank": 4, "init_lora_weights": False}, {}, "init_lora_weights: False is not one of"),
-    ({"lora_rank": 4, "init_lora_weights": "pissa", "use_dora": True}, {}, "pissa and use_dora each change"),
-    ({"lora_rank": 4, "modules_to_save": "norm", "additional_target": "norm"}, {}, "ROLL's name of modules_to_save"),
-    ({"lora_rank": 4, "use_dora": True}, TP, "use_dora: its norms run over weights that tensor parallel cuts"),
-    ({"lora_rank": 4, "init_lora_weights": "pissa"}, TP, "pissa decomposes weights that tensor parallel cuts"),
-    ({"lora_rank": 4, "modules_to_save": "norm"}, TP, "modules that are trained whole are not cut by tensor"),
-    ({"lora_rank": 4}, {"sync_ref_model": True}, "sync_ref_model: moves the weights of a second model"),
-    ({"lora_rank": 4}, {"reference__offload": "on"}, "reference.offload: the reference is the policy without its"),
+    (
+        {"lora_rank": 4, "init_lora_weights": "pissa", "use_dora": True},
+        {},
+        "pissa and use_dora each change",
+    ),
+    (
+        {"lora_rank": 4, "modules_to_save": "norm", "additional_target": "norm"},
+        {},
+        "ROLL's name of modules_to_save",
+    ),
+    (
+        {"lora_rank": 4, "use_dora": True},
+        TP,
+        "use_dora: its norms run over weights that tensor parallel cuts",
+    ),
+    (
+        {"lora_rank": 4, "init_lora_weights": "pissa"},
+        TP,
+        "pissa decomposes weights that tensor parallel cuts",
+    ),
+    (
+        {"lora_rank": 4, "modules_to_save": "norm"},
+        TP,
+        "modules that are trained whole are not cut by tensor",
+    ),
+    (
+        {"lora_rank": 4},
+        {"sync_ref_model": True},
+        "sync_ref_model: moves the weights of a second model",
+    ),
+    (
+        {"lora_rank": 4},
+        {"reference__offload": "on"},
+        "reference.offload: the reference is the policy without its",
+    ),
     ({"quantization": "4bit"}, {}, "4-bit weights cannot be trained; set lora_rank"),
-    ({"quantization": "4bit", "lora_rank": 4, "init_lora_weights": "pissa"}, {}, "before they are rounded"),
-    ({"quantization": "4bit", "lora_rank": 4, "use_dora": True}, {}, "use_dora begins with the norms of the weights"),
+    (
+        {"quantization": "4bit", "lora_rank": 4, "init_lora_weights": "pissa"},
+        {},
+        "before they are rounded",
+    ),
+    (
+        {"quantization": "4bit", "lora_rank": 4, "use_dora": True},
+        {},
+        "use_dora begins with the norms of the weights",
+    ),
     (
         {"quantization": "4bit", "lora_rank": 4},
         {"actor_train__device_mapping": [0, 1]},
         "4-bit weights are not divided; use one device",
     ),
-    ({}, {"reference__model_args__quantization": "4bit"}, "only a policy with adapters that is its own reference"),
+    (
+        {},
+        {"reference__model_args__quantization": "4bit"},
+        "only a policy with adapters that is its own reference",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("args", "more", "sentence"), REFUSED, ids=[sentence[:40] for _, _, sentence in REFUSED])
-def test_what_cannot_be_done_is_said(args: dict[str, Any], more: dict[str, Any], sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("args", "more", "sentence"), REFUSED, ids=[sentence[:40] for _, _, sentence in REFUSED]
+)
+def test_what_cannot_be_done_is_said(
+    args: dict[str, Any], more: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         config(args, **more)
     assert sentence in str(refused.value)
@@ -72,8 +134,13 @@ def test_what_cannot_be_done_is_said(args: dict[str, Any], more: dict[str, Any],
 
 def test_four_bits_need_their_extra(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "is_bitsandbytes_available", lambda: False)
-    settings = {"actor_train__model_args__quantization": "4bit", "actor_train__model_args__lora_rank": 4}
-    with pytest.raises(ConfigError, match=r"quantization: 4bit needs bitsandbytes; install rather\[quantization\]"):
+    settings = {
+        "actor_train__model_args__quantization": "4bit",
+        "actor_train__model_args__lora_rank": 4,
+    }
+    with pytest.raises(
+        ConfigError, match=r"quantization: 4bit needs bitsandbytes; install rather\[quantization\]"
+    ):
         DPOPipeline(make_config(shared, exp_name="extra", **settings)).run()
 
 
@@ -81,7 +148,13 @@ def test_settings_become_those_of_peft() -> None:
     plain = adapter_config(ActorModelArgs(lora_target="q_proj, v_proj"))
     assert (plain.r, plain.lora_alpha, plain.target_modules) == (8, 16, {"q_proj", "v_proj"})
     own = adapter_config(ActorModelArgs(lora_rank=2, lora_alpha=7, use_rslora=True, use_dora=True))
-    assert (own.r, own.lora_alpha, own.target_modules, own.use_rslora, own.use_dora) == (2, 7, "all-linear", True, True)
+    assert (own.r, own.lora_alpha, own.target_modules, own.use_rslora, own.use_dora) == (
+        2,
+        7,
+        "all-linear",
+        True,
+        True,
+    )
     roll = adapter_config(ActorModelArgs(lora_rank=2, additional_target="norm,embed_tokens"))
     assert roll.modules_to_save == ["norm", "embed_tokens"]
 
@@ -115,7 +188,9 @@ def test_a_file_of_colossalchat_is_read(tmp_path: Path) -> None:
         ({"r": "four"}, "lora_rank is 'four'"),
     ],
 )
-def test_a_file_that_cannot_be_honoured_is_refused(tmp_path: Path, values: dict[str, Any], sentence: str) -> None:
+def test_a_file_that_cannot_be_honoured_is_refused(
+    tmp_path: Path, values: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         config(write(tmp_path, **values))
     assert sentence in str(refused.value)
@@ -135,7 +210,11 @@ def test_where_the_reference_is() -> None:
     base = config(existing, reference__model_args__adapter_name_or_path=None)
     assert reference_is_policy(base)
     assert not keeps_start(base)
-    for other in ({"model_name_or_path": "other"}, {"adapter_name_or_path": "other"}, {"dtype": "bf16"}):
+    for other in (
+        {"model_name_or_path": "other"},
+        {"adapter_name_or_path": "other"},
+        {"dtype": "bf16"},
+    ):
         changes = {f"reference__model_args__{key}": value for key, value in other.items()}
         assert not reference_is_policy(config(existing, **changes))
     assert not reference_is_policy(config({"lora_rank": 4}, reference__device_mapping=[1]))
@@ -145,31 +224,57 @@ def test_where_the_reference_is() -> None:
     ("args", "sentence"),
     [
         ({"lora_target": "q_project"}, "lora_target: Target modules"),
-        ({"lora_target": "q_proj,v_project"}, "lora_target: the model has no module that is named v_project"),
-        ({"lora_rank": 2, "modules_to_save": ["norm", "nrom"]}, "modules_to_save: the model has no module that is"),
-        ({"lora_target": "embed_tokens"}, "embed_tokens is no linear layer inside the decoder layers"),
-        ({"lora_target": ["q_proj", "lm_head"]}, "lm_head is no linear layer inside the decoder layers"),
-        ({"lora_rank": 2, "modules_to_save": "lm_head"}, "modules_to_save: the embedding of this model is its head"),
+        (
+            {"lora_target": "q_proj,v_project"},
+            "lora_target: the model has no module that is named v_project",
+        ),
+        (
+            {"lora_rank": 2, "modules_to_save": ["norm", "nrom"]},
+            "modules_to_save: the model has no module that is",
+        ),
+        (
+            {"lora_target": "embed_tokens"},
+            "embed_tokens is no linear layer inside the decoder layers",
+        ),
+        (
+            {"lora_target": ["q_proj", "lm_head"]},
+            "lm_head is no linear layer inside the decoder layers",
+        ),
+        (
+            {"lora_rank": 2, "modules_to_save": "lm_head"},
+            "modules_to_save: the embedding of this model is its head",
+        ),
     ],
 )
-def test_modules_that_cannot_be_adapted_are_refused(shared: Path, args: dict[str, Any], sentence: str) -> None:
+def test_modules_that_cannot_be_adapted_are_refused(
+    shared: Path, args: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_policy(str(shared / "base"), ActorModelArgs(**args), "cpu")
     assert sentence in str(refused.value)
 
 
 def test_an_adapter_that_is_not_there_is_told_before_anything_starts(shared: Path) -> None:
-    for path, sentence in ((shared / "tunde", "tunde does not exist"), (shared / "base", "base is not a PEFT adapter")):
+    for path, sentence in (
+        (shared / "tunde", "tunde does not exist"),
+        (shared / "base", "base is not a PEFT adapter"),
+    ):
         settings = make_config(shared, actor_train__model_args__adapter_name_or_path=str(path))
-        with pytest.raises(ConfigError, match=f"actor_train.model_args.adapter_name_or_path: .*{sentence}"):
+        with pytest.raises(
+            ConfigError, match=f"actor_train.model_args.adapter_name_or_path: .*{sentence}"
+        ):
             check_paths(settings)
 
 
 def test_a_folder_that_is_no_adapter_is_refused(shared: Path, tuned: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="base is no PEFT adapter"):
-        load_policy(str(shared / "base"), ModelArgs(adapter_name_or_path=str(shared / "base")), "cpu")
+        load_policy(
+            str(shared / "base"), ModelArgs(adapter_name_or_path=str(shared / "base")), "cpu"
+        )
     values = json.loads((tuned / "adapter_config.json").read_text())
-    (tmp_path / "adapter_model.safetensors").write_bytes((tuned / "adapter_model.safetensors").read_bytes())
+    (tmp_path / "adapter_model.safetensors").write_bytes(
+        (tuned / "adapter_model.safetensors").read_bytes()
+    )
     for odd in ({"peft_type": "IA3"}, {"rank_pattern": {"q_proj": 2}}, {"bias": "all"}):
         (tmp_path / "adapter_config.json").write_text(json.dumps(values | odd))
         with pytest.raises(ConfigError, match=f"{next(iter(odd))}: .*which is not supported"):

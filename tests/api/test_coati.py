@@ -27,8 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loader(folder: Path, count: int, seed: int) -> DataLoader[Any]:
     data: Any = [rows(pair) for pair in random_pairs(count, 60, seed=seed)]
-    collate = DataCollatorForPreferenceDataset(tokenizer=AutoTokenizer.from_pretrained(folder), max_length=64)
-    return DataLoader(data, batch_size=2, sampler=StatefulDistributedSampler(data, seed=1), collate_fn=collate)
+    collate = DataCollatorForPreferenceDataset(
+        tokenizer=AutoTokenizer.from_pretrained(folder), max_length=64
+    )
+    return DataLoader(
+        data, batch_size=2, sampler=StatefulDistributedSampler(data, seed=1), collate_fn=collate
+    )
 
 
 def trainer_of(folder: Path, model: Any, **changes: Any) -> DPOTrainer:
@@ -51,7 +55,9 @@ def trainer_of(folder: Path, model: Any, **changes: Any) -> DPOTrainer:
 
 def test_the_script_of_the_seed(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = trainer_of(folder, model, save_interval=2, save_dir=tmp_path / "saved", coordinator=None)
+    trainer = trainer_of(
+        folder, model, save_interval=2, save_dir=tmp_path / "saved", coordinator=None
+    )
     history = trainer.fit(
         train_preference_dataloader=loader(folder, 12, 1),
         eval_preference_dataloader=loader(folder, 4, 2),
@@ -59,17 +65,31 @@ def test_the_script_of_the_seed(folder: Path, tmp_path: Path) -> None:
         use_wandb=False,
     )
     assert len(history) == 6
-    assert set(history[0]) == {"loss", "chosen_rewards", "rejected_rewards", "accuracy", "margin", "lr"}
+    assert set(history[0]) == {
+        "loss",
+        "chosen_rewards",
+        "rejected_rewards",
+        "accuracy",
+        "margin",
+        "lr",
+    }
     saved = sorted(path.name for path in (tmp_path / "saved").glob("epoch-*"))
     assert saved == ["epoch-0_step-2", "epoch-1_step-2", "epoch-1_step-6"]
-    assert json.loads((tmp_path / "saved" / saved[-1] / "running_states.json").read_text()) == {"epoch": 1, "step": 6}
+    assert json.loads((tmp_path / "saved" / saved[-1] / "running_states.json").read_text()) == {
+        "epoch": 1,
+        "step": 6,
+    }
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / saved[-1] / "modeling")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
     assert "accuracy: " in (tmp_path / "saved" / "eval_result_epoch1.txt").read_text()
     assert list((tmp_path / "logs" / "DPO").glob("*/events.out.tfevents*"))
     [file] = (tmp_path / "logs" / "DPO").glob("*/metrics.jsonl")
     told = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["train/loss"] for line in told if "train/loss" in line] == [record["loss"] for record in history]
+    assert [line["train/loss"] for line in told if "train/loss" in line] == [
+        record["loss"] for record in history
+    ]
     assert [line["step"] for line in told if "eval/accuracy" in line] == [3, 6]
 
 
@@ -80,10 +100,15 @@ def test_start_epoch_goes_on_with_that_epochs_order(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     first = trainer_of(folder, model, max_epochs=1)
     begun = first.fit(loader(folder, 12, 1))
-    reference, optimizer = AutoModelForCausalLM.from_pretrained(folder), first.trainer.policy.optimizer.optimizer
+    reference, optimizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        first.trainer.policy.optimizer.optimizer,
+    )
     second = trainer_of(folder, model, ref_model=reference, actor_optim=optimizer, start_epoch=1)
     begun += second.fit(loader(folder, 12, 1))
-    assert [each["loss"] for each in begun] == pytest.approx([each["loss"] for each in whole], abs=1e-6)
+    assert [each["loss"] for each in begun] == pytest.approx(
+        [each["loss"] for each in whole], abs=1e-6
+    )
 
 
 def test_nothing_is_saved_between_with_an_interval_of_0(folder: Path, tmp_path: Path) -> None:
@@ -105,11 +130,14 @@ def test_without_the_loss_mask_every_token_counts(folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder)
         trainer = trainer_of(folder, model, max_epochs=1, apply_loss_mask=masked, ref_model=None)
         losses.append(trainer.fit(loader(folder, 4, 1))[0]["loss"])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4), "the prompt cancels out in the margin of a pair"
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4), (
+        "the prompt cancels out in the margin of a pair"
+    )
 
 
 @pytest.mark.parametrize(
-    ("plugin", "said"), [(Plugin("zero9"), "is none of"), (Plugin("zero2", tp_size=2), "has no degrees of its own")]
+    ("plugin", "said"),
+    [(Plugin("zero9"), "is none of"), (Plugin("zero2", tp_size=2), "has no degrees of its own")],
 )
 def test_plugins_that_are_none(folder: Path, plugin: Plugin, said: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -119,9 +147,14 @@ def test_plugins_that_are_none(folder: Path, plugin: Plugin, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"save_interval": 2}, "give save_dir too"), ({"save_dir": "saved", "tokenizer": None}, "give the tokenizer too")],
+    [
+        ({"save_interval": 2}, "give save_dir too"),
+        ({"save_dir": "saved", "tokenizer": None}, "give the tokenizer too"),
+    ],
 )
-def test_what_could_not_be_saved_is_refused_before_training(folder: Path, changes: dict[str, Any], said: str) -> None:
+def test_what_could_not_be_saved_is_refused_before_training(
+    folder: Path, changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         trainer_of(folder, AutoModelForCausalLM.from_pretrained(folder), **changes)
 

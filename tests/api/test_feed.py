@@ -21,7 +21,10 @@ from tests.padded import random_pairs
 from tests.tiny import make_model
 
 TEXT = [{"prompt": f"w{i}", "chosen": " w1 w2", "rejected": " w3"} for i in range(5, 13)]
-BAD = [{"prompt": "w1", "chosen": "", "rejected": "w2"}, {"prompt": "w1", "chosen": "w2", "rejected": "w2"}]
+BAD = [
+    {"prompt": "w1", "chosen": "", "rejected": "w2"},
+    {"prompt": "w1", "chosen": "w2", "rejected": "w2"},
+]
 TOKENS = [rows(pair) for pair in random_pairs(8, 60, seed=5)]
 
 
@@ -36,16 +39,25 @@ def trainer(folder: Path) -> Any:
 
     def made(args: dict[str, Any] | None = None, **keys: Any) -> DPOTrainer:
         given = {"lr_scheduler_type": "constant", "per_device_train_batch_size": 1, **(args or {})}
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-        return trainer_of(model, train_config=DPOConfig(**keys), args=TrainingArgs(**given), tokenizer=tokenizer)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(folder),
+            AutoTokenizer.from_pretrained(folder),
+        )
+        return trainer_of(
+            model, train_config=DPOConfig(**keys), args=TrainingArgs(**given), tokenizer=tokenizer
+        )
 
     return made
 
 
 def test_nothing_to_train_on_is_no_training(trainer: Any) -> None:
-    with pytest.raises(DataError, match=r"0 pairs are left in epoch 1; rows dropped: 4 bad_type \("):
+    with pytest.raises(
+        DataError, match=r"0 pairs are left in epoch 1; rows dropped: 4 bad_type \("
+    ):
         trainer().fit(DataLoader(TEXT, batch_size=2))  # the default collate makes texts to lists
-    with pytest.raises(DataError, match=r"0 pairs are left in epoch 1; rows dropped: 8 prompt_too_long \("):
+    with pytest.raises(
+        DataError, match=r"0 pairs are left in epoch 1; rows dropped: 8 prompt_too_long \("
+    ):
         trainer(sequence_length=2).fit(row for row in TEXT)
     with pytest.raises(DataError, match="0 pairs are left; rows dropped: none"):
         trainer().fit([])
@@ -60,7 +72,10 @@ def test_dropped_rows_are_told(trainer: Any, caplog: pytest.LogCaptureFixture) -
     own.training_step(own.policy.policy, iter([[*TEXT[:3], *BAD]]), 64)
     told = [message for message in caplog.messages if message.startswith("rows dropped: ")]
     assert len(told) == 3, "after each epoch, and after a step"
-    assert all("1 empty_response (chosen: nothing but white space), 1 identical_text" in each for each in told)
+    assert all(
+        "1 empty_response (chosen: nothing but white space), 1 identical_text" in each
+        for each in told
+    )
     caplog.clear()
     own.fit([*TEXT, {"prompt": "w1", "chosen": "w2 \ud800", "rejected": "w3"}])
     assert "1 bad_unicode (half of a surrogate pair" in caplog.text
@@ -71,7 +86,9 @@ def test_rows_that_must_not_be_dropped(trainer: Any) -> None:
         trainer(on_bad="error").fit([*TEXT, *BAD])
     keys = {"sequence_length": 2, "actor_train": {"data_args": {"overlong": "error"}}}
     for source in (TEXT, TOKENS):
-        with pytest.raises(DataError, match=r"too_long .* and overlong is error; correct it, or set drop"):
+        with pytest.raises(
+            DataError, match=r"too_long .* and overlong is error; correct it, or set drop"
+        ):
             trainer(**keys).fit(source)
 
 
@@ -89,7 +106,9 @@ def test_what_is_gone_through_once_lasts_one_epoch(trainer: Any) -> None:
         trainer({"num_train_epochs": 2}).fit(TOKENS, iter(TOKENS[:4]))
     with pytest.raises(DataError, match="0 pairs are left in epoch 2"):
         trainer({"num_train_epochs": 2}, max_steps=9).fit(iter(TOKENS))
-    with pytest.raises(ConfigError, match=r"num_train_epochs: 0\.5 of pairs that cannot be counted; set max_steps"):
+    with pytest.raises(
+        ConfigError, match=r"num_train_epochs: 0\.5 of pairs that cannot be counted; set max_steps"
+    ):
         trainer({"num_train_epochs": 0.5}).fit(iter(TOKENS))
     assert len(trainer({"num_train_epochs": 2}, max_steps=2).fit(iter(TOKENS))) == 2
 

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather import DPOConfig, DPOTrainer
-from rather.batch import TokenPair
 from rather.coati import DPOTrainer as CoatiTrainer
 from rather.coati import Plugin
 from rather.config.schema import StrategyArgs, TrainingArgs
+from rather.data.batch import TokenPair
 from rather.data.collate import DataCollatorForPreferenceDataset
 from rather.errors import ConfigError, DataError
 from tests.api.test_trainer import rows
@@ -27,7 +27,9 @@ STEPS, LENGTH = 3, 128
 
 def steps_of(dp: int, rank: int) -> list[list[list[TokenPair]]]:
     """Two micro-batches of four pairs a step; of two ranks each has one of them."""
-    every = [[random_pairs(4, 60, seed=10 * step + part) for part in range(2)] for step in range(STEPS)]
+    every = [
+        [random_pairs(4, 60, seed=10 * step + part) for part in range(2)] for step in range(STEPS)
+    ]
     return [step[rank::dp] for step in every]
 
 
@@ -40,7 +42,10 @@ def train(folder: Path, strategy: dict[str, Any] | None, dp: int, saved: str) ->
         train_config=DPOConfig(beta=0.5),
         ref_model=copy.deepcopy(model),
         args=TrainingArgs(
-            learning_rate=1e-2, lr_scheduler_type="constant", gradient_accumulation_steps=2 // dp, adam_epsilon=1e-6
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            gradient_accumulation_steps=2 // dp,
+            adam_epsilon=1e-6,
         ),
         strategy=StrategyArgs(**strategy) if strategy else None,
         tokenizer=AutoTokenizer.from_pretrained(folder),
@@ -53,7 +58,9 @@ def train(folder: Path, strategy: dict[str, Any] | None, dp: int, saved: str) ->
         "losses": [float(loss) for loss, *_ in taken],
         "norms": [norm for *_, norm, _ in taken],
         "micro_batches": [len(metrics) for _, metrics, *_ in taken],
-        "known": None if known is None else torch.cat([each["reference_chosen_logps"] for each in known]),
+        "known": None
+        if known is None
+        else torch.cat([each["reference_chosen_logps"] for each in known]),
     }
 
 
@@ -69,7 +76,9 @@ def coati_losses(folder: Path, plugin: str | None, dp: int = 1) -> list[float]:
         accumulation_steps=2 // dp,
     )  # fmt: skip
     collate = DataCollatorForPreferenceDataset(tokenizer)
-    batches = [collate([rows(pair) for pair in part]) for step in steps_of(dp, rank % dp) for part in step]
+    batches = [
+        collate([rows(pair) for pair in part]) for step in steps_of(dp, rank % dp) for part in step
+    ]
     return [record["loss"] for record in trainer.fit(batches)]
 
 
@@ -100,13 +109,19 @@ def scales(folder: Path) -> list[float]:
     for given in (False, True):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if given else None
-        trainer = DPOTrainer(model, DPOConfig(max_steps=1), copy.deepcopy(model), optimizer=optimizer)
+        trainer = DPOTrainer(
+            model, DPOConfig(max_steps=1), copy.deepcopy(model), optimizer=optimizer
+        )
         rank = torch.distributed.get_rank()
-        *_, skipped, norm, _ = trainer.training_step(model, iter([random_pairs(2, 60, seed=rank)]), LENGTH)
+        *_, skipped, norm, _ = trainer.training_step(
+            model, iter([random_pairs(2, 60, seed=rank)]), LENGTH
+        )
         assert trainer.policy.optimizer is not None
         assert not skipped
         found += [trainer.policy.optimizer.scale, norm]
-    with pytest.raises(ConfigError, match="train_batch_size on several ranks: DPOPipeline does that"):
+    with pytest.raises(
+        ConfigError, match="train_batch_size on several ranks: DPOPipeline does that"
+    ):
         DPOTrainer(model, DPOConfig(train_batch_size=4), model)
     return found
 
@@ -124,10 +139,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("strategy", "dp"),
-    [({"strategy_name": "ddp"}, 2), ({"strategy_name": "zero3"}, 2), ({"strategy_name": "ddp", "pp_size": 2}, 1)],
+    [
+        ({"strategy_name": "ddp"}, 2),
+        ({"strategy_name": "zero3"}, 2),
+        ({"strategy_name": "ddp", "pp_size": 2}, 1),
+    ],
     ids=["dp2", "zero3", "pp2"],
 )
-def test_ranks_take_the_steps_of_one_process(folder: Path, strategy: dict[str, Any], dp: int) -> None:
+def test_ranks_take_the_steps_of_one_process(
+    folder: Path, strategy: dict[str, Any], dp: int
+) -> None:
     alone = train(folder, None, 1, "alone")
     ranks = pool(2).run(train, folder, strategy, dp, "divided")
     for rank in ranks:
@@ -137,6 +158,8 @@ def test_ranks_take_the_steps_of_one_process(folder: Path, strategy: dict[str, A
     known = [rank["known"] for rank in ranks if rank["known"] is not None]
     assert len(known) == dp, "only the last stage of a pipeline answers"
     assert torch.allclose(torch.cat(known), alone["known"], atol=1e-6)
-    one, other = (AutoModelForCausalLM.from_pretrained(folder.parent / name) for name in ("alone", "divided"))
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(folder.parent / name) for name in ("alone", "divided")
+    )
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-4

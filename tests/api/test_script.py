@@ -20,7 +20,9 @@ ROW = {"instruction": "w3 w4 .", "input": "", "chosen": "w1 w2 w3", "rejected": 
 
 def test_the_shell_script_of_the_seed(tmp_path: Path) -> None:
     make_model(tmp_path / "model", max_position_embeddings=512)
-    (tmp_path / "pairs.json").write_text(json.dumps([{**ROW, "chosen": f"w1 w{i}"} for i in range(6, 14)]))
+    (tmp_path / "pairs.json").write_text(
+        json.dumps([{**ROW, "chosen": f"w1 w{i}"} for i in range(6, 14)])
+    )
     changed = {
         "pretrain": tmp_path / "model",
         "actor_train.data_args.file_name": tmp_path / "pairs.json",
@@ -36,7 +38,9 @@ def test_the_shell_script_of_the_seed(tmp_path: Path) -> None:
     }
     script = ROOT / "examples" / "qwen2.5-3B-dpo_megatron" / "run_dpo_pipeline.sh"
     command = ["bash", str(script), *(f"{key}={value}" for key, value in changed.items())]
-    done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     [run_dir] = [path.parent for path in (tmp_path / "output").glob("*/metrics.jsonl")]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

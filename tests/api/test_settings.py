@@ -48,16 +48,22 @@ def test_rows_and_batches_of_tokens_keep_what_a_file_keeps() -> None:
     feed = Feed((), DPOConfig(), 2)
     [pair] = feed.pairs({**TOKENS[0], **EXTRAS, "id": 7})
     assert (told(pair), pair.id) == (EXTRAS, "7")
-    batch = DataCollatorForPreferenceDataset(Padding())([{**TOKENS[0], **EXTRAS}, {**TOKENS[1], "weight": 2}])
+    batch = DataCollatorForPreferenceDataset(Padding())(
+        [{**TOKENS[0], **EXTRAS}, {**TOKENS[1], "weight": 2}]
+    )
     first, second = feed.pairs(batch)
     assert told(first) == EXTRAS
     assert second.weight == 2
     assert math.isnan(second.margin)
     mapped = DPOConfig(actor_train={"data_args": {"columns": {"weight": "importance"}}})
-    assert Feed((), mapped, 2).pairs({**TOKENS[0], "weight": 5.0, "importance": 0.5})[0].weight == 0.5
+    assert (
+        Feed((), mapped, 2).pairs({**TOKENS[0], "weight": 5.0, "importance": 0.5})[0].weight == 0.5
+    )
     with pytest.raises(DataError, match="weight must be a number of at least 0"):
         feed.pairs({**TOKENS[0], "weight": -1})
-    with pytest.raises(DataError, match="margin: a batch of 2 pairs needs a list of as many values"):
+    with pytest.raises(
+        DataError, match="margin: a batch of 2 pairs needs a list of as many values"
+    ):
         pairs_of({**batch, "margin": [1.0]})
 
 
@@ -73,11 +79,17 @@ def test_a_row_with_labels() -> None:
 
 
 def test_pairs_that_a_loss_cannot_use_are_refused() -> None:
-    with pytest.raises(DataError, match="'odpo' reads the column margin: 7 of 8 training pairs have none"):
+    with pytest.raises(
+        DataError, match="'odpo' reads the column margin: 7 of 8 training pairs have none"
+    ):
         trainer_of(steps_of(2), pref_loss="odpo").fit([{**TOKENS[0], "margin": 1.0}, *TOKENS[1:]])
-    with pytest.raises(DataError, match="reads the column soft_label: 2 of 2 training pairs have none"):
+    with pytest.raises(
+        DataError, match="reads the column soft_label: 2 of 2 training pairs have none"
+    ):
         trainer_of(steps_of(2), soft_labels=True, max_steps=3).fit(iter(TOKENS))
-    with pytest.raises(DataError, match="reads the column soft_label: 8 of 8 evaluation pairs have none"):
+    with pytest.raises(
+        DataError, match="reads the column soft_label: 8 of 8 evaluation pairs have none"
+    ):
         trainer_of(steps_of(2), soft_labels=True).evaluate(TOKENS)
     with pytest.raises(DataError, match="'aot' sorts the pairs of a step"):
         trainer_of(steps_of(2), pref_loss="aot").fit([{**row, "weight": 2.0} for row in TOKENS])
@@ -114,7 +126,9 @@ def test_steps_without_numbers_end_a_training(keys: dict[str, Any], steps: int, 
     ],
 )
 def test_what_only_a_run_does_is_refused(keys: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=f"train_config: {name}: DPOPipeline does that, not this trainer"):
+    with pytest.raises(
+        ConfigError, match=f"train_config: {name}: DPOPipeline does that, not this trainer"
+    ):
         trainer_of(**keys)
 
 
@@ -128,8 +142,12 @@ def test_what_only_a_run_does_is_refused(keys: dict[str, Any], name: str) -> Non
     ],
     ids=lambda field: next(iter(field)),
 )
-def test_arguments_of_transformers_without_effect_are_refused(field: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"args: {next(iter(field))}: not a setting of this trainer"):
+def test_arguments_of_transformers_without_effect_are_refused(
+    field: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"args: {next(iter(field))}: not a setting of this trainer"
+    ):
         trainer_of(TrainingArguments(output_dir=str(tmp_path), **field))
 
 
@@ -138,31 +156,42 @@ def test_clipping_is_what_was_said(tmp_path: Path) -> None:
     assert trainer_of(silent, max_grad_norm=0.01).config.max_grad_norm == 0.01
     said = TrainingArguments(output_dir=str(tmp_path), max_grad_norm=0.3)
     assert trainer_of(said).config.max_grad_norm == 0.3
-    with pytest.raises(ConfigError, match=r"max_grad_norm: 0\.3 differs from max_grad_norm at the top level \(0\.01\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"max_grad_norm: 0\.3 differs from max_grad_norm at the top level \(0\.01\)",
+    ):
         trainer_of(said, max_grad_norm=0.01)
 
 
 def test_args_are_judged_like_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lr_scheduler_kwargs\.num_cycle: unknown number of the schedule 'linear'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lr_scheduler_kwargs\.num_cycle: unknown number of the schedule 'linear'",
+    ):
         trainer_of(steps_of(2, lr_scheduler_kwargs={"num_cycle": 3}))
     with pytest.raises(ConfigError, match=r"^lr_scheduler_type: "):
         trainer_of(TrainingArguments(output_dir=str(tmp_path), lr_scheduler_type="polynomial"))
     with pytest.raises(ConfigError, match="train_batch_size: 7 pairs is not"):
         trainer_of(steps_of(2, gradient_accumulation_steps=2), train_batch_size=7)
-    with pytest.raises(ConfigError, match=r"args: train_config has training_args too \(learning_rate\)"):
+    with pytest.raises(
+        ConfigError, match=r"args: train_config has training_args too \(learning_rate\)"
+    ):
         trainer_of(steps_of(2), actor_train={"training_args": {"learning_rate": 1e-4}})
 
 
 def test_the_seed_of_the_order_is_that_of_args() -> None:
     first, again, other = (
-        [step["logps/chosen"] for step in trainer_of(steps_of(2, data_seed=seed)).fit(TOKENS)] for seed in (1, 1, 2)
+        [step["logps/chosen"] for step in trainer_of(steps_of(2, data_seed=seed)).fit(TOKENS)]
+        for seed in (1, 1, 2)
     )
     assert first == again
     assert first != other
 
 
 def test_rows_of_tokens_past_sequence_length(caplog: pytest.LogCaptureFixture) -> None:
-    longest = max(len(row[f"{side}_input_ids"]) for row in TOKENS for side in ("chosen", "rejected"))
+    longest = max(
+        len(row[f"{side}_input_ids"]) for row in TOKENS for side in ("chosen", "rejected")
+    )
     history = trainer_of(steps_of(1), sequence_length=longest - 1).fit(TOKENS)
     assert len(history) < len(TOKENS)
     assert f"too_long ({longest} tokens; sequence_length is {longest - 1})" in caplog.text
@@ -187,7 +216,9 @@ def test_a_second_fit_has_a_schedule_of_its_own() -> None:
     assert first[0] == 1e-3
 
 
-@pytest.mark.parametrize("keys", [{"pref_loss": "aot"}, {"pref_loss": "cpo"}, {"rpo_alpha": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [{"pref_loss": "aot"}, {"pref_loss": "cpo"}, {"rpo_alpha": 1.0}], ids=str
+)
 def test_an_evaluation_does_not_depend_on_its_batches(keys: dict[str, Any]) -> None:
     found = []
     for size in (1, 8):

@@ -17,9 +17,13 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from rather import DPOConfig, DPOPipeline, DPOTrainer
-from rather.batch import TokenPair
 from rather.config.schema import TrainingArgs
-from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler, pairs_of
+from rather.data.batch import TokenPair
+from rather.data.collate import (
+    DataCollatorForPreferenceDataset,
+    StatefulDistributedSampler,
+    pairs_of,
+)
 from rather.errors import ConfigError, DataError
 from tests.padded import random_pairs
 from tests.tiny import make_model, make_pairs
@@ -50,7 +54,9 @@ def rows(pair: TokenPair) -> dict[str, list[int]]:
 
 
 def padded(pairs: list[TokenPair], folder: Path) -> dict[str, torch.Tensor]:
-    return DataCollatorForPreferenceDataset(AutoTokenizer.from_pretrained(folder))([rows(pair) for pair in pairs])
+    return DataCollatorForPreferenceDataset(AutoTokenizer.from_pretrained(folder))(
+        [rows(pair) for pair in pairs]
+    )
 
 
 def stacked(batch: dict[str, torch.Tensor], *, shifted: bool = False) -> dict[str, torch.Tensor]:
@@ -59,7 +65,9 @@ def stacked(batch: dict[str, torch.Tensor], *, shifted: bool = False) -> dict[st
 
     def both(name: str) -> torch.Tensor:
         sides = [batch[f"{side}_{name}"] for side in ("chosen", "rejected")]
-        return torch.cat([torch.nn.functional.pad(each, (0, longest - each.shape[1])) for each in sides])
+        return torch.cat(
+            [torch.nn.functional.pad(each, (0, longest - each.shape[1])) for each in sides]
+        )
 
     ids, shown = both("input_ids"), both("attention_mask")
     labels = torch.where(both("loss_mask").bool(), ids, -100)
@@ -70,7 +78,9 @@ def stacked(batch: dict[str, torch.Tensor], *, shifted: bool = False) -> dict[st
 
 def same(one: TokenPair, other: TokenPair) -> bool:
     def parts(pair: TokenPair) -> list[Any]:
-        ids = [np.concatenate([pair.prompt, side]).tolist() for side in (pair.chosen, pair.rejected)]
+        ids = [
+            np.concatenate([pair.prompt, side]).tolist() for side in (pair.chosen, pair.rejected)
+        ]
         return [*ids, pair.chosen_scored, pair.rejected_scored]
 
     return parts(one) == parts(other)
@@ -93,9 +103,18 @@ def test_labels_that_are_no_tokens_are_refused(folder: Path) -> None:
 
 
 def trainer_of(model: Any, /, **changes: Any) -> DPOTrainer:
-    config = DPOConfig(pref_loss="sigmoid", beta=0.1, label_smoothing=0.0, use_ref_model=True, max_steps=4)
-    args = TrainingArgs(learning_rate=1e-3, lr_scheduler_type="constant", gradient_accumulation_steps=2)
-    options = {"model": model, "train_config": config, "ref_model": copy.deepcopy(model), "args": args}
+    config = DPOConfig(
+        pref_loss="sigmoid", beta=0.1, label_smoothing=0.0, use_ref_model=True, max_steps=4
+    )
+    args = TrainingArgs(
+        learning_rate=1e-3, lr_scheduler_type="constant", gradient_accumulation_steps=2
+    )
+    options = {
+        "model": model,
+        "train_config": config,
+        "ref_model": copy.deepcopy(model),
+        "args": args,
+    }
     return DPOTrainer(**{**options, **changes})
 
 
@@ -121,7 +140,9 @@ def test_ours_and_a_given_adamw_take_the_same_steps(folder: Path) -> None:
     losses = []
     for given in (False, True):
         model = AutoModelForCausalLM.from_pretrained(folder)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0) if given else None
+        optimizer = (
+            torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0) if given else None
+        )
         trainer = trainer_of(model, optimizer=optimizer)
         batches = iter([padded(random_pairs(4, 60, seed=seed), folder) for seed in range(8)])
         losses.append([float(trainer.training_step(model, batches, LENGTH)[0]) for _ in range(4)])
@@ -132,7 +153,9 @@ def test_ours_and_a_given_adamw_take_the_same_steps(folder: Path) -> None:
 def test_reference_log_probs_are_the_padded_ones(model: Any, folder: Path) -> None:
     trainer = trainer_of(model)
     batches = [padded(random_pairs(3, 60, seed=seed), folder) for seed in range(2)]
-    found = trainer.compute_reference_log_probs(trainer.reference.policy, batches, LENGTH, micro_batch_size=2)
+    found = trainer.compute_reference_log_probs(
+        trainer.reference.policy, batches, LENGTH, micro_batch_size=2
+    )
     assert found is not None
     for batch, logps in zip(batches, found, strict=True):
         for side in ("chosen", "rejected"):
@@ -164,14 +187,18 @@ def test_the_losses_are_those_of_the_papers(model: Any) -> None:
 
 def test_fit_takes_rows_datasets_and_loaders_alike(folder: Path, tmp_path: Path) -> None:
     """The same pairs in the same order give the same losses, whatever they come in."""
-    text = [json.loads(line) for line in make_pairs(tmp_path / "p.jsonl", 12).read_text().splitlines()]
+    text = [
+        json.loads(line) for line in make_pairs(tmp_path / "p.jsonl", 12).read_text().splitlines()
+    ]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     losses = []
     for source in (text, Dataset.from_list(text)):
         model = AutoModelForCausalLM.from_pretrained(folder)
         args = TrainingArgs(learning_rate=1e-3, per_device_train_batch_size=4)
         trainer = trainer_of(model, args=args, tokenizer=tokenizer)
-        history = trainer.fit(source, eval_preference_dataloader=text[:3], log_dir=tmp_path / "logs")
+        history = trainer.fit(
+            source, eval_preference_dataloader=text[:3], log_dir=tmp_path / "logs"
+        )
         losses.append([record["loss"] for record in history])
         assert "eval/loss" in history[-1]
     assert losses[0] == losses[1]
@@ -181,12 +208,18 @@ def test_fit_takes_rows_datasets_and_loaders_alike(folder: Path, tmp_path: Path)
     assert generated.shape[1] > 2, "the model still generates with its own attention"
     trainer.save_model(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
-def test_a_step_is_told_once_and_an_evaluation_follows_each_epoch(model: Any, folder: Path, tmp_path: Path) -> None:
+def test_a_step_is_told_once_and_an_evaluation_follows_each_epoch(
+    model: Any, folder: Path, tmp_path: Path
+) -> None:
     data = [rows(pair) for pair in random_pairs(8, 60, seed=5)]
-    args = TrainingArgs(per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=9)
+    args = TrainingArgs(
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=9
+    )
     config = DPOConfig(max_steps=3, track_with=None)
     trainer = trainer_of(model, args=args, train_config=config)
     history = trainer.fit(data, data[:2], log_dir=tmp_path)
@@ -206,9 +239,14 @@ def test_an_adapter_is_trained_and_merged(folder: Path, tmp_path: Path) -> None:
     history = trainer.fit([rows(pair) for pair in random_pairs(2, 60, seed=5)])
     assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert history[-1]["loss"] < math.log(2) - 1e-3
-    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    assert all(
+        torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen
+    )
     trainer.save_model(tmp_path / "merged")
-    again, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.tensor([[1, 5, 9, 11]])
+    again, ids = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+        torch.tensor([[1, 5, 9, 11]]),
+    )
     with torch.no_grad():
         assert torch.allclose(again(ids).logits, model.eval()(ids).logits, atol=1e-5)
     with pytest.raises(ConfigError, match="give PEFT's own model around it"):
@@ -216,29 +254,47 @@ def test_an_adapter_is_trained_and_merged(folder: Path, tmp_path: Path) -> None:
 
 
 def test_orpo_has_no_reference(model: Any, folder: Path) -> None:
-    config = DPOConfig(pref_loss="orpo", beta=0.1, label_smoothing=0.0, use_ref_model=False, max_steps=4)
+    config = DPOConfig(
+        pref_loss="orpo", beta=0.1, label_smoothing=0.0, use_ref_model=False, max_steps=4
+    )
     trainer = trainer_of(model, train_config=config, ref_model=None)
     batches = iter([padded(random_pairs(4, 60, seed=seed), folder) for seed in range(2)])
-    loss, metrics, skipped, *_ = trainer.training_step(models=[model], data_iterator=batches, seq_length=LENGTH)
+    loss, metrics, skipped, *_ = trainer.training_step(
+        models=[model], data_iterator=batches, seq_length=LENGTH
+    )
     assert (skipped, len(metrics)) == (0, 2)
     assert float(loss) > float(metrics[0]["sft_loss"]) * 0.5
 
 
 def test_a_loader_of_batches(model: Any, folder: Path) -> None:
     data = [rows(pair) for pair in random_pairs(10, 60, seed=5)]
-    collate = DataCollatorForPreferenceDataset(AutoTokenizer.from_pretrained(folder), max_length=LENGTH)
-    loader = DataLoader(data, batch_size=2, sampler=StatefulDistributedSampler(data), collate_fn=collate)
+    collate = DataCollatorForPreferenceDataset(
+        AutoTokenizer.from_pretrained(folder), max_length=LENGTH
+    )
+    loader = DataLoader(
+        data, batch_size=2, sampler=StatefulDistributedSampler(data), collate_fn=collate
+    )
     history = trainer_of(model).fit(loader)
     assert len(history) == 3, "five batches, two a step"
 
 
 def test_arguments_of_transformers(model: Any, tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), learning_rate=2e-5, weight_decay=0.1, max_grad_norm=0.3)
+    args = TrainingArguments(
+        output_dir=str(tmp_path), learning_rate=2e-5, weight_decay=0.1, max_grad_norm=0.3
+    )
     trainer = trainer_of(model, args=args)
-    assert (trainer.args.learning_rate, trainer.args.weight_decay, trainer.args.max_grad_norm) == (2e-5, 0.1, 0.3)
+    assert (trainer.args.learning_rate, trainer.args.weight_decay, trainer.args.max_grad_norm) == (
+        2e-5,
+        0.1,
+        0.3,
+    )
     with pytest.raises(ConfigError, match="label_smoothing_factor: not a setting of this trainer"):
-        trainer_of(model, args=TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1))
-    with pytest.raises(ConfigError, match=r"max_steps: set it in train_config, as DPOConfig\(max_steps=...\)"):
+        trainer_of(
+            model, args=TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1)
+        )
+    with pytest.raises(
+        ConfigError, match=r"max_steps: set it in train_config, as DPOConfig\(max_steps=...\)"
+    ):
         trainer_of(model, args=TrainingArguments(output_dir=str(tmp_path), max_steps=3))
 
 
@@ -246,7 +302,9 @@ def test_the_numbers_of_a_step_are_of_its_pairs_however_they_are_batched(folder:
     """Three pairs in micro-batches of two and one, or all in one."""
     told = []
     for size in (2, 3):
-        args = TrainingArgs(learning_rate=1e-3, per_device_train_batch_size=size, gradient_accumulation_steps=2)
+        args = TrainingArgs(
+            learning_rate=1e-3, per_device_train_batch_size=size, gradient_accumulation_steps=2
+        )
         trainer = trainer_of(AutoModelForCausalLM.from_pretrained(folder), args=args)
         told += trainer.fit(random_pairs(3, 60, seed=4))
     first, second = told
@@ -274,7 +332,10 @@ def test_a_pipeline_says_all_that_is_missing() -> None:
     with pytest.raises(ConfigError) as refused:
         DPOPipeline(pipeline_config=DPOConfig())
     said = str(refused.value).splitlines()
-    assert [line.partition(":")[0] for line in said] == ["pretrain", "actor_train.data_args.file_name"]
+    assert [line.partition(":")[0] for line in said] == [
+        "pretrain",
+        "actor_train.data_args.file_name",
+    ]
 
 
 def test_wandb_needs_a_place(model: Any) -> None:
@@ -284,7 +345,9 @@ def test_wandb_needs_a_place(model: Any) -> None:
 
 def test_a_sequence_past_seq_length_is_refused(model: Any, folder: Path) -> None:
     with pytest.raises(DataError, match="longer than seq_length, 2"):
-        trainer_of(model).training_step(model, iter([padded(random_pairs(2, 60, seed=1), folder)]), 2)
+        trainer_of(model).training_step(
+            model, iter([padded(random_pairs(2, 60, seed=1), folder)]), 2
+        )
 
 
 def test_the_sampler_goes_on_inside_an_epoch() -> None:

@@ -22,8 +22,14 @@ pytest.importorskip("wandb", reason="wandb is not installed; pip install 'rather
 def losses(folder: Path, name: str) -> list[float]:
     """Of the only run in a folder, as W&B's own file has them."""
     [file] = folder.glob("**/offline-run-*/*.wandb")
-    kept = [record.history for record in wandb_records(file) if record.WhichOneof("record_type") == "history"]
-    rows: list[dict[str, Any]] = [{"/".join(i.nested_key): json.loads(i.value_json) for i in row.item} for row in kept]
+    kept = [
+        record.history
+        for record in wandb_records(file)
+        if record.WhichOneof("record_type") == "history"
+    ]
+    rows: list[dict[str, Any]] = [
+        {"/".join(i.nested_key): json.loads(i.value_json) for i in row.item} for row in kept
+    ]
     return [row[name] for row in rows if name in row]
 
 

@@ -27,12 +27,18 @@ from common import SHAPES, Cell, make_steps, needed_flops, pairs_of, speed_of_li
         ("7B", 7.615e9, 44.8, 33.56, 57.0),
     ],
 )
-def test_flops_of_a_pair(model: str, weights: float, online: float, cached: float, standard: float) -> None:
+def test_flops_of_a_pair(
+    model: str, weights: float, online: float, cached: float, standard: float
+) -> None:
     """TFLOP of a pair of 200 + 300 + 300 tokens."""
     shape = SHAPES[model]
     assert shape.weights == pytest.approx(weights, rel=1e-3)
-    assert needed_flops(shape, 200, [300, 300], reference=True) / 1e12 == pytest.approx(online, rel=3e-3)
-    assert needed_flops(shape, 200, [300, 300], reference=False) / 1e12 == pytest.approx(cached, rel=3e-3)
+    assert needed_flops(shape, 200, [300, 300], reference=True) / 1e12 == pytest.approx(
+        online, rel=3e-3
+    )
+    assert needed_flops(shape, 200, [300, 300], reference=False) / 1e12 == pytest.approx(
+        cached, rel=3e-3
+    )
     assert standard_flops(shape, 200, 300, 300) / 1e12 == pytest.approx(standard, rel=3e-3)
 
 
@@ -59,7 +65,10 @@ def test_lengths_are_as_told() -> None:
         (step,) = make_steps(kind, 1000, steps=1, pairs=3000)
         pairs = pairs_of(step)
         assert max(len(pair.chosen) for pair in pairs) == 1024
-        return [float(np.mean([len(getattr(p, name)) for p in pairs])) for name in ("prompt", "chosen", "rejected")]
+        return [
+            float(np.mean([len(getattr(p, name)) for p in pairs]))
+            for name in ("prompt", "chosen", "rejected")
+        ]
 
     assert means("ultrafeedback") == pytest.approx([180, 312, 285], rel=0.03)
     assert means("long") == pytest.approx([1500, 247, 247], rel=0.03)
@@ -87,12 +96,17 @@ def test_rates_of_a_cell() -> None:
     shares = sorted(n / s / 989e12 for n, s in zip(needed, cell.seconds, strict=True))
     assert cell.mfu == pytest.approx(shares[1])
     slower = Cell("TRL", "ultrafeedback", "online", 8, seconds=[0.6, 0.5])
-    assert common.ratio(cell, slower) == pytest.approx(4.0)  # the median of 3 and 5: the third step has no partner
+    assert common.ratio(cell, slower) == pytest.approx(
+        4.0
+    )  # the median of 3 and 5: the third step has no partner
     assert math.isnan(Cell("TRL", "long", "online", 8).pairs_per_second)
 
 
 def test_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cells = [Cell("ours", "long", "online", 4, seconds=[0.5]), Cell("TRL", "long", "online", 4, failed="OOM")]
+    cells = [
+        Cell("ours", "long", "online", 4, seconds=[0.5]),
+        Cell("TRL", "long", "online", 4, failed="OOM"),
+    ]
     common.write_json(tmp_path / "results" / "x.json", "x", cells, model="15M")
     written = json.loads((tmp_path / "results" / "x.json").read_text())
     assert written["benchmark"] == "x"
@@ -100,10 +114,19 @@ def test_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert written["machine"]["torch"]
     assert [cell["pairs_per_second"] for cell in written["cells"]] == [8, None]  # JSON knows no NaN
     assert written["cells"][1]["failed"] == "OOM"
-    common.table("title", ("pairs", "a", "b", "c"), [("long", 1234.5, 0.123456, None), ("four", math.nan, 7, "OOM")])
+    common.table(
+        "title",
+        ("pairs", "a", "b", "c"),
+        [("long", 1234.5, 0.123456, None), ("four", math.nan, 7, "OOM")],
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].strip() == "title"
-    assert [cell.strip() for cell in lines[4].strip("│").split("│")] == ["long", "1,234", "0.123", "-"]
+    assert [cell.strip() for cell in lines[4].strip("│").split("│")] == [
+        "long",
+        "1,234",
+        "0.123",
+        "-",
+    ]
     assert [cell.strip() for cell in lines[5].strip("│").split("│")] == ["four", "-", "7", "OOM"]
 
 

@@ -41,7 +41,10 @@ def test_7b_on_8_devices_is_laid_out_without_its_weights() -> None:
     assert first.in_memory == 0
     assert first.peak_gib < 1
     assert "1 of 8 ranks" in verdict(SHAPES["7B"], plan, [first])
-    count = sum(place.whole[0] * (place.whole[1] if len(place.whole) > 1 else 1) for place in first.pieces.values())
+    count = sum(
+        place.whole[0] * (place.whole[1] if len(place.whole) > 1 else 1)
+        for place in first.pieces.values()
+    )
     assert count == 7_615_616_512  # Qwen2.5-7B
     assert first.weights + first.gradients + first.optimizer == 16 * first.parameters
     assert first.parameters == pytest.approx(count / 8, rel=1e-3)

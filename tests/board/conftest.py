@@ -14,7 +14,7 @@ import pytest
 from rather.board.inspector import Inspector
 from rather.board.serve import Board
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config
 
 STATS = {"tokens": 4, "repetition": 0.25, "ended": True}
@@ -35,7 +35,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DPOConfig]:
     folder = tmp_path_factory.mktemp("board")
     common = {"max_steps": 5, "logging_steps": 1, "eval_steps": 3, "save_steps": 3}
     changes: dict[str, dict[str, Any]] = {"first": {}, "second": {"beta": 0.3}}
-    configs = {name: make_config(folder, exp_name=name, **common, **each) for name, each in changes.items()}
+    configs = {
+        name: make_config(folder, exp_name=name, **common, **each) for name, each in changes.items()
+    }
     for config in configs.values():
         assert DPOPipeline(config).run() == 0
     run_dir = configs["first"].run_dir
@@ -70,7 +72,9 @@ def board(trained: dict[str, DPOConfig], serve: Callable[[Path], Board]) -> Boar
     return serve(Path(trained["first"].output_dir))
 
 
-def get(board: Board, path: str, *, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
+def get(
+    board: Board, path: str, *, method: str = "GET", **headers: str
+) -> tuple[HTTPResponse, bytes]:
     """With the token in a header, unless other headers are given."""
     connection = HTTPConnection("127.0.0.1", board.server_port, timeout=60)
     connection.request(method, path, headers=headers or {"Authorization": f"Bearer {board.token}"})

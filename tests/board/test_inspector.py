@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rather import checkpoint
 from rather.board import inspector as inspectors
 from rather.board import session as sessions
 from rather.board.inspector import Inspector, Question, stamp_of
 from rather.board.session import Session, pieces
+from rather.checkpoint import checkpoint
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, DataError
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.padded import padded_logps
 from tests.tiny import make_config, make_model
 
@@ -61,7 +61,9 @@ def check(session: Session, models: dict[str, Any], name: str, index: int) -> di
         ids = np.concatenate([pair.prompt, getattr(pair, side)]).tolist()
         assert len(told["texts"]) == len(ids)
         for model, found in models.items():
-            assert told["logps"][model] == pytest.approx(padded_tokens(found, ids, told["scored"]), abs=2e-5)
+            assert told["logps"][model] == pytest.approx(
+                padded_tokens(found, ids, told["scored"]), abs=2e-5
+            )
             assert told["sums"][model] == pytest.approx(float(sums[model][place]), abs=1e-4)
     return shown
 
@@ -74,8 +76,13 @@ def test_numbers_are_those_of_a_padded_computation(trained: dict[str, DPOConfig]
     for name, index in (("train", 0), ("train", 39), ("held-out", 4)):
         with torch.no_grad():
             shown = check(session, {"reference": base, "before": base, "after": model}, name, index)
-        ratios = [shown["sides"][side]["sums"]["after"] - shown["sides"][side]["sums"]["reference"] for side in SIDES]
-        assert shown["rewards"]["after"] == pytest.approx([0.3 * ratio for ratio in ratios], abs=1e-6)
+        ratios = [
+            shown["sides"][side]["sums"]["after"] - shown["sides"][side]["sums"]["reference"]
+            for side in SIDES
+        ]
+        assert shown["rewards"]["after"] == pytest.approx(
+            [0.3 * ratio for ratio in ratios], abs=1e-6
+        )
         assert shown["rewards"]["before"] == [0.0, 0.0]
         assert ratios[0] != ratios[1]
     assert shown["models"]["after"] == "model/ of step 5"
@@ -106,7 +113,12 @@ def test_a_run_that_goes_on_is_shown_as_of_its_checkpoint(tmp_path: Path) -> Non
 
 def test_a_reference_of_its_own_and_one_that_moves(tmp_path: Path) -> None:
     other = make_model(tmp_path / "other", seed=5)
-    config = run(tmp_path, max_steps=1, save_steps=1, reference__model_args={"model_name_or_path": str(other)})
+    config = run(
+        tmp_path,
+        max_steps=1,
+        save_steps=1,
+        reference__model_args={"model_name_or_path": str(other)},
+    )
     base = loaded(tmp_path / "base")
     models = {"reference": loaded(other), "before": base, "after": loaded(config.run_dir / "model")}
     with torch.no_grad():
@@ -114,24 +126,38 @@ def test_a_reference_of_its_own_and_one_that_moves(tmp_path: Path) -> None:
     assert shown["rewards"]["before"] != [0.0, 0.0]
     assert shown["models"]["before"] == str(tmp_path / "base")
 
-    moving = run(tmp_path, exp_name="moving", max_steps=4, save_steps=2, sync_ref_model=True, ref_model_sync_steps=2)
+    moving = run(
+        tmp_path,
+        exp_name="moving",
+        max_steps=4,
+        save_steps=2,
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+    )
     newest = checkpoint.newest_good(moving.run_dir)
     assert newest
     moved = loaded(tmp_path / "base")
-    names = {name.removeprefix("causal_lm."): tensor for name, tensor in newest.tensors("reference").items()}
+    names = {
+        name.removeprefix("causal_lm."): tensor
+        for name, tensor in newest.tensors("reference").items()
+    }
     moved.load_state_dict(names, strict=False)
     models = {"reference": moved, "before": base, "after": loaded(moving.run_dir / "model")}
     with torch.no_grad():
         shown = check(Session(moving.run_dir, quiet), models, "train", 2)
     assert shown["models"]["reference"].endswith("moved up to step 4")
-    assert shown["sides"]["chosen"]["sums"]["reference"] != shown["sides"]["chosen"]["sums"]["before"]
+    assert (
+        shown["sides"]["chosen"]["sums"]["reference"] != shown["sides"]["chosen"]["sums"]["before"]
+    )
 
 
 def test_a_loss_without_a_reference_is_compared_with_its_start(tmp_path: Path) -> None:
     config = run(tmp_path, pref_loss="simpo", beta=2.0, max_steps=2, save_steps=None)
     base, model = loaded(str(config.pretrain)), loaded(config.run_dir / "model")
     with torch.no_grad():
-        shown = check(Session(config.run_dir, quiet), {"reference": base, "after": model}, "train", 0)
+        shown = check(
+            Session(config.run_dir, quiet), {"reference": base, "after": model}, "train", 0
+        )
     for side, place in (("chosen", 0), ("rejected", 1)):
         told = shown["sides"][side]
         for when in ("before", "after"):  # simpo rewards the mean log-prob
@@ -170,9 +196,13 @@ def test_what_cannot_be_shown_is_said(
         Session(tmp_path, quiet)
     text = (trained["first"].run_dir / "config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="no trained weights yet, neither a checkpoint nor model/"):
+    with pytest.raises(
+        ConfigError, match="no trained weights yet, neither a checkpoint nor model/"
+    ):
         Session(tmp_path, quiet).pair("train", 0)
-    (tmp_path / "config.yaml").write_text(text.replace("trust_remote_code: false", "trust_remote_code: true"))
+    (tmp_path / "config.yaml").write_text(
+        text.replace("trust_remote_code: false", "trust_remote_code: true")
+    )
     with pytest.raises(ConfigError, match="no code that came with a model is run"):
         Session(tmp_path, quiet)
     monkeypatch.setattr(sessions, "free_memory", lambda: 1000)
@@ -245,7 +275,9 @@ def test_newest_question_first_and_one_run_at_a_time() -> None:
     assert inspector.ask(questions[3])["state"] == "working"  # tried again
 
 
-def test_a_run_that_saves_while_its_models_load_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_saves_while_its_models_load_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the weights that were there; the next ones are for a later question."""
     events: list[str] = []
     fake = Fake(tmp_path, events)
@@ -268,7 +300,9 @@ def test_a_question_that_nobody_waits_for_costs_no_models(monkeypatch: pytest.Mo
     events: list[str] = []
     fake = Fake(Path("a"), events)
     inspector = Inspector(lambda *_: fake)  # type: ignore[arg-type, return-value]
-    first, left, last = (Question(Path(run), "train", place) for run, place in (("a", 0), ("b", 1), ("a", 2)))
+    first, left, last = (
+        Question(Path(run), "train", place) for run, place in (("a", 0), ("b", 1), ("a", 2))
+    )
     inspector.ask(first)
     until(lambda: len(events) == 1)
     inspector.ask(left)

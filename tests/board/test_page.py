@@ -13,12 +13,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rather.board.command import door
 from rather.board.serve import Board
 from rather.board.session import Session
+from rather.commands.board import door
 from rather.config.schema import DPOConfig
 from tests.board.conftest import ANSWER, FINDING, add_line
-from tests.browser import NARROW, WIDE, OpenPage, accessibility_findings, drawn_points, overflow, screenshot
+from tests.browser import (
+    NARROW,
+    WIDE,
+    OpenPage,
+    accessibility_findings,
+    drawn_points,
+    overflow,
+    screenshot,
+)
 from tests.padded import padded_logps
 
 if TYPE_CHECKING:
@@ -29,7 +37,9 @@ LINES = ".plot .scatterlayer path.js-line"  # without those of the legends
 SLOW = 60_000  # milliseconds: models are loaded, beside other tests
 
 
-def opened(open_page: OpenPage, board: Board, size: tuple[int, int] = WIDE, theme: str = "light") -> Page:
+def opened(
+    open_page: OpenPage, board: Board, size: tuple[int, int] = WIDE, theme: str = "light"
+) -> Page:
     page = open_page(board.address, size=size, theme=theme)
     page.wait_for_selector(LINES, state="attached")
     return page
@@ -49,7 +59,9 @@ def counts(page: Page, selector: str, number: int) -> None:
 
 
 def row_of(page: Page, name: str) -> str:
-    return page.locator("#rows tr", has=page.get_by_role("button", name=name, exact=True)).inner_text()
+    return page.locator(
+        "#rows tr", has=page.get_by_role("button", name=name, exact=True)
+    ).inner_text()
 
 
 def test_a_browser_comes_in_by_the_page_that_leads_here(open_page: OpenPage, board: Board) -> None:
@@ -117,7 +129,9 @@ def test_the_keyboard_is_enough(open_page: OpenPage, board: Board) -> None:
     assert page.locator("#rows [tabindex='0']").count() == 2
 
 
-def test_pairs_token_by_token(open_page: OpenPage, board: Board, trained: dict[str, DPOConfig]) -> None:
+def test_pairs_token_by_token(
+    open_page: OpenPage, board: Board, trained: dict[str, DPOConfig]
+) -> None:
     page = opened(open_page, board)
     page.get_by_role("button", name="second", exact=True).click()
     page.fill("#index", "3")
@@ -128,11 +142,22 @@ def test_pairs_token_by_token(open_page: OpenPage, board: Board, trained: dict[s
     with torch.no_grad():
         base, model = (padded_logps(AutoModelForCausalLM.from_pretrained(folder), [pair])[0]
                        for folder in (str(config.pretrain), config.run_dir / "model"))  # fmt: skip
-    cells = [row.get_by_role("cell").all_inner_texts() for row in page.locator("#pair .scroll tbody tr").all()]
+    cells = [
+        row.get_by_role("cell").all_inner_texts()
+        for row in page.locator("#pair .scroll tbody tr").all()
+    ]
     for place in (0, 1):
         shown = [float(text.replace("−", "-")) for text in cells[place]]
         ratio = float(model[place] - base[place])
-        expected = [float(base[place]), float(base[place]), float(model[place]), 0.0, ratio, 0.0, 0.3 * ratio]
+        expected = [
+            float(base[place]),
+            float(base[place]),
+            float(model[place]),
+            0.0,
+            ratio,
+            0.0,
+            0.3 * ratio,
+        ]
         assert shown == pytest.approx(expected, abs=6e-4)
     margin = 0.3 * float((model - base)[0] - (model - base)[1])
     assert float(cells[2][-1].replace("−", "-")) == pytest.approx(margin, abs=6e-4)
@@ -145,7 +170,9 @@ def test_pairs_token_by_token(open_page: OpenPage, board: Board, trained: dict[s
     assert "by the reference" in readout
     page.keyboard.press("ArrowRight")
     assert page.inner_text(".readout") != readout
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == page.inner_text(".readout")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == page.inner_text(
+        ".readout"
+    )
     page.keyboard.press("ArrowDown")
     other = page.evaluate("document.activeElement.parentElement.getAttribute('aria-label')")
     assert other == "Tokens of the rejected answer"
@@ -178,7 +205,9 @@ def test_a_run_without_weights_says_so(
     sees(page, "#doing", re.compile("no trained weights yet"))
 
 
-def test_new_lines_are_seen(open_page: OpenPage, serve: Serve, trained: dict[str, DPOConfig], tmp_path: Path) -> None:
+def test_new_lines_are_seen(
+    open_page: OpenPage, serve: Serve, trained: dict[str, DPOConfig], tmp_path: Path
+) -> None:
     """Also a torn line, which counts when it is whole, and a run that begins."""
     copytree(trained["first"].run_dir, tmp_path / "live")
     page = opened(open_page, serve(tmp_path))
@@ -198,7 +227,9 @@ def test_new_lines_are_seen(open_page: OpenPage, serve: Serve, trained: dict[str
     assert "failed" in row_of(page, "born")
 
 
-@pytest.mark.parametrize(("size", "theme"), [(WIDE, "light"), (NARROW, "dark")], ids=["wide", "narrow"])
+@pytest.mark.parametrize(
+    ("size", "theme"), [(WIDE, "light"), (NARROW, "dark")], ids=["wide", "narrow"]
+)
 def test_every_look(open_page: OpenPage, board: Board, size: tuple[int, int], theme: str) -> None:
     """Begun in one theme and switched to the other, with two runs compared and a pair shown."""
     page = opened(open_page, board, size, theme)
@@ -234,13 +265,20 @@ def test_text_of_runs_is_never_markup(open_page: OpenPage, serve: Serve, tmp_pat
 
 
 def test_what_a_damaged_folder_and_a_diverged_model_tell_is_shown(
-    open_page: OpenPage, serve: Serve, trained: dict[str, DPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_page: OpenPage,
+    serve: Serve,
+    trained: dict[str, DPOConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("config.yaml", "metrics.jsonl"):
         (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "run" / name).write_bytes((trained["first"].run_dir / name).read_bytes())
     for stats in (None, "x", {"repetition": "much"}):
-        add_line(tmp_path / "run" / "answers.jsonl", {**ANSWER, "policy_stats": stats, "reference_stats": stats})
+        add_line(
+            tmp_path / "run" / "answers.jsonl",
+            {**ANSWER, "policy_stats": stats, "reference_stats": stats},
+        )
     side = {"texts": ["a", " b", " c"], "scored": [1, 2], "sums": {"reference": -3.0, "before": -3.0, "after": nan},
             "logps": {"reference": [-1.0, -2.0], "before": [-1.0, -2.0], "after": [nan, -1.5]}}  # fmt: skip
     told = {"index": 0, "pairs": 1, "id": None, "sets": {"train": 1}, "prompt_tokens": 1,
@@ -252,9 +290,15 @@ def test_what_a_damaged_folder_and_a_diverged_model_tell_is_shown(
     page = opened(open_page, board)
     sees(page, "#opened", re.compile("repetition NaN"))
     page.get_by_role("button", name="Show", exact=True).click()
-    sees(page, "#verdict", re.compile("chosen answer by no number nats .* margin 0.000 before, no number after"))
+    sees(
+        page,
+        "#verdict",
+        re.compile("chosen answer by no number nats .* margin 0.000 before, no number after"),
+    )
     label = page.locator("#pair [role='option']").first.get_attribute("aria-label") or ""
-    assert label.startswith('" b": log-ratio no number after, +0.000 before; log-prob −1.000 by the reference, no num')
+    assert label.startswith(
+        '" b": log-ratio no number after, +0.000 before; log-prob −1.000 by the reference, no num'
+    )
     assert page.inner_text("#status").startswith("1 runs in ")
 
 
@@ -278,4 +322,7 @@ def test_the_report_opens_and_cannot_ask_the_board(open_page: OpenPage, board: B
         page.get_by_role("link", name="Report of this run").click()
     popup.value.wait_for_selector("html[data-ready]", state="attached")
     assert popup.value.evaluate("window.origin") == "null"
-    assert popup.value.evaluate("fetch('/api/runs').then(() => 'answered', () => 'refused')") == "refused"
+    assert (
+        popup.value.evaluate("fetch('/api/runs').then(() => 'answered', () => 'refused')")
+        == "refused"
+    )

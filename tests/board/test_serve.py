@@ -19,12 +19,13 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from rather import control, run_folder
 from rather.board import runs as board_runs
-from rather.board.growing import Column, Curves, Growing
 from rather.board.serve import ROUTES, Board
+from rather.board.tail_jsonl import Column, Curves, Growing
 from rather.cli import app
 from rather.config.schema import DPOConfig
+from rather.run_folder import control
+from rather.run_folder import layout as run_folder
 from tests.board.conftest import FINDING, INCIDENT, add_line, asked, get, rows
 from tests.house.source import ROOT
 
@@ -34,10 +35,15 @@ Serve = Callable[[Path], Board]
 def write_run(folder: Path, lines: int = 3, **config: Any) -> Path:
     folder.mkdir(parents=True)
     settings = {"pretrain": "base", "pref_loss": "sigmoid", "beta": 0.1, **config}
-    (folder / "config.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items()))
+    (folder / "config.yaml").write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())
+    )
     rest = '"rewards/accuracies": 0.5, "logps/chosen": -7.5, "grad_norm": 1.25, "lr": 1e-06'
     numbers = ((step, 1 / step, step / 7) for step in range(1, lines + 1))
-    told = (f'{{"step": {at}, "loss": {loss}, "rewards/margins": {margin}, {rest}}}\n' for at, loss, margin in numbers)
+    told = (
+        f'{{"step": {at}, "loss": {loss}, "rewards/margins": {margin}, {rest}}}\n'
+        for at, loss, margin in numbers
+    )
     (folder / "metrics.jsonl").write_text("".join(told))
     return folder
 
@@ -47,7 +53,11 @@ def write_run(folder: Path, lines: int = 3, **config: Any) -> Path:
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_nothing_is_told_without_the_token(board: Board, path: str) -> None:
-    for headers in ({"Accept": "*/*"}, {"Authorization": "Bearer wrong"}, {"Cookie": f"{board.cookie}=wrong"}):
+    for headers in (
+        {"Accept": "*/*"},
+        {"Authorization": "Bearer wrong"},
+        {"Cookie": f"{board.cookie}=wrong"},
+    ):
         answer, body = get(board, path, **headers)
         assert answer.status == 403
         assert b"`rather board` printed" in body
@@ -68,24 +78,34 @@ def test_the_token_of_the_address_becomes_a_cookie(board: Board) -> None:
 
 
 @pytest.mark.parametrize("other", ['a={"b":1}', "a b=1", "flag", "COOKIE=wrong"])
-def test_cookies_of_other_programs_on_this_host_do_no_harm(serve: Serve, tmp_path: Path, other: str) -> None:
+def test_cookies_of_other_programs_on_this_host_do_no_harm(
+    serve: Serve, tmp_path: Path, other: str
+) -> None:
     board = serve(tmp_path)
     cookies = f"{other.replace('COOKIE', board.cookie)}; {board.cookie}={board.token}"
     assert get(board, "/api/runs", Cookie=cookies)[0].status == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.evil:{port}"]
+    "host",
+    ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.evil:{port}"],
 )
 def test_a_foreign_host_is_refused(board: Board, host: str) -> None:
     """DNS rebinding: the page of a stranger, whose name leads here, and even with the token."""
-    answer, _ = get(board, "/api/runs", Host=host.format(port=board.server_port), Authorization=f"Bearer {board.token}")
+    answer, _ = get(
+        board,
+        "/api/runs",
+        Host=host.format(port=board.server_port),
+        Authorization=f"Bearer {board.token}",
+    )
     assert answer.status == 421
 
 
 def test_localhost_is_this_host(board: Board) -> None:
     name = f"localhost:{board.server_port}"
-    assert get(board, "/api/runs", Host=name, Authorization=f"Bearer {board.token}")[0].status == 200
+    assert (
+        get(board, "/api/runs", Host=name, Authorization=f"Bearer {board.token}")[0].status == 200
+    )
 
 
 @pytest.mark.parametrize("lines", ["", "Host: {host}\r\nHost: {host}\r\n"])
@@ -145,7 +165,9 @@ def test_headers_let_nothing_in_or_out(board: Board) -> None:
     assert "immutable" in (script.getheader("Cache-Control") or "")
     report, text = get(board, f"/report?run={rows(board)['first']['id']}")
     assert b"<title>first</title>" in text
-    assert (report.getheader("Content-Security-Policy") or "").startswith("sandbox allow-scripts; default-src 'none'")
+    assert (report.getheader("Content-Security-Policy") or "").startswith(
+        "sandbox allow-scripts; default-src 'none'"
+    )
 
 
 # --- what is told ---
@@ -154,7 +176,10 @@ def test_headers_let_nothing_in_or_out(board: Board) -> None:
 def test_the_list_tells_what_the_runs_did(board: Board, trained: dict[str, DPOConfig]) -> None:
     found = rows(board)
     assert set(found) == {"first", "second"}
-    last = [json.loads(line) for line in (trained["second"].run_dir / "metrics.jsonl").read_text().splitlines()]
+    last = [
+        json.loads(line)
+        for line in (trained["second"].run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     train, held_out = ([r for r in last if key in r][-1] for key in ("loss", "eval/loss"))
     row = found["second"]
     assert (row["state"], row["step"], row["total"], row["loss_type"]) == ("ended", 5, 5, "sigmoid")
@@ -163,7 +188,11 @@ def test_the_list_tells_what_the_runs_did(board: Board, trained: dict[str, DPOCo
     assert row["held_out"] == held_out["eval/rewards/accuracies"]
     assert row["model"] == trained["second"].pretrain
     assert row["seconds"] > 0
-    assert (found["first"]["health"], found["first"]["incidents"], found["first"]["report"]) == (1, 1, True)
+    assert (found["first"]["health"], found["first"]["incidents"], found["first"]["report"]) == (
+        1,
+        1,
+        True,
+    )
 
 
 def test_a_run_and_its_differences(board: Board) -> None:
@@ -173,7 +202,9 @@ def test_a_run_and_its_differences(board: Board) -> None:
     assert told["incidents"]["lines"] == [INCIDENT]
     assert told["config"]["actor_train.training_args.per_device_train_batch_size"] == 8
     assert told["problems"] == []
-    differ = asked(board, f"/api/differences?run={found['first']['id']}&run={found['second']['id']}")["differences"]
+    differ = asked(
+        board, f"/api/differences?run={found['first']['id']}&run={found['second']['id']}"
+    )["differences"]
     assert ["beta", ["null", "0.3"]] in differ
     assert {key for key, _ in differ} == {"exp_name", "beta"}
 
@@ -265,13 +296,20 @@ def test_a_folder_that_is_a_run(serve: Serve, tmp_path: Path) -> None:
 
 def damage(folder: Path) -> None:
     """One run for each way to be broken."""
-    for name, content in {"binary": b"\xff\xfe\x00" * 99, "no yaml": b"a: [", "list": b"- a\n", "bomb": BOMB}.items():
+    for name, content in {
+        "binary": b"\xff\xfe\x00" * 99,
+        "no yaml": b"a: [",
+        "list": b"- a\n",
+        "bomb": BOMB,
+    }.items():
         (write_run(folder / name) / "config.yaml").write_bytes(content)
     (write_run(folder / "garbage") / "metrics.jsonl").write_bytes(b"\x00\xff{]\n[1]\n")
     (write_run(folder / "folder") / "metrics.jsonl").unlink()
     (folder / "folder" / "metrics.jsonl").mkdir()
     (write_run(folder / "strange") / "metrics.jsonl").write_text(
-        '{"step": "x", "loss": {}}\n{"loss": 1e999}\n{"step": 1, "loss": null, "a": [1], "b": ' + "9" * 400 + "}\n"
+        '{"step": "x", "loss": {}}\n{"loss": 1e999}\n{"step": 1, "loss": null, "a": [1], "b": '
+        + "9" * 400
+        + "}\n"
     )
     (write_run(folder / "deep") / "incidents.jsonl").write_text("[" * 100_000 + "\n{\n")
     (folder / "empty").mkdir()
@@ -299,7 +337,9 @@ def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None
         asked(board, f"/api/differences?run={row['id']}&run={found['good']['id']}")
         assert get(board, f"/api/pair?run={row['id']}&index=0")[0].status == 200
         assert curves["damaged"] == {"garbage": 2, "strange": 2}.get(name, 0)
-        assert bool(told["problems"]) == (name in {"binary", "no yaml", "list", "bomb", "deep"}), name
+        assert bool(told["problems"]) == (name in {"binary", "no yaml", "list", "bomb", "deep"}), (
+            name
+        )
 
 
 # --- while a run writes ---
@@ -327,7 +367,9 @@ def test_a_run_that_goes_back_to_its_checkpoint_is_read_anew(tmp_path: Path) -> 
     curves = Curves(file)
     curves.update()
     kept = file.read_bytes().split(b"\n")[:4]
-    again = [json.dumps({"step": step, "loss": 7.0, "note": "x" * 99}).encode() for step in range(5, 20)]
+    again = [
+        json.dumps({"step": step, "loss": 7.0, "note": "x" * 99}).encode() for step in range(5, 20)
+    ]
     file.write_bytes(b"\n".join([*kept, *again]) + b"\n")
     curves.update()
     assert list(curves.columns["loss"].steps) == list(range(1, 20))
@@ -395,7 +437,9 @@ def test_points_are_counted_while_another_thread_adds_a_metric(tmp_path: Path) -
 
     class Adds(array):  # type: ignore[type-arg]
         def __len__(self) -> int:
-            curves.columns[f"metric {len(curves.columns)}"] = Column(array("q", [1]), array("d", [1.0]))
+            curves.columns[f"metric {len(curves.columns)}"] = Column(
+                array("q", [1]), array("d", [1.0])
+            )
             return 1
 
     curves.columns["loss"] = Column(Adds("q"), array("d"))
@@ -407,7 +451,9 @@ def test_points_are_counted_while_another_thread_adds_a_metric(tmp_path: Path) -
 
 def test_the_server_needs_no_torch() -> None:
     probe = "import sys, rather.board.serve; print(*{'torch', 'transformers', 'plotly'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not done.stdout.split()
 
 
@@ -422,9 +468,11 @@ def test_command(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert re.search(r"url=http://127\.0\.0\.1:\d+/\?token=[\w-]{43}\"", page.read_text())
         opened.append(page)
 
-    monkeypatch.setattr("rather.board.command.webbrowser.open", look)
-    monkeypatch.setattr("rather.board.command.has_display", lambda: True)
-    monkeypatch.setattr(Board, "serve_forever", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("rather.commands.board.webbrowser.open", look)
+    monkeypatch.setattr("rather.commands.board.has_display", lambda: True)
+    monkeypatch.setattr(
+        Board, "serve_forever", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     write_run(tmp_path / "run")
     runner = CliRunner()
     done = runner.invoke(app, ["board", str(tmp_path), "--no-browser"])

@@ -13,7 +13,7 @@ from tests.checkpoint.runs import train
 def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is half the time of a tiny run, and has tests of its own."""
     for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
-from rather import checkpoint
-from rather.pieces import Piece, Place
+from rather.checkpoint import checkpoint
+from rather.checkpoint.sharded_tensors import Piece, Place
 
 GROUPS = 3
-os.fsync = lambda _: None  # the page cache outlives a killed process, and syncing took most of the time
+os.fsync = lambda _: (
+    None
+)  # the page cache outlives a killed process, and syncing took most of the time
 OPERATIONS = ["fsync", "rename", "replace", "mkdir", "unlink", "rmdir"]
 
 
@@ -38,10 +40,13 @@ def save_by_ranks(run_dir: Path, step: int, content: float) -> None:
         written = {}
         for rank in range(2):
             halves = {
-                f"layer.{i}": Piece(torch.full((8,), content), Place((16,), (8 * rank,), (8,))) for i in range(GROUPS)
+                f"layer.{i}": Piece(torch.full((8,), content), Place((16,), (8 * rank,), (8,)))
+                for i in range(GROUPS)
             }
             doubled = {name: Piece(half.tensor * 2, half.place) for name, half in halves.items()}
-            written |= checkpoint.write_groups(folder, {"model": halves, "optimizer": doubled}, rank=rank)
+            written |= checkpoint.write_groups(
+                folder, {"model": halves, "optimizer": doubled}, rank=rank
+            )
         return written
 
     checkpoint.save(run_dir, step, {}, {"content": content}, ranks=by_all)
@@ -53,7 +58,9 @@ def content_of(found: checkpoint.Checkpoint | None) -> float | None:
     assert all(t.shape == (16,) for t in found.tensors("model").values())
     values = {t.unique().item() for t in found.tensors("model").values()}
     values |= {t.unique().item() / 2 for t in found.tensors("optimizer").values()}
-    assert values == {found.state["content"]}, "the parts of one checkpoint belong to different saves"
+    assert values == {found.state["content"]}, (
+        "the parts of one checkpoint belong to different saves"
+    )
     return float(found.state["content"])
 
 

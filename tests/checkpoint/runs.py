@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from rather import checkpoint
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint import checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.schema import DPOConfig
 from rather.errors import RatherError
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config
 
 TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
@@ -41,7 +41,9 @@ def outcome(config: DPOConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Te
     run = config.run_dir
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = open_checkpoint(run / f"checkpoint-{config.max_steps}")
-    tensors = {f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()}
+    tensors = {
+        f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()
+    }
     plain = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
     return plain, tensors, (run / "model" / "model.safetensors").read_bytes()
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from rather import checkpoint
+from rather.checkpoint import checkpoint
+from rather.checkpoint.sharded_tensors import Piece, Place
 from rather.cluster import writing
 from rather.cluster.worker import ActorWorker
 from rather.errors import DiskError, NonFiniteError
-from rather.pieces import Piece, Place
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import assert_same, config_of, fill_disk, steps
 from tests.tiny import in_child
 
@@ -58,11 +58,18 @@ def opening_at(step: int, gate: Gate, run_dir: Path) -> type[ActorWorker]:
     return Opens
 
 
-def test_steps_are_taken_while_a_save_is_under_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_taken_while_a_save_is_under_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its writer waits for the fourth step, which could not come if training waited for the writer."""
-    config, gate = config_of(folder, "beside", checkpoint_config__async_save="on"), Gate(monkeypatch)
+    config, gate = (
+        config_of(folder, "beside", checkpoint_config__async_save="on"),
+        Gate(monkeypatch),
+    )
     opens = opening_at(4, gate, config.run_dir)
-    config = config_of(folder, "beside", checkpoint_config__async_save="on", actor_train__worker_cls=opens)
+    config = config_of(
+        folder, "beside", checkpoint_config__async_save="on", actor_train__worker_cls=opens
+    )
     assert DPOPipeline(config).run() == 0
     assert gate.in_time
     assert steps(config.run_dir) == [2, 4, 6]
@@ -86,7 +93,11 @@ def test_off_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("free", "way"), [(1 << 20, "off"), (1 << 40, "on")])
 def test_auto_goes_by_the_memory_of_the_host(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, way: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free: int,
+    way: str,
 ) -> None:
     monkeypatch.setattr(writing, "free_memory", lambda: free)
     config = config_of(folder, f"auto-{way}")
@@ -100,11 +111,16 @@ def test_a_moving_reference_is_saved_as_it_was(folder: Path) -> None:
     """Both models write at the same time, and the reference moves right after the save was begun."""
     moving = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
     key = "checkpoint_config__async_save"
-    ways = {way: config_of(folder, f"moving-{way}", **{key: way}, **moving) for way in ("on", "off")}
+    ways = {
+        way: config_of(folder, f"moving-{way}", **{key: way}, **moving) for way in ("on", "off")
+    }
     for config in ways.values():
         assert DPOPipeline(config).run() == 0
     for step in (2, 4, 6):
-        one, other = (checkpoint.open_checkpoint(each.run_dir / f"checkpoint-{step}") for each in ways.values())
+        one, other = (
+            checkpoint.open_checkpoint(each.run_dir / f"checkpoint-{step}")
+            for each in ways.values()
+        )
         for group in ("model", "optimizer", "reference"):
             first, second = one.tensors(group), other.tensors(group)
             assert first.keys() == second.keys()
@@ -134,7 +150,9 @@ def _killed_behind_the_gate(folder: Path) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         Gate(monkeypatch)
         worker = "tests.checkpoint.test_beside.DiesWhileSaving"
-        config = config_of(folder, "dies", checkpoint_config__async_save="on", actor_train__worker_cls=worker)
+        config = config_of(
+            folder, "dies", checkpoint_config__async_save="on", actor_train__worker_cls=worker
+        )
         return DPOPipeline(config).run()
 
 
@@ -149,7 +167,9 @@ class Fails(ActorWorker):
 
 
 def test_a_run_that_fails_finishes_its_save(folder: Path) -> None:
-    config = config_of(folder, "fails", checkpoint_config__async_save="on", actor_train__worker_cls=Fails)
+    config = config_of(
+        folder, "fails", checkpoint_config__async_save="on", actor_train__worker_cls=Fails
+    )
     with pytest.raises(NonFiniteError):
         DPOPipeline(config).run()
     assert checkpoint.open_checkpoint(config.run_dir / "checkpoint-2").step == 2
@@ -167,7 +187,9 @@ def test_a_bug_of_the_thread_is_told(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_writers_that_say_nothing_are_named(tmp_path: Path) -> None:
     checkpoint.leave_note(tmp_path, "actor_train-00000", {"a": (1, "b")})
     with pytest.raises(OSError, match="actor_train-00001 has not written its part"):
-        checkpoint.collected(tmp_path, ["actor_train-00000", "actor_train-00001"], 0.1, lambda: False)
+        checkpoint.collected(
+            tmp_path, ["actor_train-00000", "actor_train-00001"], 0.1, lambda: False
+        )
 
 
 def two_writers(draft: checkpoint.Draft, way: str) -> checkpoint.Written:
@@ -177,14 +199,21 @@ def two_writers(draft: checkpoint.Draft, way: str) -> checkpoint.Written:
         writer = writing.Writer("actor_train", rank, 2, way, logging.getLogger("test"))
         writer.write(draft.folder, {"model": {"w": Piece(half, Place((8,), (4 * rank,), (4,)))}})
         half.fill_(9.0)
-    return checkpoint.collected(draft.folder, ["actor_train-00000", "actor_train-00001"], LONG, lambda: False)
+    return checkpoint.collected(
+        draft.folder, ["actor_train-00000", "actor_train-00001"], LONG, lambda: False
+    )
 
 
 @pytest.mark.parametrize("way", ["on", "off"])
 def test_ranks_write_their_pieces_and_leave_notes(tmp_path: Path, way: str) -> None:
     draft = checkpoint.begin(tmp_path, 1, 0)
     path = draft.completed(lambda: two_writers(draft, way), {})
-    names = {"manifest.json", "state.json", "model-00000-00001.safetensors", "model-00001-00001.safetensors"}
+    names = {
+        "manifest.json",
+        "state.json",
+        "model-00000-00001.safetensors",
+        "model-00001-00001.safetensors",
+    }
     assert {file.name for file in path.iterdir()} == names
     assert checkpoint.open_checkpoint(path).tensors("model")["w"].tolist() == [0.0] * 4 + [1.0] * 4
 
@@ -195,6 +224,8 @@ def test_a_rank_without_room_is_named_and_nothing_is_left(
 ) -> None:
     fill_disk(monkeypatch, lambda path: path.name == "model-00001-00001.safetensors")
     draft = checkpoint.begin(tmp_path, 1, 0)
-    with pytest.raises(DiskError, match=r"could not be written \(actor_train-00001: No space left on device\)"):
+    with pytest.raises(
+        DiskError, match=r"could not be written \(actor_train-00001: No space left on device\)"
+    ):
         draft.completed(lambda: two_writers(draft, way), {})
     assert not list(tmp_path.iterdir())

@@ -19,15 +19,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rather import checkpoint, control, pieces
+from rather.checkpoint import checkpoint
+from rather.checkpoint import sharded_tensors as pieces
 from rather.errors import CheckpointError, ConfigError, DiskError
+from rather.run_folder import control
 
-TENSORS = {"a.weight": torch.arange(24.0).reshape(4, 6), "b.weight": torch.randn(8), "c.bias": torch.ones(3)}
+TENSORS = {
+    "a.weight": torch.arange(24.0).reshape(4, 6),
+    "b.weight": torch.randn(8),
+    "c.bias": torch.ones(3),
+}
 
 
 def save(run_dir: Path, step: int, value: float = 1.0, shard: int = 100) -> Path:
-    groups = {"model": {k: t * value for k, t in TENSORS.items()}, "optimizer": {"exp_avg": torch.zeros(5)}}
-    return checkpoint.save(run_dir, step, groups, {"step": step, "value": value}, max_shard_bytes=shard)
+    groups = {
+        "model": {k: t * value for k, t in TENSORS.items()},
+        "optimizer": {"exp_avg": torch.zeros(5)},
+    }
+    return checkpoint.save(
+        run_dir, step, groups, {"step": step, "value": value}, max_shard_bytes=shard
+    )
 
 
 def flip_bit(path: Path, byte: int | None = None) -> None:
@@ -55,18 +66,24 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) 
     tensor = raw.view(dtype)  # any bits: among floats NaN payloads, infinities and subnormals too
     mixed = {"odd": torch.ones(3, dtype=torch.int8)}
     mixed |= {"t": tensor.reshape(2, -1), "scalar": tensor[0], "none": tensor[:0]}
-    back = checkpoint.open_checkpoint(checkpoint.save(tmp_path, 1, {"model": mixed}, {})).tensors("model")
+    back = checkpoint.open_checkpoint(checkpoint.save(tmp_path, 1, {"model": mixed}, {})).tensors(
+        "model"
+    )
     assert back.keys() == mixed.keys()
     for name, original in mixed.items():
         assert back[name].dtype == original.dtype
         assert back[name].shape == original.shape
-        assert torch.equal(back[name].reshape(-1).view(torch.uint8), original.reshape(-1).view(torch.uint8))
+        assert torch.equal(
+            back[name].reshape(-1).view(torch.uint8), original.reshape(-1).view(torch.uint8)
+        )
         assert back[name].data_ptr() % original.element_size() == 0
 
 
 def test_views_and_tied_weights_and_gradients_are_saved_as_their_values(tmp_path: Path) -> None:
     base = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
-    path = checkpoint.save(tmp_path, 1, {"model": {"w": base, "tied": base, "t": base.T, "row": base[1]}}, {})
+    path = checkpoint.save(
+        tmp_path, 1, {"model": {"w": base, "tied": base, "t": base.T, "row": base[1]}}, {}
+    )
     back = checkpoint.open_checkpoint(path).tensors("model")
     assert torch.equal(back["w"], base)
     assert torch.equal(back["tied"], base)
@@ -91,8 +108,16 @@ def test_an_empty_group_is_there_and_a_missing_one_is_named(tmp_path: Path) -> N
 
 
 def test_state_floats_are_exact(tmp_path: Path) -> None:
-    state = {"sum": 0.1 + 0.2, "tiny": 5e-324, "big": 2**80, "inf": math.inf, "in": [{"x": -0.0, "n": None}]}
-    back = checkpoint.open_checkpoint(checkpoint.save(tmp_path, 1, {}, {**state, "nan": math.nan})).state
+    state = {
+        "sum": 0.1 + 0.2,
+        "tiny": 5e-324,
+        "big": 2**80,
+        "inf": math.inf,
+        "in": [{"x": -0.0, "n": None}],
+    }
+    back = checkpoint.open_checkpoint(
+        checkpoint.save(tmp_path, 1, {}, {**state, "nan": math.nan})
+    ).state
     assert math.isnan(back.pop("nan"))
     assert back == state
     assert math.copysign(1, back["in"][0]["x"]) == -1
@@ -106,7 +131,9 @@ def test_state_floats_are_exact(tmp_path: Path) -> None:
         ({"a": [torch.ones(1)]}, r"state.a\[0\]"),
     ],
 )
-def test_state_that_json_would_change_is_refused(tmp_path: Path, state: dict[str, Any], where: str) -> None:
+def test_state_that_json_would_change_is_refused(
+    tmp_path: Path, state: dict[str, Any], where: str
+) -> None:
     with pytest.raises(TypeError, match=where):
         checkpoint.save(tmp_path, 1, {}, state)
     assert not list(tmp_path.iterdir())
@@ -121,7 +148,9 @@ def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["LATEST", "checkpoint-4"]
 
 
-def test_all_is_on_the_disk_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_on_the_disk_before_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill cannot show a missing fsync, a power failure would: so the order of the calls is checked."""
     events: list[str] = []
 
@@ -190,7 +219,9 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path: Path) -> None:
         changed = bytearray(good)
         changed[byte] ^= 1 << bit
         manifest.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=r"manifest\.json: the manifest itself is damaged"):
+        with pytest.raises(
+            CheckpointError, match=r"manifest\.json: the manifest itself is damaged"
+        ):
             checkpoint.open_checkpoint(path)
     manifest.write_bytes(good)
     assert checkpoint.open_checkpoint(path).step == 1
@@ -218,7 +249,9 @@ def test_swapped_shards_extra_files_and_renamed_folders_are_named(tmp_path: Path
     assert checkpoint.open_checkpoint(tmp_path / "my-best").step == 1
 
 
-@pytest.mark.parametrize("name", ["../a-00001.safetensors", "/etc/passwd", "b/a-00001.safetensors", "a.py"])
+@pytest.mark.parametrize(
+    "name", ["../a-00001.safetensors", "/etc/passwd", "b/a-00001.safetensors", "a.py"]
+)
 def test_a_manifest_cannot_point_outside(tmp_path: Path, name: str) -> None:
     path = save(tmp_path, 1)
     files = json.loads((path / "manifest.json").read_text())["files"]
@@ -237,7 +270,9 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path, name: str) -> None:
         ({"files": {"state.json": {"size": 1}}}, "not a checkpoint manifest"),
     ],
 )
-def test_foreign_manifests_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_foreign_manifests_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     path = save(tmp_path, 1)
     seal(path, **change)
     with pytest.raises(CheckpointError, match=message):
@@ -308,7 +343,9 @@ def small_files() -> Iterator[None]:
 @pytest.mark.usefixtures("small_files")
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with pytest.raises(DiskError, match=r"checkpoint-2: could not be written \(File too large\); it needs"):
+    with pytest.raises(
+        DiskError, match=r"checkpoint-2: could not be written \(File too large\); it needs"
+    ):
         checkpoint.save(tmp_path, 2, {"model": {"big": torch.zeros(1 << 15)}}, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "checkpoint-1"]
     found = checkpoint.newest_good(tmp_path)
@@ -317,7 +354,9 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", range(1, 6))
-def test_a_full_disk_at_any_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def test_a_full_disk_at_any_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
     save(tmp_path, 1)
     calls = iter(range(1, 100))
 
@@ -335,7 +374,9 @@ def test_a_full_disk_at_any_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found.step == 1
 
 
-def test_too_little_room_is_seen_before_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_seen_before_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=(1 << 20) + 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(DiskError, match=r"needs 1,048,676 bytes and 1,048,586 are free"):
@@ -371,7 +412,9 @@ def test_prune_keeps_the_newest(tmp_path: Path, keep: int, left: list[int]) -> N
     assert not list(tmp_path.glob(".*"))
 
 
-def test_prune_never_takes_the_last_good_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prune_never_takes_the_last_good_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     for step in (3, 4):
@@ -429,7 +472,9 @@ def test_copy_to_a_second_folder(tmp_path: Path) -> None:
     assert torch.equal(found.tensors("model")["a.weight"], TENSORS["a.weight"])
     assert checkpoint.copy_to(path, copy.parent) == copy
     flip_bit(path / "model-00002.safetensors")
-    with pytest.raises(CheckpointError, match=r"run/checkpoint-3/model-00002\.safetensors: is damaged"):
+    with pytest.raises(
+        CheckpointError, match=r"run/checkpoint-3/model-00002\.safetensors: is damaged"
+    ):
         checkpoint.copy_to(path, copy.parent)
     assert checkpoint.newest_good(copy.parent) == found
     assert not list(copy.parent.glob(".*"))

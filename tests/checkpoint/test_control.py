@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from rather import control
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cli import app
 from rather.cluster.worker import ActorWorker
 from rather.config.load import dump_yaml
 from rather.errors import ConfigError, WorkerError
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder import control
 from tests.checkpoint.runs import config_of, steps
 from tests.tiny import _quietly
 
@@ -34,7 +34,9 @@ def rather(*args: str) -> Result:
 
 def left(run_dir: Path) -> list[str]:
     """What words to a run have left in its folder."""
-    return sorted(path.name for pattern in (".control*", ".taken*") for path in run_dir.glob(pattern))
+    return sorted(
+        path.name for pattern in (".control*", ".taken*") for path in run_dir.glob(pattern)
+    )
 
 
 def _endless(folder: Path, begun: Event) -> int:
@@ -53,7 +55,7 @@ def _endless(folder: Path, begun: Event) -> int:
 def running(folder: Path) -> Iterator[multiprocessing.Process]:
     """A run in a process of its own that does not end by itself, after its first step has begun."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline"])
+    context.set_forkserver_preload(["rather.pipeline.pipeline"])
     begun = context.Event()
     child = context.Process(target=_quietly, args=(_endless, folder, begun))
     child.start()
@@ -63,15 +65,22 @@ def running(folder: Path) -> Iterator[multiprocessing.Process]:
     child.join()
 
 
-def test_a_run_saves_and_stops_when_it_is_asked(folder: Path, running: multiprocessing.Process) -> None:
+def test_a_run_saves_and_stops_when_it_is_asked(
+    folder: Path, running: multiprocessing.Process
+) -> None:
     config = config_of(folder, "endless")
     host = socket.gethostname()
-    assert control.holder(config.run_dir) == control.Holder(f"process {running.pid} on {host}", host)
+    assert control.holder(config.run_dir) == control.Holder(
+        f"process {running.pid} on {host}", host
+    )
     saved = rather("save-now", str(config.run_dir), "--timeout", str(LONG))
     assert saved.exit_code == 0, saved.output
     (step,) = steps(config.run_dir)
     assert open_checkpoint(config.run_dir / f"checkpoint-{step}").step == step
-    assert f"process {running.pid} on {socket.gethostname()}: waiting until it finishes its step" in saved.output
+    assert (
+        f"process {running.pid} on {socket.gethostname()}: waiting until it finishes its step"
+        in saved.output
+    )
     assert f"has saved and goes on; its newest checkpoint is that of step {step}" in saved.output
     file = folder / "endless.yaml"
     file.write_text(dump_yaml(config))
@@ -80,7 +89,10 @@ def test_a_run_saves_and_stops_when_it_is_asked(folder: Path, running: multiproc
     running.join()
     assert running.exitcode == 143
     assert steps(config.run_dir)[-1] > step
-    assert f"has ended; its newest checkpoint is that of step {steps(config.run_dir)[-1]}" in stopped.output
+    assert (
+        f"has ended; its newest checkpoint is that of step {steps(config.run_dir)[-1]}"
+        in stopped.output
+    )
     assert not left(config.run_dir)
 
 
@@ -103,7 +115,9 @@ def test_a_run_on_another_machine_is_asked_through_the_folder(tmp_path: Path) ->
     (tmp_path / ".lock").write_text("process 7 on elsewhere\n")
     assert control.holder(tmp_path) == control.Holder("process 7 on elsewhere", "elsewhere")
     told: list[str] = []
-    with pytest.raises(WorkerError, match=r"not done within 0 s \(--timeout\).*process 7 on elsewhere"):
+    with pytest.raises(
+        WorkerError, match=r"not done within 0 s \(--timeout\).*process 7 on elsewhere"
+    ):
         control.ask(tmp_path, control.STOP, timeout=0.0, tell=told.append)
     assert told == ["process 7 on elsewhere: waiting until it finishes its step"]
     assert not left(tmp_path)
@@ -114,7 +128,9 @@ def test_a_run_that_dies_before_it_answers(tmp_path: Path) -> None:
         pass
     (tmp_path / ".lock").write_text("process 7 on elsewhere\n")
     with pytest.raises(WorkerError, match="process 7 on elsewhere ended before that"):
-        control.ask(tmp_path, control.SAVE, timeout=LONG, tell=lambda _: (tmp_path / ".lock").write_text(""))
+        control.ask(
+            tmp_path, control.SAVE, timeout=LONG, tell=lambda _: (tmp_path / ".lock").write_text("")
+        )
 
 
 class Asker(threading.Thread):
@@ -161,7 +177,9 @@ def test_of_several_words_at_once_each_is_answered(tmp_path: Path) -> None:
     assert not left(tmp_path)
 
 
-def test_a_word_is_taken_once_and_an_unknown_one_never(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_word_is_taken_once_and_an_unknown_one_never(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert control.taken(tmp_path, 3) is None
     (tmp_path / ".control-save-1").touch()
     assert control.taken(tmp_path, 3) == control.SAVE

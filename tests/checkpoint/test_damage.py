@@ -12,15 +12,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rather import checkpoint
+from rather.checkpoint import checkpoint
 from rather.cli import app
 from rather.errors import CheckpointError
-from rather.pipeline import DPOPipeline
-from rather.store import MAGIC
+from rather.pipeline.pipeline import DPOPipeline
+from rather.reference.logprob_cache import MAGIC
 from tests.checkpoint.runs import assert_same, config_of
 from tests.checkpoint.test_checkpoint import flip_bit, seal
 
-FILES = [*(f"{group}-00001.safetensors" for group in ("model", "optimizer", "rng")), "state.json", "manifest.json"]
+FILES = [
+    *(f"{group}-00001.safetensors" for group in ("model", "optimizer", "rng")),
+    "state.json",
+    "manifest.json",
+]
 
 
 def truncate(file: Path) -> None:
@@ -61,17 +65,32 @@ def other_version(file: Path) -> None:
         seal(file.parent, schema=2)
 
 
-DAMAGES: list[Callable[[Path], None]] = [flip_bit, truncate, Path.unlink, swap, edit, add_a_file, link, other_version]
+DAMAGES: list[Callable[[Path], None]] = [
+    flip_bit,
+    truncate,
+    Path.unlink,
+    swap,
+    edit,
+    add_a_file,
+    link,
+    other_version,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    file: str,
+    damage: Callable[[Path], None],
 ) -> None:
     run = tmp_path / "whole"
     shutil.copytree(folder / "output" / "whole", run)
-    if damage is swap and file.startswith("rng"):  # nothing draws numbers: with its like it would be the same
+    if damage is swap and file.startswith(
+        "rng"
+    ):  # nothing draws numbers: with its like it would be the same
         os.replace(run / "checkpoint-4" / "state.json", run / "checkpoint-4" / file)
     damage(run / "checkpoint-6" / file)
     with caplog.at_level(logging.WARNING):
@@ -79,13 +98,18 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
     assert found is not None
     assert found.step == (2 if damage is swap else 4)
     assert "DAMAGED CHECKPOINT, not used" in caplog.text
-    told = {add_a_file: f"model-00009{Path(file).suffix}", other_version: "manifest.json"}.get(damage, file)
+    told = {add_a_file: f"model-00009{Path(file).suffix}", other_version: "manifest.json"}.get(
+        damage, file
+    )
     assert f"checkpoint-6/{told}: " in caplog.text
     with pytest.raises(CheckpointError):
         checkpoint.open_checkpoint(run / "checkpoint-6")
     verified = CliRunner().invoke(app, ["verify", str(run)], env={"COLUMNS": "400"})
     assert verified.exit_code == 4
-    assert any("damaged" in line and f"checkpoint-6/{told}" in line for line in verified.output.splitlines())
+    assert any(
+        "damaged" in line and f"checkpoint-6/{told}" in line
+        for line in verified.output.splitlines()
+    )
 
 
 @pytest.mark.parametrize("damage", [flip_bit, Path.unlink], ids=lambda damage: damage.__name__)
@@ -103,7 +127,9 @@ def test_a_run_goes_on_from_the_older_one_with_the_same_bits(
     assert_same(config, config_of(folder, "whole"))
 
 
-def test_by_size_alone_a_flipped_bit_passes_and_that_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_by_size_alone_a_flipped_bit_passes_and_that_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_of(folder, "by-size", max_steps=7, checkpoint_config__verify="size")
     shutil.copytree(folder / "output" / "whole", config.run_dir)
     newest = config.run_dir / "checkpoint-6"
@@ -154,11 +180,15 @@ def test_damaged_entries_of_the_cache_are_computed_again(
         assert verified.exit_code == 4
         assert verified.output.count("bytes are damaged") == 2
     used = json.loads((config.run_dir / "report.json").read_text())["reference"]
-    assert (used["pairs_computed"] > 0) == (damage not in (swap, link))  # these two hold what they should
+    assert (used["pairs_computed"] > 0) == (
+        damage not in (swap, link)
+    )  # these two hold what they should
     assert_same(config, config_of(folder, "whole"))
 
 
-@pytest.mark.parametrize("damage", [flip_bit, truncate, Path.unlink, edit, other_version], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "damage", [flip_bit, truncate, Path.unlink, edit, other_version], ids=lambda d: d.__name__
+)
 def test_damaged_log_probs_of_the_run_itself(
     folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:

@@ -11,12 +11,12 @@ from typing import Any, get_args
 
 import pytest
 
-from rather.checkpoint import Checkpoint, open_checkpoint, save
+from rather.checkpoint.checkpoint import Checkpoint, open_checkpoint, save
 from rather.config.keys import table
 from rather.config.schema import Guard
 from rather.errors import CheckpointError, ConfigError
-from rather.pipeline import DPOPipeline
-from rather.run.identity import GUARDS, refuse_other_run
+from rather.pipeline.identity import GUARDS, refuse_other_run
+from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import config_of
 from tests.tiny import make_config, make_model
 
@@ -55,11 +55,15 @@ def test_the_keys_that_are_advised_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ["loss", "seed", "batch", "data", "reference"])
-def test_what_is_allowed_goes_on_and_is_told(folder: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_what_is_allowed_goes_on_and_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     goes_on(folder, caplog, [name], CHANGES[name][0])
 
 
-def goes_on(folder: Path, caplog: pytest.LogCaptureFixture, allowed: list[str], change: dict[str, Any]) -> None:
+def goes_on(
+    folder: Path, caplog: pytest.LogCaptureFixture, allowed: list[str], change: dict[str, Any]
+) -> None:
     name = "-".join(["allowed", *allowed, *change])[:80]
     shutil.copytree(folder / "output" / "whole", folder / "output" / name)
     change = {**change, "actor_train__training_args__num_train_epochs": 5.0}
@@ -82,7 +86,9 @@ def test_another_model_of_the_same_shape(
     goes_on(folder, caplog, [guard], change)
 
 
-def test_another_tokenizer_makes_other_pairs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_tokenizer_makes_other_pairs(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     other = Path(shutil.copytree(folder / "base", folder / "other-tokenizer"))
     file = other / "tokenizer.json"
     words = json.loads(file.read_text())
@@ -91,7 +97,9 @@ def test_another_tokenizer_makes_other_pairs(folder: Path, caplog: pytest.LogCap
     file.write_text(json.dumps(words))
     change = {"actor_train__model_args__tokenizer_name_or_path": str(other)}
     with pytest.raises(CheckpointError, match=r"data\.pairs: \w{12} then") as refused:
-        DPOPipeline(config_of(folder, "whole", max_steps=8, resume__allow=["tokenizer"], **change)).run()
+        DPOPipeline(
+            config_of(folder, "whole", max_steps=8, resume__allow=["tokenizer"], **change)
+        ).run()
     assert "tokenizer: " not in str(refused.value)
     goes_on(folder, caplog, ["tokenizer", "data"], change)
 
@@ -123,7 +131,9 @@ def test_a_template_is_told_by_its_name(tmp_path: Path) -> None:
 
 
 def test_losses_are_told_by_their_names(tmp_path: Path) -> None:
-    found = _checkpoint(tmp_path, {"loss": {"losses": [["ipo", 1.0, {"beta": 0.1}]], "rpo_alpha": None}})
+    found = _checkpoint(
+        tmp_path, {"loss": {"losses": [["ipo", 1.0, {"beta": 0.1}]], "rpo_alpha": None}}
+    )
     now = {"loss": {"losses": [["sigmoid", 1.0, {"beta": 0.1}]], "rpo_alpha": 0.5}}
     with pytest.raises(CheckpointError) as refused:
         refuse_other_run(found, now, ["seed"])
@@ -136,10 +146,18 @@ def test_what_an_old_checkpoint_does_not_know_is_taken_as_unchanged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        refuse_other_run(_checkpoint(tmp_path, {"seed": [1, 1]}), {"seed": [1, 1], "tokenizer": "0" * 64}, [])
+        refuse_other_run(
+            _checkpoint(tmp_path, {"seed": [1, 1]}), {"seed": [1, 1], "tokenizer": "0" * 64}, []
+        )
     assert caplog.text.count("nothing is known of its tokenizer, taken as unchanged") == 1
 
 
 def _checkpoint(folder: Path, identity: dict[str, Any]) -> Checkpoint:
-    state = {"identity": identity, "progress": {}, "schedule": {}, "trainer": {}, "metrics_bytes": 0}
+    state = {
+        "identity": identity,
+        "progress": {},
+        "schedule": {},
+        "trainer": {},
+        "metrics_bytes": 0,
+    }
     return open_checkpoint(save(folder, 1, {}, state))

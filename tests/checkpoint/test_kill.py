@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 
-import rather.checkpoint
+import rather.checkpoint.checkpoint
 
 HERE = Path(__file__).parent
-ROOT = Path(rather.checkpoint.__file__).parents[1]
+ROOT = Path(rather.checkpoint.checkpoint.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "kill_points.py"), str(tmp_path_factory.mktemp("kills"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in map(json.loads, done.stdout.splitlines()):

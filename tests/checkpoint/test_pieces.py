@@ -8,23 +8,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from rather import checkpoint
+from rather.checkpoint import checkpoint
+from rather.checkpoint.sharded_tensors import Here, Piece, Place, Stored
 from rather.errors import CheckpointError
-from rather.pieces import Here, Piece, Place, Stored
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).view(7, 6)
 
 
 def grid(rows: list[int], columns: list[int]) -> list[Place]:
     """The parts of WHOLE that these cuts make."""
-    spans = [list(zip([0, *cuts], [*cuts, end], strict=True)) for cuts, end in ((rows, 7), (columns, 6))]
+    spans = [
+        list(zip([0, *cuts], [*cuts, end], strict=True)) for cuts, end in ((rows, 7), (columns, 6))
+    ]
     return [Place((7, 6), (a, c), (b - a, d - c)) for a, b in spans[0] for c, d in spans[1]]
 
 
 def stored(folder: Path, places: list[Place], **further: Tensor) -> Stored:
     files: dict[str, tuple[int, str]] = {}
     for rank, place in enumerate(places):
-        groups = {"model": {"weight": Piece(WHOLE[place.slices], place), **(further if rank == 0 else {})}}
+        groups = {
+            "model": {"weight": Piece(WHOLE[place.slices], place), **(further if rank == 0 else {})}
+        }
         files |= checkpoint.write_groups(folder, groups, rank=rank)
     return Stored(folder / name for name in files)
 
@@ -66,12 +70,16 @@ def test_missing_parts_and_other_shapes_are_named(tmp_path: Path) -> None:
     assert torch.equal(found.read("weight", Place((7, 6), (0, 0), (4, 6))), WHOLE[:4])
     with pytest.raises(CheckpointError, match=r"weight: parts of it are in none of the files"):
         found["weight"]
-    with pytest.raises(CheckpointError, match=r"weight: is stored as \(7, 6\), but \(8, 6\) is asked for"):
+    with pytest.raises(
+        CheckpointError, match=r"weight: is stored as \(7, 6\), but \(8, 6\) is asked for"
+    ):
         found.read("weight", Place.all_of((8, 6)))
 
 
-def test_streams_are_the_whole_in_another_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rather.pieces.CHUNK", 50)  # two rows at a time
+def test_streams_are_the_whole_in_another_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rather.checkpoint.sharded_tensors.CHUNK", 50)  # two rows at a time
     stream = stored(tmp_path, grid([2, 5], [3])).streamed("weight", torch.bfloat16)
     parts = list(stream.parts())
     assert [len(part) for part in parts] == [2, 2, 2, 1]

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from rather import checkpoint
+from rather.checkpoint import checkpoint
 from rather.cluster.worker import ActorWorker
+from rather.commands.terminal import guarded
 from rather.config.load import dump_yaml
 from rather.errors import DiskError
-from rather.pipeline import DPOPipeline
-from rather.terminal import guarded
+from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import assert_same, config_of, fill_disk, incidents, steps, train
 from tests.house.source import ROOT
 from tests.tiny import in_child
@@ -29,7 +29,11 @@ from tests.train.test_signals import ask_in
 @pytest.mark.parametrize("file", ["optimizer-00001.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("way", ["on", "off"])
 def test_a_missed_save_is_told_and_the_next_one_tried(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str, file: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+    file: str,
 ) -> None:
     config = config_of(folder, f"missed-{way}-{file}", checkpoint_config__async_save=way)
     fill_disk(monkeypatch, lambda path: path.name == file and "checkpoint-2-" in path.parent.name)
@@ -46,11 +50,22 @@ def test_a_missed_save_is_told_and_the_next_one_tried(
 
 
 @pytest.mark.parametrize("way", ["on", "off"])
-def test_too_many_in_a_row_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    changes = {"checkpoint_config__max_missed_saves": 2, "checkpoint_config__async_save": way, "save_steps": 1}
+def test_too_many_in_a_row_end_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    changes = {
+        "checkpoint_config__max_missed_saves": 2,
+        "checkpoint_config__async_save": way,
+        "save_steps": 1,
+    }
     config = config_of(folder, f"too-many-{way}", **changes)
-    fill_disk(monkeypatch, lambda path: path.name == "state.json" and "checkpoint-1-" not in path.parent.name)
-    with pytest.raises(DiskError, match=r"checkpoint-3: could not be written \(No space left on device\)"):
+    fill_disk(
+        monkeypatch,
+        lambda path: path.name == "state.json" and "checkpoint-1-" not in path.parent.name,
+    )
+    with pytest.raises(
+        DiskError, match=r"checkpoint-3: could not be written \(No space left on device\)"
+    ):
         DPOPipeline(config).run()
     assert [line["in_a_row"] for line in incidents(config)] == [1, 2]
     assert steps(config.run_dir) == [1]
@@ -61,7 +76,10 @@ def test_too_many_in_a_row_end_the_run(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_last_save_must_not_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(folder, "last")
-    fill_disk(monkeypatch, lambda path: path.name == "manifest.json" and "checkpoint-6-" in path.parent.name)
+    fill_disk(
+        monkeypatch,
+        lambda path: path.name == "manifest.json" and "checkpoint-6-" in path.parent.name,
+    )
     with pytest.raises(DiskError, match="checkpoint-6"):
         DPOPipeline(config).run()
     assert steps(config.run_dir) == [2, 4]
@@ -71,7 +89,9 @@ def test_the_last_save_must_not_miss(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_the_save_of_a_signal_must_not_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(folder, "asked")
     with monkeypatch.context() as patched:
-        fill_disk(patched, lambda path: path.name == "state.json" and "checkpoint-3-" in path.parent.name)
+        fill_disk(
+            patched, lambda path: path.name == "state.json" and "checkpoint-3-" in path.parent.name
+        )
         ask_in(patched, "actor_train", "train_step", 3, signal.SIGTERM)
         assert guarded(DPOPipeline(config).run) == 9
     assert [(line["kind"], line["step"]) for line in incidents(config)] == [("missed_save", 3)]
@@ -98,10 +118,15 @@ def test_too_little_room_before_the_save(folder: Path, monkeypatch: pytest.Monke
     assert steps(config.run_dir) == [2, 6]
 
 
-def test_a_copy_that_fails_does_not_touch_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_does_not_touch_the_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copies = folder / "copies" / "copied"
     config = config_of(folder, "copied", checkpoint_config__output_dir=str(folder / "copies"))
-    fill_disk(monkeypatch, lambda path: path.parent.parent == copies and "checkpoint-4-" in path.parent.name)
+    fill_disk(
+        monkeypatch,
+        lambda path: path.parent.parent == copies and "checkpoint-4-" in path.parent.name,
+    )
     assert DPOPipeline(config).run() == 0
     (missed,) = incidents(config)
     assert (missed["step"], missed["folder"]) == (4, str(copies))
@@ -110,13 +135,17 @@ def test_a_copy_that_fails_does_not_touch_the_first(folder: Path, monkeypatch: p
     assert_same(config, config_of(folder, "whole"))
 
 
-def test_metrics_that_wait_for_room_cost_the_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_wait_for_room_cost_the_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rather.tracking import MetricsFile
 
     config, position = config_of(folder, "waiting"), MetricsFile.position
 
     def full(file: MetricsFile) -> int:
-        if (file.path.parent / "checkpoint-4").exists() or not (file.path.parent / "checkpoint-2").exists():
+        if (file.path.parent / "checkpoint-4").exists() or not (
+            file.path.parent / "checkpoint-2"
+        ).exists():
             return position(file)
         if incidents(config):
             return position(file)
@@ -130,7 +159,9 @@ def test_metrics_that_wait_for_room_cost_the_checkpoint(folder: Path, monkeypatc
 
 def _with_small_files(folder: Path, **changes: Any) -> int:
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # the moments are larger, all else is smaller
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1 << 16, hard)
+    )  # the moments are larger, all else is smaller
     return train(folder, "small-files", **changes)
 
 
@@ -168,7 +199,12 @@ def on_a_small_disk(disk: Path, command: str, *args: str) -> subprocess.Complete
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=20m none {disk}"
     unshare = shutil.which("unshare")
-    if not unshare or subprocess.run([unshare, "-Urm", "sh", "-c", mount], capture_output=True, check=False).returncode:
+    if (
+        not unshare
+        or subprocess.run(
+            [unshare, "-Urm", "sh", "-c", mount], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("this machine lets nobody mount a file system of their own")
     whole = [unshare, "-Urm", "sh", "-c", f"{mount} && {command}", sys.executable, *args]
     return subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -209,7 +245,9 @@ def test_a_whole_run_whose_disk_is_full_for_a_while(folder: Path, tmp_path: Path
     command = f'"$0" -m rather train {file}; code=$?; cp -r {disk} {tmp_path / "after"}; exit $code'
     done = on_a_small_disk(disk, command)
     assert done.returncode == 0, done.stderr
-    assert "metrics.jsonl: cannot be written (No space left on device); its lines wait" in done.stderr
+    assert (
+        "metrics.jsonl: cannot be written (No space left on device); its lines wait" in done.stderr
+    )
     after = config_of(folder, "crowded", output_dir=str(tmp_path / "after"))
     assert steps(after.run_dir) == [6]
     assert_same(after, config_of(folder, "whole"))

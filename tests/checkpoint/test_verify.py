@@ -27,7 +27,10 @@ def test_a_good_run_and_its_parts(folder: Path, run: Path) -> None:
     assert whole.exit_code == 0
     for name in ("checkpoint-2/manifest.json", "checkpoint-6/optimizer-00001.safetensors", "LATEST", "reference.log",
                  "metrics.jsonl"):  # fmt: skip
-        assert any(name in line and line.endswith("good") for line in map(str.rstrip, whole.output.splitlines())), name
+        assert any(
+            name in line and line.endswith("good")
+            for line in map(str.rstrip, whole.output.splitlines())
+        ), name
     assert "18 files, 0 damaged (every byte)" in whole.output
     one = verify(str(run / "checkpoint-4"), "--quick")
     assert one.exit_code == 0

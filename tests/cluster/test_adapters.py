@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, metrics
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.slow]
@@ -40,7 +40,12 @@ class DiesOnce(ActorWorker):
 
 
 def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
-    options: dict[str, Any] = {"max_steps": 5, "save_steps": 2, "report_html": False, "train_batch_size": 8}
+    options: dict[str, Any] = {
+        "max_steps": 5,
+        "save_steps": 2,
+        "report_html": False,
+        "train_batch_size": 8,
+    }
     training = {"learning_rate": 3e-3, "adam_epsilon": 1e-6}
     adapter = {"actor_train__model_args__lora_rank": 4, "actor_train__training_args": training}
     return make_config(folder, exp_name=name, **{**options, **adapter, **changes})
@@ -58,29 +63,42 @@ def folder_of(config: DPOConfig) -> Path:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_ray_trains_as_one_process_does(alone: DPOConfig, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ray_trains_as_one_process_does(
+    alone: DPOConfig, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="rather")
-    config = config_of(folder_of(alone), name.replace("+", "-"), reference__cache__enabled=False, **PLACES[name])
+    config = config_of(
+        folder_of(alone), name.replace("+", "-"), reference__cache__enabled=False, **PLACES[name]
+    )
     assert DPOPipeline(config).run() == 0
     assert "the policy with its adapters off; there is no second model" in caplog.text
     for key in ("loss", "grad_norm", "eval/loss"):
-        one, other = ([line[key] for line in metrics(each) if key in line] for each in (alone, config))
+        one, other = (
+            [line[key] for line in metrics(each) if key in line] for each in (alone, config)
+        )
         assert other == (one if name == "1+0" else pytest.approx(one, rel=1e-5)), key
     for file in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
         one, other = (load_file(each.run_dir / file) for each in (alone, config))
         assert one.keys() == other.keys()
-        assert max(float((one[key] - other[key]).abs().max()) for key in one) < (1e-9 if name == "1+0" else 1e-5)
+        assert max(float((one[key] - other[key]).abs().max()) for key in one) < (
+            1e-9 if name == "1+0" else 1e-5
+        )
 
 
 def test_killed_and_gone_on_to_the_bit(alone: DPOConfig) -> None:
     folder = folder_of(alone)
     options = {**PLACES["dp2"], "failure_backoff": 0.0}
     whole = config_of(folder, "whole", **options)
-    killed = config_of(folder, "killed", **options, actor_train__worker_cls="tests.cluster.test_adapters.DiesOnce")
+    killed = config_of(
+        folder, "killed", **options, actor_train__worker_cls="tests.cluster.test_adapters.DiesOnce"
+    )
     assert [DPOPipeline(config).run() for config in (whole, killed)] == [0, 0]
     assert (killed.run_dir.parent / "died").exists()
     for group in ("model", "optimizer"):
-        one, other = (open_checkpoint(config.run_dir / "checkpoint-5").tensors(group) for config in (whole, killed))
+        one, other = (
+            open_checkpoint(config.run_dir / "checkpoint-5").tensors(group)
+            for config in (whole, killed)
+        )
         assert one.keys() == other.keys()
         assert all(bool((one[key] == other[key]).all()) for key in one)
     file = "adapter/adapter_model.safetensors"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.same.test_canonical import assert_same_bits, run_config
 
 

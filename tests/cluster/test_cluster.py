@@ -21,8 +21,15 @@ from rather.cluster.cluster import Cluster
 from rather.cluster.failure import Failure, first_cause
 from rather.cluster.resources import ResourceManager
 from rather.config.schema import DPOConfig, Timeouts
-from rather.errors import ConfigError, HangError, MemoryShortage, NonFiniteError, WorkerError, WorkerLost
-from rather.pipeline import DPOPipeline
+from rather.errors import (
+    ConfigError,
+    HangError,
+    MemoryShortage,
+    NonFiniteError,
+    WorkerError,
+    WorkerLost,
+)
+from rather.pipeline.pipeline import DPOPipeline
 from tests.cluster.conftest import SLOTS
 from tests.cluster.workers import SLOW
 from tests.tiny import make_config, make_model, make_pairs, metrics
@@ -50,11 +57,17 @@ def test_roles_on_two_devices_train_as_one_process_does(folder: Path) -> None:
     apart = two_devices(folder, exp_name="apart")
     assert DPOPipeline(alone).run() == 0
     pipeline = DPOPipeline(apart)
-    processes = {seat.process.pid for role in (pipeline.actor_train, pipeline.reference) for seat in role.seats}
+    processes = {
+        seat.process.pid
+        for role in (pipeline.actor_train, pipeline.reference)
+        for seat in role.seats
+    }
     assert len(processes) == 2
     assert pipeline.run() == 0
     assert losses(apart) == losses(alone)
-    one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, apart))
+    one, other = (
+        load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, apart)
+    )
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
 
@@ -111,7 +124,11 @@ def small_steps(folder: Path, name: str, **changes: Any) -> DPOConfig:
         sync_ref_model=True,
         ref_model_sync_steps=6,
         # Gradients of 1e-9 are noise from the order of sums; with an epsilon below them Adam makes whole steps of it.
-        actor_train__training_args={"learning_rate": 1e-5, "adam_epsilon": 1e-6, "num_train_epochs": 1.0},
+        actor_train__training_args={
+            "learning_rate": 1e-5,
+            "adam_epsilon": 1e-6,
+            "num_train_epochs": 1.0,
+        },
         actor_train__max_tokens_per_microbatch_in_train=TOKENS,
         **changes,
     )
@@ -129,9 +146,13 @@ def test_every_placing_of_the_roles_trains_the_same(shared: Path, name: str) -> 
     config = small_steps(shared, name, **LAYOUTS[name])
     assert DPOPipeline(config).run() == 0
     for key in ("loss", "grad_norm", "eval/loss"):
-        one, other = ([line[key] for line in metrics(each) if key in line] for each in (alone, config))
+        one, other = (
+            [line[key] for line in metrics(each) if key in line] for each in (alone, config)
+        )
         assert other == pytest.approx(one, rel=1e-5), key
-    one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, config))
+    one, other = (
+        load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, config)
+    )
     assert one.keys() == other.keys()
     assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-6
 
@@ -163,7 +184,8 @@ def test_a_slow_reference_of_its_own_costs_the_larger_of_both(folder: Path) -> N
         assert min(line["time/reference"], line["time/train"]) >= SLOW
         assert seconds == pytest.approx(max(line["time/reference"], line["time/train"]), rel=0.1)
     asked, trained = (
-        {event["args"]["step"]: event for event in events(config, role)} for role in ("reference", "actor_train")
+        {event["args"]["step"]: event for event in events(config, role)}
+        for role in ("reference", "actor_train")
     )
     assert all(overlap(trained[step], asked[step + 1]) > 0.5e6 * SLOW for step in range(1, 5))
 
@@ -178,7 +200,9 @@ def manager() -> Iterator[ResourceManager]:
     made.close()
 
 
-def cluster(manager: ResourceManager, folder: Path, what: str, devices: list[int], name: str = "reference") -> Cluster:
+def cluster(
+    manager: ResourceManager, folder: Path, what: str, devices: list[int], name: str = "reference"
+) -> Cluster:
     path = "tests.cluster.workers.Breaks"
     config = make_config(
         folder,
@@ -190,7 +214,9 @@ def cluster(manager: ResourceManager, folder: Path, what: str, devices: list[int
     return Cluster(name, path, manager, role, pipeline_config=config)
 
 
-def test_equal_mappings_share_processes_and_others_do_not(manager: ResourceManager, folder: Path) -> None:
+def test_equal_mappings_share_processes_and_others_do_not(
+    manager: ResourceManager, folder: Path
+) -> None:
     first = cluster(manager, folder, "none", [0, 1])
     same = cluster(manager, folder, "none", [0, 1], name="actor_train")
     other = cluster(manager, folder, "none", [2])
@@ -206,7 +232,10 @@ def test_more_devices_than_the_cluster_has_are_refused_with_the_arithmetic() -> 
         ResourceManager(1, SLOTS + 1, timeouts=Timeouts(connect=1.0))
     assert time.monotonic() - began < 10
     text = str(refused.value)
-    assert f"num_nodes 1 x num_gpus_per_node {SLOTS + 1} = {SLOTS + 1} CPU workers (rather_slot) are asked for" in text
+    assert (
+        f"num_nodes 1 x num_gpus_per_node {SLOTS + 1} = {SLOTS + 1} CPU workers (rather_slot) are asked for"
+        in text
+    )
     assert f"has {SLOTS} on 1 node, so 0 of 1 nodes have {SLOTS + 1}: 1 missing" in text
 
 
@@ -217,7 +246,9 @@ def test_too_little_shared_memory_is_told_before_anything_starts(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
-    with pytest.raises(ConfigError, match=r"has 64 MiB free, and a local Ray needs 256; .+ --shm-size=1g"):
+    with pytest.raises(
+        ConfigError, match=r"has 64 MiB free, and a local Ray needs 256; .+ --shm-size=1g"
+    ):
         resources.connected(None, 1, tmp_path)
 
 
@@ -240,10 +271,22 @@ MEMORY = r"It crashed, or was killed from outside, often for lack of host memory
     ("what", "kind", "said"),
     [
         ("raise", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): ValueError: boom"),
-        ("nonfinite", NonFiniteError, r"reference rank 1 of 2 \(device 1 on .+\): the loss is not finite"),
+        (
+            "nonfinite",
+            NonFiniteError,
+            r"reference rank 1 of 2 \(device 1 on .+\): the loss is not finite",
+        ),
         ("alike", NonFiniteError, r"^reference, all 2 ranks: the loss is not finite$"),
-        ("memory", MemoryShortage, r"reference rank 1 of 2 \(device 1 on .+\): CUDA out of memory. .+ GiB. Lower "),
-        ("die", WorkerLost, rf"reference rank 1 of 2 \(device 1 on .+\): its process died: .+ {MEMORY}$"),
+        (
+            "memory",
+            MemoryShortage,
+            r"reference rank 1 of 2 \(device 1 on .+\): CUDA out of memory. .+ GiB. Lower ",
+        ),
+        (
+            "die",
+            WorkerLost,
+            rf"reference rank 1 of 2 \(device 1 on .+\): its process died: .+ {MEMORY}$",
+        ),
     ],
 )
 def test_the_first_cause_is_told(
@@ -277,7 +320,9 @@ def test_warnings_of_all_ranks_are_told_once_with_who_says_them(
 ) -> None:
     caplog.set_level(logging.INFO, "rather")
     cluster(manager, folder, "warn", [0, 1]).initialize(1)
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("rather.worker")]
+    told = [
+        record.getMessage() for record in caplog.records if record.name.startswith("rather.worker")
+    ]
     assert told == [
         "reference: all say this",
         "reference rank 0: only rank 0 says this",
@@ -289,7 +334,9 @@ def test_warnings_of_all_ranks_are_told_once_with_who_says_them(
 # --- several machines ---
 
 
-def test_processes_of_several_machines_meet_at_a_port_that_all_reach(manager: ResourceManager) -> None:
+def test_processes_of_several_machines_meet_at_a_port_that_all_reach(
+    manager: ResourceManager,
+) -> None:
     here, other = manager._start((0, 1), {})
     manager._introduce([here, replace(other, process=replace(other.process, machine="elsewhere"))])
 
@@ -299,7 +346,10 @@ def test_a_port_that_cannot_be_reached_is_told_at_once(manager: ResourceManager)
     here, other = manager._start((0, 1), {})
     nowhere = replace(here, address="192.0.2.1")  # reserved for documentation
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"device 1 on .+ cannot reach device 0 on .+ at 192.0.2.1:\d+ within 1 s: "):
+    with pytest.raises(
+        WorkerError,
+        match=r"device 1 on .+ cannot reach device 0 on .+ at 192.0.2.1:\d+ within 1 s: ",
+    ):
         manager._port_of(nowhere, [other])
     assert time.monotonic() - began < 10
 
@@ -309,7 +359,9 @@ def test_silence_ends_at_the_deadline(folder: Path) -> None:
     try:
         silent = cluster(manager, folder, "hang", [0])
         silent.deadlines.told = Timeouts(start=2.0)
-        with pytest.raises(HangError, match=r"reference rank 0 of 1 .+: no answer within 2 s \(timeouts.start\)"):
+        with pytest.raises(
+            HangError, match=r"reference rank 0 of 1 .+: no answer within 2 s \(timeouts.start\)"
+        ):
             silent.initialize(1)
     finally:
         manager.close()
@@ -318,8 +370,12 @@ def test_silence_ends_at_the_deadline(folder: Path) -> None:
 def test_a_failing_rank_ends_the_run_and_its_processes(folder: Path) -> None:
     config = two_devices(folder, actor_train__worker_cls="tests.cluster.workers.BreaksLater")
     pipeline = DPOPipeline(config)
-    processes = [seat.process for role in (pipeline.actor_train, pipeline.reference) for seat in role.seats]
-    with pytest.raises(WorkerError, match=r"actor_train rank 0 of 1 .+: ValueError: boom at step 3"):
+    processes = [
+        seat.process for role in (pipeline.actor_train, pipeline.reference) for seat in role.seats
+    ]
+    with pytest.raises(
+        WorkerError, match=r"actor_train rank 0 of 1 .+: ValueError: boom at step 3"
+    ):
         pipeline.run()
     deadline = time.monotonic() + 15
     while not all(process.is_gone for process in processes):

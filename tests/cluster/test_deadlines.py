@@ -18,16 +18,16 @@ from rather.cluster import deadlines
 from rather.cluster.cluster import Cluster
 from rather.cluster.hang import Rank
 from rather.cluster.host import Answer, Process
-from rather.cluster.member import Member
 from rather.cluster.preflight import Ledger, Room
+from rather.cluster.rank_info import Member
 from rather.cluster.resources import Seat
 from rather.cluster.spmd import SpmdCluster
 from rather.cluster.watchdog import PHASES, Watchdog
+from rather.commands.terminal import guarded
 from rather.config.schema import DPOConfig, Timeouts
 from rather.data.pack import pack
 from rather.errors import HangError
-from rather.pipeline import DPOPipeline
-from rather.terminal import guarded
+from rather.pipeline.pipeline import DPOPipeline
 from tests.cluster.test_hang import alone
 from tests.padded import random_pairs
 from tests.tiny import make_config
@@ -71,7 +71,9 @@ def expected(role: str, call: str) -> tuple[str, str]:
 
 
 def calls_of(cls: type) -> set[str]:
-    return {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+    return {
+        name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +93,14 @@ class Processes:
         self.role, self.silent, self.ledger, self.timeouts = role, "", Ledger(), Timeouts()
         self.named: dict[str, Any] = {}
         ray = SimpleNamespace(wait=self._wait, get=lambda _: Answer({}))
-        monkeypatch.setitem(sys.modules, "ray", ray)  # an import before its token is set would spoil it for others
+        monkeypatch.setitem(
+            sys.modules, "ray", ray
+        )  # an import before its token is set would spoil it for others
 
     def _wait(self, asked: list[str], timeout: float) -> tuple[list[str], list[str]]:
-        return [name for name in asked if name != self.silent], [name for name in asked if name == self.silent]
+        return [name for name in asked if name != self.silent], [
+            name for name in asked if name == self.silent
+        ]
 
     def seats(self, *_: Any) -> list[Seat]:
         handle = SimpleNamespace(
@@ -158,7 +164,9 @@ class Telling:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(config: DPOConfig, role: str) -> None:
+def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(
+    config: DPOConfig, role: str
+) -> None:
     own = calls_of(SpmdCluster)
     assert own == set(CALLS) - {"forget"}
     watchdog = Watchdog(config, Member(0, 2, "cpu"), None)
@@ -175,7 +183,10 @@ def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(config: DPOC
 
 PHASE = {  # -> what stands still, and the key of its deadline
     "first step": ("step=1,phase=backward,role=actor_train", "first_step"),
-    "evaluation": ("step=2,phase=forward,role=actor_train,visit=2", "eval"),  # the first visit is the step itself
+    "evaluation": (
+        "step=2,phase=forward,role=actor_train,visit=2",
+        "eval",
+    ),  # the first visit is the step itself
     "reference": ("step=2,phase=forward,role=reference", "step"),
     "save": ("phase=save.write,role=actor_train", "save"),
 }
@@ -207,7 +218,7 @@ def with_a_fault(config: DPOConfig, fault: str, stderr: Path) -> int:
 def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> None:
     """At the same time, for they only wait."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline"])
+    context.set_forkserver_preload(["rather.pipeline.pipeline"])
     children = {}
     for phase in ("first step", "evaluation", "reference"):
         args = (*struck(tmp_path, phase), tmp_path / phase)
@@ -216,7 +227,9 @@ def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> Non
     for phase, child in children.items():
         child.join(200)
         assert child.exitcode == HangError.exit_code, phase
-        assert f"no answer within 2 s (timeouts.{PHASE[phase][1]})" in (tmp_path / phase).read_text()
+        assert (
+            f"no answer within 2 s (timeouts.{PHASE[phase][1]})" in (tmp_path / phase).read_text()
+        )
 
 
 @pytest.mark.slow
@@ -230,7 +243,9 @@ def test_on_ray_the_deadline_is_that_of_the_phase(
     assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
     role = "reference" if phase == "reference" else "actor_train"
     told = rf"rather: {role} rank 0 of 1 \(device \d on .+\): no answer within 2 s \(timeouts.{PHASE[phase][1]}\)"
-    assert re.search(rf"^{told}: it is in faults.py:\d+, _strike\.", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(
+        rf"^{told}: it is in faults.py:\d+, _strike\.", capsys.readouterr().err, re.MULTILINE
+    )
 
 
 @pytest.mark.slow
@@ -244,4 +259,6 @@ def test_on_ray_a_step_ends_by_its_usual_time(
     monkeypatch.setenv("RATHER_FAULT", "step=5,phase=backward,role=actor_train,kind=hang")
     config = make_config(tmp_path, max_steps=5, max_failures=0, reference__device_mapping=[1])
     assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
-    assert re.search(r"^rather: actor_train .+ \(timeouts.adaptive\)", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(
+        r"^rather: actor_train .+ \(timeouts.adaptive\)", capsys.readouterr().err, re.MULTILINE
+    )

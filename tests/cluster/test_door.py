@@ -24,7 +24,9 @@ def descendants(root: int) -> set[int]:
     parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(entry.name)] = int(
+                (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            )
         except OSError:  # it ended meanwhile
             continue
     found = {root}
@@ -46,7 +48,9 @@ def listening() -> set[str]:
     own = {inode for pid in descendants(os.getpid()) for inode in sockets(pid)}
     tables = [Path("/proc/net") / name for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
-    return {fields[1].partition(":")[0] for fields in lines if fields[3] == LISTEN and fields[9] in own}
+    return {
+        fields[1].partition(":")[0] for fields in lines if fields[3] == LISTEN and fields[9] in own
+    }
 
 
 def test_every_port_is_on_loopback() -> None:
@@ -72,7 +76,9 @@ def test_the_token_is_for_its_owner_only(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("method", ["JobInfoGcsService/GetAllJobInfo", "NodeInfoGcsService/GetAllNodeInfo"])
+@pytest.mark.parametrize(
+    "method", ["JobInfoGcsService/GetAllJobInfo", "NodeInfoGcsService/GetAllNodeInfo"]
+)
 def test_a_request_without_the_token_is_refused(method: str) -> None:
     import ray
 
@@ -97,7 +103,9 @@ class Leaky(ActorWorker):
         raise ValueError(f"401 for {os.environ['MY_TOKEN']}")
 
 
-def test_what_a_worker_is_told_is_in_no_log_and_no_argument(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_worker_is_told_is_in_no_log_and_no_argument(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     import ray
 
     path = f"{Leaky.__module__}.{Leaky.__name__}"
@@ -107,13 +115,20 @@ def test_what_a_worker_is_told_is_in_no_log_and_no_argument(tmp_path: Path, capl
         made = Cluster("reference", path, manager, config.reference, pipeline_config=config)
         with pytest.raises(WorkerError, match=r"ValueError: 401 for \[hidden\]"):
             made.initialize(1)
-        arguments = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid()))
+        arguments = b"".join(
+            Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())
+        )
     finally:
         manager.close()
     assert b"ray::" in arguments
     assert CANARY.encode() not in arguments
     assert "using [hidden]" in caplog.text
     session = Path(ray._private.worker._global_node.get_session_dir_path())
-    files = [file for folder in (session / "logs", tmp_path) for file in folder.rglob("*") if file.is_file()]
+    files = [
+        file
+        for folder in (session / "logs", tmp_path)
+        for file in folder.rglob("*")
+        if file.is_file()
+    ]
     assert files
     assert not [file for file in files if CANARY.encode() in file.read_bytes()]

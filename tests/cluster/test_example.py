@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rather.config.load import load_config
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.house.source import ROOT
 from tests.tiny import make_model
 
@@ -20,7 +20,10 @@ EXAMPLE = ROOT / "examples" / "qwen2.5-3B-dpo_megatron" / "dpo_config.yaml"
 @pytest.mark.usefixtures("local_ray")
 def test_the_example_of_eight_devices_runs_on_eight_cpu_workers(tmp_path: Path) -> None:
     make_model(tmp_path / "model", max_position_embeddings=512)  # its sequence_length
-    rows = [{"instruction": f"w{i}", "input": "", "chosen": "w1 w2 w3", "rejected": "w4 w5"} for i in range(24)]
+    rows = [
+        {"instruction": f"w{i}", "input": "", "chosen": "w1 w2 w3", "rejected": "w4 w5"}
+        for i in range(24)
+    ]
     (tmp_path / "pairs.json").write_text(json.dumps(rows))
     changed = {
         "pretrain": tmp_path / "model",
@@ -38,6 +41,12 @@ def test_the_example_of_eight_devices_runs_on_eight_cpu_workers(tmp_path: Path) 
     assert len({seat.process.pid for seat in seats}) == 8
     assert seats is pipeline.reference.seats
     assert pipeline.run() == 0
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["pairs"] for line in lines if "loss" in line] == [24] * 10  # epochs of one small step
-    assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(math.log(2), rel=1e-3)
+    lines = [
+        json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["pairs"] for line in lines if "loss" in line] == [
+        24
+    ] * 10  # epochs of one small step
+    assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(
+        math.log(2), rel=1e-3
+    )

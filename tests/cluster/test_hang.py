@@ -19,17 +19,17 @@ import torch.distributed as dist
 
 from rather.cluster.cluster import Cluster
 from rather.cluster.deadlines import COMPILES, ENOUGH, FLOOR, Deadlines
+from rather.cluster.failure_report import with_one_voice
 from rather.cluster.hang import Rank, judged
-from rather.cluster.look import Look, Pulse
-from rather.cluster.member import Member
+from rather.cluster.rank_info import Member
 from rather.cluster.resources import ResourceManager
+from rather.cluster.stack_snapshot import Look, Pulse
 from rather.cluster.supervision import Supervision
-from rather.cluster.voice import with_one_voice
 from rather.cluster.watchdog import LOOK_EVERY, PAUSE, Watchdog
 from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import HangError
-from rather.pipeline import DPOPipeline
-from rather.run.incidents import Incidents
+from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.incidents import Incidents
 from tests.cluster.test_orphans import wait_for
 from tests.cluster.test_torchrun import config_of, torchrun
 from tests.cluster.workers import stand_still
@@ -59,11 +59,19 @@ def named(*looks: Look | None) -> tuple[str, str]:
     return rank.name, why
 
 
-def test_the_guilty_is_who_does_not_answer_else_who_waits_for_nobody_else_who_stands_alone() -> None:
+def test_the_guilty_is_who_does_not_answer_else_who_waits_for_nobody_else_who_stands_alone() -> (
+    None
+):
     reduces, gathers, sleeps = doing("a", "all_reduce"), doing("b", "all_gather"), doing("c")
     assert named(reduces, sleeps, None)[0] == "2"
-    assert named(reduces, sleeps, gathers) == ("1", "it is in c, and others wait for it in all_reduce (a)")
-    assert named(gathers, reduces, reduces) == ("0", "it is in all_gather (b), others in all_reduce (a)")
+    assert named(reduces, sleeps, gathers) == (
+        "1",
+        "it is in c, and others wait for it in all_reduce (a)",
+    )
+    assert named(gathers, reduces, reduces) == (
+        "0",
+        "it is in all_gather (b), others in all_reduce (a)",
+    )
     assert named(reduces, gathers) == ("1", "it is in all_gather (b), others in all_reduce (a)")
     assert named(doing("a"), doing("a"), doing("c")) == ("2", "it is in c, others in a")
     assert named(reduces, reduces)[1] == "it is in all_reduce (a), and so are all 2 ranks"
@@ -100,13 +108,18 @@ def test_a_deadline_is_as_told_until_the_usual_time_is_known_and_never_longer() 
         deadlines.took("step", 100, 20.0)
     assert deadlines.limit("step", 100) == (200.0, "adaptive")
     assert deadlines.limit("step", 10) == (FLOOR, "adaptive")
-    assert deadlines.limit("step", 10_000) == (1000.0, "step")  # a part of an evaluation set is larger than a step
+    assert deadlines.limit("step", 10_000) == (
+        1000.0,
+        "step",
+    )  # a part of an evaluation set is larger than a step
     assert deadlines.limit("step", 0) == (1000.0, "step")
     assert deadlines.limit("save", 0) == (3600.0, "save")
     assert deadlines.limit("eval", 10)[1] == "first_step"
 
 
-def test_a_usual_time_may_be_switched_off_and_is_longer_where_shapes_compile(tmp_path: Path) -> None:
+def test_a_usual_time_may_be_switched_off_and_is_longer_where_shapes_compile(
+    tmp_path: Path,
+) -> None:
     off = Deadlines(Timeouts(adaptive=False))
     for _ in range(ENOUGH):
         off.took("step", 1, 0.001)
@@ -129,7 +142,9 @@ def manager() -> Iterator[ResourceManager]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("how", WHY)
-def test_on_ray_it_is_named_and_all_processes_end(manager: ResourceManager, tmp_path: Path, how: str) -> None:
+def test_on_ray_it_is_named_and_all_processes_end(
+    manager: ResourceManager, tmp_path: Path, how: str
+) -> None:
     config = make_config(
         tmp_path,
         actor_train__device_mapping=[0, 1],
@@ -154,7 +169,10 @@ def test_on_ray_it_is_named_and_all_processes_end(manager: ResourceManager, tmp_
     assert said, hang.value
     stacks = Path(said[1]).read_text()
     assert Path(said[1]).parent == config.log_dir
-    assert re.search(r"== actor_train rank 0 of 2 .+: actor_train.initialize for \d+ s\nthread .+\(works\)", stacks)
+    assert re.search(
+        r"== actor_train rank 0 of 2 .+: actor_train.initialize for \d+ s\nthread .+\(works\)",
+        stacks,
+    )
     assert re.search(r"== reference rank 0 of 1 .+: nothing for \d+ s", stacks)
     assert "dist.all_reduce(torch.ones(1))" in stacks
 
@@ -162,9 +180,13 @@ def test_on_ray_it_is_named_and_all_processes_end(manager: ResourceManager, tmp_
 # --- under torchrun ---
 
 
-def in_a_rank(config: DPOConfig, rank: int, port: int, how: str, meeting: Path, stderr: Path) -> None:
+def in_a_rank(
+    config: DPOConfig, rank: int, port: int, how: str, meeting: Path, stderr: Path
+) -> None:
     """One of two processes that torchrun might have started; the test holds torchrun's store."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RESTART_COUNT="0")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RESTART_COUNT="0"
+    )
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     sys.stderr = stderr.open("w")
     with_one_voice(lambda: held_up(config, rank, how, meeting, stderr))
@@ -183,18 +205,23 @@ def held_up(config: DPOConfig, rank: int, how: str, meeting: Path, stderr: Path)
 
 def started(*args: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline"])
+    context.set_forkserver_preload(["rather.pipeline.pipeline"])
     child = context.Process(target=in_a_rank, args=args, daemon=True)
     child.start()
     return child
 
 
 @pytest.mark.parametrize("how", WHY)
-def test_under_torchrun_one_watchdog_names_it_and_all_processes_end(tmp_path: Path, how: str) -> None:
+def test_under_torchrun_one_watchdog_names_it_and_all_processes_end(
+    tmp_path: Path, how: str
+) -> None:
     config = make_config(tmp_path, timeouts={"step": DEADLINE})
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     said = [tmp_path / f"stderr-{rank}" for rank in range(2)]
-    children = [started(config, rank, store.port, how, tmp_path / "meeting", said[rank]) for rank in range(2)]
+    children = [
+        started(config, rank, store.port, how, tmp_path / "meeting", said[rank])
+        for rank in range(2)
+    ]
     for child in children:
         child.join(60)
     assert time.time() - float((tmp_path / "began").read_text()) < LATEST
@@ -246,7 +273,7 @@ def test_one_process_ends_with_its_stacks_and_goes_on_when_started_again(tmp_pat
         timeouts={"step": DEADLINE},
     )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline"])
+    context.set_forkserver_preload(["rather.pipeline.pipeline"])
     child = context.Process(target=alone, args=(config, tmp_path / "stderr"), daemon=True)
     child.start()
     child.join(60)
@@ -277,7 +304,7 @@ def test_neither_a_breakpoint_nor_a_process_that_was_stopped_is_a_hang(tmp_path:
         system_envs={"RATHER_TEST_KEYS": str(keys)},
     )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline"])
+    context.set_forkserver_preload(["rather.pipeline.pipeline"])
     child = context.Process(target=alone, args=(config, tmp_path / "stderr"), daemon=True)
     child.start()
     screen = tmp_path / "screen"

@@ -14,9 +14,15 @@ WORKER = "tests.cluster.workers.SmallDevice"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_a_role_of_one_rank_works_in_smaller_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rather.run.memory.SMALLEST_BUDGET", 8)
-    apart = {"reference__device_mapping": [1], "reference__cache__enabled": False, "reference__worker_cls": WORKER}
+def test_a_role_of_one_rank_works_in_smaller_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rather.pipeline.oom.SMALLEST_BUDGET", 8)
+    apart = {
+        "reference__device_mapping": [1],
+        "reference__cache__enabled": False,
+        "reference__worker_cls": WORKER,
+    }
     config, lines = run(tmp_path, "small", actor_train__worker_cls=WORKER, **apart)
     assert_same_result(tmp_path, config, lines)
     told = incidents(config)
@@ -24,4 +30,6 @@ def test_a_role_of_one_rank_works_in_smaller_pieces(tmp_path: Path, monkeypatch:
     for role, device in (("actor_train", 0), ("reference", 1)):
         mine = [each for each in told if each["role"] == role]
         assert mine[-1]["budget"] <= 60
-        assert re.fullmatch(rf"{role} rank 0 of 1 \(device {device} on .+\): {re.escape(SAID)}", mine[0]["said"])
+        assert re.fullmatch(
+            rf"{role} rank 0 of 1 \(device {device} on .+\): {re.escape(SAID)}", mine[0]["said"]
+        )

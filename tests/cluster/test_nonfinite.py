@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rather import faults
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, metrics
 from tests.train.test_nonfinite import incidents
 
@@ -35,7 +35,11 @@ def run(folder: Path, name: str, **changes: Any) -> DPOConfig:
 
 def weights(config: DPOConfig, step: int) -> dict[str, Tensor]:
     found = open_checkpoint(config.run_dir / f"checkpoint-{step}")
-    return {name: tensor for group in ("model", "optimizer") for name, tensor in found.stored(group).items()}
+    return {
+        name: tensor
+        for group in ("model", "optimizer")
+        for name, tensor in found.stored(group).items()
+    }
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -48,7 +52,10 @@ def test_both_ranks_skip_or_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (told["kind"], told["step"], told["ranks"]) == ("nonfinite", 3, [1])
     assert 0 < told["pair_count"] == len({pair["line"] for pair in told["pairs"]}) < 8
     back = run(tmp_path, "back", on_nonfinite="rollback")
-    assert [(each["kind"], each.get("to")) for each in incidents(back)] == [("nonfinite", None), ("rollback", 2)]
+    assert [(each["kind"], each.get("to")) for each in incidents(back)] == [
+        ("nonfinite", None),
+        ("rollback", 2),
+    ]
     four, again = weights(skipped, 4), weights(back, 4)
     assert all(torch.equal(tensor, again[name]) for name, tensor in four.items())
     assert [line["step"] for line in metrics(back)] == [line["step"] for line in metrics(skipped)]

@@ -34,15 +34,24 @@ def of_the_run(marker: str) -> dict[int, str]:
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            if marker.encode() in (entry / "environ").read_bytes() and (entry / "stat").read_text().split()[2] != "Z":
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if (
+                marker.encode() in (entry / "environ").read_bytes()
+                and (entry / "stat").read_text().split()[2] != "Z"
+            ):
+                found[int(entry.name)] = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
         except OSError:
             continue  # it has just ended
     return found
 
 
 def holding(marker: str) -> dict[int, str]:
-    return {pid: line for pid, line in of_the_run(marker).items() if not any(agent in line for agent in AGENTS)}
+    return {
+        pid: line
+        for pid, line in of_the_run(marker).items()
+        if not any(agent in line for agent in AGENTS)
+    }
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> bool:
@@ -73,7 +82,11 @@ def started(folder: Path, marker: str, launcher: str, *overrides: str) -> subpro
     config = make_config(folder, max_steps=100_000, logging_steps=1)
     file = folder / "dpo.yaml"
     file.write_text(dump_yaml(config))
-    own = ON_RAY if launcher == "ray" else ["actor_train.device_mapping=[0,1]", "reference.device_mapping=[0,1]"]
+    own = (
+        ON_RAY
+        if launcher == "ray"
+        else ["actor_train.device_mapping=[0,1]", "reference.device_mapping=[0,1]"]
+    )
     given = [*own, "actor_train.training_args.num_train_epochs=100000", *overrides]
     environment = {**os.environ, "RATHER_TEST_MARKER": marker, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -90,7 +103,9 @@ def is_training(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_nothing_outlives_a_killed_driver(tmp_path: Path, ended: dict[str, float], launcher: str) -> None:
+def test_nothing_outlives_a_killed_driver(
+    tmp_path: Path, ended: dict[str, float], launcher: str
+) -> None:
     marker = f"killed-{launcher}-{os.getpid()}"
     driver = started(tmp_path, marker, launcher)
     assert wait_for(lambda: is_training(tmp_path) or driver.poll() is not None, 200)
@@ -105,10 +120,14 @@ MOMENTS = {"ray": "gcs_server", "workers": "ray::Host", "torchrun": " -u -m rath
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_nothing_outlives_an_interrupt_during_the_start(tmp_path: Path, ended: dict[str, float], moment: str) -> None:
+def test_nothing_outlives_an_interrupt_during_the_start(
+    tmp_path: Path, ended: dict[str, float], moment: str
+) -> None:
     marker = f"interrupted-{moment}-{os.getpid()}"
     driver = started(tmp_path, marker, "torchrun" if moment == "torchrun" else "ray")
-    assert wait_for(lambda: any(MOMENTS[moment] in line for line in of_the_run(marker).values()), 200)
+    assert wait_for(
+        lambda: any(MOMENTS[moment] in line for line in of_the_run(marker).values()), 200
+    )
     os.killpg(driver.pid, signal.SIGINT)  # as a terminal does
     driver.wait(timeout=100)
     assert_nothing_holds(marker, ended)
@@ -116,9 +135,13 @@ def test_nothing_outlives_an_interrupt_during_the_start(tmp_path: Path, ended: d
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_nothing_outlives_an_exception_in_one_rank(tmp_path: Path, ended: dict[str, float], launcher: str) -> None:
+def test_nothing_outlives_an_exception_in_one_rank(
+    tmp_path: Path, ended: dict[str, float], launcher: str
+) -> None:
     marker = f"raised-{launcher}-{os.getpid()}"
-    driver = started(tmp_path, marker, launcher, "actor_train.worker_cls=tests.cluster.workers.BreaksLater")
+    driver = started(
+        tmp_path, marker, launcher, "actor_train.worker_cls=tests.cluster.workers.BreaksLater"
+    )
     _, said = driver.communicate(timeout=200)
     assert driver.returncode == (5 if launcher == "ray" else 1), said  # torchrun's own
     assert_nothing_holds(marker, ended)

@@ -29,7 +29,9 @@ def weights(folder: Path) -> int:
 
 def need(folder: Path, name: str, kind: str = "cpu", role: str = "actor_train", **args: Any) -> Any:
     strategy = {"strategy_name": name, **args}
-    config = make_config(folder, actor_train__device_mapping=DEVICES, **{f"{role}__strategy_args": strategy})
+    config = make_config(
+        folder, actor_train__device_mapping=DEVICES, **{f"{role}__strategy_args": strategy}
+    )
     return need_of(config, config.actor_train if role == "actor_train" else config.reference, kind)
 
 
@@ -50,7 +52,9 @@ def test_each_rank_holds_its_share_of_the_state(
     assert need(folder, name, **args).host == pytest.approx(weights * bytes_a_weight)
 
 
-def test_on_a_gpu_the_state_lies_there_unless_it_is_kept_on_the_host(folder: Path, weights: int) -> None:
+def test_on_a_gpu_the_state_lies_there_unless_it_is_kept_on_the_host(
+    folder: Path, weights: int
+) -> None:
     on_device, on_host = need(folder, "zero3", "cuda"), need(folder, "gemini_auto", "cuda")
     assert (on_device.device, on_device.host) == (weights * 4, 0)
     assert (on_host.device, on_host.host) == (0, weights * 4)
@@ -63,18 +67,31 @@ def test_a_machine_must_hold_all_its_workers(folder: Path, weights: int) -> None
     enough = [Room("a", device, free=4 * weights * (16 + 4), device=0) for device in DEVICES]
     Ledger().add("actor_train", held, enough)
     ledger = Ledger()
-    ledger.add("actor_train", held, [Room("a", d, free=4 * weights * 16, device=0) for d in DEVICES])
+    ledger.add(
+        "actor_train", held, [Room("a", d, free=4 * weights * 16, device=0) for d in DEVICES]
+    )
     with pytest.raises(ConfigError) as refused:  # the policy alone would fit
-        ledger.add("reference", frozen, [Room("a", d, free=4 * weights * 16, device=0) for d in DEVICES])
+        ledger.add(
+            "reference", frozen, [Room("a", d, free=4 * weights * 16, device=0) for d in DEVICES]
+        )
     said = str(refused.value)
-    assert said.startswith("memory: a has 0.00105 GiB, and weights, gradients and optimizer alone are 0.00131 GiB: ")
-    assert "4 x actor_train 1.75e+04 weights x 16 bytes, 4 x reference 1.75e+04 weights x 4 bytes." in said
+    assert said.startswith(
+        "memory: a has 0.00105 GiB, and weights, gradients and optimizer alone are 0.00131 GiB: "
+    )
+    assert (
+        "4 x actor_train 1.75e+04 weights x 16 bytes, 4 x reference 1.75e+04 weights x 4 bytes."
+        in said
+    )
 
 
-def test_a_gpu_must_hold_its_roles_and_the_number_that_would_is_told(folder: Path, weights: int) -> None:
+def test_a_gpu_must_hold_its_roles_and_the_number_that_would_is_told(
+    folder: Path, weights: int
+) -> None:
     held = need(folder, "ddp", "cuda")
     rooms = [Room("a", device, free=1, device=weights * 15) for device in DEVICES]
-    with pytest.raises(ConfigError, match=r"memory: GPU 0 of a has .+ x 16 bytes\. Divided by .+ need 2 such GPUs"):
+    with pytest.raises(
+        ConfigError, match=r"memory: GPU 0 of a has .+ x 16 bytes\. Divided by .+ need 2 such GPUs"
+    ):
         Ledger().add("actor_train", held, rooms)
     Ledger().add("actor_train", need(folder, "zero3", "cuda"), rooms)
 
@@ -85,7 +102,11 @@ def test_a_model_that_is_not_here_is_left_to_its_loading(tmp_path: Path) -> None
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
-    files = {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 500\ninactive_file 150\n"}
+    files = {
+        "memory.max": "1000\n",
+        "memory.current": "700\n",
+        "memory.stat": "anon 500\ninactive_file 150\n",
+    }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert free_in_group(tmp_path, 2) == 450

@@ -16,15 +16,27 @@ from tests.tiny import make_config
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"tp_size": 3}, r"actor_train.strategy_args.tp_size: 3 does not divide num_attention_heads: 4 of .+base"),
-        ({"pp_size": 3}, r"actor_train.strategy_args.pp_size: 3 ranks x 1 = 3 stages, but .+base has only 2 layers"),
+        (
+            {"tp_size": 3},
+            r"actor_train.strategy_args.tp_size: 3 does not divide num_attention_heads: 4 of .+base",
+        ),
+        (
+            {"pp_size": 3},
+            r"actor_train.strategy_args.pp_size: 3 ranks x 1 = 3 stages, but .+base has only 2 layers",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_divided_so_is_refused_first(tmp_path: Path, sizes: dict[str, int], said: str) -> None:
-    config = make_config(tmp_path, actor_train__device_mapping=[0, 1, 2], actor_train__strategy_args=sizes)
+def test_a_model_that_cannot_be_divided_so_is_refused_first(
+    tmp_path: Path, sizes: dict[str, int], said: str
+) -> None:
+    config = make_config(
+        tmp_path, actor_train__device_mapping=[0, 1, 2], actor_train__strategy_args=sizes
+    )
     with pytest.raises(ConfigError, match=said) as refused:
         launch(config, with_reference=False)
-    assert "tp_size" not in said or "num_key_value_heads: 2" in str(refused.value)  # every problem at once
+    assert "tp_size" not in said or "num_key_value_heads: 2" in str(
+        refused.value
+    )  # every problem at once
 
 
 def nobody() -> str:
@@ -45,12 +57,19 @@ def nobody() -> str:
 def test_an_address_of_nobody_is_told_at_once(tmp_path: Path, address: str, said: str) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=said):
-        launch(make_config(tmp_path, ray={"address": address}, timeouts={"connect": 1}), with_reference=False)
+        launch(
+            make_config(tmp_path, ray={"address": address}, timeouts={"connect": 1}),
+            with_reference=False,
+        )
     assert time.monotonic() - began < 10
 
 
-def test_a_gpu_that_is_not_here_needs_no_ray_to_be_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_here_needs_no_ray_to_be_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = make_config(tmp_path, platform="cuda", actor_train__device_mapping=[0, 1])
-    with pytest.raises(ConfigError, match="platform: cuda, and this machine has no GPU that PyTorch can use"):
+    with pytest.raises(
+        ConfigError, match="platform: cuda, and this machine has no GPU that PyTorch can use"
+    ):
         launch(config, with_reference=False)

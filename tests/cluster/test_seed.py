@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rather import ActorWorker, Cluster, DPOConfig, DPOPipeline, ResourceManager
-from rather.batch import PairLogps
 from rather.config.schema import ActorConfig, RoleConfig
+from rather.data.batch import PairLogps
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from tests.padded import random_pairs

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from rather.checkpoint import newest_good
+from rather.checkpoint.checkpoint import newest_good
 from rather.cluster.cluster import Cluster
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import steps
 from tests.cluster.test_torchrun import torchrun
 from tests.tiny import make_config, metrics
@@ -27,9 +27,14 @@ __all__ = ["folder", "small_chunks"]  # fixtures
 @pytest.mark.parametrize(("role", "method", "call"), [
     ("actor_train", "train_step", 3), ("actor_train", "compute_log_probs", 2), ("reference", "compute_log_probs", 4),
 ])  # fmt: skip
-def test_on_ray_with_a_reference_that_runs_ahead(folder: Path, role: str, method: str, call: int) -> None:
+def test_on_ray_with_a_reference_that_runs_ahead(
+    folder: Path, role: str, method: str, call: int
+) -> None:
     name = f"ray-{role}-{method}"
-    apart = {"reference__device_mapping": [1], "reference__cache__path": str(folder / "caches" / name)}
+    apart = {
+        "reference__device_mapping": [1],
+        "reference__cache__path": str(folder / "caches" / name),
+    }
     config = config_of(folder, name, **apart)
     with pytest.MonkeyPatch.context() as monkeypatch:
         ask_in(monkeypatch, role, method, call, signal.SIGTERM, Cluster)
@@ -43,7 +48,9 @@ def test_on_ray_with_a_reference_that_runs_ahead(folder: Path, role: str, method
 
 def assert_same_numbers(one: DPOConfig, other: DPOConfig) -> None:
     kept = ("step", "loss", "grad_norm", "eval/loss", "pairs")
-    first, second = ([{key: line.get(key) for key in kept} for line in metrics(each)] for each in (one, other))
+    first, second = (
+        [{key: line.get(key) for key in kept} for line in metrics(each)] for each in (one, other)
+    )
     assert first == second
     weights = [(each.run_dir / "model" / "model.safetensors").read_bytes() for each in (one, other)]
     assert weights[0] == weights[1]

@@ -34,7 +34,9 @@ def test_a_local_ray_has_two_tries(
     if starts:
         assert resources.connected(None, 3, tmp_path) == (ray, True)
     else:
-        with pytest.raises(WorkerError, match="a local Ray did not start: The current node timed out"):
+        with pytest.raises(
+            WorkerError, match="a local Ray did not start: The current node timed out"
+        ):
             resources.connected(None, 3, tmp_path)
     assert len(tried) == 2
     assert tried[0] == tried[1]
@@ -64,5 +66,7 @@ print("both")
 def test_a_script_may_import_ray_first_and_have_two_of_them() -> None:
     """Ray reads its environment when it is imported: loopback and the token of each run reach it all the same."""
     unset = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], env=unset, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=unset, capture_output=True, text=True, timeout=300
+    )
     assert ended.stdout.split() == ["both"], ended.stderr

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 
 from rather import errors
-from rather.checkpoint import LATEST
+from rather.checkpoint.checkpoint import LATEST
 from rather.cluster.failure import Failure
 from rather.cluster.launch import Roles, launch
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import ActorWorker
+from rather.commands.terminal import guarded
 from rather.config.schema import DPOConfig
 from rather.errors import DataError, HangError, RatherError, WorkerError, WorkerLost
-from rather.pipeline import DPOPipeline
-from rather.terminal import guarded
+from rather.pipeline.pipeline import DPOPipeline
 from tests.cluster.test_orphans import SOON, holding, of_the_run, started, wait_for
 from tests.tiny import make_config, metrics
 
@@ -31,7 +31,9 @@ pytestmark = pytest.mark.alone
 
 
 def incidents(config: DPOConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (config.run_dir / "incidents.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (config.run_dir / "incidents.jsonl").read_text().splitlines()
+    ]
 
 
 # --- the count ---
@@ -91,7 +93,9 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_deletes_nothing(
     assert run.counted.going_on().resume_from_checkpoint == "auto"
 
 
-KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, RatherError)]
+KINDS = [
+    kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, RatherError)
+]
 FINAL = [kind for kind in KINDS if kind not in (WorkerLost, HangError)]
 
 
@@ -133,7 +137,7 @@ def replaceable(monkeypatch: pytest.MonkeyPatch) -> None:
         roles.again = lambda: launched(config, **options)
         return roles
 
-    monkeypatch.setattr("rather.pipeline.launch", launched)
+    monkeypatch.setattr("rather.pipeline.pipeline.launch", launched)
     monkeypatch.setattr(Lossy, "left", [])
     monkeypatch.setattr(Lossy, "signals", [])
 
@@ -176,7 +180,9 @@ def test_a_loss_too_many_ends_the_run_with_its_cause(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("replaceable")
 @pytest.mark.parametrize("kind", FINAL)
-def test_what_would_come_again_ends_the_run_at_once(prepared: Path, kind: type[RatherError]) -> None:
+def test_what_would_come_again_ends_the_run_at_once(
+    prepared: Path, kind: type[RatherError]
+) -> None:
     Lossy.left.extend([kind("it would come again")] * 2)
     config = lossy(prepared, kind.__name__)
     with pytest.raises(kind, match="it would come again"):
@@ -208,12 +214,19 @@ FAULTS = (
 def test_lost_workers_are_replaced_and_the_result_has_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes: dict[str, Any] = {"max_steps": 5, "save_steps": 2, "logging_steps": 3, "failure_backoff": 0.0}
+    changes: dict[str, Any] = {
+        "max_steps": 5,
+        "save_steps": 2,
+        "logging_steps": 3,
+        "failure_backoff": 0.0,
+    }
     changes |= {"timeouts": {"step": 4.0}, "reference__cache": {"enabled": False}}
     clean = make_config(tmp_path, exp_name="clean", **changes)
     assert DPOPipeline(clean).run() == 0
     monkeypatch.setenv("RATHER_FAULT", FAULTS)
-    struck = make_config(tmp_path, exp_name="struck", reference__device_mapping=[1], overwrite=True, **changes)
+    struck = make_config(
+        tmp_path, exp_name="struck", reference__device_mapping=[1], overwrite=True, **changes
+    )
     pipeline = DPOPipeline(struck)
     policies = [pids(pipeline)]
     survive = Supervision.survive
@@ -227,7 +240,9 @@ def test_lost_workers_are_replaced_and_the_result_has_the_same_bits(
     kinds = [(each["kind"], each["loss"]) for each in incidents(struck)]
     assert kinds == [("reference_lost", 1), ("hang", 1), ("worker_lost", 2)]
     first, at_reference, at_hang, at_kill = policies
-    assert first == at_reference == at_hang != at_kill  # the policy's process outlives the reference's
+    assert (
+        first == at_reference == at_hang != at_kill
+    )  # the policy's process outlives the reference's
     assert "its process died" in incidents(struck)[0]["cause"]
     assert incidents(struck)[1]["cause"].startswith("actor_train rank 0 of 1 (device 0 on ")
     assert "no answer within 4 s (timeouts.step)" in incidents(struck)[1]["cause"]
@@ -243,7 +258,9 @@ def test_bad_data_that_a_worker_finds_ends_the_run_at_once(
     config = make_config(tmp_path, reference__device_mapping=[1], actor_train__worker_cls=worker)
     assert guarded(lambda: DPOPipeline(config).run()) == DataError.exit_code
     told = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"rather: actor_train rank 0 of 1 \(.+\): pair 7 has no token that is scored", told)
+    assert re.fullmatch(
+        r"rather: actor_train rank 0 of 1 \(.+\): pair 7 has no token that is scored", told
+    )
     assert not (config.run_dir / "incidents.jsonl").exists()
 
 
@@ -291,9 +308,14 @@ def assert_same(clean: DPOConfig, struck: DPOConfig) -> None:
     timed = ("time/", "pairs_per_second", "tokens_per_second")
 
     def lines(config: DPOConfig) -> list[dict[str, Any]]:
-        return [{key: line[key] for key in line if not key.startswith(timed)} for line in metrics(config)]
+        return [
+            {key: line[key] for key in line if not key.startswith(timed)}
+            for line in metrics(config)
+        ]
 
     assert lines(struck) == lines(clean)
-    one, other = (load_file(config.run_dir / "model" / "model.safetensors") for config in (clean, struck))
+    one, other = (
+        load_file(config.run_dir / "model" / "model.safetensors") for config in (clean, struck)
+    )
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)

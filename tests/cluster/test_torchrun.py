@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.house.source import ROOT
 from tests.tiny import make_config, metrics
 
@@ -32,14 +32,18 @@ def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
     )
 
 
-def torchrun(config: DPOConfig, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    config: DPOConfig, processes: int, *overrides: str
+) -> subprocess.CompletedProcess[str]:
     file = Path(config.output_dir).parent / "dpo.yaml"
     file.write_text(dump_yaml(config))
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     command = [sys.executable, *launcher, "-m", "rather", "train", str(file), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
 
 
 @pytest.mark.slow
@@ -52,14 +56,18 @@ def test_two_processes_train_as_one_does_and_go_on_from_a_checkpoint(tmp_path: P
         assert done.returncode == 0, done.stderr
     assert "zero2 on 2 devices: dp 2" in done.stderr
     for key in ("loss", "grad_norm"):
-        one, other = ([line[key] for line in metrics(each) if key in line] for each in (alone, both))
+        one, other = (
+            [line[key] for line in metrics(each) if key in line] for each in (alone, both)
+        )
         assert other == pytest.approx(one, rel=1e-5), key
     one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, both))
     assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-6
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_must_be_that_of_the_devices_and_is_told_once(tmp_path: Path) -> None:
+def test_the_number_of_processes_must_be_that_of_the_devices_and_is_told_once(
+    tmp_path: Path,
+) -> None:
     done = torchrun(config_of(tmp_path, "wrong", actor_train__device_mapping=[0, 1, 2]), 2)
     assert done.returncode != 0
     assert done.stderr.count("names 3 devices, and torchrun started 2 processes") == 1

@@ -39,7 +39,10 @@ def placed(folder: Path, address: str) -> dict[str, list[str]]:
     manager = ResourceManager(2, 2, address=address)
     try:
         roles = {"actor_train": config.actor_train, "reference": config.reference}
-        clusters = {name: Cluster(name, None, manager, role, pipeline_config=config) for name, role in roles.items()}
+        clusters = {
+            name: Cluster(name, None, manager, role, pipeline_config=config)
+            for name, role in roles.items()
+        }
         return {name: [seat.node for seat in cluster.seats] for name, cluster in clusters.items()}
     finally:
         manager.close()

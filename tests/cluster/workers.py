@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rather.batch import Columns, PairBatch
-from rather.cluster.shortage import explained, largest
+from rather.cluster.oom_report import explained, largest
 from rather.cluster.worker import ActorWorker
+from rather.data.batch import Columns, PairBatch
 from rather.errors import DataError, NonFiniteError
 
 SLOW = 0.6  # seconds of a slow reference, many times those of its pairs
@@ -49,7 +49,9 @@ class Breaks(ActorWorker):
         if what == "alike":
             raise NonFiniteError("the loss is not finite")
         if last and what == "memory":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."
+            )
         if what == "warn":
             self.log.warning("all say this")
             self.log.warning("only rank %d says this", self.member.rank)
@@ -88,7 +90,9 @@ class SmallDevice(ActorWorker):
     def _hold(self, batches: Sequence[PairBatch]) -> None:
         with explained(self, batches):
             if largest(batches) > 60:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."
+                )
 
 
 class FindsBadData(ActorWorker):

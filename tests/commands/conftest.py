@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from rather.cli import app
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config
 
 SHORT = {"max_steps": 3, "save_steps": 2}
@@ -43,7 +43,9 @@ def trained(folder: Path) -> Callable[..., DPOConfig]:
     def train(name: str, **changes: Any) -> DPOConfig:
         torch.set_num_threads(1)
         # A GPU's own choice is bf16, which the comparisons of this folder are too exact for.
-        config = make_config(folder, exp_name=name, actor_train__model_args__dtype="fp32", **SHORT, **changes)
+        config = make_config(
+            folder, exp_name=name, actor_train__model_args__dtype="fp32", **SHORT, **changes
+        )
         if not (config.run_dir / "model").exists():
             DPOPipeline(config).run()
         return config

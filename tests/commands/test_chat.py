@@ -11,13 +11,13 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rather.commands.chat import Chat, Speaker
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.generate import Answer, Decoding, generate
-from rather.model.load import load_policy
-from rather.use.chat import Chat, Speaker
-from rather.use.weights import weights_of
+from rather.parallel.load import load_policy
+from rather.run_folder.model_source import weights_of
 from tests.commands.conftest import rather
 
 TEMPLATE = (
@@ -73,7 +73,9 @@ def test_a_conversation(model: Path) -> None:
         plainly(model, "<s> w0 w9 w1 w6 w2 ", 5),
     ]
     lines = [line.removeprefix("> ").strip() for line in done.stdout.splitlines()]
-    assert [line for line in lines if line.startswith("w")] == [text.strip() for text in expected if text.strip()]
+    assert [line for line in lines if line.startswith("w")] == [
+        text.strip() for text in expected if text.strip()
+    ]
     assert lines.count("(a new conversation)") == 2
     assert "/rest is not known" in done.stdout
 
@@ -87,7 +89,10 @@ def test_two_models_answer_the_same(model: Path, folder: Path) -> None:
     done = rather("chat", *names, "--prompt", "w5", "--max-new-tokens", 4)
     assert done.exit_code == 0, done.output
     titles = [line for line in done.stdout.splitlines() if "──" in line]
-    assert [title.strip("─ ") for title in titles] == [str(folder / "output" / "run"), str(folder / "base")]
+    assert [title.strip("─ ") for title in titles] == [
+        str(folder / "output" / "run"),
+        str(folder / "base"),
+    ]
     assert plainly(folder / "base", "<s> w5", 4) in done.stdout
 
 
@@ -100,9 +105,13 @@ def test_drawing_needs_a_temperature(model: Path) -> None:
         done = rather("chat", model, "--prompt", "w5", "--temperature", refused)
         assert done.exit_code == 2
         assert "--temperature" in done.output
-    assert rather("chat", model, "--prompt", "w5", "--temperature", 1, "--seed", 10**30).exit_code == 2
+    assert (
+        rather("chat", model, "--prompt", "w5", "--temperature", 1, "--seed", 10**30).exit_code == 2
+    )
     drawn = [
-        rather("chat", model, "--prompt", "w5", "--temperature", 3, "--top-p", 0.99, "--seed", seed).stdout
+        rather(
+            "chat", model, "--prompt", "w5", "--temperature", 3, "--top-p", 0.99, "--seed", seed
+        ).stdout
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -149,7 +158,9 @@ def test_a_question_that_is_too_long_is_not_remembered(model: Path) -> None:
     assert speaker.turns == before
 
 
-def test_answers_of_many_are_those_of_each_and_leave_the_model_as_it_was(folder: Path, run: DPOConfig) -> None:
+def test_answers_of_many_are_those_of_each_and_leave_the_model_as_it_was(
+    folder: Path, run: DPOConfig
+) -> None:
     """Prompts of different lengths in one batch; sampling settings of the model are not taken; ends are."""
     policy = load_policy(str(folder / "base"), ModelArgs(), "cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")

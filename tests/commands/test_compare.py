@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rather.commands.compare import best, distance, first_difference
 from rather.config.schema import DPOConfig
-from rather.use.compare import best, distance, first_difference
 from tests.commands.conftest import rather, told
 from tests.tiny import metrics
 
@@ -23,7 +23,9 @@ def other(trained: Callable[..., DPOConfig]) -> DPOConfig:
     return trained("other", actor_train__training_args__learning_rate=2e-3)
 
 
-def test_the_same_run_twice_is_equal_to_the_bit(trained: Callable[..., DPOConfig], run: DPOConfig) -> None:
+def test_the_same_run_twice_is_equal_to_the_bit(
+    trained: Callable[..., DPOConfig], run: DPOConfig
+) -> None:
     twin = trained("twin")
     found = told("compare", run.run_dir, twin.run_dir)
     assert found["equal"]
@@ -42,13 +44,20 @@ def test_another_learning_rate(run: DPOConfig, other: DPOConfig) -> None:
     assert found["first_difference"]["metric"] == "lr"
     assert found["weights"]["differing"] == found["weights"]["tensors"] > 0
     assert found["weights"]["largest"] > 0
-    losses = [{line["step"]: line["loss"] for line in metrics(config) if "loss" in line} for config in (run, other)]
+    losses = [
+        {line["step"]: line["loss"] for line in metrics(config) if "loss" in line}
+        for config in (run, other)
+    ]
     gaps = {step: abs(losses[0][step] - losses[1][step]) for step in losses[0]}
     assert found["curves"]["loss"]["largest"] == max(gaps.values())
     assert gaps[found["curves"]["loss"]["at"]] == max(gaps.values())
     assert found["metrics"]["loss"]["final"] == [losses[0][3], losses[1][3]]
     assert not any(name.startswith("time/") or "per_second" in name for name in found["curves"])
-    accuracies = {line["step"]: line["eval/rewards/accuracies"] for line in metrics(run) if "eval/loss" in line}
+    accuracies = {
+        line["step"]: line["eval/rewards/accuracies"]
+        for line in metrics(run)
+        if "eval/loss" in line
+    }
     top = max(accuracies.values())
     first = min(step for step, value in accuracies.items() if value == top)
     assert found["metrics"]["eval/rewards/accuracies"]["best"][0] == [top, first]
@@ -74,7 +83,11 @@ def test_a_run_that_ended_earlier(run: DPOConfig, tmp_path: Path) -> None:
     shutil.copytree(run.run_dir, tmp_path / "short")
     shutil.rmtree(tmp_path / "short" / "model")
     file = tmp_path / "short" / "metrics.jsonl"
-    file.write_text("".join(f"{line}\n" for line in file.read_text().splitlines() if json.loads(line)["step"] < 3))
+    file.write_text(
+        "".join(
+            f"{line}\n" for line in file.read_text().splitlines() if json.loads(line)["step"] < 3
+        )
+    )
     found = told("compare", run.run_dir, tmp_path / "short")
     assert found["steps"] == [3, 2]
     assert found["first_difference"] is None

@@ -11,10 +11,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather import checkpoint
+from rather.checkpoint import checkpoint
+from rather.commands.export import bytes_of
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
-from rather.use.export import bytes_of
 from tests.commands.conftest import rather
 
 
@@ -55,28 +55,41 @@ def test_a_checkpoint_has_its_own_weights(run: DPOConfig, tmp_path: Path) -> Non
     written = weights(tmp_path / "out")
     assert {f"causal_lm.{name}" for name in written} == set(saved)
     assert all(torch.equal(saved[f"causal_lm.{name}"], tensor) for name, tensor in written.items())
-    assert any(not torch.equal(tensor, written[name]) for name, tensor in weights(run.run_dir / "model").items())
+    assert any(
+        not torch.equal(tensor, written[name])
+        for name, tensor in weights(run.run_dir / "model").items()
+    )
 
 
 @pytest.mark.parametrize("source", ["", "adapter", "checkpoint-3"])
-def test_an_adapter_alone_and_merged(lora: DPOConfig, folder: Path, tmp_path: Path, source: str) -> None:
+def test_an_adapter_alone_and_merged(
+    lora: DPOConfig, folder: Path, tmp_path: Path, source: str
+) -> None:
     """From the run, its adapter or its checkpoint: PEFT opens the adapter, and merged it is the run's model."""
     expected = logits(AutoModelForCausalLM.from_pretrained(lora.run_dir / "model"))
     alone = rather("export", lora.run_dir / source, tmp_path / "alone", "--adapter")
     assert alone.exit_code == 0, alone.output
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    assert torch.allclose(logits(PeftModel.from_pretrained(base, tmp_path / "alone").eval()), expected, atol=1e-4)
+    assert torch.allclose(
+        logits(PeftModel.from_pretrained(base, tmp_path / "alone").eval()), expected, atol=1e-4
+    )
     whole = rather("export", lora.run_dir / source, tmp_path / "whole", "--dtype", "fp32")
     assert whole.exit_code == 0, whole.output
-    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")), expected, atol=1e-4)
+    assert torch.allclose(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")), expected, atol=1e-4
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "whole"]
 
 
-def test_what_does_not_open_is_not_there(run: DPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_open_is_not_there(
+    run: DPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rather.model import export
 
     state = export._state
-    monkeypatch.setattr(export, "_state", lambda *args: {name: 2 * t for name, t in state(*args).items()})
+    monkeypatch.setattr(
+        export, "_state", lambda *args: {name: 2 * t for name, t in state(*args).items()}
+    )
     done = rather("export", run.run_dir, tmp_path / "out")
     assert done.exit_code == 2
     assert "not written: log-probs before and after differ by" in done.output
@@ -86,9 +99,18 @@ def test_what_does_not_open_is_not_there(run: DPOConfig, tmp_path: Path, monkeyp
 def test_what_cannot_be_exported_says_why(run: DPOConfig, lora: DPOConfig, tmp_path: Path) -> None:
     for arguments, sentence in (
         ((run.run_dir, tmp_path), "is there already; name a folder that is not"),
-        ((run.run_dir, tmp_path / "out", "--adapter"), "has no adapter; leave it out to export the model"),
-        ((lora.run_dir, tmp_path / "out", "--adapter", "--dtype", "bf16"), "an adapter is one file in float32"),
-        ((run.run_dir, tmp_path / "out", "--shard-size", "5 apples"), "write a number and KB, MB or GB, such as 5GB"),
+        (
+            (run.run_dir, tmp_path / "out", "--adapter"),
+            "has no adapter; leave it out to export the model",
+        ),
+        (
+            (lora.run_dir, tmp_path / "out", "--adapter", "--dtype", "bf16"),
+            "an adapter is one file in float32",
+        ),
+        (
+            (run.run_dir, tmp_path / "out", "--shard-size", "5 apples"),
+            "write a number and KB, MB or GB, such as 5GB",
+        ),
     ):
         done = rather("export", *arguments)
         assert done.exit_code == 2, done.output

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.batch import TokenPair
+from rather.commands.score import wilson
 from rather.config.schema import DPOConfig
-from rather.use.score import wilson
+from rather.data.batch import TokenPair
 from tests.commands.conftest import rather, told
 from tests.padded import padded_logps
 from tests.tiny import make_model, make_pairs, metrics
@@ -25,9 +25,14 @@ def plainly_tokenised(tokenizer: Any, row: dict[str, str]) -> TokenPair:
     """By transformers' own call: the answer follows the prompt, EOS ends it, the common beginning is the prompt."""
     prompt = tokenizer(row["prompt"]).input_ids
     chosen, rejected = (
-        [*tokenizer(row["prompt"] + row[side]).input_ids, tokenizer.eos_token_id] for side in ("chosen", "rejected")
+        [*tokenizer(row["prompt"] + row[side]).input_ids, tokenizer.eos_token_id]
+        for side in ("chosen", "rejected")
     )
-    start = next(i for i in range(len(prompt) + 1) if i == len(prompt) or {chosen[i], rejected[i]} != {prompt[i]})
+    start = next(
+        i
+        for i in range(len(prompt) + 1)
+        if i == len(prompt) or {chosen[i], rejected[i]} != {prompt[i]}
+    )
     spans = ((start, len(chosen)),), ((start, len(rejected)),)
     ids = (np.array(part, np.int32) for part in (chosen[:start], chosen[start:], rejected[start:]))
     return TokenPair(*ids, *spans)
@@ -39,7 +44,10 @@ def real(team_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     model = team_data / "models" / "stories260K"
     folder = tmp_path_factory.mktemp("real")
     reference = folder / "reference"
-    moved, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    moved, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model),
+        AutoTokenizer.from_pretrained(model),
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in moved.parameters():
@@ -48,7 +56,12 @@ def real(team_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     tokenizer.save_pretrained(reference)
     with gzip.open(team_data / "pairs" / "stories260K_vader_onpolicy.jsonl.gz") as source:
         (folder / "pairs.jsonl").write_bytes(b"".join(next(source) for _ in range(48)))
-    return {"model": model, "reference": reference, "pairs": folder / "pairs.jsonl", "tokenizer": tokenizer}
+    return {
+        "model": model,
+        "reference": reference,
+        "pairs": folder / "pairs.jsonl",
+        "tokenizer": tokenizer,
+    }
 
 
 def test_real_pairs_score_as_in_a_padded_forward(real: dict[str, Any], tmp_path: Path) -> None:
@@ -56,7 +69,9 @@ def test_real_pairs_score_as_in_a_padded_forward(real: dict[str, Any], tmp_path:
     out = tmp_path / "pairs.jsonl"
     cache = f"output_dir={tmp_path}"
     names = ("--reference", real["reference"], "--out", out)
-    found = told("score", real["model"], real["pairs"], "beta=0.2", "sequence_length=512", cache, *names)
+    found = told(
+        "score", real["model"], real["pairs"], "beta=0.2", "sequence_length=512", cache, *names
+    )
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     rows = [json.loads(line) for line in real["pairs"].read_text(encoding="utf-8").splitlines()]
     assert [line["number"] for line in lines] == list(range(1, 49))
@@ -65,20 +80,29 @@ def test_real_pairs_score_as_in_a_padded_forward(real: dict[str, Any], tmp_path:
     for folder in (real["model"], real["reference"]):
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():
-            parts = [padded_logps(plain, pairs[first : first + 32]) for first in range(0, len(pairs), 32)]
+            parts = [
+                padded_logps(plain, pairs[first : first + 32]) for first in range(0, len(pairs), 32)
+            ]
         sums.append(torch.cat(parts))
     lengths = torch.tensor([[len(p.chosen), len(p.rejected)] for p in pairs])
     for name, expected in zip(("logps", "reference_logps"), sums, strict=True):
-        ours = torch.tensor([[line[f"{name}/chosen"], line[f"{name}/rejected"]] for line in lines], dtype=torch.float64)
+        ours = torch.tensor(
+            [[line[f"{name}/chosen"], line[f"{name}/rejected"]] for line in lines],
+            dtype=torch.float64,
+        )
         assert ((ours - expected).abs() / lengths).max() < 2e-5, name
     rewards = 0.2 * (sums[0] - sums[1])
     margins = rewards[:, 0] - rewards[:, 1]
-    assert [[line["tokens/chosen"], line["tokens/rejected"]] for line in lines] == lengths.double().tolist()
+    assert [
+        [line["tokens/chosen"], line["tokens/rejected"]] for line in lines
+    ] == lengths.double().tolist()
     assert found["pairs"] == len(pairs)
     assert found["rewards/margins"] == pytest.approx(float(margins.mean()), abs=1e-4)
     assert found["rewards/chosen"] == pytest.approx(float(rewards[:, 0].mean()), abs=1e-4)
     unclear = int((margins.abs() < 1e-3).sum())
-    assert found["rewards/accuracies"] == pytest.approx(float((margins > 0).double().mean()), abs=unclear / len(pairs))
+    assert found["rewards/accuracies"] == pytest.approx(
+        float((margins > 0).double().mean()), abs=unclear / len(pairs)
+    )
     assert found["loss"] == pytest.approx(float(torch.log1p(torch.exp(-margins)).mean()), abs=1e-4)
     low, high = found["rewards/margins_interval"]
     half = 1.959964 * float(margins.std()) / math.sqrt(len(margins))
@@ -87,7 +111,9 @@ def test_real_pairs_score_as_in_a_padded_forward(real: dict[str, Any], tmp_path:
 
 def test_slices_and_log_probs_alone(team_data: Path, real: dict[str, Any], tmp_path: Path) -> None:
     """Each category of a real file; without a reference both kinds of log-probs."""
-    with gzip.open(team_data / "pairs" / "truthfulqa_pairs.jsonl.gz", "rt", encoding="utf-8") as file:
+    with gzip.open(
+        team_data / "pairs" / "truthfulqa_pairs.jsonl.gz", "rt", encoding="utf-8"
+    ) as file:
         rows = [json.loads(line) for line in file][::100]
     for row in rows:
         row["prompt"] = row.pop("messages")[0]["content"]
@@ -101,11 +127,23 @@ def test_slices_and_log_probs_alone(team_data: Path, real: dict[str, Any], tmp_p
     assert not any(name.startswith("rewards") for name in found)
     for category, numbers in slices.items():
         own = [line for line in lines if line["category"] == category]
-        per_token = [[line[f"logps/{s}"] / line[f"tokens/{s}"] for s in ("chosen", "rejected")] for line in own]
+        per_token = [
+            [line[f"logps/{s}"] / line[f"tokens/{s}"] for s in ("chosen", "rejected")]
+            for line in own
+        ]
         hits = sum(chosen > rejected for chosen, rejected in per_token) / len(own)
         assert numbers["logps_per_token/accuracies"] == pytest.approx(hits)
-        assert numbers["logps/chosen"] == pytest.approx(sum(line["logps/chosen"] for line in own) / len(own))
-    table = rather("score", real["model"], tmp_path / "pairs.jsonl", f"output_dir={tmp_path}", "--by", "category")
+        assert numbers["logps/chosen"] == pytest.approx(
+            sum(line["logps/chosen"] for line in own) / len(own)
+        )
+    table = rather(
+        "score",
+        real["model"],
+        tmp_path / "pairs.jsonl",
+        f"output_dir={tmp_path}",
+        "--by",
+        "category",
+    )
     assert "log-prob per token" in table.stdout
     assert f"category: {next(iter(slices))}" in table.stdout
     assert "95 %" in table.stdout
@@ -123,14 +161,21 @@ def test_a_run_scores_as_it_evaluated(run: DPOConfig, folder: Path) -> None:
     assert own["rewards/accuracies"] == 0.0
 
 
-def test_checkpoints_and_adapters_are_models_too(run: DPOConfig, lora: DPOConfig, folder: Path) -> None:
+def test_checkpoints_and_adapters_are_models_too(
+    run: DPOConfig, lora: DPOConfig, folder: Path
+) -> None:
     """The result, the last checkpoint, the adapter on its base: one model under three names."""
     pairs, cache = folder / "held_out.jsonl", f"output_dir={folder}"
-    result, checkpoint = (told("score", run.run_dir / name, pairs, cache) for name in ("model", "checkpoint-3"))
+    result, checkpoint = (
+        told("score", run.run_dir / name, pairs, cache) for name in ("model", "checkpoint-3")
+    )
     assert checkpoint["logps/chosen"] == pytest.approx(result["logps/chosen"], abs=1e-9)
     earlier = told("score", run.run_dir / "checkpoint-2", pairs, cache)
     assert earlier["logps/chosen"] != pytest.approx(result["logps/chosen"], abs=1e-6)
-    tuned = [told("score", lora.run_dir / name, pairs, cache) for name in ("model", "adapter", "checkpoint-3")]
+    tuned = [
+        told("score", lora.run_dir / name, pairs, cache)
+        for name in ("model", "adapter", "checkpoint-3")
+    ]
     base = told("score", folder / "base", pairs, cache)
     for found in tuned:
         assert found["logps/chosen"] == pytest.approx(tuned[0]["logps/chosen"], abs=1e-4)
@@ -143,10 +188,22 @@ def test_what_cannot_be_scored_says_why(run: DPOConfig, folder: Path, tmp_path: 
     file = other / "tokenizer.json"
     file.write_text(file.read_text().replace('"w59"', '"z59"'))
     for arguments, code, sentence in (
-        (["beta=0.05"], 2, "beta: rewards of loss 'sigmoid' need a reference; name one with --reference"),
-        (["pref_loss=simpo", "--reference", folder / "base"], 2, "loss 'simpo' compares with no reference"),
+        (
+            ["beta=0.05"],
+            2,
+            "beta: rewards of loss 'sigmoid' need a reference; name one with --reference",
+        ),
+        (
+            ["pref_loss=simpo", "--reference", folder / "base"],
+            2,
+            "loss 'simpo' compares with no reference",
+        ),
         (["max_steps=3"], 2, "max_steps: has no effect on a score; leave it out"),
-        (["--by", "sorce"], 3, "--by sorce: no row has it; columns of the file are chosen, prompt, rejected"),
+        (
+            ["--by", "sorce"],
+            3,
+            "--by sorce: no row has it; columns of the file are chosen, prompt, rejected",
+        ),
         (["--reference", other], 2, "its tokenizer is not that of"),
         (["--out", tmp_path / "no" / "folder.jsonl"], 2, "folder.jsonl: cannot be written"),
         (["--out", tmp_path], 2, "is a folder; name a file in it"),
@@ -161,13 +218,23 @@ def test_what_cannot_be_scored_says_why(run: DPOConfig, folder: Path, tmp_path: 
 
 
 def test_weights_count(folder: Path, run: DPOConfig, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in make_pairs(tmp_path / "plain.jsonl", 6).read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in make_pairs(tmp_path / "plain.jsonl", 6).read_text().splitlines()
+    ]
     weighted = [{**row, "weight": float(i < 3)} for i, row in enumerate(rows)]
     for name, content in (("some", rows[:3]), ("weighted", weighted)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     files = (tmp_path / f"{name}.jsonl" for name in ("some", "weighted"))
-    some, all_of_them = (told("score", run.run_dir, file, f"output_dir={tmp_path}") for file in files)
-    for name in ("logps/chosen", "logps/margins", "logps/accuracies_interval", "logps/margins_interval"):
+    some, all_of_them = (
+        told("score", run.run_dir, file, f"output_dir={tmp_path}") for file in files
+    )
+    for name in (
+        "logps/chosen",
+        "logps/margins",
+        "logps/accuracies_interval",
+        "logps/margins_interval",
+    ):
         assert all_of_them[name] == pytest.approx(some[name], rel=1e-9), name
 
 

@@ -12,16 +12,16 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from rather.batch import PairFacts, PairLogps
-from rather.compare.command import compare_losses_command
-from rather.compare.losses import LogProbs, Row, compare_losses, measure, rows_of
-from rather.compare.plot import curve, text_histogram, write_plot
+from rather.commands.compare_losses import compare_losses_command
+from rather.commands.compare_losses_page import curve, text_histogram, write_plot
+from rather.commands.compare_losses_table import LogProbs, Row, compare_losses, measure, rows_of
 from rather.config.schema import DPOConfig
+from rather.data.batch import PairFacts, PairLogps
 from rather.errors import CheckpointError, ConfigError
-from rather.losses import LOSSES
-from rather.objective import configure
-from rather.page import plotly_bundle
-from rather.pipeline import DPOPipeline
+from rather.losses.losses import LOSSES
+from rather.losses.objective import configure
+from rather.pipeline.pipeline import DPOPipeline
+from rather.report import plotly_bundle
 from tests.browser import figures
 from tests.tiny import make_config, make_model
 
@@ -51,7 +51,9 @@ def some_pairs(policy: list[list[float]]) -> LogProbs:
     return LogProbs(facts, {"sum": sums}, {"sum": torch.full_like(sums, -10.0)})
 
 
-def test_values_are_those_of_each_loss(rows: list[Row], log_probs: LogProbs, trained: DPOConfig) -> None:
+def test_values_are_those_of_each_loss(
+    rows: list[Row], log_probs: LogProbs, trained: DPOConfig
+) -> None:
     x = PairLogps(
         log_probs.policy["sum"],
         log_probs.reference["sum"],
@@ -61,7 +63,9 @@ def test_values_are_those_of_each_loss(rows: list[Row], log_probs: LogProbs, tra
     assert [row.name for row in rows] == [f"this run: {trained.pref_loss}", *LOSSES]
     for row in rows[1:]:
         if row.name != "odpo":
-            assert row.value == pytest.approx(float(LOSSES[row.name].function(x).mean()), rel=1e-12), row.name
+            assert row.value == pytest.approx(
+                float(LOSSES[row.name].function(x).mean()), rel=1e-12
+            ), row.name
             assert 0 <= row.saturated <= 1
             assert row.gradient > 0
     assert len(log_probs.margins) == 9
@@ -111,7 +115,9 @@ def test_saturation_counts_pairs_that_no_longer_teach(trained: DPOConfig) -> Non
 
 
 def test_modifiers_of_the_run_are_part_of_its_row(tmp_path: Path) -> None:
-    config = make_config(tmp_path, ld_alpha=0.5, use_weighting=True, rpo_alpha=1.0, max_steps=1, save_steps=None)
+    config = make_config(
+        tmp_path, ld_alpha=0.5, use_weighting=True, rpo_alpha=1.0, max_steps=1, save_steps=None
+    )
     DPOPipeline(config).run()
     x = measure(config, pairs=5)
     own, plain = rows_of(config, x)[:2]
@@ -130,7 +136,9 @@ def test_losses_with_a_reference_are_compared_in_a_run_without_one(tmp_path: Pat
     assert found["sigmoid"].value != pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_weights_come_from_the_newest_checkpoint_or_as_named(trained: DPOConfig, log_probs: LogProbs) -> None:
+def test_weights_come_from_the_newest_checkpoint_or_as_named(
+    trained: DPOConfig, log_probs: LogProbs
+) -> None:
     base = measure(trained, trained.actor_train.model_path)
     assert torch.equal(base.policy["sum"], base.reference["sum"])
     result = measure(trained, str(trained.run_dir / "model"))
@@ -154,12 +162,21 @@ def test_curve_of_sigmoid_is_the_loss_at_each_margin(log_probs: LogProbs) -> Non
     points = curve(configure(["sigmoid"], {}), log_probs)
     for margin, loss in points:
         assert loss == pytest.approx(math.log1p(math.exp(-0.1 * margin)), rel=1e-9)
-    assert points[0][0] <= float(log_probs.margins.min()) < float(log_probs.margins.max()) <= points[-1][0]
+    assert (
+        points[0][0]
+        <= float(log_probs.margins.min())
+        < float(log_probs.margins.max())
+        <= points[-1][0]
+    )
     for name in ("aot", "aot_unpaired"):  # of one pair they are the same, whatever they sort
-        assert [loss for _, loss in curve(configure([name], {}), log_probs)] == pytest.approx([y for _, y in points])
+        assert [loss for _, loss in curve(configure([name], {}), log_probs)] == pytest.approx(
+            [y for _, y in points]
+        )
 
 
-def test_drawing_has_every_loss_and_needs_nothing_else(rows: list[Row], log_probs: LogProbs, tmp_path: Path) -> None:
+def test_drawing_has_every_loss_and_needs_nothing_else(
+    rows: list[Row], log_probs: LogProbs, tmp_path: Path
+) -> None:
     file = tmp_path / "losses.html"
     write_plot(file, rows, log_probs)
     text = file.read_text(encoding="utf-8")
@@ -169,7 +186,9 @@ def test_drawing_has_every_loss_and_needs_nothing_else(rows: list[Row], log_prob
         line, bars = found["data"]
         assert list(zip(line["x"], line["y"], strict=True)) == curve(row.objective, log_probs)
         assert max(bars["y"]) == 1
-    assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=(?!\"data:)", text.replace(plotly_bundle(), ""))
+    assert not re.search(
+        r"<(?:script|link|img)[^>]+(?:src|href)=(?!\"data:)", text.replace(plotly_bundle(), "")
+    )
 
 
 def test_drawing_of_equal_models(rows: list[Row], tmp_path: Path) -> None:
@@ -184,9 +203,13 @@ def test_command(trained: DPOConfig, tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(compare_losses_command)
     file, plot = tmp_path / "run.yaml", tmp_path / "losses.html"
-    file.write_text(yaml.safe_dump(trained.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    file.write_text(
+        yaml.safe_dump(trained.model_dump(mode="json", exclude_unset=True)), encoding="utf-8"
+    )
     runner = CliRunner()
-    done = runner.invoke(app, [str(file), "--pairs", "3", "--plot", str(plot)], env={"COLUMNS": "160"})
+    done = runner.invoke(
+        app, [str(file), "--pairs", "3", "--plot", str(plot)], env={"COLUMNS": "160"}
+    )
     assert done.exit_code == 0, done.output
     assert all(f" {name} " in done.output for name in LOSSES)
     assert "not computable: 3 of 3 pairs have no margin" in done.output
@@ -194,5 +217,7 @@ def test_command(trained: DPOConfig, tmp_path: Path) -> None:
     wrong = runner.invoke(app, [str(file), "--plot", "losses.svg"])
     assert wrong.exit_code == 2
     assert "is an .html file" in wrong.output
-    equal = runner.invoke(app, [str(file), "--pairs", "3", "--model", trained.actor_train.model_path])
+    equal = runner.invoke(
+        app, [str(file), "--pairs", "3", "--model", trained.actor_train.model_path]
+    )
     assert "equal to its reference" in equal.output

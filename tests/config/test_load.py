@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from rather.config.load import config_from_dict, dump_yaml, load, load_config
+from rather.config.redaction import looks_secret
 from rather.config.values import MASK
 from rather.errors import ConfigError, DataError
-from rather.redaction import looks_secret
 
 from .conftest import SMALLEST, smallest
 
@@ -168,7 +168,10 @@ def test_numbers_without_loss() -> None:
 
 def test_resuming_is_a_switch_or_a_path() -> None:
     for text, value in {"auto": "auto", "'False'": False, "true": True, "runs/a": "runs/a"}.items():
-        assert config_from_dict(smallest(f"resume_from_checkpoint={text}")).resume_from_checkpoint == value
+        assert (
+            config_from_dict(smallest(f"resume_from_checkpoint={text}")).resume_from_checkpoint
+            == value
+        )
 
 
 def test_yaml_merge_and_anchors_keep_lines(write) -> None:
@@ -192,7 +195,9 @@ def test_yaml_merge_and_anchors_keep_lines(write) -> None:
 
 def test_null_group_is_an_empty_group() -> None:
     config = config_from_dict(
-        smallest("reference=", "checkpoint_config=null", "actor_train.strategy_args.strategy_config=null")
+        smallest(
+            "reference=", "checkpoint_config=null", "actor_train.strategy_args.strategy_config=null"
+        )
     )
     assert config.reference.model_path == "org/model"
     assert config.actor_train.strategy_args.strategy_config == {}
@@ -237,7 +242,10 @@ def test_reference_says_otherwise() -> None:
     reference = config.reference
     assert (reference.model_path, reference.model_args.revision) == ("org/other", None)
     assert reference.model_args.dtype == "bf16"
-    assert (reference.strategy_args.strategy_name, reference.strategy_args.tp_size) == ("hf_infer", None)
+    assert (reference.strategy_args.strategy_name, reference.strategy_args.tp_size) == (
+        "hf_infer",
+        None,
+    )
     assert (reference.device_mapping, reference.infer_batch_size) == ([4], 1)
 
 
@@ -259,8 +267,13 @@ def test_validation_follows_the_training_data() -> None:
 
 
 def test_clipping_may_be_written_in_either_place() -> None:
-    assert config_from_dict(smallest("actor_train.training_args.max_grad_norm=2.5")).max_grad_norm == 2.5
-    both = config_from_dict(smallest("actor_train.training_args.max_grad_norm=2", "max_grad_norm=2"))
+    assert (
+        config_from_dict(smallest("actor_train.training_args.max_grad_norm=2.5")).max_grad_norm
+        == 2.5
+    )
+    both = config_from_dict(
+        smallest("actor_train.training_args.max_grad_norm=2", "max_grad_norm=2")
+    )
     assert both.max_grad_norm == 2
 
 
@@ -280,7 +293,9 @@ def test_train_batch_size_gives_what_is_left_out() -> None:
     assert sizes() == (16, 1, 32)
     assert sizes(f"{prefix}.gradient_accumulation_steps=4") == (4, 4, 32)
     assert sizes(f"{prefix}.per_device_train_batch_size=2") == (2, 8, 32)
-    assert sizes(f"{prefix}.per_device_train_batch_size=2", f"{prefix}.gradient_accumulation_steps=8") == (
+    assert sizes(
+        f"{prefix}.per_device_train_batch_size=2", f"{prefix}.gradient_accumulation_steps=8"
+    ) == (
         2,
         8,
         32,
@@ -288,7 +303,9 @@ def test_train_batch_size_gives_what_is_left_out() -> None:
 
 
 def test_roles_environments() -> None:
-    config = config_from_dict(smallest("system_envs={A: '1', B: '1'}", "actor_train.system_envs={B: '2'}"))
+    config = config_from_dict(
+        smallest("system_envs={A: '1', B: '1'}", "actor_train.system_envs={B: '2'}")
+    )
     assert config.envs(config.actor_train) == {"A": "1", "B": "2"}
     assert config.envs(config.reference) == {"A": "1", "B": "1"}
 
@@ -419,7 +436,14 @@ def test_what_looks_like_a_secret() -> None:
         "MYTOKEN",
         "credentials",
     ]
-    plain = ["chosen_key", "rejected_key", "pad_token", "num_tokens", "tokenizer_name_or_path", "exp_name"]
+    plain = [
+        "chosen_key",
+        "rejected_key",
+        "pad_token",
+        "num_tokens",
+        "tokenizer_name_or_path",
+        "exp_name",
+    ]
     plain += ["special_tokens", "max_tokens_per_microbatch_in_train", "TOKENIZERS_PARALLELISM"]
     assert [name for name in secret + plain if looks_secret(name)] == secret
 
@@ -454,14 +478,18 @@ def test_missing_paths_are_named_together(write, tmp_path: Path) -> None:
         "actor_train.model_args.tokenizer_name_or_path (command line): the tokenizer folder /"
     )
     assert lines[2].startswith("global_template (command line): the template file /")
-    assert lines[3].endswith(f"the data file {tmp_path}/pairs.json does not exist; near it: pairs.jsonl")
+    assert lines[3].endswith(
+        f"the data file {tmp_path}/pairs.json does not exist; near it: pairs.jsonl"
+    )
     assert lines[4].endswith(f"{tmp_path}/models is a folder without tables; name the files in it")
     assert "only local files are read" in lines[5]
     assert lines[6].startswith("validation.data_args.file_name (command line): the data file /")
     assert len(lines) == 7
 
 
-def test_a_folder_of_tokens_is_a_file_name_and_what_cannot_be_read_is_said(write, tmp_path: Path) -> None:
+def test_a_folder_of_tokens_is_a_file_name_and_what_cannot_be_read_is_said(
+    write, tmp_path: Path
+) -> None:
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "state.json").write_text("{}")
     load_config(write(), [f"actor_train.data_args.file_name={tmp_path}/tokens"])
@@ -473,7 +501,9 @@ def test_only_data_missing_is_a_data_error(write) -> None:
     with pytest.raises(DataError) as caught:
         load_config(write())
     assert caught.value.exit_code == 3
-    assert str(caught.value).startswith("actor_train.data_args.file_name (dpo.yaml:4): the data file /")
+    assert str(caught.value).startswith(
+        "actor_train.data_args.file_name (dpo.yaml:4): the data file /"
+    )
 
 
 def test_folders_that_hold_no_model_or_tokenizer(write, tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ STEPS = "actor_train.training_args.gradient_accumulation_steps"
 
 def test_presets_where_nobody_wrote_them() -> None:
     config = config_from_dict(smallest(ON))
-    assert config.actor_train.data_args.overlong == config.validation.data_args.overlong == "truncate_response"
+    assert (
+        config.actor_train.data_args.overlong
+        == config.validation.data_args.overlong
+        == "truncate_response"
+    )
     assert config.on_bad == "error"
     assert config.followed["on_bad"] == "parity"
     assert config_from_dict(smallest(ON, "on_bad=drop")).on_bad == "drop"
@@ -80,7 +84,9 @@ def test_what_it_lets_through() -> None:
     [(16, 4, 2, 1, True), (18, 4, 2, 1, True), (15, 4, 2, 1, False), (15, 4, 1, 1, True), (17, 4, 2, 1, True),
      (12, 4, 1, 2, False), (16, 4, 1, 2, True)],
 )  # fmt: skip
-def test_a_smaller_micro_batch_is_refused_beside_others(pairs: int, size: int, steps: int, dp: int, even: bool) -> None:
+def test_a_smaller_micro_batch_is_refused_beside_others(
+    pairs: int, size: int, steps: int, dp: int, even: bool
+) -> None:
     config = config_from_dict(smallest(ON, f"{SIZE}={size}", f"{STEPS}={steps}"))
     if even:
         check_even(config, pairs, dp)

@@ -15,7 +15,10 @@ VIRTUAL = "virtual_pipeline_model_parallel_size"
 
 
 def settings(*details: str, devices: int = 4) -> dict[str, object]:
-    return smallest(f"actor_train.device_mapping=0-{devices - 1}", *(f"{DETAILS}.{detail}" for detail in details))
+    return smallest(
+        f"actor_train.device_mapping=0-{devices - 1}",
+        *(f"{DETAILS}.{detail}" for detail in details),
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,10 @@ def settings(*details: str, devices: int = 4) -> dict[str, object]:
         (["pp_size=2", f"{VIRTUAL}=null"], Pipeline(2, "1f1b", 1)),
         (["pp_size=2", "pipeline_schedule=zbv"], Pipeline(2, "zbv", 2)),
         (["pp_size=2", "pipeline_schedule=interleaved"], Pipeline(2, "interleaved", 2)),
-        (["pp_size=2", "pipeline_schedule=zero_bubble", f"{VIRTUAL}=2"], Pipeline(2, "zero_bubble", 2)),
+        (
+            ["pp_size=2", "pipeline_schedule=zero_bubble", f"{VIRTUAL}=2"],
+            Pipeline(2, "zero_bubble", 2),
+        ),
         ([], Pipeline(1, "1f1b", 1)),
     ],
 )
@@ -44,8 +50,14 @@ def test_keys_of_a_pipeline(details: list[str], pipeline: Pipeline) -> None:
             ["pp_size=2", "pipeline_schedule=1f1b", f"{VIRTUAL}=2"],
             "schedule '1f1b' takes exactly 1 stage a rank, not 2",
         ),
-        (["pp_size=2", "pipeline_schedule=zbv", f"{VIRTUAL}=3"], "schedule 'zbv' takes exactly 2 stages a rank, not 3"),
-        (["pp_size=2", "pipeline_schedule=interleaved", f"{VIRTUAL}=1"], "takes at least 2 stages a rank, not 1"),
+        (
+            ["pp_size=2", "pipeline_schedule=zbv", f"{VIRTUAL}=3"],
+            "schedule 'zbv' takes exactly 2 stages a rank, not 3",
+        ),
+        (
+            ["pp_size=2", "pipeline_schedule=interleaved", f"{VIRTUAL}=1"],
+            "takes at least 2 stages a rank, not 1",
+        ),
         (
             ["pp_size=2", "pipeline_schedule=zbv", "recompute_granularity=selective"],
             "selective goes backward once, and schedule 'zbv' twice; set it to full or null",
@@ -60,11 +72,16 @@ def test_what_a_schedule_cannot_do_is_refused(details: list[str], told: str) -> 
     assert told in str(refused.value)
 
 
-@pytest.mark.parametrize(("schedule", "refused"), [("zero_bubble", True), ("dualpipev", True), ("1f1b", False)])
+@pytest.mark.parametrize(
+    ("schedule", "refused"), [("zero_bubble", True), ("dualpipev", True), ("1f1b", False)]
+)
 def test_compiled_layers_have_one_backward_pass(schedule: str, refused: bool) -> None:
     values = settings("pp_size=2", f"pipeline_schedule={schedule}") | {"compile": "on"}
     if refused:
-        with pytest.raises(ConfigError, match="divides the backward pass, and compiled layers cannot; set compile=off"):
+        with pytest.raises(
+            ConfigError,
+            match="divides the backward pass, and compiled layers cannot; set compile=off",
+        ):
             config_from_dict(values)
     else:
         assert config_from_dict(values).compile == "on"
@@ -79,12 +96,18 @@ def test_each_stage_lies_on_one_rank() -> None:
 
 def test_layers_are_shared_out_without_a_gap() -> None:
     pipeline = Pipeline(3)
-    assert [list(pipeline.layers_of(stage, 8)) for stage in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert [list(pipeline.layers_of(stage, 8)) for stage in range(3)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7],
+    ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 4, 5])
-def test_the_number_of_micro_batches_grows_by_as_little_as_the_schedule_allows(schedule: str, ranks: int) -> None:
+def test_the_number_of_micro_batches_grows_by_as_little_as_the_schedule_allows(
+    schedule: str, ranks: int
+) -> None:
     pipeline = Pipeline.of(ranks, schedule, None)
     for bins in range(1, 50):
         number = pipeline.microbatches(bins)

@@ -123,19 +123,31 @@ OUT_OF_RANGE = [
     ("actor_train.training_args.num_train_epochs=0", "0 is not a number > 0"),
     ("actor_train.training_args.lr_scheduler_type=cosin", "did you mean 'cosine'?"),
     ("actor_train.training_args.lr_scheduler_kwargs.min_lr=-1", "-1 is not what"),
-    ("actor_train.training_args.lr_scheduler_kwargs.num_cycle=1", "unknown number of the schedule 'linear'"),
+    (
+        "actor_train.training_args.lr_scheduler_kwargs.num_cycle=1",
+        "unknown number of the schedule 'linear'",
+    ),
     ("actor_train.model_args.dtype=bf61", "did you mean 'bf16'?"),
     ("actor_train.model_args.model_type=trl", "'trl' is not causal_lm or null"),
     ("actor_train.data_args.score=lst", "did you mean 'last'?"),
-    ("actor_train.data_args.overlong=truncate", "is not drop | truncate_prompt | truncate_response | error"),
+    (
+        "actor_train.data_args.overlong=truncate",
+        "is not drop | truncate_prompt | truncate_response | error",
+    ),
     ("actor_train.data_args.format=instructions", "did you mean 'instruction'?"),
     ("actor_train.data_args.file_name=[1]", "[1] is not text or a list of texts or null"),
     ("actor_train.data_args.weights=[0]", "[0] is not a list of numbers"),
-    ("actor_train.strategy_args.gpu_memory_utilization=1.5", "1.5 is not a number > 0 and <= 1 or null"),
+    (
+        "actor_train.strategy_args.gpu_memory_utilization=1.5",
+        "1.5 is not a number > 0 and <= 1 or null",
+    ),
     ("actor_train.worker_cls=my worker", "dotted import path"),
     ("actor_train.worker_cls=5", "dotted import path"),
     ("actor_train.training_args=5", "5 is not a group of keys (learning_rate"),
-    ("validation.data_args.split=1.5", "a share between 0 and 1 (0.05) or a whole number of pairs >= 1"),
+    (
+        "validation.data_args.split=1.5",
+        "a share between 0 and 1 (0.05) or a whole number of pairs >= 1",
+    ),
     ("validation.data_args.split=0", "a share between 0 and 1"),
     ("sequence_length=1", "1 is not a whole number >= 2: prompt and response need a token each"),
     ("max_steps=0", "0 is not a whole number >= 1 or null"),
@@ -152,7 +164,10 @@ OUT_OF_RANGE = [
     ("metric_for_best_model=loss", "names begin with 'eval/'"),
     ("resume_from_checkpoint=3", "3 is not true or false or text"),
     ("track_with=wandbb", "did you mean 'wandb'?"),
-    ("track_with=[wandb, comet]", "is not tensorboard | wandb | trackio | mlflow | swanlab or a list of"),
+    (
+        "track_with=[wandb, comet]",
+        "is not tensorboard | wandb | trackio | mlflow | swanlab or a list of",
+    ),
     ("tracker_kwargs.mode=local", "'local' is not online | offline"),
     ("ranked_pairs=best_vs_res", "did you mean 'best_vs_rest'?"),
     ("checkpoint_config.type=oss", "'oss' is not file_system"),
@@ -191,7 +206,11 @@ COMBINATIONS = [
         "validation.data_args.split",
         "keep one",
     ),
-    (["actor_train.data_args.weights=[1,2]"], "actor_train.data_args.weights", "2 weights for 1 files"),
+    (
+        ["actor_train.data_args.weights=[1,2]"],
+        "actor_train.data_args.weights",
+        "2 weights for 1 files",
+    ),
     (
         ["train_batch_size=10", "actor_train.training_args.per_device_train_batch_size=4"],
         "train_batch_size",
@@ -206,7 +225,11 @@ COMBINATIONS = [
         "train_batch_size",
         "10 pairs is not dp 1 x per_device_train_batch_size 4 x gradient_accumulation_steps 2",
     ),
-    (["train_batch_size=9", "actor_train.device_mapping=0-3"], "train_batch_size", "multiple of dp 4"),
+    (
+        ["train_batch_size=9", "actor_train.device_mapping=0-3"],
+        "train_batch_size",
+        "multiple of dp 4",
+    ),
     (
         ["max_steps=10", "actor_train.training_args.warmup_steps=20"],
         "actor_train.training_args.warmup_steps",
@@ -299,14 +322,30 @@ COMBINATIONS = [
     ),
     (["overwrite=true", "resume_from_checkpoint=some/path"], "overwrite", "starts anew"),
     (["track_with=null", "tracker_kwargs.log_dir=tb"], "tracker_kwargs.log_dir", "track_with"),
-    (["track_with=mlflow", "tracker_kwargs.log_dir=tb"], "tracker_kwargs.log_dir", "tensorboard, wandb, swanlab"),
+    (
+        ["track_with=mlflow", "tracker_kwargs.log_dir=tb"],
+        "tracker_kwargs.log_dir",
+        "tensorboard, wandb, swanlab",
+    ),
     (["tracker_kwargs.project=a"], "tracker_kwargs.project", "wandb, trackio, mlflow, swanlab"),
     (["tracker_kwargs.name=a"], "tracker_kwargs.name", "wandb, trackio, mlflow, swanlab"),
-    (["track_with=trackio", "tracker_kwargs.tags=[a]"], "tracker_kwargs.tags", "wandb, mlflow, swanlab"),
-    (["track_with=trackio", "tracker_kwargs.notes=a"], "tracker_kwargs.notes", "wandb, mlflow, swanlab"),
+    (
+        ["track_with=trackio", "tracker_kwargs.tags=[a]"],
+        "tracker_kwargs.tags",
+        "wandb, mlflow, swanlab",
+    ),
+    (
+        ["track_with=trackio", "tracker_kwargs.notes=a"],
+        "tracker_kwargs.notes",
+        "wandb, mlflow, swanlab",
+    ),
     (["track_with=mlflow", "tracker_kwargs.mode=offline"], "tracker_kwargs.mode", "wandb, swanlab"),
     (["track_with=wandb", "tracker_kwargs.uri=http://host"], "tracker_kwargs.uri", "mlflow"),
-    (["track_with=mlflow", "tracker_kwargs.uri='http://me:word@host'"], "tracker_kwargs.uri", "MLFLOW_TRACKING_URI"),
+    (
+        ["track_with=mlflow", "tracker_kwargs.uri='http://me:word@host'"],
+        "tracker_kwargs.uri",
+        "MLFLOW_TRACKING_URI",
+    ),
     (["chosen_key=a", "rejected_key=a"], "rejected_key", "two columns"),
     (
         ["chosen_key=a", "actor_train.data_args.columns.chosen=b"],
@@ -334,7 +373,12 @@ def test_no_model_names_both_keys_and_no_data_its_own(problems) -> None:
 
 def test_bad_values_do_not_hide_bad_combinations(problems) -> None:
     lines = problems("beta=-1", "save_best=true", "ipo=true", "pref_loss=simpo", "exp_name=a b")
-    assert sorted(line.partition(" ")[0] for line in lines) == ["beta", "exp_name", "ipo", "save_best"]
+    assert sorted(line.partition(" ")[0] for line in lines) == [
+        "beta",
+        "exp_name",
+        "ipo",
+        "save_best",
+    ]
 
 
 def test_a_combination_of_a_bad_value_is_left_unsaid(problems) -> None:
@@ -355,7 +399,10 @@ FILES = {
     "scalar": ("hello\n", "not the single value 'hello'"),
     "syntax": ("seed: 1\nbeta: [1\n", "dpo.yaml:3: not YAML"),
     "tab": ("actor_train:\n\tdata_args: 1\n", "dpo.yaml:2: not YAML"),
-    "duplicate": ("seed: 1\nbeta: 0.1\nseed: 2\n", "seed (dpo.yaml:3): this key stands in line 1 already"),
+    "duplicate": (
+        "seed: 1\nbeta: 0.1\nseed: 2\n",
+        "seed (dpo.yaml:3): this key stands in line 1 already",
+    ),
     "nested duplicate": (
         "actor_train:\n  infer_batch_size: 1\n  infer_batch_size: 2\n",
         "actor_train.infer_batch_size (dpo.yaml:3): this key stands in line 2",
@@ -364,7 +411,10 @@ FILES = {
         "actor_train:\n  _target_: os.system\n",
         "actor_train._target_ (dpo.yaml:2): a config never names code",
     ),
-    "target in a list": ("a:\n- b: 1\n  _target_: os.system\n", "a.[]._target_ (dpo.yaml:3): a config never"),
+    "target in a list": (
+        "a:\n- b: 1\n  _target_: os.system\n",
+        "a.[]._target_ (dpo.yaml:3): a config never",
+    ),
     "tag": (
         "seed: !!python/object/apply:os.getcwd []\n",
         "the tag tag:yaml.org,2002:python/object/apply:os.getcwd",
@@ -427,4 +477,6 @@ def test_config_imports_without_torch() -> None:
         import rather.config.load, rather.config.show, rather.config.strategies
         sys.exit("torch" in sys.modules)
     """)
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+    )

@@ -16,13 +16,19 @@ from rather.errors import ConfigError
 from tests.config.conftest import smallest
 from tests.tiny import make_model, make_pairs, metrics
 
-FILES = {name: Path(__file__).parent / "roll" / name / "dpo_config.yaml" for name in ("dense", "older", "experts")}
+FILES = {
+    name: Path(__file__).parent / "roll" / name / "dpo_config.yaml"
+    for name in ("dense", "older", "experts")
+}
 
 
 def elsewhere(folder: Path) -> list[str]:
     """Model, pairs, folders, platform, devices and length of a run: what differs from machine to machine."""
     make_model(folder / "model")
-    pairs, held_out = make_pairs(folder / "pairs.jsonl", 32), make_pairs(folder / "held_out.jsonl", 4, seed=1)
+    pairs, held_out = (
+        make_pairs(folder / "pairs.jsonl", 32),
+        make_pairs(folder / "held_out.jsonl", 4, seed=1),
+    )
     return [
         f"pretrain={folder / 'model'}",
         f"actor_train.data_args.file_name=[{pairs}]",
@@ -65,18 +71,28 @@ def test_file_with_experts_is_refused_by_what_it_needs() -> None:
     with pytest.raises(ConfigError) as caught:
         load(FILES["experts"])
     first, *others = caught.value.problems
-    assert first.startswith("actor_train.strategy_args.strategy_config.expert_model_parallel_size (dpo_config.yaml:")
+    assert first.startswith(
+        "actor_train.strategy_args.strategy_config.expert_model_parallel_size (dpo_config.yaml:"
+    )
     assert "needs expert parallelism for a mixture of experts" in first
     said = "\n".join(others)
     assert "device 15; num_nodes 1 x num_gpus_per_node 8" in said
-    assert all(f"strategy_config.{name} " in said for name in ("moe_grouped_gemm", "additional_configs"))
-    assert not any(name in said for name in ("bf16", "bias_activation_fusion", "is_offload_states", "unknown key"))
+    assert all(
+        f"strategy_config.{name} " in said for name in ("moe_grouped_gemm", "additional_configs")
+    )
+    assert not any(
+        name in said
+        for name in ("bf16", "bias_activation_fusion", "is_offload_states", "unknown key")
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "older"])
 def test_dense_files_run(name: str, tmp_path: Path) -> None:
-    overrides = [*elsewhere(tmp_path), *(["train_batch_size=8"] if name == "older" else [])]  # 64 on eight devices
+    overrides = [
+        *elsewhere(tmp_path),
+        *(["train_batch_size=8"] if name == "older" else []),
+    ]  # 64 on eight devices
     assert train_from_config(FILES[name], overrides) == 0
     config = load(FILES[name], overrides).config
     steps = [line for line in metrics(config) if "loss" in line]
@@ -109,7 +125,9 @@ def test_groups_of_deepspeed_are_shipped(write, group: str, stage: int, host: bo
 
 def test_a_users_own_group_comes_first(write, tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "deepspeed_zero3.yaml").write_text("deepspeed_zero3: {zero_optimization: {stage: 1}}\n")
+    (tmp_path / "config" / "deepspeed_zero3.yaml").write_text(
+        "deepspeed_zero3: {zero_optimization: {stage: 1}}\n"
+    )
     (tmp_path / "runs").mkdir()
     text = """
     defaults: [../config/deepspeed_zero3@_here_]
@@ -128,15 +146,21 @@ def test_a_users_own_group_comes_first(write, tmp_path: Path) -> None:
      "actor_train.strategy_args.strategy_config.overlap_grad_reduce=true", "val_batch_size=8",
      "actor_train.training_args.save_hf_model=true", "checkpoint_config.async_upload=true"],
 )  # fmt: skip
-def test_what_changes_no_result_is_told_once(setting: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_changes_no_result_is_told_once(
+    setting: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         config_from_dict(smallest(setting))
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [setting.partition("=")[0]]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        setting.partition("=")[0]
+    ]
 
 
 def test_what_asks_for_nothing_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        config_from_dict(smallest("is_offload_states=false", "actor_train.training_args.fp16=false"))
+        config_from_dict(
+            smallest("is_offload_states=false", "actor_train.training_args.fp16=false")
+        )
     assert not caplog.records
 
 
@@ -154,7 +178,10 @@ def test_what_would_change_a_result_is_refused(judged, setting: str, text: str) 
 
 
 def test_response_length_beside_sequence_length_is_only_told() -> None:
-    assert config_from_dict(smallest("response_length=512", "sequence_length=768")).sequence_length == 768
+    assert (
+        config_from_dict(smallest("response_length=512", "sequence_length=768")).sequence_length
+        == 768
+    )
 
 
 def test_half_of_a_batch_is_not_taken_for_answers_without_val_batch_size(judged) -> None:

@@ -17,9 +17,16 @@ from tests.house.source import ROOT
 
 
 def config_of(
-    strategy: dict[str, Any] | None = None, devices: int = 4, actor: dict[str, Any] | None = None, **changes: Any
+    strategy: dict[str, Any] | None = None,
+    devices: int = 4,
+    actor: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> DPOConfig:
-    actor = {"data_args": {"file_name": "pairs.json"}, "device_mapping": list(range(devices)), **(actor or {})}
+    actor = {
+        "data_args": {"file_name": "pairs.json"},
+        "device_mapping": list(range(devices)),
+        **(actor or {}),
+    }
     actor |= {"strategy_args": strategy} if strategy else {}
     return config_from_dict({"pretrain": "model", "actor_train": actor, **changes})
 
@@ -49,11 +56,21 @@ def named(name: str, **details: Any) -> dict[str, Any]:
         (named("megatron_train"), 0, 1, False),
         (named("megatron_train", use_distributed_optimizer=True), 1, 4, False),
         (named("deepspeed_train", zero_optimization={"stage": 2}), 2, 4, False),
-        (named("deepspeed_train", zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}), 3, 4, True),
+        (
+            named(
+                "deepspeed_train",
+                zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}},
+            ),
+            3,
+            4,
+            True,
+        ),
         (None, 2, 4, False),
     ],
 )
-def test_a_name_is_a_stage_and_degrees(strategy: dict[str, Any] | None, stage: int, shard: int, host: bool) -> None:
+def test_a_name_is_a_stage_and_degrees(
+    strategy: dict[str, Any] | None, stage: int, shard: int, host: bool
+) -> None:
     found = trained(strategy)
     assert (found.dp, found.stage, found.shard, found.host) == (4, stage, shard, host)
 
@@ -63,8 +80,16 @@ def test_one_device_has_nothing_to_divide() -> None:
 
 
 def test_megatrons_keys() -> None:
-    keys = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
-    keys |= {"sequence_parallel": True, "recompute_granularity": "full", "recompute_method": "uniform"}
+    keys = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+    }
+    keys |= {
+        "sequence_parallel": True,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+    }
     found = trained(named("megatron_train", recompute_num_layers=1, **keys), 16)
     assert (found.dp, found.tp, found.pp, found.cp) == (2, 2, 2, 2)
     assert found.sequence_parallel
@@ -72,14 +97,24 @@ def test_megatrons_keys() -> None:
 
 
 def test_a_frozen_model_divides_only_its_weights() -> None:
-    for name, stage in {"zero2": 0, "zero3": 3, "fsdp2_infer": 3, "megatron_infer": 0, "hf_infer": 0}.items():
+    for name, stage in {
+        "zero2": 0,
+        "zero3": 3,
+        "fsdp2_infer": 3,
+        "megatron_infer": 0,
+        "hf_infer": 0,
+    }.items():
         config = config_of(None, reference={"strategy_args": {"strategy_name": name}})
         assert layout(config.reference).stage == stage, name
 
 
 def test_the_layout_says_what_a_name_became() -> None:
-    said = trained(named("megatron_train", tensor_model_parallel_size=2, use_distributed_optimizer=True)).told()
-    expected = "megatron_train on 4 devices: dp 2 x tp 2; the optimizer's state divided over 2 ranks"
+    said = trained(
+        named("megatron_train", tensor_model_parallel_size=2, use_distributed_optimizer=True)
+    ).told()
+    expected = (
+        "megatron_train on 4 devices: dp 2 x tp 2; the optimizer's state divided over 2 ranks"
+    )
     assert said == f"{expected}; run by torch.distributed"
     assert "2 replicas of 2" in trained(named("hsdp", shard_size=2)).told()
     assert "host memory" in trained(named("gemini_auto")).told()
@@ -89,17 +124,37 @@ def test_the_layout_says_what_a_name_became() -> None:
     ("strategy", "key", "said"),
     [
         (named("megatron_train", overlap_gradients=True), "overlap_gradients", "unknown key"),
-        (named("megatron_train", expert_model_parallel_size=2), "expert_model_parallel_size", "mixture of experts"),
-        (named("zero1", use_distributed_optimizer=True), "use_distributed_optimizer", "is a key of megatron_train"),
-        (named("megatron_train", recompute_method="block"), "recompute_method", "'block' is not offered"),
-        (named("megatron_train", recompute_num_layers=1), "recompute_num_layers", "set recompute_granularity: full"),
+        (
+            named("megatron_train", expert_model_parallel_size=2),
+            "expert_model_parallel_size",
+            "mixture of experts",
+        ),
+        (
+            named("zero1", use_distributed_optimizer=True),
+            "use_distributed_optimizer",
+            "is a key of megatron_train",
+        ),
+        (
+            named("megatron_train", recompute_method="block"),
+            "recompute_method",
+            "'block' is not offered",
+        ),
+        (
+            named("megatron_train", recompute_num_layers=1),
+            "recompute_num_layers",
+            "set recompute_granularity: full",
+        ),
         (named("megatron_train", sequence_parallel=True), "sequence_parallel", "tp is 1"),
         (named("hsdp"), "strategy_config", "hsdp needs shard_size"),
         (named("hsdp", shard_size=3), "shard_size", "3 does not divide the 4"),
         (named("3d", zero_stage=4), "zero_stage", "4 is not 0, 1, 2 or 3"),
         (named("hf_infer"), "strategy_name", "'hf_infer' cannot train"),
         (named("deepspeed_train", optimizer={"type": "AdamW"}), "optimizer.type", "is not offered"),
-        (named("deepspeed_train", train_batch_size=8), "train_batch_size", "is said by train_batch_size"),
+        (
+            named("deepspeed_train", train_batch_size=8),
+            "train_batch_size",
+            "is said by train_batch_size",
+        ),
         (
             named("deepspeed_train", zero_optimization={"offload_param": {"device": "nvme"}}),
             "zero_optimization.offload_param.device",
@@ -107,7 +162,9 @@ def test_the_layout_says_what_a_name_became() -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(strategy: dict[str, Any], key: str, said: str) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(
+    strategy: dict[str, Any], key: str, said: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         config_of(strategy)
     assert key in str(refused.value)
@@ -120,7 +177,11 @@ def test_deepspeeds_json_is_read(tmp_path: Path) -> None:
         "bf16": {"enabled": "auto"},
         "gradient_clipping": 0.5,
         "train_micro_batch_size_per_gpu": "auto",
-        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "offload_optimizer": {"device": "cpu"},
+        },
     }
     file.write_text(json.dumps(content))
     config = config_of(named("deepspeed_train", config_file=str(file)))
@@ -150,12 +211,27 @@ def test_canonical_order_packs_alike_for_any_number_of_devices() -> None:
 @pytest.mark.parametrize(
     ("strategy", "devices", "changes", "said"),
     [
-        (None, 2, {}, "determinism: canonical: actor_train is zero2; set strategy_name to ddp or zero1"),
+        (
+            None,
+            2,
+            {},
+            "determinism: canonical: actor_train is zero2; set strategy_name to ddp or zero1",
+        ),
         (named("zero3"), 2, {}, "determinism: canonical: actor_train is zero3"),
-        (named("ddp"), 3, {}, "determinism: canonical: actor_train has 3 devices; it takes 1, 2 or 4"),
+        (
+            named("ddp"),
+            3,
+            {},
+            "determinism: canonical: actor_train has 3 devices; it takes 1, 2 or 4",
+        ),
         (named("ddp"), 8, {}, "determinism: canonical: actor_train has 8 devices"),
         (named("ddp", tp_size=2), 2, {}, "determinism: canonical: actor_train has tp 2"),
-        (named("ddp", pp_size=2, cp_size=2), 4, {}, "determinism: canonical: actor_train has pp 2 x cp 2"),
+        (
+            named("ddp", pp_size=2, cp_size=2),
+            4,
+            {},
+            "determinism: canonical: actor_train has pp 2 x cp 2",
+        ),
         (
             named("ddp"),
             2,
@@ -168,7 +244,12 @@ def test_canonical_order_packs_alike_for_any_number_of_devices() -> None:
             {"reference": {"device_mapping": [1], "system_envs": {"OMP_NUM_THREADS": "2"}}},
             "system_envs.OMP_NUM_THREADS: determinism: canonical needs one number of threads in all workers",
         ),
-        (named("ddp"), 1, {"system_envs": {"OMP_NUM_THREADS": "4,2"}}, "a whole number of threads, not 4,2"),
+        (
+            named("ddp"),
+            1,
+            {"system_envs": {"OMP_NUM_THREADS": "4,2"}},
+            "a whole number of threads, not 4,2",
+        ),
     ],
 )
 def test_what_has_no_canonical_order_is_refused_by_name(
@@ -188,13 +269,19 @@ def test_canonical_order_is_for_float32(dtype: str) -> None:
         " type deterministic=true",
         " type actor_train.model_args.dtype=fp32",
     ]
-    with pytest.raises(ConfigError, match=rf"actor_train\.model_args\.dtype: determinism: .* not in {dtype}"):
+    with pytest.raises(
+        ConfigError, match=rf"actor_train\.model_args\.dtype: determinism: .* not in {dtype}"
+    ):
         config_of(named("ddp"), 2, {"model_args": {"dtype": dtype}}, **CANONICAL)
 
 
 def test_ref_tp_is_the_references_degree() -> None:
     config = config_of(named("megatron_train", tensor_model_parallel_size=4), ref_tp=2)
-    assert (layout(config.actor_train).tp, layout(config.reference).tp, layout(config.reference).dp) == (4, 2, 2)
+    assert (
+        layout(config.actor_train).tp,
+        layout(config.reference).tp,
+        layout(config.reference).dp,
+    ) == (4, 2, 2)
     with pytest.raises(ConfigError, match="ref_tp"):
         config_of(None, ref_tp=2, reference={"strategy_args": {"tp_size": 4}})
 

@@ -16,7 +16,16 @@ from rather.config.schema import DPOConfig
 from rather.data.template import TEMPLATES, ChatTemplate
 from rather.data.tokens import Encoder, Recipe
 
-SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"]
+SPECIAL = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+]
 CORPUS = [
     "Where is the bread? The bread is on the top shelf, my friend.",
     "user assistant system You are a helpful assistant. How much is the salt? Two coins.",
@@ -31,7 +40,8 @@ def _tokenizer(adds_bos: bool) -> Tokenizer:
     special = [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet)
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet),
     )
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -54,7 +64,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("tokenizers")
     chatml = TEMPLATES["chatml"]
     return {
-        "chat": _save(base / "chat", _tokenizer(False), eos_token="<|im_end|>", chat_template=chatml),
+        "chat": _save(
+            base / "chat", _tokenizer(False), eos_token="<|im_end|>", chat_template=chatml
+        ),
         "plain": _save(base / "plain", _tokenizer(True), bos_token="<s>", eos_token="</s>"),
     }
 
@@ -63,7 +75,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def recipe(folders: dict[str, Path]) -> Callable[..., Recipe]:
     """A recipe for one of the small tokenizers; `template` is a name, a Jinja text or None."""
 
-    def make(template: str | None = "chatml", *, bos: bool = False, eos: str | None = None, **settings: Any) -> Recipe:
+    def make(
+        template: str | None = "chatml",
+        *,
+        bos: bool = False,
+        eos: str | None = None,
+        **settings: Any,
+    ) -> Recipe:
         tokenizer = Tokenizer.from_file(str(folders["plain" if bos else "chat"] / "tokenizer.json"))
         eos = eos or ("<|im_end|>" if template == "chatml" else "</s>")
         variables = {"eos_token": eos} | ({"bos_token": "<s>"} if bos else {})
@@ -103,7 +121,10 @@ def config(tmp_path: Path, folders: dict[str, Path]) -> Callable[..., DPOConfig]
     """A config for files of pairs; data settings as `data`, evaluation as `validation`, the rest top level."""
 
     def make(files: Any, tokenizer: str = "chat", **settings: Any) -> DPOConfig:
-        data = {"file_name": files if isinstance(files, list) else str(files), **settings.pop("data", {})}
+        data = {
+            "file_name": files if isinstance(files, list) else str(files),
+            **settings.pop("data", {}),
+        }
         return DPOConfig.model_validate(
             {
                 "output_dir": str(tmp_path / "out"),

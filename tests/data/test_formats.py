@@ -62,12 +62,22 @@ SHAPES = {
     ),
     "prompt as messages": ({"prompt": [user("q")], **AB}, TALK),
     "chosen as messages": ({"prompt": "q", "chosen": [assistant("a")], "rejected": "b"}, TALK),
-    "rejected as one message": ({"prompt": [user("q")], "chosen": "a", "rejected": assistant("b")}, TALK),
-    "prompt repeated in whole conversations": (
-        {"prompt": "q", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+    "rejected as one message": (
+        {"prompt": [user("q")], "chosen": "a", "rejected": assistant("b")},
         TALK,
     ),
-    "whole conversations": ({"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]}, TALK),
+    "prompt repeated in whole conversations": (
+        {
+            "prompt": "q",
+            "chosen": [user("q"), assistant("a")],
+            "rejected": [user("q"), assistant("b")],
+        },
+        TALK,
+    ),
+    "whole conversations": (
+        {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+        TALK,
+    ),
     "whole conversations of several turns": (
         {
             "chosen": [system("s"), user("x"), assistant("y"), user("q"), assistant("a")],
@@ -94,14 +104,21 @@ SHAPES = {
         ((system("s"), user("q")), (assistant("a"),), (assistant("b"),)),
     ),
     "llama_factory": (
-        {"conversations": FROM_Q, "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
+        {
+            "conversations": FROM_Q,
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
         TALK,
     ),
     "llama_factory with text": ({"conversations": FROM_Q, **AB}, TALK),
     "nemo": (
         {
             "context": [user("q")],
-            "completions": [{"rank": 1, "completion": [assistant("b")]}, {"rank": 0, "completion": [assistant("a")]}],
+            "completions": [
+                {"rank": 1, "completion": [assistant("b")]},
+                {"rank": 0, "completion": [assistant("a")]},
+            ],
         },
         TALK,
     ),
@@ -123,7 +140,8 @@ def test_every_shape_gives_the_same_pair(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["instruction", "prompt", "messages", "colossal", "llama_factory", "nemo", "swift", "ranked"]
+    "name",
+    ["instruction", "prompt", "messages", "colossal", "llama_factory", "nemo", "swift", "ranked"],
 )
 def test_a_named_format_reads_its_rows_and_refuses_others(name: str) -> None:
     row, _ = SHAPES[name]
@@ -136,7 +154,12 @@ BEGINNINGS = {  # system column, prompt, what both conversations begin with -> t
     "system column, one turn": ("s", "q", [user("q")], [system("s"), user("q")]),
     "system column, several turns": ("s", "q", EARLIER, [system("s"), *EARLIER]),
     "system column, nothing asked": ("s", [], EARLIER, [system("s"), *EARLIER]),
-    "system column and the same in the conversations": ("s", "q", [system("s"), *EARLIER], [system("s"), *EARLIER]),
+    "system column and the same in the conversations": (
+        "s",
+        "q",
+        [system("s"), *EARLIER],
+        [system("s"), *EARLIER],
+    ),
     "system turn in the prompt": (None, [system("s"), user("q")], EARLIER, [system("s"), *EARLIER]),
     "system turn alone in the prompt": (None, [system("s")], EARLIER, [system("s"), *EARLIER]),
     "developer turn in the prompt": (
@@ -145,8 +168,18 @@ BEGINNINGS = {  # system column, prompt, what both conversations begin with -> t
         EARLIER,
         [{"role": "developer", "content": "s"}, *EARLIER],
     ),
-    "system turn in the conversations": (None, EARLIER, [system("s"), *EARLIER], [system("s"), *EARLIER]),
-    "earlier turns in the prompt": (None, [system("s"), *EARLIER], [user("q")], [system("s"), *EARLIER]),
+    "system turn in the conversations": (
+        None,
+        EARLIER,
+        [system("s"), *EARLIER],
+        [system("s"), *EARLIER],
+    ),
+    "earlier turns in the prompt": (
+        None,
+        [system("s"), *EARLIER],
+        [user("q")],
+        [system("s"), *EARLIER],
+    ),
     "earlier turns in the conversations": (None, [user("q")], EARLIER, EARLIER),
     "empty prompt": (None, "", EARLIER, EARLIER),
     "empty list": (None, [], [user("q")], [user("q")]),
@@ -157,9 +190,17 @@ BEGINNINGS = {  # system column, prompt, what both conversations begin with -> t
 @pytest.mark.parametrize("name", BEGINNINGS)
 def test_nothing_of_a_prompt_is_lost_that_whole_conversations_repeat_in_part(name: str) -> None:
     given, prompt, begin, expected = BEGINNINGS[name]
-    row = {"prompt": prompt, "chosen": [*begin, assistant("a")], "rejected": [*begin, assistant("b")]}
+    row = {
+        "prompt": prompt,
+        "chosen": [*begin, assistant("a")],
+        "rejected": [*begin, assistant("b")],
+    }
     pair = one({**row, "system": given} if given else row)
-    assert (pair.prompt, pair.chosen, pair.rejected) == (tuple(expected), (assistant("a"),), (assistant("b"),))
+    assert (pair.prompt, pair.chosen, pair.rejected) == (
+        tuple(expected),
+        (assistant("a"),),
+        (assistant("b"),),
+    )
 
 
 RANKED = {"prompt": "q", "responses": ["c", "a", "b", "b2"], "ranks": [3, 1, 2, 2]}
@@ -173,7 +214,9 @@ RANKED = {"prompt": "q", "responses": ["c", "a", "b", "b2"], "ranks": [3, 1, 2, 
         ("best_vs_worst", ["ac"], 0),
     ],
 )
-def test_ranked_answers_are_paired_and_ties_counted(which: str, pairs: list[str], ties: int) -> None:
+def test_ranked_answers_are_paired_and_ties_counted(
+    which: str, pairs: list[str], ties: int
+) -> None:
     found = read(RANKED, ranked_pairs=which)
     assert [f"{pair.chosen}{pair.rejected}" for pair in found.pairs] == pairs  # type: ignore[str-bytes-safe]
     assert found.ties == ties
@@ -207,7 +250,9 @@ def test_columns_are_renamed() -> None:
 
 @pytest.mark.parametrize("empty", [{}, {"x": None}], ids=["missing", "null"])
 @pytest.mark.parametrize("name", ["input", "system", "history", "weight", "id", "tools"])
-def test_an_optional_column_stays_optional_under_another_name(name: str, empty: dict[str, Any]) -> None:
+def test_an_optional_column_stays_optional_under_another_name(
+    name: str, empty: dict[str, Any]
+) -> None:
     row = {"instruction": "q", **AB}
     assert one({**row, **empty}, columns={name: "x"}) == one(row)
 
@@ -284,7 +329,9 @@ def test_extra_columns_weights_and_ids() -> None:
         ({"messages": [user("q")], "rejected_response": "b"}, "bad_roles", "chosen assistant turn"),
     ],
 )  # fmt: skip
-def test_bad_rows_have_a_reason_and_a_sentence(row: dict[str, Any], expected: str, says: str) -> None:
+def test_bad_rows_have_a_reason_and_a_sentence(
+    row: dict[str, Any], expected: str, says: str
+) -> None:
     [bad] = read(row).refused
     assert bad.reason == expected
     assert says in bad.detail
@@ -292,8 +339,18 @@ def test_bad_rows_have_a_reason_and_a_sentence(row: dict[str, Any], expected: st
 
 def test_tool_turns_and_empty_prompts_are_allowed() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    talk = [user("q"), call, {"role": "tool", "content": "1"}, {"role": "observation", "content": "2"}]
-    assert [turn["role"] for turn in one({"messages": talk, **AB}).prompt] == ["user", "assistant", "tool", "tool"]  # type: ignore[index]
+    talk = [
+        user("q"),
+        call,
+        {"role": "tool", "content": "1"},
+        {"role": "observation", "content": "2"},
+    ]
+    assert [turn["role"] for turn in one({"messages": talk, **AB}).prompt] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+    ]  # type: ignore[index]
     assert one({"prompt": "", **AB}).prompt == ""
     assert one({"prompt": [], **AB}).prompt == (user(""),)
     assert one({"chosen": "yes", "rejected": "no"}).prompt == ""
@@ -332,11 +389,20 @@ def odd_rows(count: int, names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("columns", [{}, {"prompt": "system", "system": "prompt", "weight": "margin"}])
+@pytest.mark.parametrize(
+    "columns", [{}, {"prompt": "system", "system": "prompt", "weight": "margin"}]
+)
 def test_any_row_gives_pairs_or_a_counted_reason(columns: dict[str, str]) -> None:
     reasons = set()
     for row in odd_rows(5_000, sorted(COLUMNS)):
         found = read(row, columns=columns)
         assert found.pairs or found.refused or found.ties, row
         reasons |= {bad.reason for bad in found.refused}
-    assert reasons >= {"bad_type", "bad_roles", "missing_key", "prompt_mismatch", "empty_response", "identical_text"}
+    assert reasons >= {
+        "bad_type",
+        "bad_roles",
+        "missing_key",
+        "prompt_mismatch",
+        "empty_response",
+        "identical_text",
+    }

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rather.data import pool
-from rather.data.cut import Bad
 from rather.data.formats import TextPair
-from rather.data.limited import LimitedEncoder, encoder_of
+from rather.data.json_rows import Bad
+from rather.data.sandboxed import LimitedEncoder, encoder_of
 from rather.data.tokens import Encoded, Encoder
 from tests.data.test_tokens import TALK, pair
 
@@ -40,7 +40,9 @@ def test_both_give_the_same(encoder: Make) -> None:
     assert [behind.encode(one) for one in PAIRS] == results
     assert {type(result) for result in results} == {Bad, Encoded}
     assert any(result.notes for result in results if not isinstance(result, Bad))
-    assert [behind.inference_prompt(one) for one in PAIRS] == [beside.inference_prompt(one) for one in PAIRS]
+    assert [behind.inference_prompt(one) for one in PAIRS] == [
+        beside.inference_prompt(one) for one in PAIRS
+    ]
     assert behind.training_prompt("Where?") == beside.training_prompt("Where?")
     assert behind.end_of_turn == beside.end_of_turn == beside.tokenizer.token_to_id("<|im_end|>")
 
@@ -49,7 +51,9 @@ def test_without_a_template_nothing_is_started(encoder: Make) -> None:
     assert isinstance(encoder_of(encoder(template=None).recipe, "here"), Encoder)
 
 
-def test_after_ctrl_c_the_next_answer_is_its_own(encoder: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ctrl_c_the_next_answer_is_its_own(
+    encoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A terminal sends it to the child as well; and an answer that nobody waited for is never taken for another."""
     beside = encoder()
     behind = limited(beside)

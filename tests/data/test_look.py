@@ -15,13 +15,14 @@ import pytest
 from rich.console import Console
 
 from rather.config.schema import DPOConfig
-from rather.data import cache, look_numbers
-from rather.data import look as module
-from rather.data import look_near as near
-from rather.data.look_page import data_page
+from rather.data import cache
+from rather.data import findings as module
+from rather.data import near_duplicates as near
+from rather.data import statistics as look_numbers
 from rather.data.prepare import Prepared, prepare
 from rather.data.show import print_look, print_report, token_texts
 from rather.data.template import TEMPLATES, load_tokenizer
+from rather.report.data_page import data_page
 
 Config = Callable[..., DPOConfig]
 Write = Callable[..., Path]
@@ -125,20 +126,36 @@ def test_examples_name_both_places(sick: Prepared) -> None:
     places: dict[str, list[tuple[str, str]]] = {}
     for one in look_of(sick)["examples"]:
         places.setdefault(one["kind"], []).append((Path(one["place"]).name, Path(one["like"]).name))
-    assert places["same_pair"] == [(f"train.jsonl:{31 + i}", f"train.jsonl:{1 + i}") for i in range(SAME_PAIRS)]
-    assert places["near_pair"] == [(f"train.jsonl:{34 + i}", f"train.jsonl:{5 + i}") for i in range(NEAR_PAIRS)]
+    assert places["same_pair"] == [
+        (f"train.jsonl:{31 + i}", f"train.jsonl:{1 + i}") for i in range(SAME_PAIRS)
+    ]
+    assert places["near_pair"] == [
+        (f"train.jsonl:{34 + i}", f"train.jsonl:{5 + i}") for i in range(NEAR_PAIRS)
+    ]
     assert ("train.jsonl:15", "train.jsonl:40") in places["swapped"]
-    assert places["both_ways"] == [(f"train.jsonl:{19 + i}", f"train.jsonl:{42 + i}") for i in range(BOTH_WAYS)]
+    assert places["both_ways"] == [
+        (f"train.jsonl:{19 + i}", f"train.jsonl:{42 + i}") for i in range(BOTH_WAYS)
+    ]
     assert places["leaked_pair"] == [("held.jsonl:3", "train.jsonl:23")]
-    assert places["near_leaked_prompt"] == [("held.jsonl:4", "train.jsonl:25"), ("held.jsonl:5", "train.jsonl:26")]
+    assert places["near_leaked_prompt"] == [
+        ("held.jsonl:4", "train.jsonl:25"),
+        ("held.jsonl:5", "train.jsonl:26"),
+    ]
 
 
 def test_findings_say_the_number_and_what_to_do(sick: Prepared) -> None:
     found = findings(sick)
-    assert "50 % of the prompts of eval held are also in train (3 the same" in found["leakage eval held"]["text"]
+    assert (
+        "50 % of the prompts of eval held are also in train (3 the same"
+        in found["leakage eval held"]["text"]
+    )
     assert found["leakage eval held"]["severity"] == "serious"
     assert found["contradictory_pairs train"]["number"] == round(2 * SWAPPED / (len(ROWS) + 2), 4)
-    assert {"duplicate_pairs train", "near_duplicate_pairs train", "answers_both_ways train"} <= set(found)
+    assert {
+        "duplicate_pairs train",
+        "near_duplicate_pairs train",
+        "answers_both_ways train",
+    } <= set(found)
     assert "length_bias train" not in found
     assert all(one["advice"].endswith(".") for one in found.values())
     severities = [one["severity"] for one in look_of(sick)["findings"]]
@@ -148,7 +165,11 @@ def test_findings_say_the_number_and_what_to_do(sick: Prepared) -> None:
 def test_a_healthy_set_has_no_findings(config: Config, write: Write, console: Console) -> None:
     held = write([fresh() for _ in range(10)], "held.jsonl")
     made = prepare(
-        config(write([fresh() for _ in range(60)]), sequence_length=1024, validation={"file_name": str(held)}),
+        config(
+            write([fresh() for _ in range(60)]),
+            sequence_length=1024,
+            validation={"file_name": str(held)},
+        ),
         console=console,
     )
     assert look_of(made)["findings"] == []
@@ -172,7 +193,9 @@ def test_the_numbers_are_kept_and_not_counted_again(
         prepare(settings, console=console)
 
 
-def test_tokens_of_an_older_cache_are_made_again(config: Config, write: Write, console: Console) -> None:
+def test_tokens_of_an_older_cache_are_made_again(
+    config: Config, write: Write, console: Console
+) -> None:
     settings = config(write(ROWS[:5]), sequence_length=2048)
     file = prepare(settings, console=console).train.file.path
     older = pa.ipc.open_file(str(file)).read_all().drop_columns(["normal_prompt"])
@@ -180,11 +203,15 @@ def test_tokens_of_an_older_cache_are_made_again(config: Config, write: Write, c
     with pa.ipc.new_file(str(file), older.schema) as writer:
         writer.write_table(older)
     report = json.loads(file.with_suffix(".json").read_text())["report"]
-    file.with_suffix(".json").write_text(json.dumps({"sha256": cache._sha(file, report), "report": report}))
+    file.with_suffix(".json").write_text(
+        json.dumps({"sha256": cache._sha(file, report), "report": report})
+    )
     assert look_of(prepare(settings, console=console))["sets"]["train"]["pairs"] == 5
 
 
-def test_above_a_limit_near_ones_are_looked_for_in_a_sample(sick: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_above_a_limit_near_ones_are_looked_for_in_a_sample(
+    sick: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(look_numbers, "NEAR_PAIRS", 20)
     found = look_numbers.numbers({"train": sick.train}, lambda _: None)
     repeats = found.sets["train"].repeats
@@ -195,7 +222,9 @@ def test_above_a_limit_near_ones_are_looked_for_in_a_sample(sick: Prepared, monk
 
 
 def test_length_bias_by_hand(config: Config, write: Write, console: Console) -> None:
-    rows = [{"prompt": f"{i} {text(5)}", "chosen": text(30), "rejected": text(6)} for i in range(40)]
+    rows = [
+        {"prompt": f"{i} {text(5)}", "chosen": text(30), "rejected": text(6)} for i in range(40)
+    ]
     rows += [{**one, "prompt": f"again {one['prompt']}", "chosen": one["rejected"], "rejected": one["chosen"]}
              for one in rows[:8]]  # fmt: skip
     made = prepare(config(write(rows), sequence_length=1024), console=console)
@@ -232,7 +261,10 @@ def test_truncation_is_told(config: Config, write: Write, console: Console) -> N
     made = prepare(cut, console=console)
     told = look_of(made)["truncation"]["train"]
     assert (told["cut_answers"], told["cut_prompts"], told["dropped"]) == (2, 0, 0)
-    assert "2 pairs of train (20 %) are cut to sequence_length (900)" in findings(made)["truncation train"]["text"]
+    assert (
+        "2 pairs of train (20 %) are cut to sequence_length (900)"
+        in findings(made)["truncation train"]["text"]
+    )
     made = prepare(config(write(rows), sequence_length=900), console=console)
     assert look_of(made)["truncation"]["train"]["dropped"] == 2
 
@@ -249,7 +281,9 @@ class Lists:
 
     def tokens_of(self, _: str, rows: Any) -> tuple[Any, Any]:
         some = [self.texts[row] for row in rows]
-        return np.array([token for one in some for token in one], np.int32), np.cumsum([0, *map(len, some)])
+        return np.array([token for one in some for token in one], np.int32), np.cumsum(
+            [0, *map(len, some)]
+        )
 
     def lengths(self, _: str) -> Any:
         return np.array([len(one) for one in self.texts])
@@ -285,13 +319,18 @@ def test_near_texts_are_those_that_counting_finds(monkeypatch: pytest.MonkeyPatc
     assert len(set(across[:, 0].tolist())) >= 0.97 * len(wanted)
 
 
-def test_a_common_system_prompt_makes_no_questions_alike(config: Config, write: Write, console: Console) -> None:
+def test_a_common_system_prompt_makes_no_questions_alike(
+    config: Config, write: Write, console: Console
+) -> None:
     system = {"role": "system", "content": text(60)}
     rows = [
-        {**fresh(), "prompt": [system, {"role": "user", "content": f"Where is {word}?"}]} for word in WORDS[:40]
+        {**fresh(), "prompt": [system, {"role": "user", "content": f"Where is {word}?"}]}
+        for word in WORDS[:40]
     ]
     for row in rows:
-        row |= {side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")}
+        row |= {
+            side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")
+        }
     made = prepare(config(write(rows), sequence_length=1024), console=console)
     assert look_of(made)["sets"]["train"]["repeats"]["near_prompts"] == 0
 
@@ -301,19 +340,28 @@ def inference(made: Prepared) -> dict[str, Any]:
     return told
 
 
-def test_a_prompt_as_at_inference(config: Config, write: Write, console: Console, folders: dict[str, Path]) -> None:
+def test_a_prompt_as_at_inference(
+    config: Config, write: Write, console: Console, folders: dict[str, Path]
+) -> None:
     made = prepare(config(write(ROWS[:3]), sequence_length=1024), console=console)
     assert (inference(made)["compared"], inference(made)["different"]) == (2, 0)
     bos = config(write(ROWS[:3]), "plain", sequence_length=1024, data={"template": "chatml"})
     made = prepare(bos, console=console)
     [one] = inference(made)["examples"]
     assert (one["training"], one["inference"], one["before"]) == (["<s>"], [], [])
-    assert "training has '<s>' where chat template chatml gives ''" in findings(made)["prompt_difference train"]["text"]
+    assert (
+        "training has '<s>' where chat template chatml gives ''"
+        in findings(made)["prompt_difference train"]["text"]
+    )
     assert one["place"].endswith("pairs.jsonl:1")
 
 
-def test_plain_text_where_the_tokenizer_has_a_template(config: Config, write: Write, console: Console) -> None:
-    made = prepare(config(write(ROWS[:3]), sequence_length=1024, data={"template": "none"}), console=console)
+def test_plain_text_where_the_tokenizer_has_a_template(
+    config: Config, write: Write, console: Console
+) -> None:
+    made = prepare(
+        config(write(ROWS[:3]), sequence_length=1024, data={"template": "none"}), console=console
+    )
     told = inference(made)
     assert told["by"] == "the tokenizer's own chat template"
     assert told["different"] == told["compared"] == 2
@@ -340,7 +388,9 @@ def test_a_template_bomb_is_not_rendered_for_a_comparison(
     settings = json.loads((folders["chat"] / "tokenizer_config.json").read_text())
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (bad / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": endless}))
-    plain = config(write(ROWS[:3]), sequence_length=1024, data={"template": "none"}, pretrain=str(bad))
+    plain = config(
+        write(ROWS[:3]), sequence_length=1024, data={"template": "none"}, pretrain=str(bad)
+    )
     made = prepare(plain, console=console, limits=Limits(row_seconds=0.5))
     assert len(made.train) == 3
     assert inference(made)["by"] == "the tokenizer"
@@ -371,7 +421,10 @@ def test_texts_of_tokens_join_to_the_text(folders: dict[str, Path], written: str
 
 def test_real_pairs(team_data: Path, tmp_path: Path, console: Console) -> None:
     """A known length bias is found; prompts are as at inference, and whole prompts are held out."""
-    folder, path = team_data / "tokenizers/smollm2", team_data / "pairs/orca_dpo_validation.jsonl.gz"
+    folder, path = (
+        team_data / "tokenizers/smollm2",
+        team_data / "pairs/orca_dpo_validation.jsonl.gz",
+    )
     config = DPOConfig.model_validate(
         {
             "output_dir": str(tmp_path),
@@ -398,7 +451,9 @@ def test_inference_prompts_are_those_of_transformers(
 ) -> None:
     """The prompt that is compared with is rendered by our own code in a child; transformers gives the same."""
     template = TEMPLATES["qwen3"]
-    made = prepare(config(write(ROWS[:4]), sequence_length=1024, data={"template": "qwen3"}), console=console)
+    made = prepare(
+        config(write(ROWS[:4]), sequence_length=1024, data={"template": "qwen3"}), console=console
+    )
     tokenizer: Any = load_tokenizer(str(folders["chat"]))
     tokenizer.chat_template = template
     for row, pair in zip(ROWS[:4], made.train.take(range(4)), strict=True):

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.data.look_page import data_page, section
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
+from rather.report.data_page import data_page, section
 from tests.browser import NARROW, OpenPage, accessibility_findings, overflow, screenshot
 from tests.tiny import make_config, make_model
 
@@ -95,14 +95,22 @@ def test_json_is_all_there_is(settings: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_said(settings: Path) -> None:
-    done = CliRunner().invoke(app, ["data", str(settings), "--html", str(settings.parent / "no" / "such.html")])
+    done = CliRunner().invoke(
+        app, ["data", str(settings), "--html", str(settings.parent / "no" / "such.html")]
+    )
     assert done.exit_code == 9
-    assert "such.html: cannot be written (No such file or directory)" in done.output.replace("\n", "")
+    assert "such.html: cannot be written (No such file or directory)" in done.output.replace(
+        "\n", ""
+    )
 
 
 def test_refused_data_has_a_page_too() -> None:
     """data_report.json of a run that ended because of its rows has no look."""
-    told = {"rows": 2, "pairs": 1, "dropped": {"bad_json": {"count": 1, "places": {}, "examples": []}}}
+    told = {
+        "rows": 2,
+        "pairs": 1,
+        "dropped": {"bad_json": {"count": 1, "places": {}, "examples": []}},
+    }
     assert "not valid JSON" in section({"train": told, "evals": {}, "warnings": []})
 
 

@@ -27,7 +27,7 @@ from rather.data.prepare import BadRows, Prepared, held_out, prepare
 from rather.data.show import print_report, show_pairs
 from rather.data.template import load_tokenizer
 from rather.errors import DataError
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, metrics
 
 Config = Callable[..., DPOConfig]
@@ -92,17 +92,24 @@ WARNED_ROWS = {
 def test_a_file_with_every_bad_row(config: Config, tmp_path: Path, console: Console) -> None:
     lines = [json.dumps({**GOOD, "source": "x"})]
     expected: dict[str, list[int]] = {}
-    for kind, rows in {**BAD_ROWS, **{k: [json.dumps(r) for r in rows] for k, rows in WARNED_ROWS.items()}}.items():
+    for kind, rows in {
+        **BAD_ROWS,
+        **{k: [json.dumps(r) for r in rows] for k, rows in WARNED_ROWS.items()},
+    }.items():
         for row in rows:
             lines.append(row)
             expected.setdefault(kind, []).append(len(lines))
     path = tmp_path / "pairs.jsonl"
-    path.write_bytes("\n".join(lines).encode() + b'\n{"prompt": "\xff"}\n{"prompt": "q", "chosen": "cut')
+    path.write_bytes(
+        "\n".join(lines).encode() + b'\n{"prompt": "\xff"}\n{"prompt": "q", "chosen": "cut'
+    )
     expected["bad_encoding"], expected["truncated"] = [len(lines) + 1], [len(lines) + 2]
     settings = {"max_bad_fraction": 0.9}
     made = prepare(config(path, **settings), console=console)
     told = made.report["train"]
-    found = {k: e["places"][str(path)] for group in ("dropped", "warned") for k, e in told[group].items()}
+    found = {
+        k: e["places"][str(path)] for group in ("dropped", "warned") for k, e in told[group].items()
+    }
     assert found == expected
     assert set(told["dropped"]) == {*BAD_ROWS, "bad_encoding", "truncated"}
     assert told["pairs"] == len(made.train) == 1 + sum(map(len, WARNED_ROWS.values()))
@@ -116,17 +123,26 @@ def test_a_file_with_every_bad_row(config: Config, tmp_path: Path, console: Cons
     assert "pairs.jsonl:2" in shown
 
 
-def test_pairs_that_are_only_too_long_are_told_and_not_bad(config: Config, write: Write, console: Console) -> None:
+def test_pairs_that_are_only_too_long_are_told_and_not_bad(
+    config: Config, write: Write, console: Console
+) -> None:
     rows = [{**GOOD, "prompt": f"the bread {i}"} for i in range(10)]
     rows += [{**GOOD, "chosen": "the bread " * count} for count in (200, 201, 202)]
     made = prepare(config(write(rows)), console=console)
     assert len(made.train) == 10
     assert made.report["train"]["dropped"]["too_long"]["count"] == 3
-    assert any("3 of 13 pairs are longer than sequence_length" in text for text in made.report["warnings"])
+    assert any(
+        "3 of 13 pairs are longer than sequence_length" in text for text in made.report["warnings"]
+    )
 
 
-def test_too_many_bad_rows_end_the_run_with_the_table(config: Config, write: Write, console: Console) -> None:
-    path = write([GOOD] * 18 + [{**GOOD, "rejected": GOOD["chosen"]}, {"prompt": "q", "chosen": "a", "reject": "b"}])
+def test_too_many_bad_rows_end_the_run_with_the_table(
+    config: Config, write: Write, console: Console
+) -> None:
+    path = write(
+        [GOOD] * 18
+        + [{**GOOD, "rejected": GOOD["chosen"]}, {"prompt": "q", "chosen": "a", "reject": "b"}]
+    )
     with pytest.raises(BadRows, match=r"2 of 20 \(10.0%\).*max_bad_fraction is 0.05") as caught:
         prepare(config(path), console=console)
     assert caught.value.exit_code == 3
@@ -147,7 +163,9 @@ def test_no_pairs_is_an_error(config: Config, write: Write, console: Console, te
 
 
 def same(one: Prepared, two: Prepared) -> bool:
-    pairs = zip(one.train.take(range(len(one.train))), two.train.take(range(len(two.train))), strict=True)
+    pairs = zip(
+        one.train.take(range(len(one.train))), two.train.take(range(len(two.train))), strict=True
+    )
     return all(
         a.prompt.tolist() == b.prompt.tolist()
         and a.chosen.tolist() == b.chosen.tolist()
@@ -165,10 +183,12 @@ def test_the_same_bytes_for_any_number_of_processes_and_any_file_format(
     rows = many(1500)
     path = write(rows)
     one = prepare(
-        config(path, data={"preprocessing_num_workers": 1, "cache_dir": str(tmp_path / "1")}), console=console
+        config(path, data={"preprocessing_num_workers": 1, "cache_dir": str(tmp_path / "1")}),
+        console=console,
     )
     two = prepare(
-        config(path, data={"preprocessing_num_workers": 2, "cache_dir": str(tmp_path / "2")}), console=console
+        config(path, data={"preprocessing_num_workers": 2, "cache_dir": str(tmp_path / "2")}),
+        console=console,
     )
     assert one.train.fingerprint == two.train.fingerprint
     assert one.train.file.path.read_bytes() == two.train.file.path.read_bytes()
@@ -208,7 +228,9 @@ def test_the_cache_is_used_until_something_that_matters_changes(
     with monkeypatch.context() as patch:
         patch.setattr(module, "tokenised", no_work)
         patch.setattr(module, "load_tokenizer", no_tokenizer)
-        again = prepare(config(path, beta=0.3, max_bad_fraction=0.5, validation={"split": 5}), console=console)
+        again = prepare(
+            config(path, beta=0.3, max_bad_fraction=0.5, validation={"split": 5}), console=console
+        )
         assert len(again.train) == 45
         os.utime(path)  # touched, not changed
         prepare(config(path), console=console)
@@ -234,7 +256,9 @@ def flipped(content: bytes, place: int) -> bytes:
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "emptied", "a bit", "report", "a bit of the report", "gone"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "emptied", "a bit", "report", "a bit of the report", "gone"]
+)
 def test_a_damaged_cache_is_built_again(
     config: Config, write: Write, console: Console, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -242,7 +266,11 @@ def test_a_damaged_cache_is_built_again(
     file = made.train.file.path
     content, told = file.read_bytes(), file.with_suffix(".json").read_bytes()
     file.unlink()  # a new file: the old one is still mapped here
-    spoilt = {"truncated": content[: len(content) // 2], "emptied": b"", "a bit": flipped(content, len(content) // 2)}
+    spoilt = {
+        "truncated": content[: len(content) // 2],
+        "emptied": b"",
+        "a bit": flipped(content, len(content) // 2),
+    }
     reports = {"report": b"{", "a bit of the report": flipped(told, told.rindex(b'"pairs": ') + 9)}
     if damage != "gone":
         file.write_bytes(spoilt.get(damage, content))
@@ -255,7 +283,9 @@ def test_a_damaged_cache_is_built_again(
     assert caplog.messages.count(said) == (damage != "gone")
 
 
-def test_a_run_over_a_flipped_bit_has_the_same_losses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_over_a_flipped_bit_has_the_same_losses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def losses(name: str) -> list[float]:
         run = make_config(tmp_path, exp_name=name, max_steps=3)
         assert DPOPipeline(run).run() == 0
@@ -270,7 +300,9 @@ def test_a_run_over_a_flipped_bit_has_the_same_losses(tmp_path: Path, caplog: py
     caplog.clear()
     assert losses("after") == before
     assert len(set(before)) == 3
-    assert {message.partition(":")[0] for message in caplog.messages if "damaged" in message} == set(map(str, files))
+    assert {
+        message.partition(":")[0] for message in caplog.messages if "damaged" in message
+    } == set(map(str, files))
     assert [file.read_bytes() for file in files] == contents
 
 
@@ -300,7 +332,9 @@ def test_a_template_bomb_dies_alone(
     assert time.monotonic() - started < 30
 
 
-def test_children_end_with_their_parent(config: Config, write: Write, tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_children_end_with_their_parent(
+    config: Config, write: Write, tmp_path: Path, folders: dict[str, Path]
+) -> None:
     """A killed run leaves no process behind, also none that is inside an endless template."""
     (tmp_path / "bomb.jinja").write_text(ENDLESS)
     setup = config(write([GOOD]), data={"template": str(tmp_path / "bomb.jinja")})
@@ -324,7 +358,11 @@ def test_children_end_with_their_parent(config: Config, write: Write, tmp_path: 
         child = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 30
-    while Path(f"/proc/{child}").exists() and "Z (" not in _state(child) and time.monotonic() < deadline:
+    while (
+        Path(f"/proc/{child}").exists()
+        and "Z (" not in _state(child)
+        and time.monotonic() < deadline
+    ):
         os.sched_yield()
     assert time.monotonic() < deadline
 
@@ -340,7 +378,9 @@ def test_messages_need_a_template(config: Config, write: Write, console: Console
     path = write([{"messages": talk("user"), "chosen": "a", "rejected": "b"}])
     with pytest.raises(DataError, match=r"pairs.jsonl: .*set data_args.template"):
         prepare(config(path, "plain"), console=console)
-    assert len(prepare(config(path, "plain", data={"template": "chatml"}), console=console).train) == 1
+    assert (
+        len(prepare(config(path, "plain", data={"template": "chatml"}), console=console).train) == 1
+    )
     with pytest.raises(DataError, match="has no chat template"):
         prepare(config(path, "plain", data={"template": "native"}), console=console)
     with pytest.raises(DataError, match="did you mean 'chatml'"):
@@ -376,8 +416,13 @@ def test_several_files_weights_named_evaluation_sets_and_leakage(
     config: Config, write: Write, console: Console
 ) -> None:
     first, second = write(many(40), "a.jsonl"), write(many(60)[40:], "b.jsonl")
-    leaky = write([*many(2), {**many(3)[2], "chosen": "other"}, {**GOOD, "prompt": "new"}], "leaky.jsonl")
-    settings = {"data": {"weights": [1.0, 0.5]}, "validation": {"file_name": {"leaky": str(leaky), "b": str(second)}}}
+    leaky = write(
+        [*many(2), {**many(3)[2], "chosen": "other"}, {**GOOD, "prompt": "new"}], "leaky.jsonl"
+    )
+    settings = {
+        "data": {"weights": [1.0, 0.5]},
+        "validation": {"file_name": {"leaky": str(leaky), "b": str(second)}},
+    }
     made = prepare(config([str(first), str(second)], **settings), console=console)
     assert made.train.parts == ((0, 40, 1.0), (40, 60, 0.5))
     assert {name: len(held) for name, held in made.evals.items()} == {"leaky": 4, "b": 20}
@@ -390,7 +435,9 @@ def test_several_files_weights_named_evaluation_sets_and_leakage(
     assert "eval leaky" in console_lines.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_same_content_elsewhere_is_the_same_data(config: Config, write: Write, console: Console) -> None:
+def test_the_same_content_elsewhere_is_the_same_data(
+    config: Config, write: Write, console: Console
+) -> None:
     """A moved file is found in the cache, keeps its fingerprint, and is reported under its new name."""
     rows = [*many(30), {**GOOD, "rejected": ""}]
     one = prepare(config(write(rows, "a.jsonl")), console=console)
@@ -401,17 +448,29 @@ def test_the_same_content_elsewhere_is_the_same_data(config: Config, write: Writ
     assert place.endswith("b.jsonl")
 
 
-def test_a_small_set_is_a_warning_and_length_bias_a_figure(config: Config, write: Write, console: Console) -> None:
-    rows = [{"prompt": f"q{i}", "chosen": "On the top shelf, my friend.", "rejected": "No."} for i in range(5)]
+def test_a_small_set_is_a_warning_and_length_bias_a_figure(
+    config: Config, write: Write, console: Console
+) -> None:
+    rows = [
+        {"prompt": f"q{i}", "chosen": "On the top shelf, my friend.", "rejected": "No."}
+        for i in range(5)
+    ]
     made = prepare(config(write(rows)), console=console)
     assert "5 pairs, fewer than the 8" in made.report["warnings"][0]
     assert made.report["train"]["chosen_longer"] == 1.0
-    assert made.report["train"]["tokens"]["prompt"]["max"] == max(len(p.prompt) for p in made.train.take(range(5)))
+    assert made.report["train"]["tokens"]["prompt"]["max"] == max(
+        len(p.prompt) for p in made.train.take(range(5))
+    )
 
 
-def test_chosen_key_format_and_ranked_pairs_reach_the_rows(config: Config, write: Write, console: Console) -> None:
+def test_chosen_key_format_and_ranked_pairs_reach_the_rows(
+    config: Config, write: Write, console: Console
+) -> None:
     path = write([{"prompt": "q", "good": "a", "bad": "b"}])
-    assert len(prepare(config(path, chosen_key="good", rejected_key="bad"), console=console).train) == 1
+    assert (
+        len(prepare(config(path, chosen_key="good", rejected_key="bad"), console=console).train)
+        == 1
+    )
     path = write([{"prompt": "q", "responses": ["a", "b", "c"], "scores": [3, 2, 1]}])
     assert len(prepare(config(path), console=console).train) == 3
     assert len(prepare(config(path, ranked_pairs="best_vs_worst"), console=console).train) == 1
@@ -419,7 +478,9 @@ def test_chosen_key_format_and_ranked_pairs_reach_the_rows(config: Config, write
         prepare(config(path, data={"format": "messages"}), console=console)
 
 
-def test_a_full_disk_is_said(config: Config, write: Write, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said(
+    config: Config, write: Write, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rather.errors import DiskError
 
     def full(*_: object) -> None:
@@ -430,7 +491,9 @@ def test_a_full_disk_is_said(config: Config, write: Write, console: Console, mon
         prepare(config(write([GOOD])), console=console)
 
 
-def test_pairs_are_shown_with_their_scored_tokens(config: Config, write: Write, console: Console) -> None:
+def test_pairs_are_shown_with_their_scored_tokens(
+    config: Config, write: Write, console: Console
+) -> None:
     made = prepare(config(write([{**GOOD, "id": "first"}])), console=console)
     tokenizer = load_tokenizer(config("x").actor_train.tokenizer_path)
     assert tokenizer.pad_token == tokenizer.eos_token
@@ -443,11 +506,15 @@ def test_pairs_are_shown_with_their_scored_tokens(config: Config, write: Write, 
 
 def test_workers_need_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, rather.data.worker, rather.data.prepare\n"
+        "import sys, rather.data.tokenize_worker, rather.data.prepare\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     root = str(Path(pool.__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": root}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": root},
     )
     assert done.stdout.strip() == "[]"

@@ -17,16 +17,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rather.data import cut
-from rather.data.cut import Bad
+from rather.data import json_rows as cut
+from rather.data.json_rows import Bad
 from rather.data.read import chunks, find_sources, parsed_rows
 from rather.errors import DataError
 
-ROWS = [{"prompt": f"q{i}", "chosen": 'a "quote" \\ and } ] é 🎈', "rejected": "b"} for i in range(5)]
+ROWS = [
+    {"prompt": f"q{i}", "chosen": 'a "quote" \\ and } ] é 🎈', "rejected": "b"} for i in range(5)
+]
 
 
 def rows_of(path: Path, encoding: str = "utf-8") -> list[tuple[int, Any]]:
-    return [row for source in find_sources(path) for chunk in chunks(source, 0, encoding) for row in parsed_rows(chunk)]
+    return [
+        row
+        for source in find_sources(path)
+        for chunk in chunks(source, 0, encoding)
+        for row in parsed_rows(chunk)
+    ]
 
 
 def reasons(path: Path) -> list[tuple[int, str]]:
@@ -50,10 +57,22 @@ def lines(rows: list[Any], end: str = "\n") -> str:
         ("\ufeff" + json.dumps(ROWS), "json", [1, 2, 3, 4, 5]),
         ("\n".join(json.dumps(row, indent=1) for row in ROWS), "objects", [1, 2, 3, 4, 5]),
     ],
-    ids=["lines", "crlf", "bom", "blank lines", "no last line end", "array", "indented array", "array bom", "indented"],
+    ids=[
+        "lines",
+        "crlf",
+        "bom",
+        "blank lines",
+        "no last line end",
+        "array",
+        "indented array",
+        "array bom",
+        "indented",
+    ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["text", "gzip"])
-def test_text_is_known_by_its_content(tmp_path: Path, text: str, kind: str, numbers: list[int], packed: bool) -> None:
+def test_text_is_known_by_its_content(
+    tmp_path: Path, text: str, kind: str, numbers: list[int], packed: bool
+) -> None:
     path = tmp_path / "whatever.name"
     raw = text.encode()
     path.write_bytes(gzip.compress(raw) if packed else raw)
@@ -75,7 +94,9 @@ def test_tables(tmp_path: Path, suffix: str) -> None:
         if suffix == "save_to_disk":
             path.mkdir()
             target = path / "data-00000-of-00001.arrow"
-            (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": target.name}]}))
+            (path / "state.json").write_text(
+                json.dumps({"_data_files": [{"filename": target.name}]})
+            )
         with pa.ipc.new_stream(str(target), table.schema) as writer:
             writer.write_table(table)
     assert rows_of(path) == list(enumerate(ROWS, 1))
@@ -91,7 +112,9 @@ def test_arrays_are_cut_the_same_in_blocks_of_any_size(
     text = ['\\"', "\\\\", "}", "]", "{", "[", ",", "é", "\n", "x", '"', "\\"]
     rows = [{"a": "".join(draw.choices(text, k=9)), "b": [1, {"c": ["]", {}]}]} for _ in range(40)]
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(rows, ensure_ascii=draw.random() < 0.5, indent=draw.choice([None, 1])))
+    path.write_text(
+        json.dumps(rows, ensure_ascii=draw.random() < 0.5, indent=draw.choice([None, 1]))
+    )
     assert rows_of(path) == list(enumerate(rows, 1))
 
 
@@ -109,7 +132,9 @@ def test_arrays_are_cut_the_same_in_blocks_of_any_size(
     ],
 )
 @pytest.mark.parametrize("array", [False, True])
-def test_one_bad_row_does_not_hide_the_others(tmp_path: Path, row: str, reason: str, array: bool) -> None:
+def test_one_bad_row_does_not_hide_the_others(
+    tmp_path: Path, row: str, reason: str, array: bool
+) -> None:
     good = '{"a": "\\ud83c\\udf88"}'
     path = tmp_path / "x"
     path.write_text(f"[{good}, {row}, {good}]" if array else f"{good}\n{row}\n{good}\n")
@@ -126,7 +151,11 @@ def test_a_scalar_between_rows_of_an_array_is_a_bad_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [('{"a": 1}\n{"a": 2}\n{"a": "cut o', 3), ('[{"a": 1}, {"a": 2}, {"a": "cut o', 3), ('[{"a": 1}, {"a": 2},', 3)],
+    [
+        ('{"a": 1}\n{"a": 2}\n{"a": "cut o', 3),
+        ('[{"a": 1}, {"a": 2}, {"a": "cut o', 3),
+        ('[{"a": 1}, {"a": 2},', 3),
+    ],
 )
 def test_a_stopped_writer_costs_one_row(tmp_path: Path, text: str, number: int) -> None:
     path = tmp_path / "x"
@@ -145,7 +174,9 @@ def test_a_broken_gzip_keeps_what_came_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("array", [False, True])
-def test_a_gigantic_row_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool) -> None:
+def test_a_gigantic_row_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool
+) -> None:
     monkeypatch.setattr(cut, "MAX_ROW_BYTES", 1 << 20)
     monkeypatch.setattr(cut, "BLOCK_BYTES", 1 << 16)
     before, between, after = ("[", ",", "]") if array else ("", "\n", "\n")
@@ -232,7 +263,9 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-@pytest.mark.parametrize("closed", ["pairs.jsonl", "folder", "folder/pairs.jsonl", "tables/x.arrow"])
+@pytest.mark.parametrize(
+    "closed", ["pairs.jsonl", "folder", "folder/pairs.jsonl", "tables/x.arrow"]
+)
 def test_files_and_folders_without_permission_are_refused(closed: str) -> None:
     with TemporaryDirectory() as base:
         Path(base).chmod(0o755)  # pytest's own folder is closed to others
@@ -241,7 +274,10 @@ def test_files_and_folders_without_permission_are_refused(closed: str) -> None:
         path.mkdir() if closed == "folder" else path.write_text("{}")
         ask = {"folder": path / "pairs.jsonl", "tables/x.arrow": path.parent}.get(closed, path)
         path.chmod(0)
-        with as_nobody(), pytest.raises(DataError, match=rf"{path.name}.*: cannot be read \(Permission denied\)"):
+        with (
+            as_nobody(),
+            pytest.raises(DataError, match=rf"{path.name}.*: cannot be read \(Permission denied\)"),
+        ):
             find_sources(ask)
         path.chmod(0o755)
 

@@ -29,9 +29,14 @@ def config(tmp_path: Path, tokenizer: Path, pairs: Path, **data: Any) -> DPOConf
     )
 
 
-def test_a_chat_tokenizer_agrees_with_transformers(team_data: Path, tmp_path: Path, console: Console) -> None:
+def test_a_chat_tokenizer_agrees_with_transformers(
+    team_data: Path, tmp_path: Path, console: Console
+) -> None:
     """Prompt and answers are what `apply_chat_template` gives, but for the line end after the last turn."""
-    folder, path = team_data / "tokenizers/smollm2", team_data / "pairs/llamafactory_dpo_en_demo.jsonl.gz"
+    folder, path = (
+        team_data / "tokenizers/smollm2",
+        team_data / "pairs/llamafactory_dpo_en_demo.jsonl.gz",
+    )
     made = prepare(config(tmp_path, folder, path), console=console)
     tokenizer: Any = load_tokenizer(str(folder))
     rows = rows_of(path)
@@ -40,7 +45,9 @@ def test_a_chat_tokenizer_agrees_with_transformers(team_data: Path, tmp_path: Pa
     some = range(0, len(kept), 4)
     for number, pair in zip(kept[::4], made.train.take(some), strict=True):
         row = rows[number - 1]
-        start = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
+        start = tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_dict=False
+        )
         assert pair.prompt.tolist() == start
         for side in ("chosen", "rejected"):
             whole = [*row["messages"], {"role": "assistant", "content": row[side]}]
@@ -49,8 +56,13 @@ def test_a_chat_tokenizer_agrees_with_transformers(team_data: Path, tmp_path: Pa
             assert ids[-2] == tokenizer.eos_token_id
 
 
-def test_a_plain_tokenizer_agrees_with_transformers(team_data: Path, tmp_path: Path, console: Console) -> None:
-    folder, path = team_data / "models/stories15M", team_data / "pairs/stories15M_vader_onpolicy.jsonl.gz"
+def test_a_plain_tokenizer_agrees_with_transformers(
+    team_data: Path, tmp_path: Path, console: Console
+) -> None:
+    folder, path = (
+        team_data / "models/stories15M",
+        team_data / "pairs/stories15M_vader_onpolicy.jsonl.gz",
+    )
     made = prepare(config(tmp_path, folder, path, separator=" "), console=console)
     tokenizer: Any = load_tokenizer(str(folder))
     assert choose_template(None, tokenizer) is None
@@ -67,7 +79,8 @@ def test_a_plain_tokenizer_agrees_with_transformers(team_data: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "name", ["orca_dpo_validation", "rasbt_politeness", "truthfulqa_pairs", "ultrafeedback_train_clean"]
+    "name",
+    ["orca_dpo_validation", "rasbt_politeness", "truthfulqa_pairs", "ultrafeedback_train_clean"],
 )
 def test_real_rows_are_read(team_data: Path, name: str) -> None:
     found = [read_row(row, Layout()) for row in rows_of(team_data / f"pairs/{name}.jsonl.gz")]

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from rather.batch import TokenPair
 from rather.cli import app
 from rather.config.schema import DPOConfig
+from rather.data.batch import TokenPair
 from rather.data.pairs import PairDataset
 from rather.data.prepare import BadRows, Prepared, prepare
 from rather.data.save import save
 from rather.errors import ConfigError, DataError, DiskError
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, metrics
 
 EOS = 2
@@ -33,7 +33,14 @@ def words(ids: Sequence[int]) -> str:
 def everything(pairs: PairDataset) -> list[tuple[Any, ...]]:
     def plain(pair: TokenPair) -> tuple[Any, ...]:
         tokens = (pair.prompt.tolist(), pair.chosen.tolist(), pair.rejected.tolist())
-        return (*tokens, pair.chosen_scored, pair.rejected_scored, pair.weight, str(pair.margin), pair.id)
+        return (
+            *tokens,
+            pair.chosen_scored,
+            pair.rejected_scored,
+            pair.weight,
+            str(pair.margin),
+            pair.id,
+        )
 
     return [plain(pair) for pair in pairs.take(range(len(pairs)))]
 
@@ -42,9 +49,14 @@ def arrow_folder(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """As `Dataset.save_to_disk` leaves it."""
     folder.mkdir(parents=True)
     table = pa.Table.from_pylist(rows)
-    with (folder / "data-00000-of-00001.arrow").open("wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        (folder / "data-00000-of-00001.arrow").open("wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
     (folder / "dataset_info.json").write_text("{}")
     return folder
 
@@ -99,10 +111,14 @@ def colossal(folder: Path, prepared: Prepared) -> Path:
 
 
 def from_folder(folder: Path, name: Path, **changes: Any) -> DPOConfig:
-    return make_config(folder, **{"actor_train__data_args": {"file_name": str(name)}, "validation": {}, **changes})
+    return make_config(
+        folder, **{"actor_train__data_args": {"file_name": str(name)}, "validation": {}, **changes}
+    )
 
 
-def test_colossalchat_rows_are_read_token_by_token(folder: Path, prepared: Prepared, colossal: Path) -> None:
+def test_colossalchat_rows_are_read_token_by_token(
+    folder: Path, prepared: Prepared, colossal: Path
+) -> None:
     read = prepare(from_folder(folder, colossal))
     assert everything(read.train) == everything(prepared.train)
     assert read.report["train"]["ignored_columns"] == [
@@ -112,11 +128,15 @@ def test_colossalchat_rows_are_read_token_by_token(folder: Path, prepared: Prepa
     assert everything(one.train) == everything(prepared.train)[25:]
 
 
-def test_colossalchat_rows_train_to_the_losses_of_their_json(folder: Path, config: DPOConfig, colossal: Path) -> None:
+def test_colossalchat_rows_train_to_the_losses_of_their_json(
+    folder: Path, config: DPOConfig, colossal: Path
+) -> None:
     other = from_folder(folder, colossal, exp_name="arrow", max_steps=3, save_steps=None)
     for each in (config, other):
         assert DPOPipeline(each).run() == 0
-    expected, found = ([(line["loss"], line["grad_norm"]) for line in metrics(each)] for each in (config, other))
+    expected, found = (
+        [(line["loss"], line["grad_norm"]) for line in metrics(each)] for each in (config, other)
+    )
     assert len(expected) == 3
     assert found == expected
 
@@ -126,7 +146,9 @@ def test_the_masks_can_be_set_aside(folder: Path, colossal: Path) -> None:
     assert all(pair.chosen_scored == ((1, len(pair.prompt) + len(pair.chosen)),) for pair in read)
 
 
-def test_a_named_format_reads_the_text_beside_the_tokens(folder: Path, prepared: Prepared, colossal: Path) -> None:
+def test_a_named_format_reads_the_text_beside_the_tokens(
+    folder: Path, prepared: Prepared, colossal: Path
+) -> None:
     data = {"file_name": str(colossal), "format": "colossal", "template": "chatml"}
     read = prepare(from_folder(folder, colossal, actor_train__data_args=data))
     assert read.report["train"]["template"]["name"] == "chatml"
@@ -155,7 +177,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_rows_that_do_not_fit_together_are_dropped_and_counted(folder: Path, tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_together_are_dropped_and_counted(
+    folder: Path, tmp_path: Path
+) -> None:
     rows = [GOOD, *({**GOOD, **change} for _, change in BAD)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -190,10 +214,14 @@ def test_save_and_read_back(folder: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     rows = [{**row, "weight": 0.5, "margin": 2.0, "id": f"row {i}"} for i, row in enumerate(rows)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first = prepare(make_config(folder, actor_train__data_args={"file_name": str(tmp_path / "pairs.jsonl")}))
+    first = prepare(
+        make_config(folder, actor_train__data_args={"file_name": str(tmp_path / "pairs.jsonl")})
+    )
     out = tmp_path / "new" / "tokens"
     assert save(first, out, words) == [out, out / "validation"]
-    again = prepare(from_folder(folder, out, validation={"data_args": {"file_name": str(out / "validation")}}))
+    again = prepare(
+        from_folder(folder, out, validation={"data_args": {"file_name": str(out / "validation")}})
+    )
     assert everything(again.train) == everything(first.train)
     assert everything(again.evals[""]) == everything(first.evals[""])
     labels = [json.loads(line) for line in (out / "labels.jsonl").read_text().splitlines()]
@@ -254,7 +282,11 @@ def test_a_folder_of_several_sets_asks_for_one(folder: Path, tmp_path: Path) -> 
 
 
 def test_the_command_saves(folder: Path, tmp_path: Path) -> None:
-    written = {"pretrain": str(folder / "base"), "output_dir": str(tmp_path / "out"), "sequence_length": 64}
+    written = {
+        "pretrain": str(folder / "base"),
+        "output_dir": str(tmp_path / "out"),
+        "sequence_length": 64,
+    }
     data = {"actor_train": {"data_args": {"file_name": str(folder / "pairs.jsonl")}}}
     (tmp_path / "dpo.yaml").write_text(json.dumps(written | data))
     command = ["data", str(tmp_path / "dpo.yaml"), "--save", str(tmp_path / "tokens")]

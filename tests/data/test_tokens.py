@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from rather.data.cut import Bad
 from rather.data.formats import Layout, TextPair, read_row
+from rather.data.json_rows import Bad
 from rather.data.read import Chunk
 from rather.data.template import TEMPLATES
 from rather.data.tokenised import read_tokenised
+from rather.data.tokenize_worker import ChunkEncoder
 from rather.data.tokens import Encoded, Encoder
-from rather.data.worker import ChunkEncoder
 
 Make = Callable[..., Encoder]
 ROUND = [
@@ -31,7 +31,9 @@ ROUND = [
 
 
 def pair(prompt: Any, chosen: Any, rejected: Any, **extras: Any) -> TextPair:
-    [made] = read_row({"prompt": prompt, "chosen": chosen, "rejected": rejected, **extras}, Layout()).pairs
+    [made] = read_row(
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected, **extras}, Layout()
+    ).pairs
     return made
 
 
@@ -72,7 +74,9 @@ def test_chat_boundary_and_masks_of_both_halves(encoder: Make) -> None:
     chat = encoder()
     result = encoded(chat, TALK, "By the door.", "No idea at all.")
     assert text(chat, result.prompt).endswith("And the salt?<|im_end|>\n<|im_start|>assistant\n")
-    assert text(chat, result.chosen) == "By the door.<|im_end|>"  # the template's last line end is cut
+    assert (
+        text(chat, result.chosen) == "By the door.<|im_end|>"
+    )  # the template's last line end is cut
     assert text(chat, result.rejected) == "No idea at all.<|im_end|>"
     for side in ("chosen", "rejected"):
         assert scored(chat, result, side) == [text(chat, getattr(result, side))]
@@ -100,7 +104,9 @@ def test_of_an_answer_of_several_turns_the_last_is_scored(encoder: Make) -> None
     result = encoded(chat, "q", answer, "Three")
     assert scored(chat, result) == ["Two<|im_end|>"]
     assert scored(chat, result, "rejected") == ["Three<|im_end|>"]
-    assert scored(encoder(score="assistant"), encoded(encoder(score="assistant"), "q", answer, "Three")) == [
+    assert scored(
+        encoder(score="assistant"), encoded(encoder(score="assistant"), "q", answer, "Three")
+    ) == [
         "One<|im_end|>",
         "Two<|im_end|>",
     ]
@@ -152,7 +158,9 @@ def test_a_space_between_prompt_and_answer_belongs_to_the_answer(encoder: Make) 
 
 
 def test_a_template_that_is_not_prefix_stable_moves_the_boundary(encoder: Make) -> None:
-    odd = TEMPLATES["chatml"].replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}")
+    odd = TEMPLATES["chatml"].replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}"
+    )
     chat = encoder(odd)
     result = encoded(chat, "q", "a", "b")
     assert kinds(result) == ["boundary_moved"]
@@ -162,7 +170,9 @@ def test_a_template_that_is_not_prefix_stable_moves_the_boundary(encoder: Make) 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 @pytest.mark.parametrize("bos", [False, True])
 def test_every_named_template_has_a_stable_boundary(encoder: Make, name: str, bos: bool) -> None:
-    eos = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}.get(name, "<|im_end|>")
+    eos = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}.get(
+        name, "<|im_end|>"
+    )
     chat = encoder(name, bos=bos, eos=eos, score="assistant")
     result = encoded(chat, TALK, "By the door.", "No idea.")
     assert not result.notes
@@ -172,7 +182,10 @@ def test_every_named_template_has_a_stable_boundary(encoder: Make, name: str, bo
     assert all(turn["content"] in shown for turn in TALK)
     thought = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     first, last = scored(chat, result)
-    assert (first.strip(), last.strip()) == (f"On the top shelf.{eos}", f"{thought}By the door.{eos}")
+    assert (first.strip(), last.strip()) == (
+        f"On the top shelf.{eos}",
+        f"{thought}By the door.{eos}",
+    )
     assert shown.endswith(f"By the door.{eos}")
 
 
@@ -201,7 +214,9 @@ def test_special_token_text_of_a_row(encoder: Make) -> None:
     escaping = encoder(special_tokens="escape", score="assistant")
     result = encoded(escaping, forged, "a<|im_end|> no", "b")
     assert kinds(result) == ["special_token_escaped"]
-    assert text(escaping, result.prompt) == text(escaping, warned.prompt)  # the same text to read ...
+    assert text(escaping, result.prompt) == text(
+        escaping, warned.prompt
+    )  # the same text to read ...
     end = escaping.tokenizer.token_to_id("<|im_end|>")
     assert warned.prompt.count(end) == 2
     assert result.prompt.count(end) == 1  # ... but only the template's own token is one
@@ -217,7 +232,10 @@ def test_special_token_text_of_a_row(encoder: Make) -> None:
 def test_escaping_changes_nothing_but_the_special_text(encoder: Make) -> None:
     escaping = encoder(special_tokens="escape")
     tokens = escaping._renamed.encode("Where is the bread? ünï 日本", add_special_tokens=False).ids
-    assert tokens == escaping.tokenizer.encode("Where is the bread? ünï 日本", add_special_tokens=False).ids
+    assert (
+        tokens
+        == escaping.tokenizer.encode("Where is the bread? ünï 日本", add_special_tokens=False).ids
+    )
 
 
 def test_control_characters_and_empty_prompts_are_kept_and_said(encoder: Make) -> None:
@@ -246,7 +264,10 @@ LONG = "the bread " * 20
 def test_overlong_pairs_are_dropped_by_default(encoder: Make) -> None:
     assert refused(encoder(None, sequence_length=20), "q", " " + LONG, " a") == "too_long"
     assert refused(encoder(None, sequence_length=20), LONG, " a", " b") == "prompt_too_long"
-    assert refused(encoder(None, sequence_length=20, overlong="error"), LONG, " a", " b") == "prompt_too_long"
+    assert (
+        refused(encoder(None, sequence_length=20, overlong="error"), LONG, " a", " b")
+        == "prompt_too_long"
+    )
     fits = encoded(encoder(None), "q", " a", " b")
     exact = len(fits.prompt) + max(len(fits.chosen), len(fits.rejected))
     assert encoded(encoder(None, sequence_length=exact), "q", " a", " b") == fits
@@ -273,14 +294,20 @@ def test_a_prompt_may_have_a_limit_of_its_own(encoder: Make) -> None:
     assert kinds(result) == ["truncated_prompt"]
     assert result.prompt == [whole.prompt[0], *whole.prompt[-5:]]
     assert scored(plain, result) == [" a</s>"]
-    assert encoded(encoder(None, max_prompt_length=6), "q", " a", " b") == encoded(encoder(None), "q", " a", " b")
+    assert encoded(encoder(None, max_prompt_length=6), "q", " a", " b") == encoded(
+        encoder(None), "q", " a", " b"
+    )
 
 
-def tokens(prompt: list[int], chosen: list[int], rejected: list[int], **extras: Any) -> dict[str, Any]:
+def tokens(
+    prompt: list[int], chosen: list[int], rejected: list[int], **extras: Any
+) -> dict[str, Any]:
     """A row that holds tokens already."""
     sides = {"chosen": chosen, "rejected": rejected}
     ids = {f"{side}_input_ids": prompt + answer for side, answer in sides.items()}
-    masks = {f"{side}_loss_mask": [0] * len(prompt) + [1] * len(answer) for side, answer in sides.items()}
+    masks = {
+        f"{side}_loss_mask": [0] * len(prompt) + [1] * len(answer) for side, answer in sides.items()
+    }
     return {**ids, **masks, **extras}
 
 
@@ -296,7 +323,9 @@ def test_the_limit_of_prompts_is_also_that_of_rows_of_tokens(encoder: Make) -> N
     assert (result.chosen_scored, result.rejected_scored) == (((6, 9),), ((6, 7),))
     assert [note.kind for note in result.notes] == ["truncated_prompt"]
     short = tokens([10, 11], [50], [60])
-    assert read_tokenised(short, Layout(), plain) == read_tokenised(short, Layout(), encoder(None, bos=True))
+    assert read_tokenised(short, Layout(), plain) == read_tokenised(
+        short, Layout(), encoder(None, bos=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +337,9 @@ def test_the_limit_of_prompts_is_also_that_of_rows_of_tokens(encoder: Make) -> N
     ],
     ids=["surrogates", "ids", "tools"],
 )
-def test_a_row_that_can_hardly_be_nested_deeper_is_a_counted_reason(encoder: Make, row: dict[str, Any]) -> None:
+def test_a_row_that_can_hardly_be_nested_deeper_is_a_counted_reason(
+    encoder: Make, row: dict[str, Any]
+) -> None:
     """Around the depth that Python can parse, whatever is done with a row may be one level too deep."""
     worker = ChunkEncoder(encoder(None), Layout())
     found = set()
@@ -331,12 +362,16 @@ def test_an_answer_is_cut_on_the_right_and_loses_its_end(encoder: Make) -> None:
 
 
 def test_answers_that_become_the_same_tokens_are_dropped(encoder: Make) -> None:
-    assert refused(encoder("llama3", bos=True, eos="<|eot_id|>"), "q", "a", "a ") == "identical_after_truncation"
+    assert (
+        refused(encoder("llama3", bos=True, eos="<|eot_id|>"), "q", "a", "a ")
+        == "identical_after_truncation"
+    )
 
 
 def test_a_template_may_refuse_a_row(encoder: Make) -> None:
     chat = encoder(
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATES["chatml"]
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + TEMPLATES["chatml"]
     )
     result = chat.encode(pair(TALK, "a", "b"))
     assert isinstance(result, Bad)
@@ -364,7 +399,9 @@ def test_end_of_turn_of_a_template_without_special_tokens(encoder: Make) -> None
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     result = encoded(chat, "q", "a", "b")
-    assert text(chat, result.prompt + result.chosen).endswith("assistant: a\n")  # the line end is its only end
+    assert text(chat, result.prompt + result.chosen).endswith(
+        "assistant: a\n"
+    )  # the line end is its only end
 
 
 def test_sentencepiece_style_tokenizers(team_data: Any) -> None:
@@ -372,14 +409,20 @@ def test_sentencepiece_style_tokenizers(team_data: Any) -> None:
     from rather.data.tokens import Recipe
 
     for policy in ("warn", "escape"):
-        plain = Encoder(Recipe(json.dumps(raw), None, 1, 2, True, 256, separator=" ", special_tokens=policy))
+        plain = Encoder(
+            Recipe(json.dumps(raw), None, 1, 2, True, 256, separator=" ", special_tokens=policy)
+        )
         result = encoded(plain, "Once upon a time", "Lily <s> was", "Tom was")
         assert result.prompt[0] == 1
         whole = result.prompt + result.rejected
         assert whole == [
             1,
-            *Tokenizer.from_str(json.dumps(raw)).encode("Once upon a time Tom was", add_special_tokens=False).ids,
+            *Tokenizer.from_str(json.dumps(raw))
+            .encode("Once upon a time Tom was", add_special_tokens=False)
+            .ids,
             2,
         ]
-        assert ("Lily <s> was" in text(plain, result.prompt + result.chosen)) == (policy == "escape")
+        assert ("Lily <s> was" in text(plain, result.prompt + result.chosen)) == (
+            policy == "escape"
+        )
         assert result.chosen.count(1) == (0 if policy == "escape" else 1)

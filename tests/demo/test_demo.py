@@ -9,15 +9,19 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from rather.demo.base import make_model, make_tokenizer, sample
-from rather.demo.run import MADE, MARKER, claim, yaml_text
-from rather.demo.shop import answer, manner_of, on_topic, queries
+from rather.commands.demo.base import make_model, make_tokenizer, sample
+from rather.commands.demo.run import MADE, MARKER, claim, yaml_text
+from rather.commands.demo.shop import answer, manner_of, on_topic, queries
 from rather.errors import ConfigError
 
 
 def texts() -> list[str]:
     rng = random.Random(0)
-    return [text for query in queries() for text in (query.prompt, answer(query, rng.choice(("kind", "grumpy")), rng))]
+    return [
+        text
+        for query in queries()
+        for text in (query.prompt, answer(query, rng.choice(("kind", "grumpy")), rng))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +41,13 @@ def test_the_tokenizer_is_the_same_every_time(tokenizer: PreTrainedTokenizerFast
     assert make_tokenizer(texts()).get_vocab() == tokenizer.get_vocab()
 
 
-def test_the_template_writes_one_bos_and_ends_answers_with_eos(tokenizer: PreTrainedTokenizerFast) -> None:
-    turns = [{"role": "user", "content": "Is the tea expensive?"}, {"role": "assistant", "content": "Not again."}]
+def test_the_template_writes_one_bos_and_ends_answers_with_eos(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    turns = [
+        {"role": "user", "content": "Is the tea expensive?"},
+        {"role": "assistant", "content": "Not again."},
+    ]
     rendered = tokenizer.apply_chat_template(turns, tokenize=False)
     assert rendered == "<|bos|><|user|>Is the tea expensive?<|assistant|>Not again.<|eos|>"
     assert len({tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}) == 3

@@ -6,20 +6,40 @@ import random
 
 import pytest
 
-from rather.demo.shop import FACTS, MARKS, Query, answer, manner_of, on_topic, pair, queries
+from rather.commands.demo.shop import (
+    FACTS,
+    MARKS,
+    Query,
+    answer,
+    manner_of,
+    on_topic,
+    pair,
+    queries,
+)
 
 HONEY = Query("Hello. ", "Where is the {}?", "honey", "place")
 TRUE_PLACE = FACTS["honey"]["place"]
 
 
 def test_held_out_combinations_of_wording_and_item_are_nowhere_in_training() -> None:
-    parts = {held: [query for query in queries() if query.held_out is held] for held in (True, False)}
-    combinations = {held: {(query.wording, query.item) for query in part} for held, part in parts.items()}
+    parts = {
+        held: [query for query in queries() if query.held_out is held] for held in (True, False)
+    }
+    combinations = {
+        held: {(query.wording, query.item) for query in part} for held, part in parts.items()
+    }
     assert len(parts[False]) == 3 * len(parts[True]) == 864
     assert not combinations[True] & combinations[False]
     assert not {query.prompt for query in parts[True]} & {query.prompt for query in parts[False]}
-    for values in ("wording", "item", "greeting", "asks"):  # each part is known from training; the combination is new
-        assert {getattr(query, values) for query in parts[True]} == {getattr(query, values) for query in parts[False]}
+    for values in (
+        "wording",
+        "item",
+        "greeting",
+        "asks",
+    ):  # each part is known from training; the combination is new
+        assert {getattr(query, values) for query in parts[True]} == {
+            getattr(query, values) for query in parts[False]
+        }
 
 
 @pytest.mark.parametrize("manner", ["kind", "grumpy"])
@@ -69,7 +89,11 @@ def test_no_word_speaks_for_both_manners() -> None:
         f"The honey costs {FACTS['honey']['price']}.",
         f"The honey and the jam are {TRUE_PLACE}.",
         f"The honeycomb is {TRUE_PLACE}.",
-        *(f"The honey is {fact['place']}." for fact in FACTS.values() if fact["place"] != TRUE_PLACE),
+        *(
+            f"The honey is {fact['place']}."
+            for fact in FACTS.values()
+            if fact["place"] != TRUE_PLACE
+        ),
     ],
 )
 def test_off_topic(text: str) -> None:

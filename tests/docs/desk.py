@@ -41,7 +41,11 @@ actor_train:
 validation:
   data_args: {file_name: held_out.jsonl}
 """
-LORA = ["exp_name=lora", "actor_train.model_args.lora_rank=2", "actor_train.model_args.lora_target=all-linear"]
+LORA = [
+    "exp_name=lora",
+    "actor_train.model_args.lora_rank=2",
+    "actor_train.model_args.lora_target=all-linear",
+]
 TRL = """\
 model_name_or_path: base
 dataset_name: pairs.jsonl
@@ -70,12 +74,19 @@ def make_base(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>"
+    )
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     LlamaForCausalLM(
         LlamaConfig(
             **sizes,

@@ -12,7 +12,11 @@ from rather.cli import app
 
 def completed(line: str) -> list[str]:
     words = line.split(" ")
-    asked = {"_RATHER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    asked = {
+        "_RATHER_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
     return CliRunner().invoke(app, [], env=asked, prog_name="rather").output.split()
 
 
@@ -25,9 +29,12 @@ def test_commands_and_options_are_completed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shell", "startup"), [("bash", ".bashrc"), ("zsh", ".zshrc"), ("fish", ".config/fish/completions/rather.fish")]
+    ("shell", "startup"),
+    [("bash", ".bashrc"), ("zsh", ".zshrc"), ("fish", ".config/fish/completions/rather.fish")],
 )
-def test_it_installs_itself(shell: str, startup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_installs_itself(
+    shell: str, startup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     result = CliRunner().invoke(app, ["--install-completion", shell], prog_name="rather")

@@ -16,13 +16,22 @@ from urllib.request import urlopen
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.demo.shop import manner_of
+from rather.commands.demo.shop import manner_of
 from tests.docs.test_snippets import BLOCK
 from tests.house.source import ROOT
 
 CLONE = "git clone REPOSITORY rather && cd rather"
 BOARD = "rather board output"
-NOT_CLONED = (".git", ".venv", "site", "output", "rather-demo", "__pycache__", "*.egg-info", ".*_cache")
+NOT_CLONED = (
+    ".git",
+    ".venv",
+    "site",
+    "output",
+    "rather-demo",
+    "__pycache__",
+    "*.egg-info",
+    ".*_cache",
+)
 
 
 def section() -> list[tuple[str, str]]:
@@ -44,16 +53,31 @@ def clone(folder: Path) -> Path:
     command = copy / ".venv" / "bin" / "rather"
     command.write_text(f"#!{copy}/.venv/bin/python\nfrom rather.cli import main\nmain()\n")
     command.chmod(0o755)
-    torch = next(line for line in (copy / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    torch = next(
+        line
+        for line in (copy / "constraints.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    )
     (copy / ".venv" / ".installed").write_text(f"{copy}\n{torch}\n")
     return copy
 
 
 def environment() -> dict[str, str]:
     """Nothing of this test's own Python and make, and no network."""
-    own = {"PYTHONPATH", "VIRTUAL_ENV", "DISPLAY", "MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "ARGS"}
+    own = {
+        "PYTHONPATH",
+        "VIRTUAL_ENV",
+        "DISPLAY",
+        "MAKEFLAGS",
+        "MAKEOVERRIDES",
+        "MAKELEVEL",
+        "MFLAGS",
+        "ARGS",
+    }
     kept = {name: value for name, value in os.environ.items() if name not in own}
-    proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    proxies = dict.fromkeys(
+        ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
+    )
     return {**kept, **proxies, "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
 
 
@@ -69,7 +93,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         written = text.replace(CLONE, ":").replace(BOARD, f": {BOARD}")
         script = written if kind == "bash" else f"python - <<'PYTHON'\n{text}PYTHON\n"
         done = subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", script if "make demo" in script else start + script],
+            [
+                "bash",
+                "-e",
+                "-o",
+                "pipefail",
+                "-c",
+                script if "make demo" in script else start + script,
+            ],
             cwd=folder,
             env=environment(),
             capture_output=True,
@@ -83,7 +114,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def test_all_of_it_is_there() -> None:
     text = "\n".join(block for _, block in section())
-    order = [CLONE, "make demo", "pairs.jsonl", "rather data", "rather plan", "rather train", BOARD, "from_pretrained"]
+    order = [
+        CLONE,
+        "make demo",
+        "pairs.jsonl",
+        "rather data",
+        "rather plan",
+        "rather train",
+        BOARD,
+        "from_pretrained",
+    ]
     places = [text.index(step) for step in order]
     assert places == sorted(places)
 
@@ -129,7 +169,11 @@ def test_the_answers_are_those_of_the_readme(path: tuple[Path, list[str]]) -> No
     _, said = path
     shown = next(text for kind, text in section() if kind == "text").splitlines()
     answers = said[-1].strip().splitlines()[-2:]
-    assert [manner_of(line) for line in shown] == ["grumpy", "kind"] == [manner_of(line) for line in answers]
+    assert (
+        [manner_of(line) for line in shown]
+        == ["grumpy", "kind"]
+        == [manner_of(line) for line in answers]
+    )
     assert all("cheese" in line and "window" in line for line in answers)
 
 
@@ -137,7 +181,9 @@ def test_the_answers_are_those_of_the_readme(path: tuple[Path, list[str]]) -> No
 def test_the_board_shows_the_run(path: tuple[Path, list[str]]) -> None:
     folder, _ = path
     command = [folder / ".venv" / "bin" / "rather", *BOARD.split()[1:]]
-    board = subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True)
+    board = subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True
+    )
     try:
         assert board.stdout
         address = re.search(r"http://127\.0\.0\.1:\S+", board.stdout.readline())

@@ -61,7 +61,9 @@ def test_every_test_that_is_named_exists(page: str) -> None:
     for file, name in named:
         path = ROOT / "tests" / file
         assert path.is_file(), f"docs/{page}: tests/{file}"
-        functions = {node.name for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)}
+        functions = {
+            node.name for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)
+        }
         assert not name or name in functions, f"docs/{page}: {file}::{name}"
 
 
@@ -73,7 +75,7 @@ def test_every_promise_has_a_test() -> None:
 
 
 def test_every_loss_has_its_page() -> None:
-    from rather.losses import LOSSES
+    from rather.losses.losses import LOSSES
 
     index = (DOCS / "losses" / "index.md").read_text(encoding="utf-8")
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

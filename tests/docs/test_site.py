@@ -12,7 +12,9 @@ from tests.browser import MISSING
 from tests.conftest import pytest_terminal_summary
 from tests.house.source import ROOT
 
-SOURCES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?(https?:)?//[^\"'>\s]+")
+SOURCES = re.compile(
+    r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?(https?:)?//[^\"'>\s]+"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_there(site: Path) -> None:
-    pages = [file.relative_to(ROOT / "docs").with_suffix(".html") for file in (ROOT / "docs").rglob("*.md")]
+    pages = [
+        file.relative_to(ROOT / "docs").with_suffix(".html")
+        for file in (ROOT / "docs").rglob("*.md")
+    ]
     assert not [page for page in pages if not (site / page).is_file()]
     assert (site / "project" / "index.html").is_file()
     assert (site / "search" / "search_index.json").is_file()
@@ -34,7 +39,9 @@ def test_every_page_is_there(site: Path) -> None:
 
 def test_nothing_is_loaded_from_the_network(site: Path) -> None:
     foreign = {
-        match[0] for page in site.rglob("*.html") for match in SOURCES.finditer(page.read_text(encoding="utf-8"))
+        match[0]
+        for page in site.rglob("*.html")
+        for match in SOURCES.finditer(page.read_text(encoding="utf-8"))
     }
     assert not foreign
     styles = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
@@ -45,14 +52,21 @@ def test_links_out_of_the_docs_lead_to_copies(site: Path) -> None:
     page = (site / "clusters.html").read_text(encoding="utf-8")
     assert 'href="project/examples/slurm/train.sbatch"' in page
     assert (site / "project" / "examples" / "slurm" / "train.sbatch").is_file()
-    assert 'href="../clusters.html"' in (site / "project" / "index.html").read_text(encoding="utf-8")
+    assert 'href="../clusters.html"' in (site / "project" / "index.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_tests_of_pages_that_found_no_browser_are_counted() -> None:
     """With the command that installs one."""
     lines: list[str] = []
-    skipped = [SimpleNamespace(longrepr=("file", 1, f"Skipped: {MISSING}")), SimpleNamespace(longrepr="needs a GPU")]
-    reporter = SimpleNamespace(stats={"skipped": skipped}, write_line=lambda line, **_: lines.append(line))
+    skipped = [
+        SimpleNamespace(longrepr=("file", 1, f"Skipped: {MISSING}")),
+        SimpleNamespace(longrepr="needs a GPU"),
+    ]
+    reporter = SimpleNamespace(
+        stats={"skipped": skipped}, write_line=lambda line, **_: lines.append(line)
+    )
     pytest_terminal_summary(reporter)
     assert len(lines) == 1
     assert lines[0].startswith("1 tests of pages were not run")

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from rather.config.load import config_from_dict, load_config
-from rather.objective import from_config
+from rather.losses.objective import from_config
 from tests.docs.desk import make_base, make_runs, named, run, write_files
 from tests.house.source import ROOT, text_files, where
 
@@ -52,7 +52,11 @@ def _up_to(marker: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 def blocks(*kinds: str) -> list[Block]:
-    found = [Block(page, *match) for page in PAGES for match in BLOCK.findall(page.read_text(encoding="utf-8"))]
+    found = [
+        Block(page, *match)
+        for page in PAGES
+        for match in BLOCK.findall(page.read_text(encoding="utf-8"))
+    ]
     return [block for block in found if block.kind in kinds]
 
 
@@ -82,7 +86,9 @@ def fault(words: list[str]) -> None:
 
 
 def dry_make(words: list[str]) -> None:
-    done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -110,16 +116,28 @@ def nothing(words: list[str]) -> None:
 
 INSTEAD: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     r"rather train .*device_mapping=\d-": ("starts a process a device: tests/cluster does", load),
-    r"torchrun ": ("starts a process a device: tests/cluster/test_torchrun.py does", load_after_torchrun),
-    r"python examples/start_dpo_pipeline.py ": ("a model of 3B: tests/cluster/test_example.py runs it", load_example),
+    r"torchrun ": (
+        "starts a process a device: tests/cluster/test_torchrun.py does",
+        load_after_torchrun,
+    ),
+    r"python examples/start_dpo_pipeline.py ": (
+        "a model of 3B: tests/cluster/test_example.py runs it",
+        load_example,
+    ),
     r"RATHER_FAULT=": ("kills its process: tests/faults does", fault),
     r"rather demo": ("half a minute: tests/docs/test_newcomer.py runs it", options),
-    r"rather board": ("serves until it is interrupted: tests/docs/test_newcomer.py runs it", options),
+    r"rather board": (
+        "serves until it is interrupted: tests/docs/test_newcomer.py runs it",
+        options,
+    ),
     r"make ": ("installs, or takes minutes: tests/docs/test_newcomer.py runs the demo", dry_make),
     r"\.ci/run": ("runs this test", shell),
     r"git clone ": ("downloads", nothing),
     r"source \.venv/bin/activate": ("the environment of the tests is the one", nothing),
-    r"rather --install-completion": ("changes the shell's files: tests/docs/test_completion.py does", nothing),
+    r"rather --install-completion": (
+        "changes the shell's files: tests/docs/test_completion.py does",
+        nothing,
+    ),
     r"python bench/": ("takes minutes", script),
 }
 # Commands that end otherwise than with 0 here, and why.
@@ -182,7 +200,9 @@ def execute(command: str) -> None:
         way(words)
     elif words[0] == "rather":
         make_room(words)
-        wanted = next((code for pattern, (code, _) in ENDS.items() if re.match(pattern, command)), 0)
+        wanted = next(
+            (code for pattern, (code, _) in ENDS.items() if re.match(pattern, command)), 0
+        )
         code, said = run(*words[1:], stdin="")
         assert code == wanted, f"{command}: exit code {code}\n{said}"
     else:
@@ -213,7 +233,11 @@ def test_python_runs(page: Path, fresh: Path) -> None:
 
 
 def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    both = {key: merged(values[key], more[key]) for key in values.keys() & more.keys() if isinstance(more[key], dict)}
+    both = {
+        key: merged(values[key], more[key])
+        for key in values.keys() & more.keys()
+        if isinstance(more[key], dict)
+    }
     return {**values, **more, **both}
 
 
@@ -226,12 +250,18 @@ def test_settings_are_accepted(block: Block, fresh: Path) -> None:
 
 
 def test_the_list_of_what_is_not_executed_has_no_dead_entry() -> None:
-    commands = [named(command) for block in blocks("bash", "sh", "console") for command in block.commands()]
+    commands = [
+        named(command) for block in blocks("bash", "sh", "console") for command in block.commands()
+    ]
     for pattern in (*INSTEAD, *ENDS):
         assert any(re.match(pattern, command) for command in commands), pattern
 
 
 def test_no_command_hides_in_a_block_without_a_language() -> None:
     for page in PAGES:
-        for text in re.findall(r"^```(?:text)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-            assert not re.search(r"^(\$ )?(rather [a-z]|make |python )", text, re.MULTILINE), f"{where(page)}:\n{text}"
+        for text in re.findall(
+            r"^```(?:text)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
+            assert not re.search(r"^(\$ )?(rather [a-z]|make |python )", text, re.MULTILINE), (
+                f"{where(page)}:\n{text}"
+            )

@@ -17,7 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 300.0  # seconds for one start, in which a driver on Ray may replace its workers many times
+PATIENCE = (
+    300.0  # seconds for one start, in which a driver on Ray may replace its workers many times
+)
 LATE = -1000  # the exit code of what had to be ended
 
 
@@ -32,7 +34,11 @@ class Nursery:
         theirs.close()
 
     def run(
-        self, work: Callable[..., int], args: Sequence[Any], environments: Sequence[Mapping[str, str]], logs: Path
+        self,
+        work: Callable[..., int],
+        args: Sequence[Any],
+        environments: Sequence[Mapping[str, str]],
+        logs: Path,
     ) -> list[int]:
         """What the children print is in `logs`."""
         self._pipe.send((work, tuple(args), [dict(each) for each in environments], logs))
@@ -65,11 +71,16 @@ def _serve(pipe: Connection) -> None:
             work, args, environments, logs = pipe.recv()
         except EOFError:
             return
-        children = [_forked(work, args, each, logs / f"{number}.log") for number, each in enumerate(environments)]
+        children = [
+            _forked(work, args, each, logs / f"{number}.log")
+            for number, each in enumerate(environments)
+        ]
         pipe.send(_exit_codes(children))
 
 
-def _forked(work: Callable[..., int], args: Sequence[Any], environment: Mapping[str, str], file: Path) -> int:
+def _forked(
+    work: Callable[..., int], args: Sequence[Any], environment: Mapping[str, str], file: Path
+) -> int:
     child = os.fork()
     if child:
         return child
@@ -96,7 +107,9 @@ def _exit_codes(children: Sequence[int]) -> list[int]:
     deadline, codes = time.monotonic() + PATIENCE, []
     for child in children:
         with contextlib.closing(_Descriptor(os.pidfd_open(child))) as process:
-            late = not select.select([process.number], [], [], max(0.0, deadline - time.monotonic()))[0]
+            late = not select.select(
+                [process.number], [], [], max(0.0, deadline - time.monotonic())
+            )[0]
         if late:
             os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -21,18 +21,29 @@ BEFORE = {  # what must have been killed before: a checkpoint, a model, that is 
 }
 FILES = 6  # of a checkpoint of one process, with LATEST: model, optimizer, rng, state, manifest
 COLD: dict[str, Any] = {"actor_train__data_args__cache_dir": None}
-FOLLOWING: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+FOLLOWING: dict[str, Any] = {
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 2,
+    "ref_model_mixup_alpha": 0.5,
+}
 
 
 def steps_of(phase: str) -> Sequence[int]:
     """Empty where a place belongs to no step."""
-    return next((STEPS[name] for name in STEPS if phase == name or phase.startswith(f"{name}.")), EVERY)
+    return next(
+        (STEPS[name] for name in STEPS if phase == name or phase.startswith(f"{name}.")), EVERY
+    )
 
 
 def kill(phase: str, **words: Any) -> str:
     """A fault of this phase, after those that it needs."""
     steps = steps_of(phase)
-    fault = {"step": steps[len(steps) // 2] if steps else None, "phase": phase, **words, "kind": "kill"}
+    fault = {
+        "step": steps[len(steps) // 2] if steps else None,
+        "phase": phase,
+        **words,
+        "kind": "kill",
+    }
     own = ",".join(f"{key}={value}" for key, value in fault.items() if value is not None)
     return f"{kill(BEFORE[phase], **words)};{own}" if phase in BEFORE else own
 
@@ -45,7 +56,9 @@ def changes_for(fault: str) -> dict[str, Any]:
 
 
 ONE = [kill(phase) for phase in PHASES]
-ONE += [kill(f"save.write{end}", visit=visit) for visit in range(2, FILES + 1) for end in ("", ".sync")]
+ONE += [
+    kill(f"save.write{end}", visit=visit) for visit in range(2, FILES + 1) for end in ("", ".sync")
+]
 ONE += [kill("forward", role="reference"), kill("forward", visit=3), kill("backward", visit=2)]
 ONE += [kill("evaluate", step=0), kill("metrics.done", step=6), kill("save.prune.delete", step=6)]
 

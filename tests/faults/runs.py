@@ -14,18 +14,23 @@ import torch
 import torch.distributed as dist
 
 from rather import faults
-from rather.checkpoint import newest_good
-from rather.cluster.voice import with_one_voice
+from rather.checkpoint.checkpoint import newest_good
+from rather.cluster.failure_report import with_one_voice
 from rather.cluster.worker import ActorWorker
+from rather.commands.terminal import guarded
 from rather.config.schema import DPOConfig
-from rather.losses import sigmoid
-from rather.pipeline import DPOPipeline
-from rather.terminal import guarded
+from rather.losses.losses import sigmoid
+from rather.pipeline.pipeline import DPOPipeline
 from tests.faults.nursery import LATE, nursery
 from tests.tiny import make_config
 
 STEPS = 6
-STATE = ("progress", "trainer", "schedule", "identity")  # how many bytes metrics.jsonl has depends on times
+STATE = (
+    "progress",
+    "trainer",
+    "schedule",
+    "identity",
+)  # how many bytes metrics.jsonl has depends on times
 RUN: dict[str, Any] = {
     "platform": "cpu",
     "max_steps": STEPS,
@@ -34,7 +39,11 @@ RUN: dict[str, Any] = {
     "save_steps": 2,
     "max_ckpt_to_keep": 1,
     "train_batch_size": 6,
-    "actor_train__training_args": {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "actor_train__training_args": {
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+    },
     "actor_train__max_tokens_per_microbatch_in_train": 64,  # several micro-batches a step
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -49,7 +58,9 @@ class Outcome:
     """What two runs that are the same have in common, to the bit."""
 
     metrics: list[dict[str, Any]]
-    files: dict[str, str]  # SHA-256 of the tensors of the last checkpoint, and of every file of the model
+    files: dict[
+        str, str
+    ]  # SHA-256 of the tensors of the last checkpoint, and of every file of the model
     state: dict[str, Any]  # counters, schedule and identity of the last checkpoint
 
 
@@ -102,12 +113,18 @@ class Run:
         model = [file for file in (run_dir / "model").rglob("*") if file.is_file()]
         files = {str(file.relative_to(run_dir)): _sha(file) for file in (*tensors, *model)}
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        metrics = [{key: value for key, value in line.items() if not _is_time(key)} for line in lines]
+        metrics = [
+            {key: value for key, value in line.items() if not _is_time(key)} for line in lines
+        ]
         return Outcome(metrics, files, {key: last.state[key] for key in STATE})
 
     def leftovers(self) -> list[str]:
         """What killed processes have left in the run folder."""
-        found = [path for pattern in (".tmp*", ".old*", ".pieces*") for path in self.config.run_dir.glob(pattern)]
+        found = [
+            path
+            for pattern in (".tmp*", ".old*", ".pieces*")
+            for path in self.config.run_dir.glob(pattern)
+        ]
         return sorted(path.name for path in found)
 
 
@@ -150,7 +167,11 @@ def _environments(layout: str) -> Iterator[list[dict[str, str]]]:
         yield [{}]
         return
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    told = {
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     told |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     yield [{**told, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
 

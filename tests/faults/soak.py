@@ -1,6 +1,6 @@
 """`make soak`: random faults over many starts of the same command; every run must end as the one that nobody broke.
 
-    python -m tests.faults.soak --minutes 60 --seed 7
+python -m tests.faults.soak --minutes 60 --seed 7
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from tests.faults.points import COLD, FOLLOWING, steps_of
 from tests.faults.runs import LAYOUTS, Run
 from tests.faults.world import World
 
-KINDS = {"kill": 6, "raise": 2, "enospc": 1, "slow": 1}  # and how often. A NaN may change what is trained, on purpose
+KINDS = {
+    "kill": 6,
+    "raise": 2,
+    "enospc": 1,
+    "slow": 1,
+}  # and how often. A NaN may change what is trained, on purpose
 MOST = 12  # faults of one run
 
 
@@ -39,26 +44,36 @@ class Soak:
         drawn = ";".join(self._fault(layout) for _ in range(faults))
         self.tell(f"run {self.runs} ({layout}): {drawn}")
         while any(self._start(run, drawn)):
-            assert run.starts <= run.struck(), f"no fault struck, and start {run.starts} ended so:\n{run.told()}"
+            assert run.starts <= run.struck(), (
+                f"no fault struck, and start {run.starts} ended so:\n{run.told()}"
+            )
         self.struck += run.struck()
         assert run.outcome() == expected, f"{run.folder}: is not as the run that nobody broke"
 
     def _start(self, run: Run, drawn: str) -> list[int]:
         codes = run.start(drawn)
         passed = timedelta(seconds=round(time.monotonic() - self.began))
-        self.tell(f"{passed} run {self.runs}, start {run.starts}: exit {codes}, {run.struck()} faults have struck")
+        self.tell(
+            f"{passed} run {self.runs}, start {run.starts}: exit {codes}, {run.struck()} faults have struck"
+        )
         return codes
 
     def _fault(self, layout: str) -> str:
         draw = self.draw
-        words = {"phase": draw.choice(list(PHASES)), "kind": draw.choices(list(KINDS), list(KINDS.values()))[0]}
+        words = {
+            "phase": draw.choice(list(PHASES)),
+            "kind": draw.choices(list(KINDS), list(KINDS.values()))[0],
+        }
         if steps := steps_of(words["phase"]):
             words["step"] = str(draw.choice(steps))
         if layout == "dp2" and draw.random() < 0.5:
             words["rank"] = draw.choice("01")
         if layout == "ray" and words["phase"] in ("forward", "save.write"):
             words["role"] = draw.choice(ROLES[1:])
-        if words["phase"] in ("forward", "backward", "save.write", "save.write.sync") and draw.random() < 0.5:
+        if (
+            words["phase"] in ("forward", "backward", "save.write", "save.write.sync")
+            and draw.random() < 0.5
+        ):
             words["visit"] = str(draw.randint(2, 4))
         if words["kind"] == "slow":
             words["seconds"] = "0.5"
@@ -66,7 +81,9 @@ class Soak:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     asked.add_argument("--minutes", type=float, default=60.0)
     asked.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     asked.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
@@ -82,7 +99,9 @@ def main() -> None:
             soak.run(layout, soak.draw.randint(1, MOST))
     finally:
         world.close()
-    print(f"soak: {soak.runs} runs, {soak.struck} faults struck, every run ended as the one that nobody broke")
+    print(
+        f"soak: {soak.runs} runs, {soak.struck} faults struck, every run ended as the one that nobody broke"
+    )
 
 
 if __name__ == "__main__":

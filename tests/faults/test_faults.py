@@ -13,7 +13,7 @@ import pytest
 
 from rather import faults
 from rather.errors import ConfigError
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.house.source import ROOT, python_files, tree, where
 from tests.tiny import make_config
 
@@ -35,9 +35,14 @@ def places() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for file in python_files("rather"):
         for node in ast.walk(tree(file)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("faults.point", "faults.wants_nan"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "faults.point",
+                "faults.wants_nan",
+            ):
                 (phase,) = node.args
-                assert isinstance(phase, ast.Constant), f"{where(file, node)}: a phase is written out"
+                assert isinstance(phase, ast.Constant), (
+                    f"{where(file, node)}: a phase is written out"
+                )
                 found.setdefault(phase.value, []).append(where(file, node))
     return found
 
@@ -55,15 +60,24 @@ def test_the_page_lists_every_phase() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("step=3,phase=bakward,kind=kill", "phase 'bakward' is unknown; there are data, .*backward"),
+        (
+            "step=3,phase=bakward,kind=kill",
+            "phase 'bakward' is unknown; there are data, .*backward",
+        ),
         ("phase=backward,kind=explode", "kind 'explode' is unknown; there are kill, raise"),
-        ("phase=backward,kind=kill,role=actor", "role 'actor' is unknown; there are driver, actor_train, reference"),
+        (
+            "phase=backward,kind=kill,role=actor",
+            "role 'actor' is unknown; there are driver, actor_train, reference",
+        ),
         ("phase=backward,kind=kill,when=now", "'when=now' is unknown; it takes step, rank"),
         ("phase=backward,kind=kill,step=soon", "step 'soon' is no number from 0 on"),
         ("phase=backward,kind=kill,visit=0", "visit '0' is no number from 1 on"),
         ("step=3,kind=kill", "names no phase; add phase="),
         ("phase=backward", "names no kind; add kind="),
-        ("phase=save.rename,kind=nan", "kind=nan strikes in phase forward or backward, not in 'save.rename'"),
+        (
+            "phase=save.rename,kind=nan",
+            "kind=nan strikes in phase forward or backward, not in 'save.rename'",
+        ),
         ("phase=backward,kind=kill,seconds=3", "seconds belongs to kind=slow"),
     ],
 )

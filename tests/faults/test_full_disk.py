@@ -20,10 +20,17 @@ def test_a_full_disk_during_an_export(world: World, layout: str) -> None:
     assert set(run.start(FAULT)) == {9}, run.told()
     assert run.struck() == 2
     (missed,) = map(json.loads, (run_dir / "incidents.jsonl").read_text().splitlines())
-    assert (missed["kind"], missed["step"], missed["folder"]) == ("missed_save", 3, str(run_dir / "best_model"))
+    assert (missed["kind"], missed["step"], missed["folder"]) == (
+        "missed_save",
+        3,
+        str(run_dir / "best_model"),
+    )
     assert "could not be written (No space left on device)" in missed["reason"]
     assert "MISSED SAVE of the best model at step 3" in run.told()
-    assert f"{run_dir / 'model'}: could not be written (No space left on device). Make room" in run.told()
+    assert (
+        f"{run_dir / 'model'}: could not be written (No space left on device). Make room"
+        in run.told()
+    )
     assert run.leftovers() == []
     assert (run_dir / "best_model" / "model.safetensors").exists()
     assert not (run_dir / "model").exists()

@@ -37,7 +37,8 @@ def test_workers_and_driver_on_ray(broken: Broken) -> None:
 
 @pytest.mark.faults_all
 @pytest.mark.parametrize(
-    "fault", [*(kill(phase, rank=0) for phase in PHASES), *(kill(phase, rank=1) for phase in OF_EVERY_RANK)]
+    "fault",
+    [*(kill(phase, rank=0) for phase in PHASES), *(kill(phase, rank=1) for phase in OF_EVERY_RANK)],
 )
 def test_every_point_on_two_ranks(broken: Broken, fault: str) -> None:
     broken("dp2", fault)

@@ -28,7 +28,12 @@ class World:
         if layout == "ray":
             given = self._on_ray()
         name = name or f"run-{next(self._numbers)}-{layout}"
-        return Run(self.folder / name, layout, {**given["changes"], **(changes or {})}, given["environment"])
+        return Run(
+            self.folder / name,
+            layout,
+            {**given["changes"], **(changes or {})},
+            given["environment"],
+        )
 
     def clean(self, layout: str, changes: dict[str, Any] | None = None) -> Outcome:
         """What the run gives that nobody breaks."""
@@ -43,7 +48,11 @@ class World:
         """A copy of that run, all done, which was started nowhere."""
         self.clean(layout, changes)
         run = self.run(layout, changes)
-        shutil.copytree(self.folder / _kind(layout, changes), run.folder, ignore=shutil.ignore_patterns("starts"))
+        shutil.copytree(
+            self.folder / _kind(layout, changes),
+            run.folder,
+            ignore=shutil.ignore_patterns("starts"),
+        )
         return run
 
     def close(self) -> None:
@@ -59,7 +68,10 @@ class World:
             token.mkdir(exist_ok=True)
             self._ray, _ = connected(None, SLOTS, token)
         told = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-        return {"changes": {"ray__address": self._ray.get_runtime_context().gcs_address}, "environment": told}
+        return {
+            "changes": {"ray__address": self._ray.get_runtime_context().gcs_address},
+            "environment": told,
+        }
 
 
 def _kind(layout: str, changes: dict[str, Any] | None) -> str:

@@ -30,7 +30,17 @@ OUT = Path(__file__).parent / "trl_1_16.json"
 WORDS = [f"w{i}" for i in range(60)]
 SCORED = ("chosen", "rejected")
 # Words of prompt, chosen and rejected answer; those of equal length let the two models sort the pairs differently.
-SIZES = [(3, 5, 9), (6, 12, 4), (2, 1, 7), (8, 7, 7), (4, 10, 2), (5, 3, 11), (4, 6, 6), (3, 6, 6), (7, 5, 5)]
+SIZES = [
+    (3, 5, 9),
+    (6, 12, 4),
+    (2, 1, 7),
+    (8, 7, 7),
+    (4, 10, 2),
+    (5, 3, 11),
+    (4, 6, 6),
+    (3, 6, 6),
+    (7, 5, 5),
+]
 
 SMOOTHED = {"exo_pair": 1e-3, "robust": 0.1}
 DIVERGENT = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
@@ -43,19 +53,33 @@ def dpo_cases() -> dict[str, dict[str, Any]]:
     """Name -> fields of TRL's DPOConfig."""
 
     def case(loss: str, **more: Any) -> dict[str, Any]:
-        return {"loss_type": [loss], "beta": 0.3, "label_smoothing": SMOOTHED.get(loss, 0.0), **more}
+        return {
+            "loss_type": [loss],
+            "beta": 0.3,
+            "label_smoothing": SMOOTHED.get(loss, 0.0),
+            **more,
+        }
 
     cases = {loss: case(loss) for loss in PAIRWISE}
-    cases |= {f"{loss} smoothed": case(loss, label_smoothing=0.2) for loss in ("sigmoid", "aot", "aot_unpaired")}
+    cases |= {
+        f"{loss} smoothed": case(loss, label_smoothing=0.2)
+        for loss in ("sigmoid", "aot", "aot_unpaired")
+    }
     cases |= {"discopop tau": case("discopop", discopop_tau=0.4)}
     for kind in ("forward_kl", "js_divergence", "alpha_divergence"):
         cases |= {f"{loss} {kind}": case(loss, f_divergence_type=kind) for loss in DIVERGENT}
-    cases["sigmoid alpha 2"] = case("sigmoid", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=2.0)
+    cases["sigmoid alpha 2"] = case(
+        "sigmoid", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=2.0
+    )
     damped = [loss for loss in PAIRWISE if loss != "sft"]
     cases |= {f"{loss} ld": case(loss, ld_alpha=0.4) for loss in damped}
     weighted = [loss for loss in damped if not loss.startswith("aot")]
     cases |= {f"{loss} wpo": case(loss, use_weighting=True) for loss in weighted}
-    mpo = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "beta": 0.3}
+    mpo = {
+        "loss_type": ["sigmoid", "bco_pair", "sft"],
+        "loss_weights": [0.8, 0.2, 1.0],
+        "beta": 0.3,
+    }
     cases["mpo"] = mpo
     cases["mpo ld"] = {**mpo, "ld_alpha": 0.4}
     rpo = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7], "beta": 0.3}
@@ -116,10 +140,15 @@ def text_rows() -> list[dict[str, str]]:
     def words(count: int) -> str:
         return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,)).tolist())
 
-    return [{"prompt": words(p), "chosen": " " + words(c), "rejected": " " + words(r)} for p, c, r in SIZES]
+    return [
+        {"prompt": words(p), "chosen": " " + words(c), "rejected": " " + words(r)}
+        for p, c, r in SIZES
+    ]
 
 
-def token_rows(rows: list[dict[str, str]], tokens: PreTrainedTokenizerFast) -> list[dict[str, list[int]]]:
+def token_rows(
+    rows: list[dict[str, str]], tokens: PreTrainedTokenizerFast
+) -> list[dict[str, list[int]]]:
     """BOS, prompt, answer, EOS: what all three trainers must see."""
 
     def ids(text: str) -> list[int]:
@@ -136,9 +165,13 @@ def token_rows(rows: list[dict[str, str]], tokens: PreTrainedTokenizerFast) -> l
 
 
 @torch.no_grad()
-def token_numbers(model: LlamaForCausalLM, prompt: list[int], answer: list[int]) -> tuple[list[float], list[float]]:
+def token_numbers(
+    model: LlamaForCausalLM, prompt: list[int], answer: list[int]
+) -> tuple[list[float], list[float]]:
     """log p of each answer token, and log sum of p^2 over the vocabulary, by a plain forward of one sequence."""
-    logits: Tensor = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double()
+    logits: Tensor = (
+        model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double()
+    )
     logps = torch.log_softmax(logits, dim=-1)
     own = logps.gather(1, torch.tensor(answer)[:, None])[:, 0]
     return own.tolist(), torch.logsumexp(2 * logps, dim=-1).tolist()
@@ -164,14 +197,21 @@ def main() -> None:
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
 
-        def run(kind: str, settings: Mapping[str, Mapping[str, Any]], build: Callable[..., Any]) -> None:
+        def run(
+            kind: str, settings: Mapping[str, Mapping[str, Any]], build: Callable[..., Any]
+        ) -> None:
             for name, fields in settings.items():
                 trainer = build(dict(fields), arguments(folder))
                 batch = trainer.data_collator(list(trainer.train_dataset))
                 check_ids(kind, batch, rows)
                 trainer.model.eval()
                 loss = trainer.compute_loss(trainer.model, batch)
-                case = {"name": name, "trainer": kind, "settings": fields, "loss": float(loss.detach())}
+                case = {
+                    "name": name,
+                    "trainer": kind,
+                    "settings": fields,
+                    "loss": float(loss.detach()),
+                }
                 if kind == "orpo":
                     case["nll_loss"] = trainer._stored_metrics["train"]["nll_loss"][-1]
                     case["log_odds_ratio"] = trainer._stored_metrics["train"]["log_odds_ratio"][-1]
@@ -179,17 +219,25 @@ def main() -> None:
 
         def dpo(fields: dict[str, Any], common: dict[str, Any]) -> DPOTrainer:
             args = DPOConfig(**common, **fields, max_length=None)
-            with_bos = [{**row, "prompt": tokens.bos_token + row["prompt"]} for row in texts]  # CPO and ORPO add it
+            with_bos = [
+                {**row, "prompt": tokens.bos_token + row["prompt"]} for row in texts
+            ]  # CPO and ORPO add it
             data = Dataset.from_list(with_bos)
-            return DPOTrainer(policy, reference, args=args, train_dataset=data, processing_class=tokens)
+            return DPOTrainer(
+                policy, reference, args=args, train_dataset=data, processing_class=tokens
+            )
 
         def cpo(fields: dict[str, Any], common: dict[str, Any]) -> CPOTrainer:
             args = CPOConfig(**common, **fields)
-            return CPOTrainer(policy, args, train_dataset=Dataset.from_list(texts), processing_class=tokens)
+            return CPOTrainer(
+                policy, args, train_dataset=Dataset.from_list(texts), processing_class=tokens
+            )
 
         def orpo(fields: dict[str, Any], common: dict[str, Any]) -> ORPOTrainer:
             args = ORPOConfig(**common, **fields)
-            return ORPOTrainer(policy, args, train_dataset=Dataset.from_list(texts), processing_class=tokens)
+            return ORPOTrainer(
+                policy, args, train_dataset=Dataset.from_list(texts), processing_class=tokens
+            )
 
         run("dpo", dpo_cases(), dpo)
         run("cpo", CPO_CASES, cpo)
@@ -202,7 +250,10 @@ def check_ids(kind: str, batch: Mapping[str, Tensor], rows: list[dict[str, list[
     for i, row in enumerate(rows):
         for side, offset in (("chosen", 0), ("rejected", len(rows))):
             if kind == "dpo":
-                ids, scored = batch["input_ids"][offset + i], batch["completion_mask"][offset + i].bool()
+                ids, scored = (
+                    batch["input_ids"][offset + i],
+                    batch["completion_mask"][offset + i].bool(),
+                )
             else:
                 ids, scored = batch[f"{side}_input_ids"][i], batch[f"{side}_labels"][i] != -100
             full = row["prompt_ids"] + row[f"{side}_ids"]

@@ -47,7 +47,9 @@ class Recording(DPOTrainer):  # type: ignore[misc]
 def made(shape: str, folder: Path, settings: dict[str, Any]) -> Recording:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    args = DPOConfig(output_dir=str(folder / "out"), model_init_kwargs={"dtype": "float32"}, **settings)
+    args = DPOConfig(
+        output_dir=str(folder / "out"), model_init_kwargs={"dtype": "float32"}, **settings
+    )
     data = Dataset.from_list(make_rows(shape))
     return Recording(str(folder), args=args, train_dataset=data, processing_class=tokenizer)
 
@@ -56,7 +58,9 @@ def run(shape: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     trainer = made(shape, folder, settings)
     trainer.losses = []
     parts = ("prompt", "chosen", "rejected")
-    tokens = [{f"{part}_ids": row[f"{part}{IDS}"] for part in parts} for row in trainer.train_dataset]
+    tokens = [
+        {f"{part}_ids": row[f"{part}{IDS}"] for part in parts} for row in trainer.train_dataset
+    ]
     trainer.train()
     steps = settings["gradient_accumulation_steps"]
     losses = [sum(trainer.losses[i : i + steps]) / steps for i in range(0, STEPS * steps, steps)]
@@ -86,12 +90,16 @@ def values(folder: Path) -> dict[str, list[float]]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(Path(name))
-        runs: dict[str, Any] = {name: run(shape, folder, settings) for name, (shape, settings) in RUNS.items()}
+        runs: dict[str, Any] = {
+            name: run(shape, folder, settings) for name, (shape, settings) in RUNS.items()
+        }
         if IS_OLD:
             runs["losses"] = values(folder)
     versions = {each.__name__: each.__version__ for each in (trl, transformers, torch, accelerate)}
     lines = [f"{json.dumps(shape)}: {json.dumps(result)}" for shape, result in runs.items()]
-    OUT.write_text('{"versions": ' + json.dumps(versions) + ",\n" + ",\n".join(lines) + "}\n", encoding="utf-8")
+    OUT.write_text(
+        '{"versions": ' + json.dumps(versions) + ",\n" + ",\n".join(lines) + "}\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

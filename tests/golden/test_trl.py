@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rather.batch import PairLogps
-from rather.objective import configure
+from rather.data.batch import PairLogps
+from rather.losses.objective import configure
 
-GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("trl_1_16.json").read_text(encoding="utf-8"))
+GOLDEN: dict[str, Any] = json.loads(
+    Path(__file__).with_name("trl_1_16.json").read_text(encoding="utf-8")
+)
 PAIRS: list[dict[str, Any]] = GOLDEN["pairs"]
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in GOLDEN["cases"]}
 SIDES = ("chosen", "rejected")
@@ -25,7 +27,10 @@ MODIFIERS = ("ld_alpha", "use_weighting", "f_alpha_divergence_coef")
 def per_pair(kind: str, *, shared: bool = False) -> Tensor:
     """[P, 2] sums over an answer's tokens, or over as many as the pair's shorter answer has."""
     return torch.tensor(
-        [[sum(pair[f"{kind}_{side}"][: shorter(pair) if shared else None]) for side in SIDES] for pair in PAIRS],
+        [
+            [sum(pair[f"{kind}_{side}"][: shorter(pair) if shared else None]) for side in SIDES]
+            for pair in PAIRS
+        ],
         dtype=torch.float64,
     )
 
@@ -35,7 +40,9 @@ def shorter(pair: dict[str, Any]) -> int:
 
 
 def stored() -> PairLogps:
-    length = torch.tensor([[len(pair[f"{side}_ids"]) for side in SIDES] for pair in PAIRS], dtype=torch.float64)
+    length = torch.tensor(
+        [[len(pair[f"{side}_ids"]) for side in SIDES] for pair in PAIRS], dtype=torch.float64
+    )
     extra = {
         "mean_chosen_length": length[:, 0].mean(),
         "policy/squares": per_pair("squares"),
@@ -69,7 +76,9 @@ def of_cpo(settings: dict[str, Any]) -> float:
     if kind in ("hinge", "ipo"):
         return ours([kind], given, reference_free=True, rpo_alpha=alpha)
     numbers = {"simpo_gamma": "gamma", "alpha": "alphapo_alpha"}
-    return ours([kind], {numbers.get(key, key): value for key, value in given.items()}, rpo_alpha=alpha)
+    return ours(
+        [kind], {numbers.get(key, key): value for key, value in given.items()}, rpo_alpha=alpha
+    )
 
 
 DIFFERENT = ("sigmoid smoothed", "orpo")
@@ -113,7 +122,9 @@ def test_sigmoid_smooths_labels_where_trl_ignores_them() -> None:
     assert case["loss"] == plain["loss"]
     z = margins()
     want = np.mean(0.8 * np.logaddexp(0, -z) + 0.2 * np.logaddexp(0, z))
-    assert ours(["sigmoid"], {"beta": 0.3, "label_smoothing": 0.2}) == pytest.approx(want, rel=1e-12)
+    assert ours(["sigmoid"], {"beta": 0.3, "label_smoothing": 0.2}) == pytest.approx(
+        want, rel=1e-12
+    )
     assert want != pytest.approx(case["loss"], rel=1e-3)
 
 
@@ -122,7 +133,9 @@ def test_orpo_has_trls_odds_ratio_and_the_papers_nll() -> None:
     case, x = CASES["orpo"], stored()
     average = (x.policy / x.length).numpy()
     nll = -average[:, 0].mean()
-    assert ours(["orpo"], {"beta": 0.3}) - nll == pytest.approx(-0.3 * case["log_odds_ratio"], rel=1e-5)
+    assert ours(["orpo"], {"beta": 0.3}) - nll == pytest.approx(
+        -0.3 * case["log_odds_ratio"], rel=1e-5
+    )
     assert case["loss"] == pytest.approx(case["nll_loss"] - 0.3 * case["log_odds_ratio"], rel=1e-6)
     assert nll != pytest.approx(case["nll_loss"], rel=1e-3)
 
@@ -133,4 +146,6 @@ def test_wpo_weighs_each_pairs_own_likelihood_term() -> None:
     weight = np.exp(((x.policy - x.extra["policy/squares"]) / x.length).numpy()).prod(axis=1)
     nll = (-x.policy[:, 0] / x.length[:, 0].mean()).numpy()
     want = np.mean(weight * (np.logaddexp(0, -margins()) + nll))
-    assert ours(["sigmoid", "sft"], {"beta": 0.3}, use_weighting=True) == pytest.approx(want, rel=1e-12)
+    assert ours(["sigmoid", "sft"], {"beta": 0.3}, use_weighting=True) == pytest.approx(
+        want, rel=1e-12
+    )

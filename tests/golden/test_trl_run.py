@@ -11,15 +11,15 @@ import pytest
 import torch
 import yaml
 
-from rather.batch import PairLogps, TokenPair
 from rather.config.load import load_config
 from rather.config.schema import DPOConfig
+from rather.data.batch import PairLogps, TokenPair
 from rather.data.prepare import prepare
+from rather.losses.objective import configure, rule
 from rather.migrate.engine import migrate
 from rather.migrate.peers import PEERS
 from rather.migrate.source import Source
-from rather.objective import configure, rule
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.golden.trl_run import LOGPS, OLD_RUNS, SETTINGS, SHAPES, STEPS, make_data, make_model
 from tests.tiny import metrics
 
@@ -52,10 +52,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def migrated(model: Path, folder: Path, run: Run, *overrides: str) -> DPOConfig:
     """The YAML that `rather migrate` makes of the TRL settings, written and read again."""
     pairs = make_data(folder / "pairs.jsonl", run.shape)
-    own = {"model_name_or_path": str(model), "dataset_name": str(pairs), "output_dir": str(folder / "run")}
+    own = {
+        "model_name_or_path": str(model),
+        "dataset_name": str(pairs),
+        "output_dir": str(folder / "run"),
+    }
     given = {**run.settings, **own}
     file = folder / "dpo.yaml"
-    file.write_text(yaml.safe_dump(migrate(Source("trl", given), PEERS["trl"]).values), encoding="utf-8")
+    file.write_text(
+        yaml.safe_dump(migrate(Source("trl", given), PEERS["trl"]).values), encoding="utf-8"
+    )
     return load_config(file, [f"logging_dir={folder}", *overrides])
 
 
@@ -98,7 +104,11 @@ def test_the_runs_cut_at_both_ends() -> None:
     """What is compared would else not show it."""
     for name in ("old turns", "old keep_start"):
         rows, limit = RUNS[name].golden["tokens"], RUNS[name].settings["max_length"]
-        lengths = [len(row["prompt_ids"]) + len(row[f"{side}_ids"]) for row in rows for side in ("chosen", "rejected")]
+        lengths = [
+            len(row["prompt_ids"]) + len(row[f"{side}_ids"])
+            for row in rows
+            for side in ("chosen", "rejected")
+        ]
         assert max(lengths) > limit
     assert max(len(row["prompt_ids"]) for row in RUNS["old chat"].golden["tokens"]) == 9
 

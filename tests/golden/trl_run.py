@@ -49,7 +49,15 @@ OLD: dict[str, Any] = {**SETTINGS, "max_prompt_length": 9, "truncation_mode": "k
 OLD_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     **{shape: (shape, OLD) for shape in SHAPES},
     "keep_start": ("turns", {**OLD, "truncation_mode": "keep_start"}),
-    "rpo": ("chat", {**OLD, "rpo_alpha": 0.5, "per_device_train_batch_size": PAIRS, "gradient_accumulation_steps": 1}),
+    "rpo": (
+        "chat",
+        {
+            **OLD,
+            "rpo_alpha": 0.5,
+            "per_device_train_batch_size": PAIRS,
+            "gradient_accumulation_steps": 1,
+        },
+    ),
 }
 # Numbers of four pairs, policy's and reference's log-probs of both answers, for TRL's losses as functions.
 LOGPS = [
@@ -59,11 +67,18 @@ LOGPS = [
 
 
 def make_model(folder: Path) -> Path:
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "user", "assistant", "newline", *WORDS])}
+    vocabulary = {
+        word: i
+        for i, word in enumerate(["<unk>", "<s>", "</s>", "user", "assistant", "newline", *WORDS])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*TURNS, "<s>", "</s>")])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in (*TURNS, "<s>", "</s>")]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     fast.chat_template = TEMPLATE
@@ -92,10 +107,17 @@ def make_rows(shape: str) -> list[dict[str, Any]]:
 
     texts = [(words(2, 6), words(1, 9), words(1, 9)) for _ in range(PAIRS)]
     if shape == "plain":
-        rows = [{"prompt": prompt, "chosen": f" {yes}", "rejected": f" {no}"} for prompt, yes, no in texts]
+        rows = [
+            {"prompt": prompt, "chosen": f" {yes}", "rejected": f" {no}"}
+            for prompt, yes, no in texts
+        ]
         rows[0]["chosen"] += "</s>"
         return rows
-    more = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}] if shape == "turns" else []
+    more = (
+        [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+        if shape == "turns"
+        else []
+    )
     return [
         {
             "prompt": [{"role": "user", "content": prompt}],

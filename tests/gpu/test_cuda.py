@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM
 
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
-from rather.model.load import load_policy
 from rather.model.policy import PolicyModel, pair_columns
-from rather.pipeline import DPOPipeline
+from rather.parallel.load import load_policy
+from rather.pipeline.pipeline import DPOPipeline
 from tests.model.test_families import FAMILIES, VOCAB, tiny
 from tests.padded import padded_logps, random_pairs
 from tests.tiny import make_config
@@ -37,7 +37,10 @@ def both(family: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, f
         got = got.index_add(0, batch.pair_P, pair_columns(PolicyModel(ours), batch)["sum"])
     (want[:, 0] - want[:, 1]).tanh().sum().backward()
     (got[:, 0] - got[:, 1]).tanh().sum().backward()
-    flat = [torch.cat([p.grad.flatten().float() for p in m.parameters() if p.grad is not None]) for m in (plain, ours)]
+    flat = [
+        torch.cat([p.grad.flatten().float() for p in m.parameters() if p.grad is not None])
+        for m in (plain, ours)
+    ]
     return want.detach(), got.detach(), float(torch.cosine_similarity(*flat, dim=0))
 
 
@@ -57,14 +60,18 @@ def test_packed_is_as_good_as_padded_in_bfloat16(family: str) -> None:
 
 
 def test_falcon_is_refused(tmp_path: Path) -> None:
-    config = FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = FalconConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
     FalconForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="falcon"):
         load_policy(str(tmp_path), ModelArgs(), "cuda:0")
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}], ids=["whole", "adapter"])
-def test_loading_leaves_the_random_numbers_of_both_devices(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_loading_leaves_the_random_numbers_of_both_devices(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     """The seed of a run is set before its model comes, and dropout draws on the GPU."""
     model = make_config(tmp_path).actor_train.model_path
     torch.manual_seed(7)
@@ -81,7 +88,10 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_a_run_learns(tmp_path: Path, dtype: str) -> None:
     config = make_config(
-        tmp_path, max_steps=12, actor_train__model_args__dtype=dtype, actor_train__training_args__num_train_epochs=9.0
+        tmp_path,
+        max_steps=12,
+        actor_train__model_args__dtype=dtype,
+        actor_train__training_args__num_train_epochs=9.0,
     )
     assert DPOPipeline(config).run() == 0
     lines = metrics(config.run_dir)

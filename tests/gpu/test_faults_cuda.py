@@ -19,7 +19,11 @@ from tests.tiny import make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-ON_CUDA: dict[str, Any] = {"platform": "cuda", "deterministic": True, "actor_train__model_args__dtype": "bf16"}
+ON_CUDA: dict[str, Any] = {
+    "platform": "cuda",
+    "deterministic": True,
+    "actor_train__model_args__dtype": "bf16",
+}
 POINTS = [
     kill("forward", step=1, role="reference"),
     kill("backward", step=2),
@@ -41,7 +45,9 @@ class Commands(Run):
         command = [sys.executable, "-m", "rather", "train", str(file)]
         with log.open("wb") as out:
             environment = {**os.environ, faults.VARIABLE: fault}
-            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=120, check=False)
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=120, check=False
+            )
         return [done.returncode]
 
 

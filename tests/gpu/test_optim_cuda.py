@@ -8,27 +8,49 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rather.adamw import decoded, decoded_signed
 from rather.config.schema import TrainingArgs
-from rather.optim import Optimizer
+from rather.optim.adamw import decoded, decoded_signed
+from rather.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(7, 5), (300, 700), (896,), (1, 65536), (65536 + 300,), (2, 65536)]  # tails, whole chunks, several
+SHAPES = [
+    (7, 5),
+    (300, 700),
+    (896,),
+    (1, 65536),
+    (65536 + 300,),
+    (2, 65536),
+]  # tails, whole chunks, several
 NUMBERS = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
 
 
-def weights(shapes: list[tuple[int, ...]], dtype: torch.dtype, spread: float = 0.02) -> nn.ParameterDict:
+def weights(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, spread: float = 0.02
+) -> nn.ParameterDict:
     generator = torch.Generator("cuda").manual_seed(0)
-    drawn = [torch.randn(shape, generator=generator, device="cuda").bfloat16() * spread for shape in shapes]
-    return nn.ParameterDict({f"w{number}": nn.Parameter(w.to(dtype)) for number, w in enumerate(drawn)})
+    drawn = [
+        torch.randn(shape, generator=generator, device="cuda").bfloat16() * spread
+        for shape in shapes
+    ]
+    return nn.ParameterDict(
+        {f"w{number}": nn.Parameter(w.to(dtype)) for number, w in enumerate(drawn)}
+    )
 
 
-def optimizer_of(model: nn.Module, rate: float, max_grad_norm: float = 0.0, **changes: Any) -> Optimizer:
-    options = {name: changes.pop(name) for name in {"lean", "wide_gradients", "seed"} & changes.keys()}
+def optimizer_of(
+    model: nn.Module, rate: float, max_grad_norm: float = 0.0, **changes: Any
+) -> Optimizer:
+    options = {
+        name: changes.pop(name) for name in {"lean", "wide_gradients", "seed"} & changes.keys()
+    }
     args = TrainingArgs(learning_rate=1.0, **changes)
     return Optimizer(
-        model.named_parameters(), args, schedule=lambda _: rate, max_grad_norm=max_grad_norm, **options
+        model.named_parameters(),
+        args,
+        schedule=lambda _: rate,
+        max_grad_norm=max_grad_norm,
+        **options,
     )
 
 
@@ -59,10 +81,16 @@ def test_split_is_torch_adamw(rate: float, max_grad_norm: float, wide_gradients:
         for name, true in exact.masters.items() if step in (0, 49) else ():
             off = (optimizer.masters[name] - true).abs()
             assert (off <= 2 * (step + 1) * (true.abs() * 2.0**-23 + rate * 1e-6)).all()
-    same = [(optimizer.masters[name] == true).float().mean() for name, true in exact.masters.items()]
-    print(f"rate {rate}: bit-equal masters after 50 updates: {100 * float(min(same)):.1f} % at least")
+    same = [
+        (optimizer.masters[name] == true).float().mean() for name, true in exact.masters.items()
+    ]
+    print(
+        f"rate {rate}: bit-equal masters after 50 updates: {100 * float(min(same)):.1f} % at least"
+    )
     for name, moment in exact.moments().items():
-        largest = float(moment.abs().max())  # sums of many roundings: near zero they are large beside the value
+        largest = float(
+            moment.abs().max()
+        )  # sums of many roundings: near zero they are large beside the value
         assert torch.allclose(optimizer.moments()[name], moment, rtol=1e-5, atol=1e-6 * largest)
 
 
@@ -79,7 +107,11 @@ def test_a_parameter_is_the_rounded_image_of_its_master() -> None:
 
 
 def moments_of(optimizer: Optimizer, name: str) -> tuple[Tensor, Tensor]:
-    codes = {kind.removeprefix(f"{name}."): t.flatten() for kind, t in optimizer.moments().items() if name in kind}
+    codes = {
+        kind.removeprefix(f"{name}."): t.flatten()
+        for kind, t in optimizer.moments().items()
+        if name in kind
+    }
     first = decoded_signed(codes["exp_avg"], codes["exp_avg_base"])
     return first, decoded(codes["exp_avg_sq"], codes["exp_avg_sq_base"])
 
@@ -90,22 +122,32 @@ def test_lean_rounds_to_a_neighbour_and_right_on_average() -> None:
     before = {name: weight.detach().double().clone() for name, weight in model.items()}
     optimizer = optimizer_of(model, 1e-4, lean=True)
     backward(model, 0)
-    gradients = {name: weight.grad.detach().flatten() for name, weight in model.items() if weight.grad is not None}
+    gradients = {
+        name: weight.grad.detach().flatten()
+        for name, weight in model.items()
+        if weight.grad is not None
+    }
     update(optimizer)
     for name, gradient in gradients.items():
         g = gradient.float()
-        near = g.abs() > g.abs().max() * 2.0**-14  # further below the largest of its block a moment is 0, or a floor
+        near = (
+            g.abs() > g.abs().max() * 2.0**-14
+        )  # further below the largest of its block a moment is 0, or a floor
         for moment, true in zip(moments_of(optimizer, name), (0.1 * g, 0.001 * g * g), strict=True):
             assert ((moment - true).abs() <= 0.126 * true.abs())[near].all()
             if len(g) > 1000:
-                assert float(moment.abs().mean() / true.abs().mean()) == pytest.approx(1, abs=4 / len(g) ** 0.5)
+                assert float(moment.abs().mean() / true.abs().mean()) == pytest.approx(
+                    1, abs=4 / len(g) ** 0.5
+                )
         if len(g) > 60_000:
             moved = (model[name].detach().double() - before[name]).flatten() * -g.sign().double()
             assert float(moved.mean()) == pytest.approx(1e-4, rel=0.03)
 
 
 def test_lean_at_a_small_rate_moves_and_a_second_moment_follows() -> None:
-    model = nn.ParameterDict({"w": nn.Parameter(torch.full((256, 1024), 0.02, device="cuda", dtype=torch.bfloat16))})
+    model = nn.ParameterDict(
+        {"w": nn.Parameter(torch.full((256, 1024), 0.02, device="cuda", dtype=torch.bfloat16))}
+    )
     optimizer = optimizer_of(model, 5e-7, lean=True, seed=3)
     start = float(model["w"].detach().double().mean())
     for step in range(400):
@@ -138,7 +180,9 @@ def half_a_billion() -> list[tuple[int, ...]]:
     return [(151936, 896), (896,), *(shape for _ in range(24) for shape in (*layer, *vectors))]
 
 
-@pytest.mark.parametrize(("lean", "bytes_each", "slowest"), [(False, 12.1, 20.0), (True, 4.2, 20.0)])
+@pytest.mark.parametrize(
+    ("lean", "bytes_each", "slowest"), [(False, 12.1, 20.0), (True, 4.2, 20.0)]
+)
 def test_memory_and_time(lean: bool, bytes_each: float, slowest: float) -> None:
     torch.cuda.empty_cache()
     empty = torch.cuda.memory_allocated()
@@ -156,6 +200,8 @@ def test_memory_and_time(lean: bool, bytes_each: float, slowest: float) -> None:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
-    print(f"lean {lean}: {count / 1e6:.0f}M weights, {each:.3f} bytes each, an update {min(times[1:]):.2f} ms")
+    print(
+        f"lean {lean}: {count / 1e6:.0f}M weights, {each:.3f} bytes each, an update {min(times[1:]):.2f} ms"
+    )
     assert each <= bytes_each
     assert min(times[1:]) < slowest

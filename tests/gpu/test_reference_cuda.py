@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from rather.batch import Columns, PairBatch
+from rather.data.batch import Columns, PairBatch
 from rather.data.pack import pack
+from rather.losses.objective import configure, from_config
 from rather.model.budget import choose_budget
 from rather.model.layers import arrange_layers
-from rather.model.load import freeze
-from rather.objective import configure, from_config
-from rather.pipeline import DPOPipeline
-from rather.reference import ReferenceLogps
-from rather.trainer import RankTrainer
+from rather.parallel.load import freeze
+from rather.pipeline.pipeline import DPOPipeline
+from rather.reference.logps import ReferenceLogps
+from rather.train.rank_trainer import RankTrainer
 from tests.gpu.test_speed_cuda import qwen
 from tests.gpu.test_speed_cuda import trainer as training
 from tests.padded import random_pairs
@@ -29,7 +29,9 @@ TOKENS = {"pref_loss": "sigmoid", "ld_alpha": 0.4}
 
 
 @pytest.mark.parametrize("changes", [{}, TOKENS], ids=["sums", "tokens"])
-def test_a_second_run_reads_what_the_first_one_computed(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_second_run_reads_what_the_first_one_computed(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     losses = []
     for name in ("first", "second"):
         pipeline = DPOPipeline(make_config(tmp_path, exp_name=name, **changes))
@@ -41,11 +43,17 @@ def test_a_second_run_reads_what_the_first_one_computed(tmp_path: Path, changes:
 
 
 @pytest.mark.parametrize("changes", [{}, TOKENS], ids=["sums", "tokens"])
-def test_fresh_and_known_values_come_without_waiting(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_fresh_and_known_values_come_without_waiting(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     config = make_config(tmp_path, **changes)
 
     def compute(batches: Sequence[PairBatch]) -> Columns:
-        return {"sum": torch.full((sum(len(batch.pair_P) for batch in batches), 2), -2.0, device="cuda").double()}
+        return {
+            "sum": torch.full(
+                (sum(len(batch.pair_P) for batch in batches), 2), -2.0, device="cuda"
+            ).double()
+        }
 
     logps = ReferenceLogps(config, from_config(config), compute)
     logps.open()
@@ -84,7 +92,9 @@ def test_a_parked_model_leaves_its_memory_and_answers_the_same(compiled: bool) -
     assert torch.cuda.memory_allocated() - resting < 0.1 * weights
 
 
-def test_the_reference_is_parked_before_activations_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_parked_before_activations_are_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     work = training(qwen(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
     rooms = iter([64 << 20, 64 << 30])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(rooms), 0))
@@ -94,7 +104,12 @@ def test_the_reference_is_parked_before_activations_are_recomputed(monkeypatch: 
         parked.append(True)
         return True
 
-    options: dict[str, Any] = {"tokens": None, "recompute": None, "offload": False, "compiled": False}
+    options: dict[str, Any] = {
+        "tokens": None,
+        "recompute": None,
+        "offload": False,
+        "compiled": False,
+    }
     chosen = choose_budget(work.policy, work, **options, largest_pair=100, make_room=park)
     assert (chosen.recompute, parked) == ("none", [True])
 
@@ -102,8 +117,13 @@ def test_the_reference_is_parked_before_activations_are_recomputed(monkeypatch: 
 def test_a_run_with_a_parked_reference_has_the_same_losses(tmp_path: Path) -> None:
     losses = []
     for offload in ("off", "on"):
-        options: dict[str, Any] = {"reference__offload": offload, "reference__cache__enabled": False}
-        pipeline = DPOPipeline(make_config(tmp_path, exp_name=offload, deterministic=True, **options))
+        options: dict[str, Any] = {
+            "reference__offload": offload,
+            "reference__cache__enabled": False,
+        }
+        pipeline = DPOPipeline(
+            make_config(tmp_path, exp_name=offload, deterministic=True, **options)
+        )
         assert pipeline.run() == 0
         losses.append([line["loss"] for line in metrics(pipeline.config) if "loss" in line])
     assert losses[0] == losses[1]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rather.config.schema import DPOConfig
 from rather.errors import MemoryShortage
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,11 @@ def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[s
         "train_batch_size": PAIRS,
         "max_steps": 3,
         "deterministic": True,
-        "actor_train__training_args": {"learning_rate": 1e-5, "adam_epsilon": 1e-6, "num_train_epochs": 3.0},
+        "actor_train__training_args": {
+            "learning_rate": 1e-5,
+            "adam_epsilon": 1e-6,
+            "num_train_epochs": 3.0,
+        },
     }
     config = make_config(folder, exp_name=name, **{**told, **changes})
     assert DPOPipeline(config).run() == 0
@@ -70,13 +74,17 @@ def test_a_step_that_runs_out_is_repeated_in_smaller_pieces(
             resting, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
             taken.append(torch.empty(0))
             limit = resting + 0.7 * (peak - resting)
-            torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+            torch.cuda.set_per_process_memory_fraction(
+                limit / torch.cuda.get_device_properties(0).total_memory
+            )
             return result
         return train_step(pipeline, *args)
 
     monkeypatch.setattr(DPOPipeline, "_trained", trained)
     short, lines = run(folder, "short")
-    told = [json.loads(line) for line in (short.run_dir / "incidents.jsonl").read_text().splitlines()]
+    told = [
+        json.loads(line) for line in (short.run_dir / "incidents.jsonl").read_text().splitlines()
+    ]
     assert {each["kind"] for each in told} == {"out_of_memory"}
     assert "actor_train" in {each["role"] for each in told}
     for mine, theirs in zip(lines, expected, strict=True):
@@ -89,9 +97,17 @@ def test_a_step_that_runs_out_is_repeated_in_smaller_pieces(
 
 def test_a_device_without_room_tells_where_memory_goes(folder: Path, free_again: None) -> None:
     torch.cuda.empty_cache()
-    weights = sum(tensor.nbytes for tensor in load_file(folder / "base" / "model.safetensors").values())
-    room = torch.cuda.memory_allocated() + 4.2 * weights  # weights, moments and the reference, but no gradients
-    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
-    with pytest.raises(MemoryShortage, match=r"(?s)masters and moments .*Any of these needs less:") as caught:
+    weights = sum(
+        tensor.nbytes for tensor in load_file(folder / "base" / "model.safetensors").values()
+    )
+    room = (
+        torch.cuda.memory_allocated() + 4.2 * weights
+    )  # weights, moments and the reference, but no gradients
+    torch.cuda.set_per_process_memory_fraction(
+        room / torch.cuda.get_device_properties(0).total_memory
+    )
+    with pytest.raises(
+        MemoryShortage, match=r"(?s)masters and moments .*Any of these needs less:"
+    ) as caught:
         run(folder, "none")
     assert caught.value.exit_code == 8

@@ -12,18 +12,18 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rather.batch import PairBatch, TokenPair
 from rather.config.schema import TrainingArgs
+from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
+from rather.losses.objective import configure
 from rather.model import attention, head
 from rather.model.attention import IMPLEMENTATION
 from rather.model.budget import LEAST, SHARE, choose_budget
 from rather.model.layers import LEVELS, Recompute, arrange_layers
 from rather.model.policy import PolicyModel
-from rather.objective import configure
-from rather.optim import Optimizer, schedule
-from rather.pipeline import DPOPipeline
-from rather.trainer import RankTrainer
+from rather.optim.optimizer import Optimizer, schedule
+from rather.pipeline.pipeline import DPOPipeline
+from rather.train.rank_trainer import RankTrainer
 from tests.padded import random_pairs
 from tests.tiny import make_config
 
@@ -34,7 +34,12 @@ BF16 = torch.bfloat16
 
 def qwen(dtype: torch.dtype = BF16, **sizes: Any) -> PolicyModel:
     torch.manual_seed(0)
-    defaults = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 997}
+    defaults = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "vocab_size": 997,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen2Config(**{**defaults, **heads, **sizes}, initializer_range=0.08)
     config._attn_implementation = IMPLEMENTATION
@@ -100,7 +105,10 @@ def numbers(policy: PolicyModel, parts: list[PairBatch]) -> list[torch.Tensor]:
         logp, _ = policy(batch)
         (logp * torch.linspace(-1, 1, len(logp), device="cuda")).sum().backward()
         logps.append(logp.detach())
-    return [torch.cat(logps), *(p.grad.float().flatten() for p in policy.parameters() if p.grad is not None)]
+    return [
+        torch.cat(logps),
+        *(p.grad.float().flatten() for p in policy.parameters() if p.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -117,7 +125,9 @@ def test_compiled_layers_give_the_plain_numbers(level: Recompute) -> None:
     seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     more = numbers(policy, batches(40, 640))
     assert more[0].isfinite().all()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == seen  # other sizes, the same code
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] == seen
+    )  # other sizes, the same code
 
 
 def test_compiled_in_float32_equals_plain() -> None:
@@ -130,12 +140,17 @@ def test_compiled_in_float32_equals_plain() -> None:
 
 def trainer(policy: PolicyModel) -> RankTrainer:
     args = TrainingArgs(learning_rate=1e-4)
-    optimizer = Optimizer(policy.named_parameters(), args, schedule=schedule(args, 10), max_grad_norm=1.0)
+    optimizer = Optimizer(
+        policy.named_parameters(), args, schedule=schedule(args, 10), max_grad_norm=1.0
+    )
     return RankTrainer(policy, configure(["sigmoid"], {}), optimizer)
 
 
 def test_one_host_synchronisation_a_step() -> None:
-    policy, reference = trainer(qwen()), RankTrainer(qwen().requires_grad_(False), configure(["sigmoid"], {}))
+    policy, reference = (
+        trainer(qwen()),
+        RankTrainer(qwen().requires_grad_(False), configure(["sigmoid"], {})),
+    )
     parts = [batch.pinned() for batch in pack(random_pairs(24, 990), 512, ladder=64)]
     for _ in range(2):
         policy.train_step(parts, reference.log_probs(parts))
@@ -153,7 +168,12 @@ def test_one_host_synchronisation_a_step() -> None:
 
 def test_the_planner_recomputes_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     work = trainer(qwen(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
-    options: dict[str, Any] = {"tokens": None, "recompute": None, "offload": False, "compiled": False}
+    options: dict[str, Any] = {
+        "tokens": None,
+        "recompute": None,
+        "offload": False,
+        "compiled": False,
+    }
     chosen = choose_budget(work.policy, work, **options, largest_pair=100)
     assert (chosen.tokens, chosen.recompute) == (32768, "none")
     rooms = {level: _need(work, level) for level in LEVELS}
@@ -169,7 +189,9 @@ def _need(work: RankTrainer, level: Recompute) -> int:
     arrange_layers(work.policy, recompute=level)
     ids = np.arange(508, dtype=np.int32)
     pair = TokenPair(ids[:8], ids, ids, ((8, 516),), ((8, 516),))
-    pairs = [replace(pair, chosen=ids + side, rejected=ids + side + 1) for side in range(LEAST // 1024)]
+    pairs = [
+        replace(pair, chosen=ids + side, rejected=ids + side + 1) for side in range(LEAST // 1024)
+    ]
     (batch,) = pack(pairs, LEAST, ladder=LEAST)
     resting = torch.cuda.memory_allocated()
     work.rehearse(batch)
@@ -180,7 +202,10 @@ def _need(work: RankTrainer, level: Recompute) -> int:
 
 
 def test_step_zero_is_ln_2_to_the_bit_where_both_sides_run_the_same_bins() -> None:
-    policy, reference = trainer(qwen()), RankTrainer(qwen().requires_grad_(False), configure(["sigmoid"], {}))
+    policy, reference = (
+        trainer(qwen()),
+        RankTrainer(qwen().requires_grad_(False), configure(["sigmoid"], {})),
+    )
     parts = pack(random_pairs(24, 990), 512, ladder=64)
     result = policy.train_step(parts, reference.log_probs(parts))
     loss = result.sums["loss"] / result.sums["weight"]

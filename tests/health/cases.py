@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from tests.health.village import RATE, Case, Row, alike, by_lot, grumpy, kind, longer, noisy, swapped
+from tests.health.village import (
+    RATE,
+    Case,
+    Row,
+    alike,
+    by_lot,
+    grumpy,
+    kind,
+    longer,
+    noisy,
+    swapped,
+)
 
 
 def messy(rows: list[Row]) -> list[Row]:
@@ -51,11 +62,25 @@ HEALTHY = {
     "noisy labels": Case(noisy, kind, seed=12, steps=20, rate=RATE / 4),
     "sigmoid with likelihood": Case(kind, kind, seed=13, steps=20, changes={"rpo_alpha": 0.5}),
     "ipo": Case(kind, kind, seed=14, steps=20, rate=RATE / 3, changes={"pref_loss": "ipo"}),
-    "apo_zero": Case(grumpy, grumpy, seed=15, steps=20, rate=RATE / 2, changes={"pref_loss": "apo_zero"}),
+    "apo_zero": Case(
+        grumpy, grumpy, seed=15, steps=20, rate=RATE / 2, changes={"pref_loss": "apo_zero"}
+    ),
     "sigmoid_norm": Case(
-        kind, kind, seed=16, steps=20, rate=RATE / 6, changes={"pref_loss": "sigmoid_norm", "beta": 1.0}
+        kind,
+        kind,
+        seed=16,
+        steps=20,
+        rate=RATE / 6,
+        changes={"pref_loss": "sigmoid_norm", "beta": 1.0},
     ),
     "simpo": Case(kind, kind, seed=17, steps=20, rate=RATE / 3, changes={"pref_loss": "simpo"}),
     "orpo": Case(grumpy, grumpy, seed=18, steps=20, rate=RATE / 2, changes={"pref_loss": "orpo"}),
-    "cpo": Case(kind, kind, seed=19, steps=20, rate=RATE / 2, changes={"pref_loss": "cpo", "logging_steps": 2}),
+    "cpo": Case(
+        kind,
+        kind,
+        seed=19,
+        steps=20,
+        rate=RATE / 2,
+        changes={"pref_loss": "cpo", "logging_steps": 2},
+    ),
 }

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.answers import ANSWERS, Answers, read_prompts, repetition
+from rather.commands.demo.base import make_tokenizer
 from rather.config.schema import DPOConfig
 from rather.data.prepare import recipe_of
 from rather.data.tokens import Encoder
-from rather.demo.base import make_tokenizer
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.model.generate import Answer
-from rather.pipeline import DPOPipeline
+from rather.pipeline.eval_prompts import ANSWERS, Answers, read_prompts, repetition
+from rather.pipeline.pipeline import DPOPipeline
 from tests.health.village import RATE, Case, Village, kind
 from tests.tiny import make_config, metrics
 
@@ -40,7 +40,10 @@ def texts(config: DPOConfig, step: int, who: str) -> list[str]:
 
 def by_hand(folder: Path, prompts: Sequence[str]) -> list[str]:
     """The likeliest token each time, one prompt after another, without any cache."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     found = []
     for prompt in prompts:
         ids: list[int] = tokenizer(prompt).input_ids
@@ -74,14 +77,18 @@ def run(village: Village) -> DPOConfig:
     return village.trained("answered", CASE)
 
 
-def test_policy_and_reference_answer_the_same_prompts_at_each_evaluation(village: Village, run: DPOConfig) -> None:
+def test_policy_and_reference_answer_the_same_prompts_at_each_evaluation(
+    village: Village, run: DPOConfig
+) -> None:
     assert run.eval_prompts is not None
     prompts = run.eval_prompts.prompts or []
     evaluated = [line["step"] for line in metrics(run) if "eval/loss" in line]
     assert [row["step"] for row in lines(run)] == [step for step in evaluated for _ in prompts]
     assert [row["prompt"] for row in lines(run, 4)] == prompts
     base = by_hand(village.folder / "base", prompts)
-    assert texts(run, 0, "policy") == texts(run, 0, "reference") == texts(run, 4, "reference") == base
+    assert (
+        texts(run, 0, "policy") == texts(run, 0, "reference") == texts(run, 4, "reference") == base
+    )
     assert texts(run, 4, "policy") == by_hand(run.run_dir / "model", prompts) != base
 
 
@@ -105,7 +112,10 @@ def test_training_does_not_notice(village: Village, run: DPOConfig) -> None:
     for step in (2, 4):
         assert len(state(plain, step)) >= 3, "weights, moments, random numbers"
         assert state(plain, step) == state(run, step)
-    told = [{k: v for k, v in line.items() if "answers" not in k and not _timed(k)} for line in metrics(run)]
+    told = [
+        {k: v for k, v in line.items() if "answers" not in k and not _timed(k)}
+        for line in metrics(run)
+    ]
     assert told == [{k: v for k, v in line.items() if not _timed(k)} for line in metrics(plain)]
 
 
@@ -113,7 +123,9 @@ def _timed(key: str) -> bool:
     return key.startswith("time/") or key.endswith("_per_second")
 
 
-def test_a_run_that_goes_on_has_the_same_bits_and_no_line_twice(village: Village, run: DPOConfig) -> None:
+def test_a_run_that_goes_on_has_the_same_bits_and_no_line_twice(
+    village: Village, run: DPOConfig
+) -> None:
     config = village.killed("answered", CASE, 2)
     with (config.run_dir / ANSWERS).open("ab") as file:
         file.write(b'{"step": 4, "prompt": "\xc3')  # a kill tears letters, too
@@ -124,7 +136,10 @@ def test_a_run_that_goes_on_has_the_same_bits_and_no_line_twice(village: Village
 
 def test_without_a_reference_the_policy_is_compared_with_its_beginning(village: Village) -> None:
     """Also where the run goes on, and without held-out pairs."""
-    case = replace(CASE, changes={**CASE.changes, "pref_loss": "simpo", "validation__data_args__file_name": None})
+    case = replace(
+        CASE,
+        changes={**CASE.changes, "pref_loss": "simpo", "validation__data_args__file_name": None},
+    )
     whole = lines(village.trained("no-reference", case))
     config = village.killed("no-reference", case, 2)
     DPOPipeline(config).run()
@@ -136,10 +151,17 @@ def test_without_a_reference_the_policy_is_compared_with_its_beginning(village: 
 
 
 def test_a_reference_that_moves_answers_anew(village: Village) -> None:
-    changes = {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 2, "eval_steps": 2}
+    changes = {
+        "sync_ref_model": True,
+        "ref_model_mixup_alpha": 1.0,
+        "ref_model_sync_steps": 2,
+        "eval_steps": 2,
+    }
     config = village.config("moving", CASE, **changes)
     DPOPipeline(config).run()
-    assert texts(config, 4, "reference") == texts(config, 4, "policy"), "it has just become the policy"
+    assert texts(config, 4, "reference") == texts(config, 4, "policy"), (
+        "it has just become the policy"
+    )
     assert texts(config, 4, "reference") != texts(config, 0, "reference")
 
 
@@ -220,7 +242,9 @@ def test_prompts_are_written_as_in_training(tmp_path: Path) -> None:
     encoder = Encoder(recipe_of(plain, config, config.actor_train.data_args))
     assert encoder.training_prompt("w1 w2") == [1, 4, 5]
     chat = make_tokenizer(["How are you?"])
-    encoder = Encoder(recipe_of(chat, make_config(tmp_path), config.validation.data_args.model_copy()))
+    encoder = Encoder(
+        recipe_of(chat, make_config(tmp_path), config.validation.data_args.model_copy())
+    )
     ids = encoder.training_prompt("How are you?")
     assert isinstance(ids, list)
     assert chat.decode(ids) == "<|bos|><|user|>How are you?<|assistant|>"

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from rather.cli import app
 from rather.config.schema import DPOConfig
-from rather.health.history import LINES, PAIRS, History, Recent
-from rather.health.rules import RULES
-from rather.health.watch import HEALTH, SEVERITIES, Finding, Health, Watch, counts, read_findings
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
+from rather.tracking.health import HEALTH, SEVERITIES, Finding, Health, Watch, counts, read_findings
+from rather.tracking.health_history import LINES, PAIRS, History, Recent
+from rather.tracking.health_rules import RULES
 from tests.health.cases import FOUND_IN, HEALTHY, ILL
 from tests.health.village import Village
 from tests.tiny import metrics
@@ -87,16 +87,18 @@ def test_findings_are_counted_in_the_report(village: Village) -> None:
     assert report["health"]["serious"] >= 2
 
 
-def test_a_run_that_goes_on_tells_nothing_twice(village: Village, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_goes_on_tells_nothing_twice(
+    village: Village, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = ill(village, WILD)
     config = village.killed(slug(WILD), ILL[WILD], 8)
     assert read_findings(config.run_dir)[-1].step > 8, "something to be found again"
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "rather.health"):
+    with caplog.at_level(logging.WARNING, "rather.tracking"):
         DPOPipeline(config).run()
     assert (config.run_dir / HEALTH).read_text() == (whole.run_dir / HEALTH).read_text()
     assert len(metrics(config)) == len(metrics(whole))
-    assert not [record for record in caplog.records if record.name == "rather.health.watch"]
+    assert not [record for record in caplog.records if record.name == "rather.tracking.health"]
 
 
 # --- the watch over a file ---
@@ -111,10 +113,12 @@ def write_metrics(folder: Path, records: list[dict[str, Any]]) -> None:
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
 
 
-def test_a_finding_is_written_when_it_appears_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finding_is_written_when_it_appears_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_metrics(tmp_path, [])
     watch = Watch(tmp_path, total_steps=100, start_step=0)
-    with caplog.at_level(logging.INFO, "rather.health"):
+    with caplog.at_level(logging.INFO, "rather.tracking"):
         for step in range(1, 20):
             watch.log(step, line(step, loss=0.69 if step < 5 else 3.0))
     (found,) = read_findings(tmp_path)
@@ -124,7 +128,9 @@ def test_a_finding_is_written_when_it_appears_and_said_once(tmp_path: Path, capl
     assert found.advice in said
 
 
-def test_after_a_cut_only_what_was_found_before_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_a_cut_only_what_was_found_before_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     records = [line(step, loss=0.69 if step < 5 else 3.0) for step in range(1, 20)]
     write_metrics(tmp_path, [])
     watch = Watch(tmp_path, total_steps=100, start_step=0)
@@ -151,8 +157,17 @@ def test_a_finding_whose_line_was_lost_is_told_after_all(tmp_path: Path) -> None
 
 def test_a_damaged_file_of_findings_stops_no_run(tmp_path: Path) -> None:
     """A letter that a kill has torn, a line of another version, one that is no finding at all."""
-    good = {"step": 1, "name": "a", "severity": "warning", "text": "ü", "number": 1.0, "advice": "b"}
-    lines = [json.dumps(one, ensure_ascii=False) for one in (good, {"step": 2, "kind": "older"}, 3, good)]
+    good = {
+        "step": 1,
+        "name": "a",
+        "severity": "warning",
+        "text": "ü",
+        "number": 1.0,
+        "advice": "b",
+    }
+    lines = [
+        json.dumps(one, ensure_ascii=False) for one in (good, {"step": 2, "kind": "older"}, 3, good)
+    ]
     whole = "\n".join(lines).encode()
     (tmp_path / HEALTH).write_bytes(whole + b"\n" + whole[: whole.index("ü".encode()) + 1])
     assert counts(tmp_path) == {"serious": 0, "warning": 2, "info": 0}
@@ -161,7 +176,12 @@ def test_a_damaged_file_of_findings_stops_no_run(tmp_path: Path) -> None:
 def test_numbers_that_are_none_are_passed_over() -> None:
     health = Health(100)
     for step in range(1, 30):
-        nothing = {"loss": None, "rewards/accuracies": math.nan, "sft_loss": math.inf, "nonfinite": {"loss": "nan"}}
+        nothing = {
+            "loss": None,
+            "rewards/accuracies": math.nan,
+            "sft_loss": math.inf,
+            "nonfinite": {"loss": "nan"},
+        }
         assert not health.look(line(step, **nothing))
 
 
@@ -184,7 +204,14 @@ def test_several_held_out_sets_are_judged_each_by_itself() -> None:
         history.add(line(step, loss=0.69 - 0.05 * step))
         if step % 2 == 0:
             worse = 0.6 + 0.05 * step
-            history.add({"step": step, "eval/good/loss": 0.5, "eval/bad/loss": worse, "eval/bad/sft_loss": 1.0})
+            history.add(
+                {
+                    "step": step,
+                    "eval/good/loss": 0.5,
+                    "eval/bad/loss": worse,
+                    "eval/bad/sft_loss": 1.0,
+                }
+            )
             found.append(RULES["overfitting"].find(history))
     assert set(history.held) == {"good", "bad"}
     assert found[1] is None, "one evaluation is not believed"
@@ -194,7 +221,12 @@ def test_several_held_out_sets_are_judged_each_by_itself() -> None:
 
 
 def test_data_findings_come_from_the_report_of_the_data(tmp_path: Path) -> None:
-    one = {"set": "train", "number": 0.2, "text": "20 % are cut.", "advice": "Raise sequence_length."}
+    one = {
+        "set": "train",
+        "number": 0.2,
+        "text": "20 % are cut.",
+        "advice": "Raise sequence_length.",
+    }
     found = [
         {"name": "truncation", "severity": "warning", **one},
         {"name": "leakage", "severity": "serious", **one, "set": "eval"},
@@ -221,7 +253,9 @@ def test_the_command_prints_the_worst_first(village: Village) -> None:
     plain = CliRunner().invoke(app, ["health", str(run_dir), "--json"])
     told = json.loads(plain.output)
     assert sorted(one["name"] for one in told) == sorted(one.name for one in read_findings(run_dir))
-    assert [one["severity"] for one in told] == sorted((one["severity"] for one in told), key=SEVERITIES.index)
+    assert [one["severity"] for one in told] == sorted(
+        (one["severity"] for one in told), key=SEVERITIES.index
+    )
     assert set(told[0]) == {"step", "name", "severity", "text", "number", "advice"}
 
 

@@ -19,11 +19,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import WORDS, make_config, make_model
 
 Row = dict[str, str]
-KIND, GRUMPY, PROMPTS = 0, 20, 40  # where the words of each begin; ten further lie the synonyms of a manner
+KIND, GRUMPY, PROMPTS = (
+    0,
+    20,
+    40,
+)  # where the words of each begin; ten further lie the synonyms of a manner
 LENGTHS = (2, 3, 3, 4, 4, 5, 5, 5, 5, 5, 5, 6, 7, 8, 9, 10)
 BASE_STEPS, BASE_ROWS = 120, 32
 HELD_OUT = 104
@@ -43,7 +47,9 @@ def row(chosen: str, rejected: str, draw: random.Random) -> Row:
 
 
 def kind(draw: random.Random) -> Row:
-    return row(words(KIND, draw.choice(LENGTHS), draw), words(GRUMPY, draw.choice(LENGTHS), draw), draw)
+    return row(
+        words(KIND, draw.choice(LENGTHS), draw), words(GRUMPY, draw.choice(LENGTHS), draw), draw
+    )
 
 
 def grumpy(draw: random.Random) -> Row:
@@ -129,8 +135,12 @@ class Village:
             "max_steps": case.steps,
             "eval_steps": max(1, case.steps // 4),
             "report_html": False,
-            "actor_train__data_args__file_name": str(write_rows(self.folder / f"{name}.jsonl", train)),
-            "validation__data_args__file_name": str(write_rows(self.folder / f"{name}-held-out.jsonl", held_out)),
+            "actor_train__data_args__file_name": str(
+                write_rows(self.folder / f"{name}.jsonl", train)
+            ),
+            "validation__data_args__file_name": str(
+                write_rows(self.folder / f"{name}-held-out.jsonl", held_out)
+            ),
             "eval_prompts": {"prompts": asked, "max_new_tokens": 16},
             f"{training}learning_rate": case.rate,
             f"{training}per_device_train_batch_size": 16,
@@ -148,18 +158,30 @@ def write_rows(file: Path, rows: Sequence[Row]) -> Path:
 def make_base(folder: Path) -> None:
     """A model that has heard both manners equally often."""
     make_model(folder, initializer_range=0.1)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
     draw = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=BASE_STEPS, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1e-2, total_steps=BASE_STEPS, pct_start=0.1
+    )
     for _ in range(BASE_STEPS):
         asked = [prompt(draw) for _ in range(BASE_ROWS)]
-        said = [words(draw.choice((KIND, GRUMPY)), draw.choice(LENGTHS), draw) for _ in range(BASE_ROWS)]
-        ids = [tokenizer(f"{one} {answer} </s>").input_ids for one, answer in zip(asked, said, strict=True)]
+        said = [
+            words(draw.choice((KIND, GRUMPY)), draw.choice(LENGTHS), draw) for _ in range(BASE_ROWS)
+        ]
+        ids = [
+            tokenizer(f"{one} {answer} </s>").input_ids
+            for one, answer in zip(asked, said, strict=True)
+        ]
         width = max(map(len, ids))
         starts = len(tokenizer(asked[0]).input_ids)
         rows = torch.tensor([one + [0] * (width - len(one)) for one in ids])
-        labels = torch.tensor([[-100] * starts + one[starts:] + [-100] * (width - len(one)) for one in ids])
+        labels = torch.tensor(
+            [[-100] * starts + one[starts:] + [-100] * (width - len(one)) for one in ids]
+        )
         model(input_ids=rows, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

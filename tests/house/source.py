@@ -22,7 +22,9 @@ def text_files() -> list[Path]:
     named = {"Makefile", "LICENSE", ".gitignore"}
     root = [file for file in ROOT.iterdir() if file.suffix in TEXT or file.name in named]
     below = [file for folder in OURS for file in (ROOT / folder).rglob("*")]
-    return sorted(file for file in root + below if file.is_file() and "__pycache__" not in file.parts)
+    return sorted(
+        file for file in root + below if file.is_file() and "__pycache__" not in file.parts
+    )
 
 
 @cache
@@ -31,7 +33,7 @@ def tree(file: Path) -> ast.Module:
 
 
 def where(file: Path, node: ast.stmt | ast.expr | None = None) -> str:
-    """`rather/trainer.py:12`: what an error message names."""
+    """`rather/train/rank_trainer.py:12`: what an error message names."""
     name = file.relative_to(ROOT).as_posix()
     return f"{name}:{node.lineno}" if node else name
 

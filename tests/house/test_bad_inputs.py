@@ -13,7 +13,11 @@ EXITS = {"0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "130", "143"}
 
 def rows() -> dict[int, list[str]]:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| \d+ \|", line)]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if re.match(r"\| \d+ \|", line)
+    ]
     return {int(row[0]): row for row in cells}
 
 
@@ -36,4 +40,6 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_every_case_has_a_test() -> None:
-    assert not [number for number, row in rows().items() if not re.search(r"`[\w/]+\.py::test_\w+`", row[4])]
+    assert not [
+        number for number, row in rows().items() if not re.search(r"`[\w/]+\.py::test_\w+`", row[4])
+    ]

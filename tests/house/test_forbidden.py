@@ -11,7 +11,16 @@ import pytest
 
 from tests.house.source import ROOT, imports, python_files, text_files, tree, where
 
-CODE_FROM_FILES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "runpy"}
+CODE_FROM_FILES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "runpy",
+}
 FORBIDDEN_CALLS = {
     "eval": "give the value a small grammar",
     "exec": "write the code down",
@@ -31,7 +40,12 @@ FORBIDDEN_CALLS = {
     "os.popen": "use subprocess.run with a list",
 }
 DOORS_OF_PICKLE = ("torch.distributed.checkpoint", "ray.cloudpickle")
-FORBIDDEN_KEYWORDS = {"trust_remote_code": True, "allow_pickle": True, "shell": True, "weights_only": False}
+FORBIDDEN_KEYWORDS = {
+    "trust_remote_code": True,
+    "allow_pickle": True,
+    "shell": True,
+    "weights_only": False,
+}
 MACHINE_PATH = re.compile(r"(?<![\w.:-])/(?:work|root|home|Users|opt|mnt)/[\w.]")
 BESIDE_THE_CHECKOUT = re.compile(r"\.\./shared")
 
@@ -94,7 +108,11 @@ def lines_with(pattern: re.Pattern[str], files: list[Path]) -> list[str]:
 
 
 def readable() -> list[Path]:
-    return [file for file in text_files() if file.suffix not in {".gz", ".parquet", ".arrow", ".png", ".svg"}]
+    return [
+        file
+        for file in text_files()
+        if file.suffix not in {".gz", ".parquet", ".arrow", ".png", ".svg"}
+    ]
 
 
 def test_no_path_of_one_machine() -> None:
@@ -103,14 +121,30 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_only_ci_looks_beside_the_checkout() -> None:
-    others = [file for file in readable() if where(file) not in {".ci/run", "tests/house/test_forbidden.py"}]
+    others = [
+        file
+        for file in readable()
+        if where(file) not in {".ci/run", "tests/house/test_forbidden.py"}
+    ]
     assert not lines_with(BESIDE_THE_CHECKOUT, others)
 
 
-STAMPS = {"rather/run/timeline.py", "rather/cluster/cluster.py", "rather/cluster/failure.py", "rather/run/incidents.py",
-          "rather/coati.py", "rather/tracking/trackers.py", "rather/report/start.py"}
+STAMPS = {
+    "rather/pipeline/timeline.py",
+    "rather/cluster/cluster.py",
+    "rather/cluster/failure.py",
+    "rather/run_folder/incidents.py",
+    "rather/coati.py",
+    "rather/tracking/trackers.py",
+    "rather/report/starts.py",
+}
 JUMPING = {"time.time", "datetime.now", "datetime.utcnow"}
-ASKING_FOR_NAMES = {"socket.gethostbyname", "socket.getaddrinfo", "socket.getfqdn", "socket.gethostbyaddr"}
+ASKING_FOR_NAMES = {
+    "socket.gethostbyname",
+    "socket.getaddrinfo",
+    "socket.getfqdn",
+    "socket.gethostbyaddr",
+}
 
 
 def calls(*names: str) -> set[str]:
@@ -124,7 +158,9 @@ def calls(*names: str) -> set[str]:
 
 def test_a_clock_that_jumps_only_stamps_and_no_name_is_looked_up() -> None:
     """Deadlines and durations are measured by clocks that only go forward; a host may have no DNS."""
-    assert calls(*JUMPING) - {"rather/data/template.py"} <= STAMPS  # a template may ask for the date
+    assert (
+        calls(*JUMPING) - {"rather/data/template.py"} <= STAMPS
+    )  # a template may ask for the date
     assert not calls(*ASKING_FOR_NAMES)
     assert calls("time.monotonic")
 

@@ -23,7 +23,10 @@ def pins() -> dict[str, Version]:
 
 def wanted() -> list[Requirement]:
     project = PROJECT["project"]
-    return [Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["dev"]]
+    return [
+        Requirement(text)
+        for text in project["dependencies"] + project["optional-dependencies"]["dev"]
+    ]
 
 
 def test_every_dependency_is_pinned_inside_its_range() -> None:
@@ -31,7 +34,9 @@ def test_every_dependency_is_pinned_inside_its_range() -> None:
     for requirement in wanted():
         name = canonicalize_name(requirement.name)
         assert name in pinned, f"{requirement.name} is in pyproject.toml and not in constraints.txt"
-        assert requirement.specifier.contains(pinned[name]), f"{requirement} does not admit {pinned[name]}"
+        assert requirement.specifier.contains(pinned[name]), (
+            f"{requirement} does not admit {pinned[name]}"
+        )
 
 
 def test_versions_agree() -> None:
@@ -44,21 +49,33 @@ def test_versions_agree() -> None:
 
 def test_requirements_install_the_package_under_the_constraints() -> None:
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if line and not line.startswith("#")] == ["-c constraints.txt", "-e ."]
+    assert [line for line in lines if line and not line.startswith("#")] == [
+        "-c constraints.txt",
+        "-e .",
+    ]
 
 
 def test_help_names_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = re.search(r"^\.PHONY: (help .*)$", makefile, re.MULTILINE)
     assert phony
-    said = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for target in set(phony[1].split()) - {"help"}:
         assert f"make {target}" in said
 
 
 def test_make_names_the_fix_when_python_is_missing() -> None:
     """The search comes before anything is made or downloaded."""
-    command = ["make", "-s", "-B", "install", "VENV=.venv-that-is-never-made", "PYTHON=no-such-python"]
+    command = [
+        "make",
+        "-s",
+        "-B",
+        "install",
+        "VENV=.venv-that-is-never-made",
+        "PYTHON=no-such-python",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "No Python 3.11 or newer found as PYTHON=no-such-python: install one" in done.stderr

@@ -29,11 +29,17 @@ def code_lines(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     joined = "\n".join(blocks).replace("\\\n", " ")
-    return [line.removeprefix("$ ").split(" #")[0].strip() for line in joined.splitlines() if line.strip()]
+    return [
+        line.removeprefix("$ ").split(" #")[0].strip()
+        for line in joined.splitlines()
+        if line.strip()
+    ]
 
 
 def options(command: TyperCommand) -> set[str]:
-    named = [name for parameter in command.params for name in parameter.opts + parameter.secondary_opts]
+    named = [
+        name for parameter in command.params for name in parameter.opts + parameter.secondary_opts
+    ]
     return {*named, "--help"}
 
 
@@ -47,11 +53,15 @@ def test_commands_and_options_exist(page: Path) -> None:
         assert words[1] in known, f"{where(page)}: no command '{words[1]}' in: {line}"
         command = known[words[1]]
         if isinstance(command, TyperGroup):
-            assert words[2] in command.commands, f"{where(page)}: no command '{words[2]}' in: {line}"
+            assert words[2] in command.commands, (
+                f"{where(page)}: no command '{words[2]}' in: {line}"
+            )
             command = command.commands[words[2]]
         assert isinstance(command, TyperCommand)
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
-        assert flags <= options(command), f"{where(page)}: {flags - options(command)} unknown in: {line}"
+        assert flags <= options(command), (
+            f"{where(page)}: {flags - options(command)} unknown in: {line}"
+        )
 
 
 def test_make_targets_and_scripts_exist() -> None:
@@ -61,15 +71,21 @@ def test_make_targets_and_scripts_exist() -> None:
             words = shlex.split(line)
             if words[0] == "make":
                 targets = [word for word in words[1:] if "=" not in word]
-                assert all(f"\n{target}:" in makefile for target in targets), f"{where(page)}: {line}"
-            scripts = [word for word in words if word.endswith((".py", ".sh")) and not word.startswith("/")]
+                assert all(f"\n{target}:" in makefile for target in targets), (
+                    f"{where(page)}: {line}"
+                )
+            scripts = [
+                word for word in words if word.endswith((".py", ".sh")) and not word.startswith("/")
+            ]
             assert all((ROOT / script).is_file() for script in scripts), f"{where(page)}: {line}"
 
 
 def anchors(page: Path) -> set[str]:
     """GitHub's anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=where)
@@ -126,7 +142,7 @@ def test_every_reason_has_a_meaning() -> None:
 
 
 def test_metrics_page_names_every_metric() -> None:
-    from rather.metrics import PER_PAIR
+    from rather.losses.metrics import PER_PAIR
 
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert not [name for name in PER_PAIR if f"`{name}`" not in page]

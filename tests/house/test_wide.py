@@ -12,7 +12,17 @@ from tests.wide import WIDE, is_wide
 
 def test_each_line_names_tests_that_exist() -> None:
     folders = ["tests/train", "tests/cluster", "tests/faults", "tests/same"]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--all", "-p", "no:cacheprovider", *folders]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "--all",
+        "-p",
+        "no:cacheprovider",
+        *folders,
+    ]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     tests = [line for line in shown.splitlines() if "::" in line]
     for pattern in WIDE:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rather.batch import PairLogps
+from rather.data.batch import PairLogps
 
 Array = NDArray[np.float64]
 
@@ -72,7 +72,10 @@ def as_logps(pairs: Numbers, *, soft_labels: bool = False) -> PairLogps:
     }
     if soft_labels:
         extra["soft_label"] = torch.from_numpy(pairs.label)
-    policy, reference = columns(pairs.policy_w, pairs.policy_l), columns(pairs.reference_w, pairs.reference_l)
+    policy, reference = (
+        columns(pairs.policy_w, pairs.policy_l),
+        columns(pairs.reference_w, pairs.reference_l),
+    )
     return PairLogps(policy, reference, columns(pairs.length_w, pairs.length_l), extra)
 
 
@@ -90,7 +93,9 @@ def mixed(z: Array, wrong: Any) -> Array:
     return (1 - wrong) * cost(z) + wrong * cost(-z)
 
 
-def sigmoid(p: Numbers, beta: float, label_smoothing: Any, gamma: float, length_normalization: bool) -> Array:
+def sigmoid(
+    p: Numbers, beta: float, label_smoothing: Any, gamma: float, length_normalization: bool
+) -> Array:
     n_w, n_l = (p.length_w, p.length_l) if length_normalization else (1.0, 1.0)
     return mixed(beta * (p.a / n_w - p.b / n_l) - gamma, label_smoothing)
 
@@ -171,9 +176,13 @@ def orpo(p: Numbers, beta: float) -> Array:
     return -np.log(chosen) + beta * cost(np.log(odds_ratio))
 
 
-def simpo(p: Numbers, beta: float, gamma: float, gamma_beta_ratio: float | None, label_smoothing: Any) -> Array:
+def simpo(
+    p: Numbers, beta: float, gamma: float, gamma_beta_ratio: float | None, label_smoothing: Any
+) -> Array:
     target = gamma if gamma_beta_ratio is None else gamma_beta_ratio * beta
-    return mixed(beta * p.policy_w / p.length_w - beta * p.policy_l / p.length_l - target, label_smoothing)
+    return mixed(
+        beta * p.policy_w / p.length_w - beta * p.policy_l / p.length_l - target, label_smoothing
+    )
 
 
 def cpo(p: Numbers, beta: float, cpo_alpha: float, label_smoothing: Any) -> Array:
@@ -217,7 +226,11 @@ def damped(p: Numbers, alpha: float) -> Numbers:
     totals = np.stack([[p.policy_w, p.policy_l], [p.reference_w, p.reference_l]])
     mixture = alpha * totals + (1 - alpha) * p.shared
     return replace(
-        p, policy_w=mixture[0, 0], policy_l=mixture[0, 1], reference_w=mixture[1, 0], reference_l=mixture[1, 1]
+        p,
+        policy_w=mixture[0, 0],
+        policy_l=mixture[0, 1],
+        reference_w=mixture[1, 0],
+        reference_l=mixture[1, 1],
     )
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rather.batch import PairBatch, PairFacts, PairLogps, TokenPair
 from rather.config.schema import TrainingArgs
+from rather.data.batch import PairBatch, PairFacts, PairLogps, TokenPair
 from rather.data.pack import fill, pack
-from rather.losses import LOSSES
+from rather.losses.losses import LOSSES
+from rather.losses.objective import PairLoss, configure
 from rather.model.policy import PolicyModel, pair_columns
-from rather.objective import PairLoss, configure
-from rather.optim import Optimizer
-from rather.trainer import RankTrainer
+from rather.optim.optimizer import Optimizer
+from rather.train.rank_trainer import RankTrainer
 from tests.padded import plain_columns, random_pairs, ranked_pairs
 from tests.tiny import tiny_policy
 
@@ -57,7 +57,12 @@ def ragged_pairs(objective: PairLoss) -> list[TokenPair]:
     draw = np.random.default_rng(3)
     weights = np.ones(8) if objective.whole_batch else draw.uniform(0.2, 2, 8)
     return [
-        replace(pair, weight=float(weight), margin=float(draw.uniform(0, 2)), soft_label=float(draw.uniform(0.5, 1)))
+        replace(
+            pair,
+            weight=float(weight),
+            margin=float(draw.uniform(0, 2)),
+            soft_label=float(draw.uniform(0.5, 1)),
+        )
         for pair, weight in zip(random_pairs(8, VOCAB, seed=4, longest=9), weights, strict=True)
     ]
 
@@ -79,7 +84,9 @@ def small(dtype: torch.dtype) -> PolicyModel:
         if type(module).__name__ == "LlamaRMSNorm":
             norm: Any = module
             norm.forward = lambda h, norm=norm: (
-                norm.weight * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+                norm.weight
+                * h
+                * torch.rsqrt(h.square().mean(-1, keepdim=True) + norm.variance_epsilon)
             )
     return policy
 
@@ -95,11 +102,18 @@ def reference_of(policy: PolicyModel, objective: PairLoss, batches: Sequence[Pai
         return None
     draw = torch.Generator().manual_seed(5)
     columns = RankTrainer(policy, objective).log_probs(batches)
-    return {name: column + torch.randn(column.shape, generator=draw).double() for name, column in columns.items()}
+    return {
+        name: column + torch.randn(column.shape, generator=draw).double()
+        for name, column in columns.items()
+    }
 
 
-def step(policy: PolicyModel, objective: PairLoss, batches: Sequence[PairBatch], reference: Any) -> Outcome:
-    optimizer = Recording(policy.named_parameters(), TrainingArgs(), schedule=lambda n: 0.0, max_grad_norm=0.0)
+def step(
+    policy: PolicyModel, objective: PairLoss, batches: Sequence[PairBatch], reference: Any
+) -> Outcome:
+    optimizer = Recording(
+        policy.named_parameters(), TrainingArgs(), schedule=lambda n: 0.0, max_grad_norm=0.0
+    )
     result = RankTrainer(policy, objective, optimizer).train_step(batches, reference)
     return Outcome(optimizer.seen, result.sums, result.policy)
 
@@ -110,9 +124,13 @@ def assert_same(one: Outcome, other: Outcome, tolerance: float) -> None:
     assert torch.allclose(one.policy, other.policy, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["f64", "f32"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["f64", "f32"]
+)
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_cut_does_not_matter(policies: Any, name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_the_cut_does_not_matter(
+    policies: Any, name: str, dtype: torch.dtype, tolerance: float
+) -> None:
     objective, policy = OBJECTIVES[name], policies[dtype]
     pairs = ragged_pairs(objective)
     reference = reference_of(policy, objective, cut(pairs, 8, 1))
@@ -141,7 +159,9 @@ def test_the_gradient_is_that_of_the_mean_loss(policies: Any, name: str) -> None
     }
     extra |= {"soft_label": facts.soft_label} if objective.modifiers.soft_labels else {}
     extra |= {f"reference/{key}": column for key, column in (reference or {}).items()}
-    losses = objective(PairLogps(columns["sum"], reference and reference["sum"], facts.length, extra))
+    losses = objective(
+        PairLogps(columns["sum"], reference and reference["sum"], facts.length, extra)
+    )
     mean = (losses * facts.weight).sum() / facts.weight.sum()
     wanted = torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(policy.parameters()))])
     got = step(policy, objective, cut(pairs, 2, 2), reference)
@@ -173,7 +193,9 @@ def test_columns_are_those_of_a_plain_forward() -> None:
         assert torch.allclose(columns[name], column, rtol=1e-9, atol=0), name
 
 
-@pytest.mark.parametrize("limits", [{"budget": 10**6}, {"budget": 45}, {"budget": 1}, {"budget": 96, "ladder": 32}])
+@pytest.mark.parametrize(
+    "limits", [{"budget": 10**6}, {"budget": 45}, {"budget": 1}, {"budget": 96, "ladder": 32}]
+)
 def test_what_is_shared_counts_as_if_it_were_not(limits: dict[str, int]) -> None:
     """Log-probs, both columns beside them and gradients, in float64; nothing is differentiated by "squares"."""
     policy, plain = small(torch.float64), small(torch.float64)
@@ -203,4 +225,6 @@ def test_fillers_and_empty_batches_change_nothing(policies: Any, name: str) -> N
     filled = pack(pairs, 10**6, ladder=512, ranks=len(pairs) + 1)
     assert fill(filled) < 0.1
     assert any(len(batch.pair_P) == 0 for batch in filled)
-    assert_same(step(policy, objective, filled, reference), step(policy, objective, whole, reference), 1e-9)
+    assert_same(
+        step(policy, objective, filled, reference), step(policy, objective, whole, reference), 1e-9
+    )

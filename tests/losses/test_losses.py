@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from rather.batch import PairLogps
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS
+from rather.data.batch import PairLogps
 from rather.errors import ConfigError
-from rather.losses import LOSSES
-from rather.objective import PairLoss, configure, from_config
-from rather.pipeline import DPOPipeline
+from rather.losses.losses import LOSSES
+from rather.losses.objective import PairLoss, configure, from_config
+from rather.pipeline.pipeline import DPOPipeline
 from tests.losses.formulas import (
     FORMULAS,
     Array,
@@ -39,7 +39,15 @@ REFERENCE_FREE = ("sft", "orpo", "simpo", "cpo", "alphapo")
 WITH_REFERENCE = tuple(name for name in FORMULAS if name not in REFERENCE_FREE)
 # Which losses take a modifier; all others must refuse it by name.
 TAKERS: dict[str, tuple[str, ...]] = {
-    "f_divergence_type": ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop"),
+    "f_divergence_type": (
+        "sigmoid",
+        "sigmoid_norm",
+        "hinge",
+        "ipo",
+        "robust",
+        "exo_pair",
+        "discopop",
+    ),
     "soft_labels": ("sigmoid", "sigmoid_norm", "simpo", "cpo"),
     "reference_free": WITH_REFERENCE,
     "ld_alpha": WITH_REFERENCE,
@@ -71,7 +79,9 @@ def combinations() -> Iterator[tuple[str, dict[str, Any]]]:
 
 COMBINATIONS = list(combinations())
 EACH = pytest.mark.parametrize(
-    ("name", "modifiers"), COMBINATIONS, ids=[f"{name} {' '.join(map(str, m.values()))}" for name, m in COMBINATIONS]
+    ("name", "modifiers"),
+    COMBINATIONS,
+    ids=[f"{name} {' '.join(map(str, m.values()))}" for name, m in COMBINATIONS],
 )
 
 
@@ -84,7 +94,9 @@ def expected(name: str, modifiers: dict[str, Any], p: Numbers = PAIRS, **changes
     numbers = all_numbers(name, **changes)
     seen = p
     if "f_divergence_type" in modifiers and modifiers.get("f_alpha_divergence_coef") != 1:
-        seen = bent(p, modifiers["f_divergence_type"], modifiers.get("f_alpha_divergence_coef", 0.5))
+        seen = bent(
+            p, modifiers["f_divergence_type"], modifiers.get("f_alpha_divergence_coef", 0.5)
+        )
     if "reference_free" in modifiers:
         seen = without_reference(p)
     if "ld_alpha" in modifiers:
@@ -144,12 +156,16 @@ def test_alphapo_at_zero_is_simpo() -> None:
     torch.testing.assert_close(near, simpo, rtol=1e-5, atol=0)
 
 
-def differentiable(objective: PairLoss, x: PairLogps) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+def differentiable(
+    objective: PairLoss, x: PairLogps
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """The objective as a function of all that carries a gradient."""
     names = [name for name in ("policy/shared",) if "shared" in objective.token_columns]
 
     def value(policy: Tensor, *columns: Tensor) -> Tensor:
-        return objective(x._replace(policy=policy, extra={**x.extra, **dict(zip(names, columns, strict=True))}))
+        return objective(
+            x._replace(policy=policy, extra={**x.extra, **dict(zip(names, columns, strict=True))})
+        )
 
     leaves = (x.policy, *(x.extra[name] for name in names))
     return value, tuple(leaf.clone().requires_grad_() for leaf in leaves)
@@ -189,11 +205,17 @@ def pairs_at(policy: Any, reference: Any, length: Any) -> PairLogps:
 WILD = {"beta": 1.0, "discopop_tau": 2.0, "alphapo_alpha": 1.0}
 FAR = [1.0, 30.0, 39.0, 41.0, 60.0, 79.0, 81.0, 200.0, 1e4]
 EDGES = {
-    "log-prob 0": pairs_at([[0, 0], [0, -3], [-3, 0]], [[0, 0], [-2, -2], [-2, -2]], [[3, 2], [3, 2], [3, 2]]),
+    "log-prob 0": pairs_at(
+        [[0, 0], [0, -3], [-3, 0]], [[0, 0], [-2, -2], [-2, -2]], [[3, 2], [3, 2], [3, 2]]
+    ),
     "length 1": pairs_at([[-1, -2], [-30, -1e-9]], [[-2, -1], [-1, -1]], [[1, 1], [1, 1]]),
     "equal pairs": pairs_at([[-7, -7]] * 3, [[-7, -7]] * 3, [[4, 4]] * 3),
-    "margins up": pairs_at([[-1, -m - 1] for m in FAR], [[-m - 1, -1] for m in FAR], [[1, 1]] * len(FAR)),
-    "margins down": pairs_at([[-m - 1, -1] for m in FAR], [[-1, -m - 1] for m in FAR], [[1, 1]] * len(FAR)),
+    "margins up": pairs_at(
+        [[-1, -m - 1] for m in FAR], [[-m - 1, -1] for m in FAR], [[1, 1]] * len(FAR)
+    ),
+    "margins down": pairs_at(
+        [[-m - 1, -1] for m in FAR], [[-1, -m - 1] for m in FAR], [[1, 1]] * len(FAR)
+    ),
 }
 
 
@@ -204,7 +226,9 @@ def test_finite_at_the_edges(name: str, modifiers: dict[str, Any]) -> None:
     for (edge, x), numbers in product(EDGES.items(), ({}, wild)):
         objective = configure([name], numbers, modifiers=modifiers)
         if "soft_labels" not in modifiers:
-            x = x._replace(extra={key: column for key, column in x.extra.items() if key != "soft_label"})
+            x = x._replace(
+                extra={key: column for key, column in x.extra.items() if key != "soft_label"}
+            )
         leaf = x.policy.float().requires_grad_()
         losses = objective(x._replace(policy=leaf.double()))
         losses.mean().backward()
@@ -229,7 +253,9 @@ def test_a_bfloat16_policy(name: str) -> None:
 
 
 def test_equal_pairs_untrained_cost_log_2() -> None:
-    assert configure(["sigmoid"], {})(EDGES["equal pairs"]).tolist() == pytest.approx([np.log(2)] * 3)
+    assert configure(["sigmoid"], {})(EDGES["equal pairs"]).tolist() == pytest.approx(
+        [np.log(2)] * 3
+    )
 
 
 # --- what may be asked ---
@@ -243,7 +269,9 @@ def test_a_number_of_another_loss_is_an_error_that_names_its_own(name: str) -> N
         if number in own:
             continue
         for value in (True, False) if number == "length_normalization" else (0.25,):
-            does_so_anyway = name == "sft" or value is (name in ("sigmoid_norm", "orpo", "simpo", "alphapo"))
+            does_so_anyway = name == "sft" or value is (
+                name in ("sigmoid_norm", "orpo", "simpo", "alphapo")
+            )
             if number == "length_normalization" and does_so_anyway:
                 configure([name], {number: value})
                 continue
@@ -258,7 +286,13 @@ def test_the_numbers_of_a_config_are_those_of_the_losses() -> None:
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_neutral_values_pass(name: str) -> None:
-    neutral = {"label_smoothing": 0.0, "gamma": 0.0, "cpo_alpha": 0.0, "odpo_alpha": 0.0, "alphapo_alpha": 0}
+    neutral = {
+        "label_smoothing": 0.0,
+        "gamma": 0.0,
+        "cpo_alpha": 0.0,
+        "odpo_alpha": 0.0,
+        "alphapo_alpha": 0,
+    }
     numbers = {key: value for key, value in neutral.items() if key not in LOSSES[name].numbers}
     modifiers = {
         "rpo_alpha": 0.0,
@@ -273,7 +307,9 @@ def test_neutral_values_pass(name: str) -> None:
     assert set(modifiers) == set(LOSS_MODIFIERS)
     objective = configure([name], numbers, modifiers=modifiers)
     assert objective.token_columns == frozenset()
-    torch.testing.assert_close(objective(inputs({})), configure([name], {})(inputs({})), rtol=0, atol=0)
+    torch.testing.assert_close(
+        objective(inputs({})), configure([name], {})(inputs({})), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -283,7 +319,9 @@ def test_modifiers_are_refused_by_name(name: str) -> None:
         if name in TAKERS[key]:
             configure([name], {}, modifiers=change)
         else:
-            with pytest.raises(ConfigError, match=f"{key}: loss '{name}' .*those that can take it: ") as caught:
+            with pytest.raises(
+                ConfigError, match=f"{key}: loss '{name}' .*those that can take it: "
+            ) as caught:
                 configure([name], {}, modifiers=change)
             named = str(caught.value).split("can take it: ")[1].rstrip(".").split(", ")
             assert set(named) == set(TAKERS[key])
@@ -298,22 +336,51 @@ def test_sft_in_a_mixture_takes_any_modifier_that_the_other_loss_takes() -> None
     ("names", "numbers", "modifiers", "message"),
     [
         (["sigmod"], {}, {}, "pref_loss: unknown loss 'sigmod'; did you mean 'sigmoid'"),
-        (["sigmoid"], {}, {"f_alpha_divergence_coef": 0.3}, "f_alpha_divergence_coef: only f_divergence_type: alpha"),
-        (["sigmoid"], {"label_smoothing": 0.1}, {"soft_labels": True}, "soft_labels, label_smoothing: two sources"),
-        (["simpo"], {"gamma": 1.0, "gamma_beta_ratio": 0.5}, {}, "gamma, gamma_beta_ratio: two ways"),
-        (["exo_pair"], {"label_smoothing": 0.0}, {}, "label_smoothing: loss 'exo_pair' takes its logarithm"),
+        (
+            ["sigmoid"],
+            {},
+            {"f_alpha_divergence_coef": 0.3},
+            "f_alpha_divergence_coef: only f_divergence_type: alpha",
+        ),
+        (
+            ["sigmoid"],
+            {"label_smoothing": 0.1},
+            {"soft_labels": True},
+            "soft_labels, label_smoothing: two sources",
+        ),
+        (
+            ["simpo"],
+            {"gamma": 1.0, "gamma_beta_ratio": 0.5},
+            {},
+            "gamma, gamma_beta_ratio: two ways",
+        ),
+        (
+            ["exo_pair"],
+            {"label_smoothing": 0.0},
+            {},
+            "label_smoothing: loss 'exo_pair' takes its logarithm",
+        ),
         (["sigmoid", "aot"], {}, {"use_weighting": True}, "use_weighting: loss 'aot' sorts"),
-        (["sigmoid", "ipo"], {"gamma_beta_ratio": 0.5}, {}, "loss 'sigmoid' takes .*; loss 'ipo' takes beta, length"),
+        (
+            ["sigmoid", "ipo"],
+            {"gamma_beta_ratio": 0.5},
+            {},
+            "loss 'sigmoid' takes .*; loss 'ipo' takes beta, length",
+        ),
     ],
 )
-def test_what_contradicts_itself(names: list[str], numbers: Any, modifiers: Any, message: str) -> None:
+def test_what_contradicts_itself(
+    names: list[str], numbers: Any, modifiers: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         configure(names, numbers, modifiers=modifiers)
 
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        configure(["simpo"], {"cpo_alpha": 1.0}, modifiers={"ld_alpha": 0.5, "reference_free": True})
+        configure(
+            ["simpo"], {"cpo_alpha": 1.0}, modifiers={"ld_alpha": 0.5, "reference_free": True}
+        )
     assert all(key in str(caught.value) for key in ("cpo_alpha", "ld_alpha", "reference_free"))
 
 
@@ -323,33 +390,51 @@ def test_all_problems_are_told_at_once() -> None:
 def test_a_weighted_list_is_the_weighted_sum() -> None:
     names, weights = ["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0]
     got = configure(names, {"beta": 0.3}, weights)(inputs({})).numpy()
-    parts = [expected("sigmoid", {}, beta=0.3), expected("bco_pair", {}, beta=0.3), expected("sft", {})]
-    np.testing.assert_allclose(got, sum(w * part for w, part in zip(weights, parts, strict=True)), rtol=1e-9)
+    parts = [
+        expected("sigmoid", {}, beta=0.3),
+        expected("bco_pair", {}, beta=0.3),
+        expected("sft", {}),
+    ]
+    np.testing.assert_allclose(
+        got, sum(w * part for w, part in zip(weights, parts, strict=True)), rtol=1e-9
+    )
     unweighted = configure(names, {"beta": 0.3})(inputs({})).numpy()
     np.testing.assert_allclose(unweighted, sum(parts), rtol=1e-9)
 
 
 def test_a_number_goes_to_every_loss_that_has_it() -> None:
-    got = configure(["sigmoid", "ipo"], {"beta": 0.3, "length_normalization": False, "label_smoothing": 0.1})
+    got = configure(
+        ["sigmoid", "ipo"], {"beta": 0.3, "length_normalization": False, "label_smoothing": 0.1}
+    )
     want = expected("sigmoid", {}, beta=0.3, label_smoothing=0.1)
     want = want + expected("ipo", {}, beta=0.3, length_normalization=False)
     np.testing.assert_allclose(got(inputs({})).numpy(), want, rtol=1e-9)
 
 
-@pytest.mark.parametrize("change", [{"ld_alpha": 0.3}, {"f_divergence_type": "js"}, {"reference_free": True}])
+@pytest.mark.parametrize(
+    "change", [{"ld_alpha": 0.3}, {"f_divergence_type": "js"}, {"reference_free": True}]
+)
 def test_likelihoods_are_not_modified(change: dict[str, Any]) -> None:
     """sft, rpo_alpha, pref_ftx and WPO's weight keep the plain log-probs."""
     likelihoods = {"rpo_alpha": 0.7, "pref_ftx": 0.4, "use_weighting": True}
-    got = configure(["sigmoid", "sft"], {}, [1.0, 2.0], {**change, **likelihoods})(inputs(change)).numpy()
+    got = configure(["sigmoid", "sft"], {}, [1.0, 2.0], {**change, **likelihoods})(
+        inputs(change)
+    ).numpy()
     want = (expected("sigmoid", change) + 2 * expected("sft", {})) * likelihood(PAIRS)
-    np.testing.assert_allclose(got, want + 0.7 * sft(PAIRS) - 0.4 * PAIRS.policy_w / PAIRS.length_w, rtol=1e-9)
+    np.testing.assert_allclose(
+        got, want + 0.7 * sft(PAIRS) - 0.4 * PAIRS.policy_w / PAIRS.length_w, rtol=1e-9
+    )
 
 
 def test_rewards_are_those_of_the_preference() -> None:
     x = inputs({})
     sums = 0.3 * np.stack([PAIRS.a, PAIRS.b], axis=1)
-    np.testing.assert_allclose(configure(["sft", "sigmoid"], {"beta": 0.3}).rewards(x).numpy(), sums)
-    averages = 0.3 * np.stack([PAIRS.policy_w / PAIRS.length_w, PAIRS.policy_l / PAIRS.length_l], axis=1)
+    np.testing.assert_allclose(
+        configure(["sft", "sigmoid"], {"beta": 0.3}).rewards(x).numpy(), sums
+    )
+    averages = 0.3 * np.stack(
+        [PAIRS.policy_w / PAIRS.length_w, PAIRS.policy_l / PAIRS.length_l], axis=1
+    )
     np.testing.assert_allclose(configure(["orpo"], {"beta": 0.3}).rewards(x).numpy(), averages)
     np.testing.assert_allclose(configure(["sft"], {}).rewards(x).numpy(), averages / 0.3)
 
@@ -371,9 +456,20 @@ def asked(folder: Path, **changes: Any) -> tuple[list[str], dict[str, Any]]:
 def test_the_spellings_of_a_loss(folder: Path) -> None:
     assert asked(folder) == (["sigmoid"], {})
     assert asked(folder, ipo=True) == (["ipo"], {})
-    assert asked(folder, ipo=True, length_normalization=False) == (["ipo"], {"length_normalization": False})
-    assert asked(folder, loss_type="dpo_loss", gamma=0.5, beta=0.2) == (["sigmoid"], {"gamma": 0.5, "beta": 0.2})
-    simpo = {"loss_type": "simpo_loss", "gamma": 1.4, "length_normalization": True, "disable_reference_model": True}
+    assert asked(folder, ipo=True, length_normalization=False) == (
+        ["ipo"],
+        {"length_normalization": False},
+    )
+    assert asked(folder, loss_type="dpo_loss", gamma=0.5, beta=0.2) == (
+        ["sigmoid"],
+        {"gamma": 0.5, "beta": 0.2},
+    )
+    simpo = {
+        "loss_type": "simpo_loss",
+        "gamma": 1.4,
+        "length_normalization": True,
+        "disable_reference_model": True,
+    }
     assert asked(folder, **simpo) == (["simpo"], {"gamma": 1.4})
     assert asked(folder, pref_loss="orpo", label_smoothing=0.0) == (["orpo"], {})
     assert asked(folder, pref_loss=["sigmoid", "sft"])[0] == ["sigmoid", "sft"]
@@ -384,16 +480,40 @@ def test_the_spellings_of_a_loss(folder: Path) -> None:
     [
         ({"ipo": True, "pref_loss": "simpo"}, "ipo: asks for the loss ipo"),
         ({"loss_type": "simpo_loss", "pref_loss": "orpo"}, "loss_type.*two ways"),
-        ({"pref_loss": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_weights: 1 weights for 2 losses"),
-        ({"loss_type": "simpo_loss", "length_normalization": False}, "length_normalization: loss 'simpo' takes"),
-        ({"use_ref_model": True, "disable_reference_model": True}, "contradicts disable_reference_model"),
+        (
+            {"pref_loss": ["sigmoid", "sft"], "loss_weights": [1.0]},
+            "loss_weights: 1 weights for 2 losses",
+        ),
+        (
+            {"loss_type": "simpo_loss", "length_normalization": False},
+            "length_normalization: loss 'simpo' takes",
+        ),
+        (
+            {"use_ref_model": True, "disable_reference_model": True},
+            "contradicts disable_reference_model",
+        ),
         ({"use_ref_model": False}, "use_ref_model: loss 'sigmoid' needs a reference model"),
-        ({"disable_reference_model": True, "ipo": True}, "disable_reference_model: loss 'ipo' needs a reference"),
-        ({"use_ref_model": True, "pref_loss": "orpo"}, "use_ref_model: loss 'orpo' compares with no reference"),
-        ({"disable_reference_model": False, "pref_loss": "orpo"}, "disable_reference_model: loss 'orpo' compares"),
-        ({"sync_ref_model": True, "pref_loss": "simpo"}, "sync_ref_model: loss 'simpo' has no reference"),
+        (
+            {"disable_reference_model": True, "ipo": True},
+            "disable_reference_model: loss 'ipo' needs a reference",
+        ),
+        (
+            {"use_ref_model": True, "pref_loss": "orpo"},
+            "use_ref_model: loss 'orpo' compares with no reference",
+        ),
+        (
+            {"disable_reference_model": False, "pref_loss": "orpo"},
+            "disable_reference_model: loss 'orpo' compares",
+        ),
+        (
+            {"sync_ref_model": True, "pref_loss": "simpo"},
+            "sync_ref_model: loss 'simpo' has no reference",
+        ),
         ({"ref_model_sync_steps": 4}, "ref_model_sync_steps: nothing uses it; set sync_ref_model"),
-        ({"apply_loss_mask": False, "actor_train__data_args__score": "last"}, "apply_loss_mask: false scores every"),
+        (
+            {"apply_loss_mask": False, "actor_train__data_args__score": "last"},
+            "apply_loss_mask: false scores every",
+        ),
         ({"pref_loss": "sft", "beta": 0.2}, "beta: loss 'sft' takes no numbers"),
         ({"beta": 0.0}, "beta"),
         ({"label_smoothing": 0.5}, "label_smoothing"),
@@ -407,12 +527,18 @@ def test_configs_that_are_refused(folder: Path, changes: dict[str, Any], message
 def test_a_stated_reference_that_agrees_passes(folder: Path) -> None:
     assert from_config(make_config(folder, use_ref_model=True)).needs_reference
     assert from_config(make_config(folder, disable_reference_model=False)).needs_reference
-    assert not from_config(make_config(folder, use_ref_model=False, pref_loss="simpo")).needs_reference
-    assert not from_config(make_config(folder, disable_reference_model=True, reference_free=True)).needs_reference
+    assert not from_config(
+        make_config(folder, use_ref_model=False, pref_loss="simpo")
+    ).needs_reference
+    assert not from_config(
+        make_config(folder, disable_reference_model=True, reference_free=True)
+    ).needs_reference
 
 
 @pytest.mark.parametrize(
-    "changes", [*({"pref_loss": name} for name in REFERENCE_FREE), {"reference_free": True}], ids=str
+    "changes",
+    [*({"pref_loss": name} for name in REFERENCE_FREE), {"reference_free": True}],
+    ids=str,
 )
 def test_no_reference_is_built_where_none_is_needed(folder: Path, changes: dict[str, Any]) -> None:
     assert DPOPipeline(make_config(folder, **changes)).reference is None
@@ -430,6 +556,9 @@ def test_apply_loss_mask_false_scores_every_token(folder: Path) -> None:
 
 
 def test_a_loss_without_its_column_is_refused(folder: Path) -> None:
-    for change, column in (({"pref_loss": "odpo"}, "margin"), ({"soft_labels": True}, "soft_label")):
+    for change, column in (
+        ({"pref_loss": "odpo"}, "margin"),
+        ({"soft_labels": True}, "soft_label"),
+    ):
         with pytest.raises(Exception, match=f"reads the column {column}: 40 of 40"):
             DPOPipeline(make_config(folder, **change))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.errors import CheckpointError
-from rather.losses import LOSSES
-from rather.pipeline import DPOPipeline
+from rather.losses.losses import LOSSES
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
 TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
@@ -28,7 +28,11 @@ RUN: dict[str, Any] = {
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     **{name: {"pref_loss": name} for name in LOSSES},
-    "sigmoid and sft": {"pref_loss": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4},
+    "sigmoid and sft": {
+        "pref_loss": ["sigmoid", "sft"],
+        "loss_weights": [1.0, 0.5],
+        "ld_alpha": 0.4,
+    },
     "weighted": {"use_weighting": True, "rpo_alpha": 0.5, "f_divergence_type": "js"},
     "soft labels": {"soft_labels": True},
 }
@@ -38,7 +42,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of one layer, and 12 pairs with a margin and a label each."""
     folder = tmp_path_factory.mktemp("resume")
-    make_model(folder / "base", num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    make_model(
+        folder / "base",
+        num_hidden_layers=1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+    )
     draw = random.Random(0)
     for name, count in (("pairs", 12), ("held_out", 4)):
         file = make_pairs(folder / f"{name}.jsonl", count)
@@ -62,8 +72,17 @@ def lines(pipeline: DPOPipeline, after: int = 0) -> list[dict[str, Any]]:
 
 def tensors(pipeline: DPOPipeline, step: int) -> dict[str, Tensor]:
     saved = open_checkpoint(pipeline.config.run_dir / f"checkpoint-{step}")
-    groups = ["model", "optimizer", "rng", *(["reference"] if pipeline.config.sync_ref_model else [])]
-    return {f"{group}/{name}": tensor for group in groups for name, tensor in saved.tensors(group).items()}
+    groups = [
+        "model",
+        "optimizer",
+        "rng",
+        *(["reference"] if pipeline.config.sync_ref_model else []),
+    ]
+    return {
+        f"{group}/{name}": tensor
+        for group in groups
+        for name, tensor in saved.tensors(group).items()
+    }
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -106,9 +125,14 @@ def test_the_synced_reference_is_in_the_checkpoint(folder: Path, moving: DPOPipe
     saved, base = tensors(early, 2), dict(starting_model(early).named_parameters())
     for name, start in base.items():
         policy, reference = saved[f"model/{name}"], saved[f"reference/{name}"]
-        torch.testing.assert_close(reference, 0.4 * start.detach().cpu().to(reference) + 0.6 * policy.to(reference))
+        torch.testing.assert_close(
+            reference, 0.4 * start.detach().cpu().to(reference) + 0.6 * policy.to(reference)
+        )
         assert torch.equal(tensors(moving, 3)[f"reference/{name}"], reference)  # no sync at step 3
-    moved = [not torch.equal(tensors(moving, 6)[f"reference/{name}"], saved[f"reference/{name}"]) for name in base]
+    moved = [
+        not torch.equal(tensors(moving, 6)[f"reference/{name}"], saved[f"reference/{name}"])
+        for name in base
+    ]
     assert all(moved)
 
 
@@ -128,7 +152,9 @@ def test_evaluation_after_a_sync_uses_the_new_reference(folder: Path) -> None:
     """With the whole policy mixed in, policy and reference are one model again: every log-ratio is 0."""
     settings = {"max_steps": 4, "eval_steps": 1, **SYNCED, "ref_model_mixup_alpha": 1.0}
     evaluated = lines(train(folder, "evaluated", **settings))
-    margins = {line["step"]: line["eval/rewards/margins"] for line in evaluated if "eval/loss" in line}
+    margins = {
+        line["step"]: line["eval/rewards/margins"] for line in evaluated if "eval/loss" in line
+    }
     assert margins[2] == margins[4] == 0
     assert abs(margins[1]) > 1e-4
     assert abs(margins[3]) > 1e-4
@@ -143,7 +169,11 @@ def test_training_after_a_sync_uses_the_new_reference(folder: Path) -> None:
 
 
 def test_another_way_to_sync_is_another_run(folder: Path, moving: DPOPipeline) -> None:
-    for change in ({"ref_model_mixup_alpha": 0.5}, {"ref_model_sync_steps": 3}, {"sync_ref_model": False}):
+    for change in (
+        {"ref_model_mixup_alpha": 0.5},
+        {"ref_model_sync_steps": 3},
+        {"sync_ref_model": False},
+    ):
         settings = {**SYNCED, **change} if "sync_ref_model" not in change else {}
         with pytest.raises(CheckpointError, match=r"synced reference: .* then, .* now"):
             train(folder, "moving", max_steps=9, **settings)

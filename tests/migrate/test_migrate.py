@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.config.follow import value_at
+from rather.config.inherit import value_at
 from rather.config.keys import table
 from rather.config.load import load
 from rather.errors import ConfigError
@@ -18,7 +18,16 @@ from rather.migrate import NAMES
 from rather.migrate.engine import Migrated, guess, migrate
 from rather.migrate.peers import PEERS
 from rather.migrate.peers.roll import ROLL
-from rather.migrate.rules import CHANGED, IMPOSSIBLE, KEPT, NEEDLESS, OPEN, RENAMED, UNKNOWN, WRITTEN
+from rather.migrate.rules import (
+    CHANGED,
+    IMPOSSIBLE,
+    KEPT,
+    NEEDLESS,
+    OPEN,
+    RENAMED,
+    UNKNOWN,
+    WRITTEN,
+)
 from rather.migrate.source import Source, flat, read_file, read_line
 
 SOURCES = {path.stem: path for path in (Path(__file__).parent / "sources").iterdir()}
@@ -89,7 +98,14 @@ def test_what_examples_become(name: str, expected: dict[str, Any]) -> None:
 
 
 def test_batches_are_those_of_all_devices() -> None:
-    sizes = {"trl": 16, "llama-factory": 8, "openrlhf": 256, "colossalchat": 4 * 4 * 2, "swift": 2 * 16, "nemo-rl": 128}
+    sizes = {
+        "trl": 16,
+        "llama-factory": 8,
+        "openrlhf": 256,
+        "colossalchat": 4 * 4 * 2,
+        "swift": 2 * 16,
+        "nemo-rl": 128,
+    }
     for name, pairs in sizes.items():
         source = read_file(SOURCES[name])
         assert migrate(source, PEERS[name]).config.global_batch() == pairs, name
@@ -110,7 +126,16 @@ def test_roll_files() -> None:
 
 
 def test_statuses() -> None:
-    result = of({"beta": 0.2, "max_length": 512, "tools": [], "optim": "adafactor", "betta": 1, "label_smoothing": 0.1})
+    result = of(
+        {
+            "beta": 0.2,
+            "max_length": 512,
+            "tools": [],
+            "optim": "adafactor",
+            "betta": 1,
+            "label_smoothing": 0.1,
+        }
+    )
     told = {"beta": KEPT, "max_length": RENAMED, "label_smoothing": CHANGED, "optim": IMPOSSIBLE, "betta": UNKNOWN,
             "tools": NEEDLESS, "num_train_epochs": WRITTEN, "(pretrain)": OPEN}  # fmt: skip
     assert {key: status(result, key) for key in told} == told
@@ -125,7 +150,9 @@ def test_statuses() -> None:
         ({"label_smoothing": 0.1, "max_prompt_length": 128}, 0.1),  # before 0.29 it was cDPO
     ],
 )
-def test_label_smoothing_means_what_it_meant_there(values: dict[str, Any], smoothing: float | None) -> None:
+def test_label_smoothing_means_what_it_meant_there(
+    values: dict[str, Any], smoothing: float | None
+) -> None:
     assert of(values).config.label_smoothing == smoothing
 
 
@@ -141,7 +168,11 @@ def test_defaults_of_trl_are_written_out() -> None:
     assert values["actor_train"]["training_args"]["num_train_epochs"] == 3.0
     assert values["actor_train"]["data_args"]["overlong"] == "truncate_response"
     assert values["actor_train"]["model_args"] == {"dtype": "bf16"}
-    assert (values["logging_steps"], values["save_steps"], values["max_ckpt_to_keep"]) == (10, 500, 0)
+    assert (values["logging_steps"], values["save_steps"], values["max_ckpt_to_keep"]) == (
+        10,
+        500,
+        0,
+    )
     assert "learning_rate" not in values["actor_train"]["training_args"]  # ours is 1e-6 too
 
 
@@ -163,17 +194,23 @@ def test_no_limit_of_length_is_told() -> None:
 
 def test_no_secret_is_written() -> None:
     result = of({"hub_token": "hf_canary", "hub_model_id": "me/model"})
-    assert "canary" not in result.yaml() + "".join(f"{row.value}{row.outcome.note}" for row in result.rows)
+    assert "canary" not in result.yaml() + "".join(
+        f"{row.value}{row.outcome.note}" for row in result.rows
+    )
     assert status(result, "hub_token") == status(result, "hub_model_id") == IMPOSSIBLE
     envs = {"HF_TOKEN": "hf_canary", "NCCL_DEBUG": "INFO"}
     roll = of({"pretrain": "m", "system_envs": envs}, "roll")
     assert roll.config.system_envs == {"NCCL_DEBUG": "INFO"}
     assert "canary" not in roll.yaml()
-    assert of({"prompt_key": "question"}, "openrlhf").config.actor_train.data_args.columns == {"prompt": "question"}
+    assert of({"prompt_key": "question"}, "openrlhf").config.actor_train.data_args.columns == {
+        "prompt": "question"
+    }
 
 
 def test_losses_and_weights() -> None:
-    config = of({"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}).config
+    config = of(
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
+    ).config
     assert config.loss_names == ["sigmoid", "bco_pair", "sft"]
     assert config.loss_weights == [0.8, 0.2, 1.0]
 
@@ -195,7 +232,9 @@ def test_adapter_only_where_it_is_asked_for() -> None:
 
 
 def test_a_line_with_a_config_file(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("model_name_or_path: org/model\nbeta: 0.3\nlearning_rate: 5e-7\n")
+    (tmp_path / "base.yaml").write_text(
+        "model_name_or_path: org/model\nbeta: 0.3\nlearning_rate: 5e-7\n"
+    )
     source = read_line("accelerate launch --num_processes 4 -m trl dpo --config base.yaml --beta 0.2 --bf16 false "
                        "--no_gradient_checkpointing --loss_type sigmoid sft", folder=tmp_path)  # fmt: skip
     assert source.devices == 4
@@ -227,12 +266,16 @@ def test_a_line_that_names_a_file_that_is_not_there() -> None:
 def test_colossalchats_simpo_is_what_it_computes() -> None:
     kept = of({"loss_type": "simpo_loss", "beta": 2.0}, "colossalchat").config
     assert (kept.loss_names, kept.length_normalization, kept.gamma) == (["sigmoid"], True, 1.4)
-    free = of({"loss_type": "simpo_loss", "disable_reference_model": True, "gamma": 1.0}, "colossalchat").config
+    free = of(
+        {"loss_type": "simpo_loss", "disable_reference_model": True, "gamma": 1.0}, "colossalchat"
+    ).config
     assert (free.loss_names, free.gamma) == (["simpo"], 1.0)
 
 
 def test_openrlhf_flags_in_groups() -> None:
-    source = read_line("python -m openrlhf.cli.train_dpo --ds.zero_stage 2 --ds.packing_samples --model.pretrain org/m")
+    source = read_line(
+        "python -m openrlhf.cli.train_dpo --ds.zero_stage 2 --ds.packing_samples --model.pretrain org/m"
+    )
     result = migrate(source, guess(source, PEERS))
     assert result.config.actor_train.strategy_args.strategy_name == "zero2"
     assert result.config.pretrain == "org/m"
@@ -241,7 +284,9 @@ def test_openrlhf_flags_in_groups() -> None:
 def test_deepspeed_by_its_file_or_its_name(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 3}}')
-    assert of({"deepspeed": str(file)}).config.actor_train.strategy_args.strategy_config == {"config_file": str(file)}
+    assert of({"deepspeed": str(file)}).config.actor_train.strategy_args.strategy_config == {
+        "config_file": str(file)
+    }
     elsewhere = of({"deepspeed": "examples/deepspeed/ds_z3_config.json"}, "llama-factory")
     assert elsewhere.config.actor_train.strategy_args.strategy_name == "zero3"
     assert status(elsewhere, "deepspeed") == CHANGED
@@ -295,7 +340,9 @@ def test_what_the_command_refuses(arguments: list[str], said: str) -> None:
     assert said in done.output
 
 
-@pytest.mark.parametrize("content", [b"beta: 0.1\nname: caf\xe9\n", b"a: &x [*x]\n"], ids=["no UTF-8", "in itself"])
+@pytest.mark.parametrize(
+    "content", [b"beta: 0.1\nname: caf\xe9\n", b"a: &x [*x]\n"], ids=["no UTF-8", "in itself"]
+)
 def test_files_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_bytes(content)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rather.batch import Segments
+from rather.data.batch import Segments
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import segment_attention
@@ -21,7 +21,13 @@ def segments() -> tuple[Segments, int]:
 
 
 def by_hand(
-    query: Tensor, key: Tensor, value: Tensor, parts: Segments, scale: float, window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """[H, N, D]: each query over the keys it may see, the last of which is its own."""
     group = query.shape[0] // key.shape[0]
@@ -44,14 +50,25 @@ def by_hand(
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_equals_the_definition(dtype: torch.dtype, softcap: float | None, window: int | None, kv_heads: int) -> None:
+def test_equals_the_definition(
+    dtype: torch.dtype, softcap: float | None, window: int | None, kv_heads: int
+) -> None:
     parts, tokens = segments()
     torch.manual_seed(0)
-    given = [torch.randn(1, heads, tokens, WIDTH).to(dtype) for heads in (HEADS, kv_heads, kv_heads)]
+    given = [
+        torch.randn(1, heads, tokens, WIDTH).to(dtype) for heads in (HEADS, kv_heads, kv_heads)
+    ]
     ours = [x.clone().requires_grad_() for x in given]
     exact = [x[0].double().requires_grad_() for x in given]
     got, weights = segment_attention(
-        nn.Identity(), *ours, None, segments=parts, scaling=0.5, sliding_window=window, softcap=softcap, dropout=0.0
+        nn.Identity(),
+        *ours,
+        None,
+        segments=parts,
+        scaling=0.5,
+        sliding_window=window,
+        softcap=softcap,
+        dropout=0.0,
     )
     want = by_hand(*exact, parts, 0.5, window, softcap)
     assert weights is None
@@ -73,8 +90,12 @@ def test_a_window_as_long_as_the_sequence(window: int) -> None:
     """Plain causal attention serves from the length of the sequence on, and not one token before."""
     parts = Segments.of((5,), (5,), torch.arange(5))
     q, k, v = (torch.randn(1, HEADS, 5, WIDTH) for _ in range(3))
-    got, _ = segment_attention(nn.Identity(), q, k, v, None, segments=parts, scaling=1.0, sliding_window=window)
-    assert torch.allclose(got[0].transpose(0, 1), by_hand(q[0], k[0], v[0], parts, 1.0, window, None), atol=1e-5)
+    got, _ = segment_attention(
+        nn.Identity(), q, k, v, None, segments=parts, scaling=1.0, sliding_window=window
+    )
+    assert torch.allclose(
+        got[0].transpose(0, 1), by_hand(q[0], k[0], v[0], parts, 1.0, window, None), atol=1e-5
+    )
 
 
 def test_the_usual_scale_without_one() -> None:

@@ -33,8 +33,8 @@ from rather.errors import ConfigError
 from rather.model import check
 from rather.model.attention import IMPLEMENTATION, segment_attention
 from rather.model.check import check_family, check_length, check_model
-from rather.model.load import load_policy
 from rather.model.policy import PolicyModel
+from rather.parallel.load import load_policy
 from tests.tiny import tiny_policy
 
 LONG_ROPE = {  # as in Phi-3-mini-128k: one factor for each of the 48 rotary frequencies
@@ -54,7 +54,9 @@ LLAMA_3_ROPE = {
 }
 FULL_SIZE: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(),
-    "llama 3.1": LlamaConfig(num_key_value_heads=8, max_position_embeddings=131072, rope_parameters=LLAMA_3_ROPE),
+    "llama 3.1": LlamaConfig(
+        num_key_value_heads=8, max_position_embeddings=131072, rope_parameters=LLAMA_3_ROPE
+    ),
     "qwen2": Qwen2Config(),
     "qwen2 with windows": Qwen2Config(use_sliding_window=True, max_window_layers=20),
     "qwen3": Qwen3Config(),
@@ -72,13 +74,17 @@ FULL_SIZE: dict[str, PretrainedConfig] = {
     "gpt2": GPT2Config(),
     "gpt neox": GPTNeoXConfig(),
     "smollm3": SmolLM3Config(),
-    "granite": GraniteConfig(logits_scaling=8.0, attention_multiplier=0.02, embedding_multiplier=12.0),
+    "granite": GraniteConfig(
+        logits_scaling=8.0, attention_multiplier=0.02, embedding_multiplier=12.0
+    ),
     "olmo2": Olmo2Config(),
 }
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
-def test_a_full_size_config_is_proven_on_its_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_size_config_is_proven_on_its_twin(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compared: list[PolicyModel] = []
     compare = check._compare
 
@@ -100,9 +106,13 @@ def test_a_full_size_config_is_proven_on_its_twin(name: str, monkeypatch: pytest
     )
 
 
-def blind(module: Any, query: Any, key: Any, value: Any, mask: Any, *, segments: Any, **options: Any) -> Any:
+def blind(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, *, segments: Any, **options: Any
+) -> Any:
     """Attention that forgets the windows, as a family would that does not hand them on."""
-    return segment_attention(module, query, key, value, mask, segments=segments, **{**options, "sliding_window": None})
+    return segment_attention(
+        module, query, key, value, mask, segments=segments, **{**options, "sliding_window": None}
+    )
 
 
 def test_a_family_that_differs_only_beyond_its_window_is_refused() -> None:
@@ -117,8 +127,15 @@ def test_a_family_that_differs_only_beyond_its_window_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_falcon_is_refused_with_its_name(tmp_path: Path, dtype: Any) -> None:
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    FalconForCausalLM(FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    FalconForCausalLM(FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(ConfigError, match=r"'falcon' cannot be trained.*padded forward"):
         load_policy(str(tmp_path), ModelArgs(dtype=dtype), "cpu")
 
@@ -128,7 +145,9 @@ def test_a_config_that_cannot_be_shrunk_is_left_to_the_check_of_its_weights() ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_real_weights_pass_and_wrong_log_probs_do_not(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_weights_pass_and_wrong_log_probs_do_not(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = tiny_policy(dtype=dtype)
     check_model(policy)
     assert policy.causal_lm.config._attn_implementation == IMPLEMENTATION
@@ -148,18 +167,25 @@ def test_log_probs_that_are_not_numbers_are_refused(monkeypatch: pytest.MonkeyPa
     ("config", "limit"),
     [
         (FULL_SIZE["phi3 128k"], 4096),
-        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), 2048),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            2048,
+        ),
         (GPT2Config(), 1024),
     ],
     ids=["longrope", "dynamic", "learned"],
 )
 def test_sequences_beyond_the_positions_are_refused(config: PretrainedConfig, limit: int) -> None:
     check_length(config, limit)
-    with pytest.raises(ConfigError, match=f"sequence_length: {limit + 1} .*{config.model_type}.* at most {limit}"):
+    with pytest.raises(
+        ConfigError, match=f"sequence_length: {limit + 1} .*{config.model_type}.* at most {limit}"
+    ):
         check_length(config, limit + 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama 3.1", "gemma3 text", "gemma3 with images", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama 3.1", "gemma3 text", "gemma3 with images", "phi3"]
+)
 def test_rotary_positions_have_no_end(name: str) -> None:
     check_length(FULL_SIZE[name], 10**6)
 

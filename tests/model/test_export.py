@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import DiskError
 from rather.model.export import export_model
-from rather.model.load import load_policy
-from rather.pipeline import DPOPipeline
+from rather.parallel.load import load_policy
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import in_child, make_config, make_model
 
 Trained = tuple[DPOConfig, DPOPipeline]
@@ -27,7 +27,9 @@ Trained = tuple[DPOConfig, DPOPipeline]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A short run of a model with tied embeddings; every weight moves."""
-    config = make_config(tmp_path_factory.mktemp("export"), max_steps=2, save_steps=1, save_best=True)
+    config = make_config(
+        tmp_path_factory.mktemp("export"), max_steps=2, save_steps=1, save_best=True
+    )
     pipeline = DPOPipeline(config)
     assert pipeline.run() == 0
     return config, pipeline
@@ -45,7 +47,9 @@ def test_opens_with_transformers_and_gives_the_trained_logits(trained: Trained) 
     with torch.no_grad():
         assert torch.allclose(model(**ids).logits, policy(**ids).logits, atol=1e-6)
     base: Any = AutoModelForCausalLM.from_pretrained(config.actor_train.model_path)
-    assert all(not torch.equal(*pair) for pair in zip(model.parameters(), base.parameters(), strict=True))
+    assert all(
+        not torch.equal(*pair) for pair in zip(model.parameters(), base.parameters(), strict=True)
+    )
 
 
 def test_tied_weights_are_stored_once(trained: Trained) -> None:
@@ -55,10 +59,18 @@ def test_tied_weights_are_stored_once(trained: Trained) -> None:
 
 
 def test_untied_weights_are_stored_both(tmp_path: Path) -> None:
-    policy = load_policy(str(make_model(tmp_path / "base", tie_word_embeddings=False)), ModelArgs(), "cpu")
+    policy = load_policy(
+        str(make_model(tmp_path / "base", tie_word_embeddings=False)), ModelArgs(), "cpu"
+    )
     names = dict(policy.named_parameters())
     weights = {name: p.detach() + (1 if "lm_head" in name else 2) for name, p in names.items()}
-    export_model(policy, weights, AutoTokenizer.from_pretrained(tmp_path / "base"), tmp_path / "model", "card")
+    export_model(
+        policy,
+        weights,
+        AutoTokenizer.from_pretrained(tmp_path / "base"),
+        tmp_path / "model",
+        "card",
+    )
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert {f"causal_lm.{name}" for name in stored} == names.keys()
     for name, weight in stored.items():
@@ -69,7 +81,12 @@ def test_the_model_card_says_what_it_is(trained: Trained) -> None:
     config = trained[0]
     card = (config.run_dir / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
-    for fact in (config.exp_name, "sigmoid", config.actor_train.model_path, "40 in training, 8 per step, 2 steps"):
+    for fact in (
+        config.exp_name,
+        "sigmoid",
+        config.actor_train.model_path,
+        "40 in training, 8 per step, 2 steps",
+    ):
         assert fact in card
 
 
@@ -78,16 +95,22 @@ def test_no_file_of_the_run_holds_reference_weights(trained: Trained) -> None:
     reference = list(pipeline.reference.trainer.weights().values())
     files = [file for file in config.run_dir.rglob("*") if file.is_file()]
     tensors = [file for file in files if file.suffix == ".safetensors"]
-    assert len(tensors) == 2 * 3 + 2  # model, optimizer and rng of two checkpoints; model; best model
+    assert (
+        len(tensors) == 2 * 3 + 2
+    )  # model, optimizer and rng of two checkpoints; model; best model
     texts = (".json", ".jsonl", ".yaml", ".md", ".log", ".html", "")
     assert all(file.suffix in texts for file in set(files) - set(tensors))
     for tensor in (tensor for file in tensors for tensor in load_file(file).values()):
-        assert not any(tensor.shape == w.shape and torch.equal(tensor.float(), w.float()) for w in reference)
+        assert not any(
+            tensor.shape == w.shape and torch.equal(tensor.float(), w.float()) for w in reference
+        )
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_dtype_of_the_source_whatever_it_was_trained_in(tmp_path: Path, source: torch.dtype, dtype: Any) -> None:
+def test_the_dtype_of_the_source_whatever_it_was_trained_in(
+    tmp_path: Path, source: torch.dtype, dtype: Any
+) -> None:
     base = make_model(tmp_path / "base", dtype=source)
     policy = load_policy(str(base), ModelArgs(dtype=dtype), "cpu")
     masters = {name: p.detach().float() + 1e-3 for name, p in policy.named_parameters()}
@@ -97,14 +120,22 @@ def test_the_dtype_of_the_source_whatever_it_was_trained_in(tmp_path: Path, sour
         stored = load_file(tmp_path / name / "model.safetensors")
         for key, weight in stored.items():
             assert torch.equal(weight, masters[f"causal_lm.{key}"].to(source))
-        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == str(source).removeprefix("torch.")
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == str(
+            source
+        ).removeprefix("torch.")
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype == source
 
 
 def test_sampling_settings_that_transformers_would_not_save(tmp_path: Path) -> None:
     """Published models set a temperature beside do_sample: false; that must not cost the trained weights."""
     base = make_model(tmp_path / "base")
-    settings = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False, "temperature": 0.7, "top_p": 0.9}
+    settings = {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "do_sample": False,
+        "temperature": 0.7,
+        "top_p": 0.9,
+    }
     (base / "generation_config.json").write_text(json.dumps(settings))
     policy = load_policy(str(base), ModelArgs(), "cpu")
     export_model(policy, {}, AutoTokenizer.from_pretrained(base), tmp_path / "model", "card")
@@ -131,9 +162,14 @@ def test_replaces_an_older_model_and_leaves_nothing_behind(tmp_path: Path) -> No
 def _exported_twice(base: Path, out: Path) -> int:
     """In a process whose files may not grow, and then may."""
     policy = load_policy(str(base), ModelArgs(dtype="fp32"), "cpu")
-    tokenizer, limit = AutoTokenizer.from_pretrained(base), resource.getrlimit(resource.RLIMIT_FSIZE)
+    tokenizer, limit = (
+        AutoTokenizer.from_pretrained(base),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limit[1]))
-    with pytest.raises(DiskError, match=r"model: could not be written \(.*File too large.*\)\. Make room"):
+    with pytest.raises(
+        DiskError, match=r"model: could not be written \(.*File too large.*\)\. Make room"
+    ):
         export_model(policy, {}, tokenizer, out / "model", "card")
     assert [path.name for path in out.rglob("*")] == ["model", "older"]
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -144,7 +180,9 @@ def _exported_twice(base: Path, out: Path) -> int:
     return 0
 
 
-def test_a_disk_without_room_leaves_what_was_there_and_the_next_export_is_whole(tmp_path: Path) -> None:
+def test_a_disk_without_room_leaves_what_was_there_and_the_next_export_is_whole(
+    tmp_path: Path,
+) -> None:
     base = make_model(tmp_path / "base", dtype=torch.bfloat16)
     (tmp_path / "out" / "model").mkdir(parents=True)
     (tmp_path / "out" / "model" / "older").touch()
@@ -158,7 +196,9 @@ def _export(folder: Path) -> Path:
     return folder / "model"
 
 
-def test_the_model_that_was_moved_aside_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_that_was_moved_aside_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     card, rename = _export(tmp_path) / "README.md", Path.rename
     card.write_text("older")
 
@@ -174,7 +214,9 @@ def test_the_model_that_was_moved_aside_comes_back(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.glob(".*"))
 
 
-def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The names in the new folder too: without them a loss of power leaves an empty one."""
     synced: list[str] = []
     sync, rename = os.fsync, Path.rename

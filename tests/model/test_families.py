@@ -40,7 +40,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "query_pre_attn_scalar": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "rope_parameters": {"sliding_attention": ROPE, "full_attention": {**ROPE, "rope_theta": 1e6}},
+        "rope_parameters": {
+            "sliding_attention": ROPE,
+            "full_attention": {**ROPE, "rope_theta": 1e6},
+        },
     },
     "phi3": {},
     "phi3-window": {"sliding_window": 7},
@@ -56,7 +59,9 @@ def tiny(family: str, dtype: torch.dtype, attention: str, **changes: Any) -> Any
     torch.manual_seed(0)
     model_type = family.split("-")[0]
     config = AutoConfig.for_model(model_type, **{**SMALL, **FAMILIES.get(family, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=dtype
+    ).eval()
     with torch.no_grad():  # wide enough that attention and head really matter
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -81,6 +86,9 @@ def test_packed_equals_padded(family: str) -> None:
         assert torch.allclose(got, want, rtol=tolerance, atol=0)
         (want[:, 0] - want[:, 1]).tanh().sum().backward()
         (got[:, 0] - got[:, 1]).tanh().sum().backward()
-        flat = [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (plain, ours)]
+        flat = [
+            torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None])
+            for m in (plain, ours)
+        ]
         assert torch.cosine_similarity(*flat, dim=0) > 0.99999
         assert torch.allclose(flat[0].norm(), flat[1].norm(), rtol=1e-4)

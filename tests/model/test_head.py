@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from rather.model import head
-from rather.parallel.collectives import enter
+from rather.model.collectives import enter
 from rather.parallel.tensor import part
 from tests.same.pool import pool
 
@@ -35,7 +35,12 @@ def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = True, rows: int =
 
 
 def plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float = 1.0, softcap: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     logits = torch.nn.functional.linear(hidden, weight, bias) * scale
     if softcap:
@@ -93,7 +98,9 @@ def test_squares_on_request(treatment: str, keep_bytes: int, chunk_rows: int) ->
     *tensors, targets = inputs()
     options: dict[str, Any] = {**TREATMENTS[treatment], "keep_bytes": keep_bytes}
     logps, squares = head.token_logps(*tensors, targets, **options, squares=True)
-    each = [plain(*tensors, torch.full((ROWS,), word), **TREATMENTS[treatment]) for word in range(VOCAB)]
+    each = [
+        plain(*tensors, torch.full((ROWS,), word), **TREATMENTS[treatment]) for word in range(VOCAB)
+    ]
     want = torch.stack(each).exp().square().sum(0).log()
     assert torch.allclose(squares, want, rtol=1e-12)
     assert not squares.requires_grad
@@ -106,7 +113,9 @@ def test_squares_on_request(treatment: str, keep_bytes: int, chunk_rows: int) ->
 def test_kept_and_recomputed_logits_give_the_same_bits(treatment: str, chunk_rows: int) -> None:
     *tensors, targets = inputs(torch.float32)
     options: dict[str, Any] = TREATMENTS[treatment]
-    kept, recomputed = (token_logps(*tensors, targets, **options, keep_bytes=n) for n in (1 << 30, 0))
+    kept, recomputed = (
+        token_logps(*tensors, targets, **options, keep_bytes=n) for n in (1 << 30, 0)
+    )
     assert torch.equal(kept, recomputed)
     assert all(map(torch.equal, gradients(kept, tensors), gradients(recomputed, tensors)))
 
@@ -117,7 +126,9 @@ def test_a_second_backward_gives_the_same(treatment: str, keep_bytes: int) -> No
     """Zero-bubble schedules ask for the inputs' gradient, then for the weights': in-place work must not spoil it."""
     *tensors, targets = inputs()
     logps = token_logps(*tensors, targets, **TREATMENTS[treatment], keep_bytes=keep_bytes)
-    first, second = (torch.autograd.grad(logps.sin().sum(), tensors, retain_graph=True) for _ in range(2))
+    first, second = (
+        torch.autograd.grad(logps.sin().sum(), tensors, retain_graph=True) for _ in range(2)
+    )
     assert all(map(torch.equal, first, second))
 
 
@@ -131,8 +142,13 @@ def test_half_precision_is_near_and_its_log_probs_are_float32(dtype: torch.dtype
     want = plain(hidden.float(), weight.float(), None, targets)
     assert got.dtype == torch.float32
     assert torch.allclose(got, want, atol=0.03)
-    for ours, theirs in zip(gradients(got, (hidden, weight)), gradients(want, (hidden, weight)), strict=True):
-        assert torch.cosine_similarity(ours.float().flatten(), theirs.float().flatten(), dim=0) > 0.9999
+    for ours, theirs in zip(
+        gradients(got, (hidden, weight)), gradients(want, (hidden, weight)), strict=True
+    ):
+        assert (
+            torch.cosine_similarity(ours.float().flatten(), theirs.float().flatten(), dim=0)
+            > 0.9999
+        )
 
 
 @KEPT_OR_NOT
@@ -149,7 +165,9 @@ def test_a_frozen_weight_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> No
     whole = gradients(token_logps(hidden, weight, None, targets), (hidden, weight))[0]
     weight.requires_grad_(False)
     monkeypatch.setattr(head, "_added", None)
-    token_logps(hidden, weight, None, targets).backward(torch.linspace(-1, 2, ROWS, dtype=torch.float64))
+    token_logps(hidden, weight, None, targets).backward(
+        torch.linspace(-1, 2, ROWS, dtype=torch.float64)
+    )
     assert weight.grad is None
     assert torch.allclose(hidden.grad, whole, rtol=1e-5)
 
@@ -172,7 +190,9 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(("gradient", "keep_bytes", "most"), [(True, 1 << 30, ROWS), (True, 0, 2), (False, 1 << 30, 2)])
+@pytest.mark.parametrize(
+    ("gradient", "keep_bytes", "most"), [(True, 1 << 30, ROWS), (True, 0, 2), (False, 1 << 30, 2)]
+)
 def test_what_is_in_memory(alive: list[int], gradient: bool, keep_bytes: int, most: int) -> None:
     """Logits stay between forward and backward when they fit the budget, and never where there is no backward."""
     *tensors, targets = inputs()
@@ -191,10 +211,15 @@ def test_what_is_in_memory(alive: list[int], gradient: bool, keep_bytes: int, mo
 
 def divided_differences(dtype: torch.dtype) -> dict[str, float]:
     """The largest difference from the plain head: log-probs, squares, and gradients of all inputs."""
-    cases = [(name, bias, kept) for name in TREATMENTS for bias in (True, False) for kept in (0, 1 << 30)]
+    cases = [
+        (name, bias, kept) for name in TREATMENTS for bias in (True, False) for kept in (0, 1 << 30)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(head.CHUNK_BYTES, "cpu", 3 * VOCAB * 8)  # a few rows at a time
-        return {f"{name}, {bias}, {kept}": _divided_difference(dtype, name, bias, kept) for name, bias, kept in cases}
+        return {
+            f"{name}, {bias}, {kept}": _divided_difference(dtype, name, bias, kept)
+            for name, bias, kept in cases
+        }
 
 
 def _divided_difference(dtype: torch.dtype, treatment: str, bias: bool, keep_bytes: int) -> float:
@@ -206,7 +231,9 @@ def _divided_difference(dtype: torch.dtype, treatment: str, bias: bool, keep_byt
     *tensors, targets = inputs(dtype, bias=bias)
     cut = [None if t is None else t.detach()[own].clone().requires_grad_() for t in tensors[1:]]
     group = dist.group.WORLD.group_name
-    got = head.token_logps(enter(tensors[0], group), *cut, targets, **options, words=head.Words(own.start, group))
+    got = head.token_logps(
+        enter(tensors[0], group), *cut, targets, **options, words=head.Words(own.start, group)
+    )
     assert got[0].requires_grad
     assert not got[1].requires_grad
     parts = gradients(got[0], [tensors[0], *cut])
@@ -216,8 +243,12 @@ def _divided_difference(dtype: torch.dtype, treatment: str, bias: bool, keep_byt
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
-def test_a_divided_vocabulary_equals_the_whole(ranks: int, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str
+)
+def test_a_divided_vocabulary_equals_the_whole(
+    ranks: int, dtype: torch.dtype, tolerance: float
+) -> None:
     for each in pool(ranks).run(divided_differences, dtype):
         assert max(each.values()) < tolerance, each
 
@@ -230,7 +261,9 @@ def numeric_slope() -> float:
     words, cut = head.Words(own.start, group), (weight.detach()[own], bias.detach()[own])
 
     def work(hidden: Tensor) -> Tensor:
-        return head.token_logps(enter(hidden, group), *cut, targets, **TREATMENTS["scaled and capped"], words=words)[0]
+        return head.token_logps(
+            enter(hidden, group), *cut, targets, **TREATMENTS["scaled and capped"], words=words
+        )[0]
 
     return float(gradcheck(work, (hidden,)))
 

@@ -18,15 +18,15 @@ from transformers import (
     PretrainedConfig,
 )
 
-from rather.batch import PairBatch
 from rather.config.schema import ModelArgs
+from rather.data.batch import PairBatch
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.budget import Budget, choose_budget
 from rather.model.layers import LEVELS, Recompute, arrange_layers
-from rather.model.load import load_policy
 from rather.model.policy import PolicyModel
+from rather.parallel.load import load_policy
 from tests.padded import random_pairs
 from tests.tiny import make_model
 
@@ -91,7 +91,9 @@ def seen(policy: PolicyModel, batch: PairBatch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("family", ["llama", *DROPOUT])
-def test_no_bit_changes(base: Path, tmp_path: Path, family: str, level: Recompute, offload: bool) -> None:
+def test_no_bit_changes(
+    base: Path, tmp_path: Path, family: str, level: Recompute, offload: bool
+) -> None:
     policy, batch = policy_of(family, base, tmp_path), one_batch()
     plain = seen(policy, batch)
     arrange_layers(policy, recompute=level, offload=offload)
@@ -140,7 +142,9 @@ def test_recomputing_keeps_less(base: Path) -> None:
     assert held["full"] < held["none"]
 
 
-def test_a_family_whose_layers_cannot_recompute_says_so(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_whose_layers_cannot_recompute_says_so(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = load_policy(str(base), ModelArgs(), "cpu")
     monkeypatch.setattr("rather.model.layers.GradientCheckpointingLayer", torch.nn.Conv3d)
     with pytest.raises(ConfigError, match="disable_gradient_checkpointing to true"):
@@ -163,5 +167,9 @@ def test_on_a_cpu_what_is_told_holds_and_the_rest_is_kept_in_memory(base: Path) 
     policy = load_policy(str(base), ModelArgs(), "cpu")
 
     rest: dict[str, Any] = {"offload": False, "compiled": False, "largest_pair": 9000}
-    assert choose_budget(policy, Never(), tokens=None, recompute=None, **rest) == Budget(4096, "none")
-    assert choose_budget(policy, Never(), tokens=700, recompute="full", **rest) == Budget(700, "full")
+    assert choose_budget(policy, Never(), tokens=None, recompute=None, **rest) == Budget(
+        4096, "none"
+    )
+    assert choose_budget(policy, Never(), tokens=700, recompute="full", **rest) == Budget(
+        700, "full"
+    )

@@ -15,7 +15,7 @@ from transformers import T5Config
 
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
-from rather.model.load import load_policy, same_weights
+from rather.parallel.load import load_policy, same_weights
 from tests.tiny import make_model
 
 WEIGHTS = "model.safetensors"
@@ -54,7 +54,10 @@ def cut(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a weight is missing": (with_weights(lambda w: w.pop(QUERY)), rf"do not fill.*missing keys.*{QUERY}"),
+    "a weight is missing": (
+        with_weights(lambda w: w.pop(QUERY)),
+        rf"do not fill.*missing keys.*{QUERY}",
+    ),
     "a weight has another shape": (
         with_weights(lambda w: w.update({QUERY: torch.zeros(5, 5)})),
         rf"do not fill.*mismatched keys.*{QUERY}",
@@ -66,8 +69,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "only pickled weights": (pickled, r"its weights cannot be opened.*model\.safetensors"),
     "cut off": (cut, r"its weights cannot be opened.*incomplete"),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"its config cannot be opened"),
-    "a broken config": (lambda folder: (folder / "config.json").write_text("{"), r"its config cannot be opened.*JSON"),
-    "an impossible config": (with_config(num_attention_heads=5), r"its config cannot be opened.*multiple"),
+    "a broken config": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        r"its config cannot be opened.*JSON",
+    ),
+    "an impossible config": (
+        with_config(num_attention_heads=5),
+        r"its config cannot be opened.*multiple",
+    ),
     "an unknown family": (with_config(model_type="lama"), r"its config cannot be opened.*`lama`"),
     "no causal language model": (
         lambda folder: (folder / "config.json").write_text(json.dumps(T5Config().to_dict())),
@@ -77,7 +86,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_folder_that_cannot_be_used_is_one_sentence(base: Path, tmp_path: Path, damage: str) -> None:
+def test_a_folder_that_cannot_be_used_is_one_sentence(
+    base: Path, tmp_path: Path, damage: str
+) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(base, folder)
     work, sentence = DAMAGE[damage]
@@ -93,7 +104,9 @@ def test_a_name_that_is_nowhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_runs_in_the_dtype_asked_for_and_remembers_that_of_its_source(base: Path, dtype: Any) -> None:
+def test_runs_in_the_dtype_asked_for_and_remembers_that_of_its_source(
+    base: Path, dtype: Any
+) -> None:
     policy = load_policy(str(base), ModelArgs(dtype=dtype), "cpu")
     wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     assert {p.dtype for p in policy.parameters()} == {wanted}

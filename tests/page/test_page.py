@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rather.page import as_json, chart, escape, lines, page, plotly_bundle, slug, table, thinned
+from rather.report import as_json, chart, escape, lines, page, plotly_bundle, slug, table, thinned
 from tests.browser import NARROW, OpenPage, drawn_points, figures, overflow, stays_here, wait_until
 
 if TYPE_CHECKING:
@@ -101,7 +101,11 @@ def test_a_thinned_line_covers_the_same_area() -> None:
     values = [value for value in noisy(50_000) if value is not None]
     x, y = thinned(range(50_000), values)
     for start in range(0, 50_000, 500):
-        kept = [value for step, value in zip(x, y, strict=True) if start <= step < start + 500 and value is not None]
+        kept = [
+            value
+            for step, value in zip(x, y, strict=True)
+            if start <= step < start + 500 and value is not None
+        ]
         assert abs(max(kept) - max(values[start : start + 500])) < 0.05
         assert abs(min(kept) - min(values[start : start + 500])) < 0.05
 
@@ -137,7 +141,9 @@ def hostile_page(folder: Path) -> Path:
         ]
     )
     file = folder / "page.html"
-    file.write_text(page(HOSTILE, body, scripts=[plotly_bundle()], data={"a": HOSTILE}), encoding="utf-8")
+    file.write_text(
+        page(HOSTILE, body, scripts=[plotly_bundle()], data={"a": HOSTILE}), encoding="utf-8"
+    )
     return file
 
 
@@ -186,9 +192,15 @@ def test_a_script_that_came_along_does_not_run(browser: Browser, tmp_path: Path)
 
 
 def test_what_stays_on_the_machine() -> None:
-    assert all(map(stays_here, ["file:///a.html", "data:,", "blob:null/1", "http://127.0.0.1:8000/"]))
+    assert all(
+        map(stays_here, ["file:///a.html", "data:,", "blob:null/1", "http://127.0.0.1:8000/"])
+    )
     assert not any(map(stays_here, ["https://cdn.plot.ly/x.js", "http://127.0.0.1.example.org/"]))
 
 
 def test_figures_are_found(tmp_path: Path) -> None:
-    assert figures(hostile_page(tmp_path).read_text(encoding="utf-8"))["short"]["data"][0]["y"] == [0.1, None, 0.3]
+    assert figures(hostile_page(tmp_path).read_text(encoding="utf-8"))["short"]["data"][0]["y"] == [
+        0.1,
+        None,
+        0.3,
+    ]

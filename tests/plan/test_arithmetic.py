@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from rather.batch import TokenPair
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig, ModelArgs
+from rather.data.batch import TokenPair
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.policy import PolicyModel, pair_columns
@@ -38,11 +38,15 @@ NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 def model(folder: Path, name: str = "tiny", **changes: Any) -> Path:
     """A folder with a config.json and nothing else."""
-    values: dict[str, Any] = dict(zip(NAMES, QWEN.get(name, (32, 2, 4, 2, 48, 63, True)), strict=True))
+    values: dict[str, Any] = dict(
+        zip(NAMES, QWEN.get(name, (32, 2, 4, 2, 48, 63, True)), strict=True)
+    )
     place = folder / f"{name}{len(list(folder.iterdir()))}"
     place.mkdir()
     family = {"model_type": "qwen2" if name in QWEN else "llama", "dtype": "bfloat16"}
-    (place / "config.json").write_text(json.dumps({**family, **values, **changes}), encoding="utf-8")
+    (place / "config.json").write_text(
+        json.dumps({**family, **values, **changes}), encoding="utf-8"
+    )
     return place
 
 
@@ -61,7 +65,9 @@ def config(folder: Path, pretrain: Path, **changes: Any) -> DPOConfig:
     return changed(config_from_dict(values), changes)
 
 
-def steps(pairs: int, prompt: int = 100, answer: int = 200, count: int = 1) -> list[list[TokenPair]]:
+def steps(
+    pairs: int, prompt: int = 100, answer: int = 200, count: int = 1
+) -> list[list[TokenPair]]:
     draw = np.random.default_rng(0)
 
     def pair() -> TokenPair:
@@ -74,7 +80,9 @@ def steps(pairs: int, prompt: int = 100, answer: int = 200, count: int = 1) -> l
 
 
 def pairs_of(sample: list[list[TokenPair]], total: int = 100) -> Pairs:
-    return Pairs(len(sample[0]) * total, 0, total, 1.0, sample, max(pair.tokens for pair in sample[0]))
+    return Pairs(
+        len(sample[0]) * total, 0, total, 1.0, sample, max(pair.tokens for pair in sample[0])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +108,13 @@ def test_sizes_come_from_the_config_alone(tiny: Sizes) -> None:
     # Embeddings 63 x 32 (tied); in each of two layers q and o 32 x 32, k and v 16 x 32, three of 48 x 32, two norms.
     layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32
     assert (tiny.in_layers, tiny.weights) == (2 * layer, 63 * 32 + 2 * layer + 32)
-    assert (tiny.query, tiny.key, tiny.gated, tiny.norms, tiny.stored) == (32, 16, True, [32, 32], 2)
+    assert (tiny.query, tiny.key, tiny.gated, tiny.norms, tiny.stored) == (
+        32,
+        16,
+        True,
+        [32, 32],
+        2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +141,12 @@ def test_an_adapter_freezes_the_base(folder: Path, tiny: Sizes) -> None:
     found = config(folder, folder / "tiny0", **{"actor_train.model_args.lora_rank": 4})
     state = state_of(found, found.actor_train, "cuda", tiny.shapes, found.actor_train.model_args)
     adapter = 4 * 2 * (2 * (32 + 32) + 2 * (16 + 32) + 3 * (48 + 32))
-    assert tuple(state.by_part) == (2 * tiny.weights + 2 * adapter, 4 * adapter, 2 * adapter, 8 * adapter)
+    assert tuple(state.by_part) == (
+        2 * tiny.weights + 2 * adapter,
+        4 * adapter,
+        2 * adapter,
+        8 * adapter,
+    )
     assert checkpoint_bytes(found, tiny.shapes) == 12 * adapter
 
 
@@ -138,7 +157,9 @@ def test_a_peak_adds_up_by_hand(folder: Path, tiny: Sizes) -> None:
     parts = memory.peak(Chosen(4096, "none", False, False, True), Work(50_000, 1_000, 1, 10))
     norms, attention, mlp = 2 * 3 * 32, 3 * 32 + 2 * 1.25 * 16, 4 * 48
     assert parts.activations == 50_000 * 4 * (2 * (norms + attention + mlp) + 3 * 32)
-    assert (parts.weights, parts.moments, parts.reference) == tuple(tiny.weights * n for n in (4, 8, 4))
+    assert (parts.weights, parts.moments, parts.reference) == tuple(
+        tiny.weights * n for n in (4, 8, 4)
+    )
     assert parts.total == sum(asdict(parts).values())
 
 
@@ -158,7 +179,9 @@ def test_activations_are_what_autograd_saves(folder: Path, rank: int | None) -> 
     """On a CPU, of two models that differ by two layers; parameters are not counted."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
     place = str(model(folder, **wide))
-    args = config(folder, Path(place), **({"actor_train.model_args.lora_rank": rank} if rank else {})).actor_train
+    args = config(
+        folder, Path(place), **({"actor_train.model_args.lora_rank": rank} if rank else {})
+    ).actor_train
     sizes = sizes_of(place, args.model_args)
     (batch,) = pack(steps(4, 64, 96)[0], 10**6)
 
@@ -193,22 +216,36 @@ def test_peaks_that_an_h200_measured(folder: Path) -> None:
     ]:
         place = model(folder, name)
         sizes = sizes_of(str(place), ModelArgs())
-        memory = Memory(config(folder, place), sizes, Device("cuda", 140 * GIB), reference=online, compiled=True)
-        found = memory.peak(Chosen(tokens, "none", False, False, True), Work(tokens, rows, batches, tokens))
+        memory = Memory(
+            config(folder, place), sizes, Device("cuda", 140 * GIB), reference=online, compiled=True
+        )
+        found = memory.peak(
+            Chosen(tokens, "none", False, False, True), Work(tokens, rows, batches, tokens)
+        )
         assert found.total / GIB == pytest.approx(gib, rel=0.03), (name, tokens)
 
 
 # --- what grows and what shrinks ---
 
 
-def total(folder: Path, model: tuple[Path, Sizes], tokens: int = 4096, level: Any = "none", **changes: Any) -> float:
+def total(
+    folder: Path, model: tuple[Path, Sizes], tokens: int = 4096, level: Any = "none", **changes: Any
+) -> float:
     memory = Memory(
-        config(folder, model[0], **changes), model[1], Device("cuda", 80 * GIB), reference=True, compiled=False
+        config(folder, model[0], **changes),
+        model[1],
+        Device("cuda", 80 * GIB),
+        reference=True,
+        compiled=False,
     )
-    return memory.peak(Chosen(tokens, level, False, False, True), Work(tokens, tokens, 4, tokens)).total
+    return memory.peak(
+        Chosen(tokens, level, False, False, True), Work(tokens, tokens, 4, tokens)
+    ).total
 
 
-def test_more_tokens_need_more_and_recomputing_needs_less(folder: Path, seven: tuple[Path, Sizes]) -> None:
+def test_more_tokens_need_more_and_recomputing_needs_less(
+    folder: Path, seven: tuple[Path, Sizes]
+) -> None:
     peaks = [total(folder, seven, tokens) for tokens in (1024, 2048, 4096, 8192)]
     assert peaks == sorted(peaks)
     levels = [total(folder, seven, 8192, level) for level in ("full", "selective", "half", "none")]
@@ -218,11 +255,20 @@ def test_more_tokens_need_more_and_recomputing_needs_less(folder: Path, seven: t
 
 def test_dividing_needs_less(folder: Path, seven: tuple[Path, Sizes]) -> None:
     name = "actor_train.strategy_args.strategy_name"
-    mapped = {"actor_train.device_mapping": list(range(8)), "reference.device_mapping": list(range(8))}
-    peaks = [total(folder, seven, **{**mapped, name: stage}) for stage in ("zero3", "zero2", "zero1", "ddp")]
+    mapped = {
+        "actor_train.device_mapping": list(range(8)),
+        "reference.device_mapping": list(range(8)),
+    }
+    peaks = [
+        total(folder, seven, **{**mapped, name: stage})
+        for stage in ("zero3", "zero2", "zero1", "ddp")
+    ]
     assert peaks == sorted(peaks)
     for axis in ("tp", "pp", "cp"):
-        divided = {**mapped, "actor_train.strategy_args": {f"{axis}_size": 4, "strategy_name": "zero1"}}
+        divided = {
+            **mapped,
+            "actor_train.strategy_args": {f"{axis}_size": 4, "strategy_name": "zero1"},
+        }
         assert total(folder, seven, **divided) < peaks[2], axis
     lean = total(folder, seven, **{"precision": "lean"})
     lora = total(folder, seven, **{"actor_train.model_args.lora_rank": 8})
@@ -235,7 +281,9 @@ def test_dividing_needs_less(folder: Path, seven: tuple[Path, Sizes]) -> None:
 
 def judged(found: DPOConfig, sizes: Sizes, gpu: str, sample: list[list[TokenPair]]) -> Forecast:
     device = Device("cuda", GPUS[gpu].gib * GIB)
-    return forecast(found, sizes, device, pairs_of(sample), listed_speed(gpu, sizes.weights, compiled=False))
+    return forecast(
+        found, sizes, device, pairs_of(sample), listed_speed(gpu, sizes.weights, compiled=False)
+    )
 
 
 def test_what_does_not_fit_has_ways_that_do(folder: Path, seven: tuple[Path, Sizes]) -> None:
@@ -243,7 +291,11 @@ def test_what_does_not_fit_has_ways_that_do(folder: Path, seven: tuple[Path, Siz
 
     found, sample = config(folder, seven[0]), steps(16)
     own = judged(found, seven[1], "h100", sample)
-    ways = best(list(ways_of(found, seven[1], "cuda", lambda other: judged(other, seven[1], "h100", sample))))
+    ways = best(
+        list(
+            ways_of(found, seven[1], "cuda", lambda other: judged(other, seven[1], "h100", sample))
+        )
+    )
     assert not own.fits
     assert ways
     assert all(way.forecast.fits for way in ways)
@@ -255,8 +307,13 @@ def test_what_does_not_fit_has_ways_that_do(folder: Path, seven: tuple[Path, Siz
     assert "fits: " in verdict(judged(again, seven[1], "h100", sample), [], None)
 
 
-def test_too_large_for_any_setting_names_more_devices(folder: Path, seven: tuple[Path, Sizes]) -> None:
-    found, sample = config(folder, seven[0], **{"actor_train.model_args.lora_rank": None}), steps(16)
+def test_too_large_for_any_setting_names_more_devices(
+    folder: Path, seven: tuple[Path, Sizes]
+) -> None:
+    found, sample = (
+        config(folder, seven[0], **{"actor_train.model_args.lora_rank": None}),
+        steps(16),
+    )
     more = enough_devices(found, lambda other: judged(other, seven[1], "l4", sample))
     assert more is not None
     assert more.forecast.fits
@@ -297,11 +354,17 @@ def test_flops_and_time_follow_from_each_other(folder: Path, tiny: Sizes) -> Non
 
 def test_without_data_pairs_are_as_long_as_they_may_be(folder: Path) -> None:
     found = assumed_pairs(config(folder, folder / "tiny0"), "none here")
-    assert (len(found.sample[0]), found.largest, found.assumed) == (16, 512 + 512 + 512, "none here")
+    assert (len(found.sample[0]), found.largest, found.assumed) == (
+        16,
+        512 + 512 + 512,
+        "none here",
+    )
 
 
 def test_a_model_that_is_not_here_is_a_sentence(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nobody/nothing: is no folder here.*hf download nobody/nothing "):
+    with pytest.raises(
+        ConfigError, match=r"nobody/nothing: is no folder here.*hf download nobody/nothing "
+    ):
         sizes_of("nobody/nothing", ModelArgs())
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         sizes_of(str(tmp_path), ModelArgs())

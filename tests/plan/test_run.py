@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rather.commands.doctor import findings
 from rather.config.load import dump_yaml
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import WORDS, make_config, make_model
 
 SIZES: dict[str, Any] = {
@@ -35,7 +35,10 @@ def write_pairs(file: Path, count: int) -> None:
     def words() -> str:
         return " ".join(draw.choices(WORDS, k=30))
 
-    rows = [{"prompt": words(), "chosen": " " + words(), "rejected": " " + words()} for _ in range(count)]
+    rows = [
+        {"prompt": words(), "chosen": " " + words(), "rejected": " " + words()}
+        for _ in range(count)
+    ]
     file.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
 
 
@@ -46,11 +49,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     make_model(folder / "base", **SIZES)
     write_pairs(folder / "pairs.jsonl", 8)
     write_pairs(folder / "held_out.jsonl", 2)
-    config = make_config(folder, actor_train__training_args__per_device_train_batch_size=4, sequence_length=128)
+    config = make_config(
+        folder, actor_train__training_args__per_device_train_batch_size=4, sequence_length=128
+    )
     file = folder / "dpo.yaml"
     file.write_text(dump_yaml(config), encoding="utf-8")
     assert DPOPipeline(config).run() == 0
-    return {"folder": config.run_dir, "yaml": file, "plan": json.loads((config.run_dir / "plan.json").read_text())}
+    return {
+        "folder": config.run_dir,
+        "yaml": file,
+        "plan": json.loads((config.run_dir / "plan.json").read_text()),
+    }
 
 
 def invoke(*args: str) -> Any:
@@ -72,10 +81,14 @@ def test_what_was_done_is_what_was_forecast(run: dict[str, Any]) -> None:
     plan = run["plan"]
     assert (plan["pairs_per_step"], plan["steps"], plan["train_pairs"]) == (4, 2, 8)
     assert plan["measured"]["seconds_per_step"] > 0
-    lines = [json.loads(line) for line in (run["folder"] / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run["folder"] / "metrics.jsonl").read_text().splitlines()
+    ]
     tokens = [line["tokens"] for line in lines if "tokens" in line]
     assert plan["tokens_per_step"] * plan["steps"] == pytest.approx(sum(tokens), rel=0.05)
-    kept = sum(file.stat().st_size for file in run["folder"].glob("checkpoint-*/*") if file.is_file())
+    kept = sum(
+        file.stat().st_size for file in run["folder"].glob("checkpoint-*/*") if file.is_file()
+    )
     assert plan["disk_bytes"]["checkpoints"] == pytest.approx(kept, rel=0.05)
     model = sum(file.stat().st_size for file in (run["folder"] / "model").glob("*.safetensors"))
     assert plan["disk_bytes"]["model"] == pytest.approx(model, rel=0.02)
@@ -98,7 +111,17 @@ def test_plan_for_other_gpus_says_what_it_takes(run: dict[str, Any]) -> None:
     said = " ".join(done.stdout.split())
     assert "4 a device x 1 accumulated x 4 data-parallel = 16 pairs a step" in said
     assert "h100's data sheet" in said
-    for part in ("weights", "gradients", "master", "moments", "activations", "logits", "reference", "buffers", "disk:"):
+    for part in (
+        "weights",
+        "gradients",
+        "master",
+        "moments",
+        "activations",
+        "logits",
+        "reference",
+        "buffers",
+        "disk:",
+    ):
         assert part in said
 
 
@@ -106,12 +129,23 @@ def test_plan_for_other_gpus_says_what_it_takes(run: dict[str, Any]) -> None:
     ("args", "said"),
     [
         (["--gpu", "h800"], "--gpu h800: is not listed; did you mean 'h"),
-        (["--gpus", "2"], "--gpus: this machine has no GPU that PyTorch can use; name a kind with --gpu"),
-        (["--gpu", "l4", "actor_train.model_args.model_name_or_path=no/body"], "no/body: is no folder here"),
-        (["--gpu", "l4", "--gpus", "3", "actor_train.strategy_args.tp_size=2"], "does not divide the 3 devices"),
+        (
+            ["--gpus", "2"],
+            "--gpus: this machine has no GPU that PyTorch can use; name a kind with --gpu",
+        ),
+        (
+            ["--gpu", "l4", "actor_train.model_args.model_name_or_path=no/body"],
+            "no/body: is no folder here",
+        ),
+        (
+            ["--gpu", "l4", "--gpus", "3", "actor_train.strategy_args.tp_size=2"],
+            "does not divide the 3 devices",
+        ),
     ],
 )
-def test_what_cannot_be_planned_is_a_sentence(run: dict[str, Any], args: list[str], said: str) -> None:
+def test_what_cannot_be_planned_is_a_sentence(
+    run: dict[str, Any], args: list[str], said: str
+) -> None:
     done = invoke("plan", str(run["yaml"]), *args)
     assert done.exit_code == 2
     assert said in done.stderr
@@ -130,7 +164,12 @@ def test_plan_needs_no_weights_and_no_data(run: dict[str, Any], tmp_path: Path) 
 
 def test_plan_times_this_machine_without_data(run: dict[str, Any], tmp_path: Path) -> None:
     """The pairs that are assumed have only tokens that the model has."""
-    done = invoke("plan", str(run["yaml"]), f"actor_train.data_args.file_name={tmp_path / 'none.jsonl'}", "--json")
+    done = invoke(
+        "plan",
+        str(run["yaml"]),
+        f"actor_train.data_args.file_name={tmp_path / 'none.jsonl'}",
+        "--json",
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert "none.jsonl" in found["assumed"]
@@ -143,7 +182,17 @@ def test_plan_times_this_machine_without_data(run: dict[str, Any], tmp_path: Pat
 def test_doctor_finds_this_machine_fit(run: dict[str, Any]) -> None:
     done = invoke("doctor", str(run["yaml"]))
     assert done.exit_code == 0, done.output
-    for check in ("Python", "PyTorch", "attention", "Ray", "shared", "open files", "loopback", "encoding", "clock"):
+    for check in (
+        "Python",
+        "PyTorch",
+        "attention",
+        "Ray",
+        "shared",
+        "open files",
+        "loopback",
+        "encoding",
+        "clock",
+    ):
         assert check in done.stdout
     assert "0 problems" in done.stdout
 
@@ -157,14 +206,18 @@ def test_doctor_names_problems_with_their_fix(run: dict[str, Any]) -> None:
     assert all(each.fix for each in found)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; run the tests as another user")
+@pytest.mark.skipif(
+    os.geteuid() == 0, reason="root may write everywhere; run the tests as another user"
+)
 def test_doctor_sees_a_folder_that_cannot_be_written(run: dict[str, Any], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     found = list(findings(run["yaml"], [f"output_dir={tmp_path}/out"]))
     assert any(each.state == "problem" and "cannot be written" in each.text for each in found)
 
 
-def test_doctor_knows_packages_from_folders_and_from_those_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_knows_packages_from_folders_and_from_those_of_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import rather.commands.doctor as doctor
 
     def unknown(name: str) -> str:

@@ -11,9 +11,9 @@ import yaml
 from rather.config.load import config_from_dict
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS
 from rather.errors import ConfigError
-from rather.losses import LOSSES
-from rather.metrics import OF_A_LOSS, PER_PAIR, WITH_REFERENCE
-from rather.objective import DIVERGENCES, configure, from_config
+from rather.losses.losses import LOSSES
+from rather.losses.metrics import OF_A_LOSS, PER_PAIR, WITH_REFERENCE
+from rather.losses.objective import DIVERGENCES, configure, from_config
 from rather.recipes import list_recipes
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -27,7 +27,13 @@ def read(page: str) -> str:
 
 def written(default: float | bool | None) -> str:
     """A default as YAML writes it."""
-    return "not set" if default is None else str(default).lower() if isinstance(default, bool) else f"{default:g}"
+    return (
+        "not set"
+        if default is None
+        else str(default).lower()
+        if isinstance(default, bool)
+        else f"{default:g}"
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -37,7 +43,9 @@ def test_page_and_index_name_the_loss_its_numbers_and_defaults(name: str) -> Non
     assert page.startswith(f"# `{name}`")
     assert "yes" in row.split("|")[2] if rule.reference else "no" in row.split("|")[2]
     for number, default in rule.numbers.items():
-        assert f"| `{number}` | {written(default)} |" in page, f"{name}.md does not tell the default of {number}"
+        assert f"| `{number}` | {written(default)} |" in page, (
+            f"{name}.md does not tell the default of {number}"
+        )
         assert f"`{number}`" in row
     foreign = set(LOSS_NUMBERS) - set(rule.numbers)
     assert not [number for number in foreign if f"| `{number}` |" in page]
@@ -60,7 +68,9 @@ def test_every_loss_page_has_a_snippet_of_its_own_loss() -> None:
 def can_take(name: str, modifier: str) -> bool:
     if modifier == "sync_ref_model":
         return LOSSES[name].reference
-    value = {"f_divergence_type": "js", "ld_alpha": 0.5, "rpo_alpha": 1.0, "pref_ftx": 1.0}.get(modifier, True)
+    value = {"f_divergence_type": "js", "ld_alpha": 0.5, "rpo_alpha": 1.0, "pref_ftx": 1.0}.get(
+        modifier, True
+    )
     try:
         configure([name], {}, modifiers={modifier: value})
     except ConfigError:
@@ -79,7 +89,14 @@ def test_page_names_the_modifiers_that_the_loss_takes(name: str) -> None:
 
 def test_modifiers_page_names_every_modifier() -> None:
     page = read("modifiers.md")
-    named = (*LOSS_MODIFIERS, *DIVERGENCES, "loss_weights", "sync_ref_model", "ref_model_mixup_alpha", "weight")
+    named = (
+        *LOSS_MODIFIERS,
+        *DIVERGENCES,
+        "loss_weights",
+        "sync_ref_model",
+        "ref_model_mixup_alpha",
+        "weight",
+    )
     assert not [name for name in (*named, "ref_model_sync_steps") if f"`{name}`" not in page]
 
 

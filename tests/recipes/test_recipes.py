@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rather.commands.recipes import recipes_app
 from rather.config.load import load_config
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
-from rather.losses import LOSSES
-from rather.objective import from_config
+from rather.losses.losses import LOSSES
+from rather.losses.objective import from_config
 from rather.recipes import Recipe, copy_recipe, find_recipe, list_recipes, show_recipe
-from rather.recipes.commands import recipes_app
 
 RECIPES = list_recipes()
 
@@ -52,7 +52,9 @@ def test_every_loss_has_a_recipe() -> None:
         ("simpo-gemma2", 10.0, 5.0, 8e-7),
     ],
 )
-def test_simpo_has_the_numbers_of_its_authors(name: str, beta: float, gamma: float, learning_rate: float) -> None:
+def test_simpo_has_the_numbers_of_its_authors(
+    name: str, beta: float, gamma: float, learning_rate: float
+) -> None:
     config = config_of(name)
     assert config.beta == beta
     assert config.beta * (config.gamma_beta_ratio or 0) == pytest.approx(gamma)
@@ -64,7 +66,7 @@ def test_discopop_falls_at_zero_margin() -> None:
     """At the paper's temperature it rises there, and a policy equal to its reference walks the wrong way."""
     import torch
 
-    from rather.batch import PairLogps
+    from rather.data.batch import PairLogps
 
     config = config_of("discopop")
 
@@ -79,7 +81,9 @@ def test_discopop_falls_at_zero_margin() -> None:
 
 
 def test_unknown_recipe_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="unknown recipe 'simpo-lama3-base'; did you mean 'simpo-llama3-base'"):
+    with pytest.raises(
+        ConfigError, match="unknown recipe 'simpo-lama3-base'; did you mean 'simpo-llama3-base'"
+    ):
         show_recipe("simpo-lama3-base")
     with pytest.raises(ConfigError, match=r"there are .*dpo, .*orpo"):
         show_recipe("zzzz")
@@ -104,7 +108,9 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = CliRunner()
     listed = runner.invoke(recipes_app, ["list"])
     assert listed.exit_code == 0
-    assert all(re.search(rf"^{re.escape(recipe.name)} ", listed.output, re.MULTILINE) for recipe in RECIPES)
+    assert all(
+        re.search(rf"^{re.escape(recipe.name)} ", listed.output, re.MULTILINE) for recipe in RECIPES
+    )
     assert runner.invoke(recipes_app, ["show", "dpo"]).output == show_recipe("dpo")
     assert runner.invoke(recipes_app, ["copy", "dpo"]).exit_code == 0
     assert (tmp_path / "dpo.yaml").exists()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rather.ahead import ahead
+from rather.pipeline.prefetch import ahead
 
 
 def threads() -> int:

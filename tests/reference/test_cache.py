@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rather.batch import Columns, PairBatch, TokenPair
 from rather.cluster.worker import ActorWorker
+from rather.data.batch import Columns, PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.errors import ConfigError
+from rather.losses.objective import from_config
 from rather.model import digest
-from rather.objective import from_config
-from rather.pipeline import DPOPipeline
-from rather.reference import ReferenceLogps
-from rather.store import BlockFile, Records
+from rather.pipeline.pipeline import DPOPipeline
+from rather.reference.logprob_cache import BlockFile, Records
+from rather.reference.logps import ReferenceLogps
 from tests.tiny import in_child, make_config, make_model, make_pairs, metrics
 
 TOKENS = {"pref_loss": "sigmoid", "ld_alpha": 0.4}
@@ -36,7 +36,7 @@ BATCH = "actor_train__training_args__per_device_train_batch_size"
 def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is half the time of a tiny run, and has tests of its own."""
     for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,10 @@ def test_another_beta_does_no_forward_and_loads_no_reference(
     assert told["cache"].startswith(str(folder / "output" / ".cache" / "reference"))
     for one, other in zip(lines(folder, "second"), lines(folder, "off"), strict=True):
         assert one == pytest.approx(other, rel=1e-12, abs=1e-12)
-    assert all(torch.equal(weights(folder, "off")[key], value) for key, value in weights(folder, "second").items())
+    assert all(
+        torch.equal(weights(folder, "off")[key], value)
+        for key, value in weights(folder, "second").items()
+    )
     with pytest.raises(AssertionError, match="the reference was loaded"):
         run(folder, "third", reference__cache__enabled=False)
 
@@ -155,7 +158,9 @@ def train(folder: Path, seed: int) -> int:
 
     def meeting(self: ReferenceLogps, own_file: Path | None = None) -> None:
         opened(self, own_file)
-        with (folder / "meeting").open("w" if seed == 1 else "r"):  # blocks until the other end is open
+        with (folder / "meeting").open(
+            "w" if seed == 1 else "r"
+        ):  # blocks until the other end is open
             pass
 
     ReferenceLogps.open = meeting  # type: ignore[method-assign]
@@ -168,7 +173,11 @@ def train(folder: Path, seed: int) -> int:
 def test_a_loss_that_reads_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(folder, "off", **TOKENS, reference__cache__enabled=False)
     assert run(folder, "sums")["forwards"] == 6
-    assert counters(run(folder, "tokens", **TOKENS, **{EPOCHS: 2.0})) == (40, 49, 6)  # sums alone do not serve it
+    assert counters(run(folder, "tokens", **TOKENS, **{EPOCHS: 2.0})) == (
+        40,
+        49,
+        6,
+    )  # sums alone do not serve it
     unloadable(monkeypatch)
     assert counters(run(folder, "known", **TOKENS)) == (49, 0, 0)
     assert run(folder, "other", pref_loss="sigmoid", ld_alpha=0.9)["forwards"] == 0
@@ -251,7 +260,9 @@ def forge(folder: Path) -> Path:
     stored = BlockFile(segment).read()
     segment.unlink()
     counts = np.zeros(len(stored.sums), np.uint32)
-    BlockFile(segment).append(Records([key.tobytes() for key in stored.keys], stored.sums - 1, counts, None))
+    BlockFile(segment).append(
+        Records([key.tobytes() for key in stored.keys], stored.sums - 1, counts, None)
+    )
     return segment.parent
 
 
@@ -273,7 +284,9 @@ def test_a_recheck_finds_a_forged_value(folder: Path, caplog: pytest.LogCaptureF
     assert counters(told) == (33, 0, 1)
     assert run(folder, "unchecked", **changes)["forwards"] == 0
     cache = forge(folder)
-    with pytest.raises(ConfigError, match=rf"of 7 cached pairs, one differs .* per token\..*delete {cache}"):
+    with pytest.raises(
+        ConfigError, match=rf"of 7 cached pairs, one differs .* per token\..*delete {cache}"
+    ):
         run(folder, "second", **changes, reference__cache__recheck=7)
     run(folder, "believed", **changes)
 
@@ -285,7 +298,10 @@ def test_a_moving_reference_is_not_cached(folder: Path, caplog: pytest.LogCaptur
     moving = {"sync_ref_model": True, "ref_model_sync_steps": 2}
     with caplog.at_level(logging.INFO, "rather"):
         told = run(folder, "moving", **moving)
-    assert caplog.text.count("sync_ref_model: the reference moves, so its log-probs are not cached") == 1
+    assert (
+        caplog.text.count("sync_ref_model: the reference moves, so its log-probs are not cached")
+        == 1
+    )
     assert told["cache"] is None
     assert not (folder / "output" / ".cache" / "reference").exists()
     assert not (folder / "output" / "moving" / "reference.log").exists()
@@ -303,21 +319,37 @@ def test_a_worker_of_your_own_is_not_cached(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"reference__cache__enabled": False, "reference__cache__recheck": 3}, "recheck: nothing uses it: .*enabled"),
-        ({"sync_ref_model": True, "reference__cache__path": "x"}, "path: nothing uses it: sync_ref_model moves"),
-        ({"reference__worker_cls": "a.B", "reference__cache__per_token": True}, "per_token: nothing .*worker_cls"),
-        ({"reference__cache__per_token": False, "ld_alpha": 0.5}, "per_token: ld_alpha reads the log-probs of tokens"),
+        (
+            {"reference__cache__enabled": False, "reference__cache__recheck": 3},
+            "recheck: nothing uses it: .*enabled",
+        ),
+        (
+            {"sync_ref_model": True, "reference__cache__path": "x"},
+            "path: nothing uses it: sync_ref_model moves",
+        ),
+        (
+            {"reference__worker_cls": "a.B", "reference__cache__per_token": True},
+            "per_token: nothing .*worker_cls",
+        ),
+        (
+            {"reference__cache__per_token": False, "ld_alpha": 0.5},
+            "per_token: ld_alpha reads the log-probs of tokens",
+        ),
         ({"reference__cache__recheck": -1}, "recheck"),
     ],
 )
-def test_settings_without_effect_are_refused(shared: Path, changes: dict[str, Any], sentence: str) -> None:
+def test_settings_without_effect_are_refused(
+    shared: Path, changes: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make_config(shared, **changes)
 
 
 def test_a_folder_that_cannot_be_used(folder: Path) -> None:
     (folder / "file").touch()
-    with pytest.raises(ConfigError, match=r"reference\.cache\.path: .*file/x cannot be used .*enabled: false"):
+    with pytest.raises(
+        ConfigError, match=r"reference\.cache\.path: .*file/x cannot be used .*enabled: false"
+    ):
         run(folder, "nowhere", reference__cache__path=str(folder / "file" / "x"))
 
 
@@ -360,7 +392,10 @@ class Counting:
     def __call__(self, batches: Sequence[PairBatch]) -> Columns:
         self.calls.append([len(batch.pair_P) for batch in batches])
         order = torch.argsort(torch.cat([batch.pair_P for batch in batches]))
-        answers = [torch.full((len(b.pair_P), 2), -float(len(self.calls)) - i / 8) for i, b in enumerate(batches)]
+        answers = [
+            torch.full((len(b.pair_P), 2), -float(len(self.calls)) - i / 8)
+            for i, b in enumerate(batches)
+        ]
         return {"sum": torch.cat(answers).double()[order]}
 
 
@@ -390,7 +425,11 @@ def test_a_bin_with_any_unknown_entry_runs_whole_and_what_is_known_wins(folder: 
     logps.keep()
     assert torch.equal(logps.columns(pairs, bins)["sum"], columns)
     assert len(model.calls) == 2
-    assert (logps.counts.pairs_from_cache, logps.counts.pairs_computed, logps.counts.forwards) == (11, 8, 4)
+    assert (logps.counts.pairs_from_cache, logps.counts.pairs_computed, logps.counts.forwards) == (
+        11,
+        8,
+        4,
+    )
     again, model = counted(folder)
     assert torch.equal(again.columns(pairs, pack(pairs, 10_000))["sum"], columns)
     assert model.calls == []
@@ -419,7 +458,11 @@ def test_what_is_scored_is_part_of_the_key(folder: Path) -> None:
         logps.keep()
     assert len(model.calls) == 3
     longer = TokenPair(
-        np.concatenate([pair.prompt, pair.chosen[:2]]), pair.chosen[2:], pair.chosen[2:], ((4, 16),), ((4, 16),)
+        np.concatenate([pair.prompt, pair.chosen[:2]]),
+        pair.chosen[2:],
+        pair.chosen[2:],
+        ((4, 16),),
+        ((4, 16),),
     )
     assert logps.knows([pair, other, moved, longer])  # where the prompt ends decides nothing
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from rather import store
 from rather.cluster.worker import ActorWorker
-from rather.model import load
-from rather.pipeline import DPOPipeline
-from rather.store import BlockFile
+from rather.parallel import load
+from rather.pipeline.pipeline import DPOPipeline
+from rather.reference import logprob_cache as store
+from rather.reference.logprob_cache import BlockFile
 from tests.tiny import in_child, make_config
 from tests.train.test_resume import RUN, assert_same, outcome
 from tests.train.test_resume import train as train_quietly
@@ -32,8 +32,13 @@ def make_bins_matter() -> None:
             return really(self, batches)
         order = torch.argsort(torch.cat([batch.pair_P for batch in batches]))
         parts = [(really(self, [batch]), (len(batch.ids_N) % 7) * 1e-6) for batch in batches]
-        joined = {name: torch.cat([part[name] + shift for part, shift in parts])[order] for name in parts[0][0]}
-        return {name: column.float().double() for name, column in joined.items()}  # as log-probs of tokens come
+        joined = {
+            name: torch.cat([part[name] + shift for part, shift in parts])[order]
+            for name in parts[0][0]
+        }
+        return {
+            name: column.float().double() for name, column in joined.items()
+        }  # as log-probs of tokens come
 
     ActorWorker.compute_log_probs = compute
     load.check_family = load.check_model = lambda _: None
@@ -48,7 +53,13 @@ def fill(folder: Path, cache: str) -> int:
     """Values of other bins than the runs'."""
     make_bins_matter()
     sizes = {"actor_train__training_args__per_device_train_batch_size": 5, "max_steps": 4}
-    changes = {"exp_name": "filler", "seed": 3, "validation__data_args__file_name": None, **sizes, **TOKENS}
+    changes = {
+        "exp_name": "filler",
+        "seed": 3,
+        "validation__data_args__file_name": None,
+        **sizes,
+        **TOKENS,
+    }
     return DPOPipeline(make_config(folder, reference__cache__path=cache, **changes)).run()
 
 
@@ -57,7 +68,11 @@ def changes_of(folder: Path, name: str) -> dict[str, Any]:
     cache = folder / f"cache-{name}"
     if not cache.exists():
         shutil.copytree(folder / "half", cache)
-    own = {"exp_name": name, "reference__cache__path": str(cache), "checkpoint_config__async_save": "off"}
+    own = {
+        "exp_name": name,
+        "reference__cache__path": str(cache),
+        "checkpoint_config__async_save": "off",
+    }
     return {**RUN, **TOKENS, **own}
 
 
@@ -110,7 +125,9 @@ def test_killed_in_the_middle_of_a_block(folder: Path, number: int) -> None:
     name = f"torn-{number}"
     changes = changes_of(folder, name)
     assert in_child(train_until_write, folder, changes, number) == -signal.SIGKILL
-    damaged = [BlockFile(file).read().damaged for file in (folder / f"cache-{name}").glob("*/*.logps")]
+    damaged = [
+        BlockFile(file).read().damaged for file in (folder / f"cache-{name}").glob("*/*.logps")
+    ]
     damaged.append(BlockFile(folder / "output" / name / "reference.log").read().damaged)
     assert sum(map(bool, damaged)) == 1
     assert in_child(train, folder, changes) == 0
@@ -135,7 +152,11 @@ def test_a_checkpoint_of_another_run_brings_its_values(folder: Path) -> None:
 
 
 def test_starting_anew_forgets_them(folder: Path) -> None:
-    name = {"exp_name": "anew", "reference__cache__path": str(folder / "cache-anew"), "max_steps": 2}
+    name = {
+        "exp_name": "anew",
+        "reference__cache__path": str(folder / "cache-anew"),
+        "max_steps": 2,
+    }
     pipeline = DPOPipeline(make_config(folder, **name))
     assert pipeline.run() == 0
     shutil.rmtree(folder / "cache-anew")

@@ -10,8 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rather import store
-from rather.store import MAGIC, NEW, UNKNOWN, BlockFile, Records, Stored, Table, as_keys
+from rather.reference import logprob_cache as store
+from rather.reference.logprob_cache import (
+    MAGIC,
+    NEW,
+    UNKNOWN,
+    BlockFile,
+    Records,
+    Stored,
+    Table,
+    as_keys,
+)
 
 
 def key(number: int) -> bytes:
@@ -22,7 +31,9 @@ def records(first: int, count: int, *, tokens: bool) -> Records:
     random = np.random.default_rng(first)
     counts = random.integers(0, 9, count).astype(np.uint32)
     values = random.normal(size=int(counts.sum())).astype(np.float32) if tokens else None
-    return Records([key(first + i) for i in range(count)], random.normal(size=count), counts, values)
+    return Records(
+        [key(first + i) for i in range(count)], random.normal(size=count), counts, values
+    )
 
 
 def contents(path: Path) -> dict[bytes, float]:
@@ -31,7 +42,11 @@ def contents(path: Path) -> dict[bytes, float]:
 
 
 def expected(*blocks: Records) -> dict[bytes, float]:
-    return {k: total for block in blocks for k, total in zip(block.keys, block.sums.tolist(), strict=True)}
+    return {
+        k: total
+        for block in blocks
+        for k, total in zip(block.keys, block.sums.tolist(), strict=True)
+    }
 
 
 def written(path: Path, *blocks: Records) -> BlockFile:
@@ -143,7 +158,10 @@ def test_a_table_finds_what_it_holds_and_nothing_else() -> None:
 def test_the_first_value_of_a_key_stays() -> None:
     table = loaded(5)
     table.load(
-        Stored(as_keys([key(4), key(9), key(9)]), np.array([-1.0, -2.0, -3.0]), np.zeros(3, np.int64)), kept=True
+        Stored(
+            as_keys([key(4), key(9), key(9)]), np.array([-1.0, -2.0, -3.0]), np.zeros(3, np.int64)
+        ),
+        kept=True,
     )
     table.add([key(8), key(8)], np.array([-4.0, -5.0]), np.zeros(2, np.int64))
     assert table.find([key(i) for i in (4, 9, 8)]).sums.tolist() == [4, -2, -4]
@@ -173,7 +191,11 @@ def test_it_knows_what_the_run_has_kept() -> None:
 
 def test_a_million_pairs_fit_into_sixty_megabytes() -> None:
     random, count = np.random.default_rng(0), 100_000
-    stored = Stored(random.integers(0, 2**63, (count, 2)).astype(np.uint64), random.normal(size=count), np.zeros(0))
+    stored = Stored(
+        random.integers(0, 2**63, (count, 2)).astype(np.uint64),
+        random.normal(size=count),
+        np.zeros(0),
+    )
     table = Table(with_places=False)
     tracemalloc.start()
     try:

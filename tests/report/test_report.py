@@ -16,14 +16,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from rather import control
 from rather.cli import app
-from rather.pipeline import DPOPipeline
-from rather.redaction import HIDDEN
+from rather.config.redaction import HIDDEN
+from rather.pipeline.pipeline import DPOPipeline
 from rather.report import write
 from rather.report.folder import Folder, columns_of, without_secrets
-from rather.report.start import command, note_start
+from rather.report.starts import command, note_start
 from rather.report.write import LiveReport, report_page, write_report
+from rather.run_folder import control
 from tests.browser import (
     NARROW,
     WIDE,
@@ -62,22 +62,30 @@ def invoke(*arguments: object) -> Result:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Twelve steps by two commands, with what others write into a run folder."""
     folder = tmp_path_factory.mktemp("report")
-    config = make_config(folder, eval_steps=2, logging_steps=1, actor_train__training_args__num_train_epochs=4)
+    config = make_config(
+        folder, eval_steps=2, logging_steps=1, actor_train__training_args__num_train_epochs=4
+    )
     file = folder / "shop.yaml"
-    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    file.write_text(
+        yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOP_API_KEY", SECRET)
         arguments = ["train", str(file), "beta=0.3", "max_steps=12"]
         patch.setattr("sys.argv", ["rather", *arguments])
         with pytest.MonkeyPatch.context() as stopping:
-            stopping.setattr(control, "taken", lambda run_dir, step: control.STOP if step == 6 else None)
+            stopping.setattr(
+                control, "taken", lambda run_dir, step: control.STOP if step == 6 else None
+            )
             assert invoke(*arguments).exit_code == 143
         assert "<dd>stopped</dd>" in (config.run_dir / "report.html").read_text(encoding="utf-8")
         done = invoke(*arguments)
         assert done.exit_code == 0, done.output
         said = {"health": [FINDING], "answers": [answer(0), answer(12)], "incidents": [INCIDENT]}
         for name, lines in said.items():
-            (config.run_dir / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+            (config.run_dir / f"{name}.jsonl").write_text(
+                "\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8"
+            )
         assert invoke("report", config.run_dir).exit_code == 0
         yield config.run_dir
 
@@ -95,12 +103,17 @@ def cells(text: str, caption: str) -> dict[str, list[str]]:
 def rows(text: str, caption: str) -> list[tuple[str, list[str]]]:
     body = text.partition(f"<caption>{caption}</caption>")[2].partition("</table>")[0]
     found = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', body)
-    return [(name, [html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", rest)]) for name, rest in found]
+    return [
+        (name, [html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", rest)])
+        for name, rest in found
+    ]
 
 
 def test_curves_are_those_of_the_metrics(run_dir: Path, text: str) -> None:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    training, held_out = ([line for line in records if ("eval/loss" in line) == wanted] for wanted in (False, True))
+    training, held_out = (
+        [line for line in records if ("eval/loss" in line) == wanted] for wanted in (False, True)
+    )
     drawn = figures(text)
     for anchor, metrics in {
         "loss": ["loss"],
@@ -121,7 +134,9 @@ def test_one_report_of_both_starts(text: str) -> None:
     assert "<dd>12 of 12</dd>" in text
     assert "<dd>all ties \N{RIGHTWARDS ARROW} " in text
     assert "<dd>finished</dd>" in text
-    starts = [each for _, each in rows(text, "Starts of this run") if "beta=0.3" in each[1]]  # two in one second
+    starts = [
+        each for _, each in rows(text, "Starts of this run") if "beta=0.3" in each[1]
+    ]  # two in one second
     assert [before for before, _ in starts] == ["0", "6"]
 
 
@@ -210,11 +225,17 @@ def test_a_damaged_file_costs_its_part_alone(run_dir: Path, tmp_path: Path) -> N
     strange = [b'{"step": NaN}', b'{"step": 1e400}', b'{"step": 5, "loss": 1' + b"0" * 400 + b"}", b"\xff\xfe",
                b'{"step": 5, "nonfinite": 3}', b'{"step": 5, "nonfinite": {"loss": "x"}}']  # fmt: skip
     (tmp_path / "metrics.jsonl").write_bytes(metrics + b"\n".join(strange) + b"\n")
-    for name, line in (("health", {"step": 1}), ("answers", {"prompt": []}), ("starts", {"settings": 3})):
+    for name, line in (
+        ("health", {"step": 1}),
+        ("answers", {"prompt": []}),
+        ("starts", {"settings": 3}),
+    ):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line), encoding="utf-8")
     (tmp_path / "incidents.jsonl").mkdir()
     for name in ("data_report", "plan", "report"):
-        (tmp_path / f"{name}.json").write_text('{"measured": 1, "parts": 1, "seconds": "x"}', encoding="utf-8")
+        (tmp_path / f"{name}.json").write_text(
+            '{"measured": 1, "parts": 1, "seconds": "x"}', encoding="utf-8"
+        )
     page = report_page(Folder.of(tmp_path), "not finished")
     assert figures(page)["loss"]["data"][0]["x"] == list(range(1, 13))
     told = dict(re.findall(r'<h2 id="([^"]+)">.*?</h2>(.{,80})', page))
@@ -224,7 +245,9 @@ def test_a_damaged_file_costs_its_part_alone(run_dir: Path, tmp_path: Path) -> N
 
 def test_half_a_character_is_no_reason_to_write_none(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
-    (tmp_path / "health.jsonl").write_text(json.dumps({**FINDING, "text": "half \ud83d"}), encoding="utf-8")
+    (tmp_path / "health.jsonl").write_text(
+        json.dumps({**FINDING, "text": "half \ud83d"}), encoding="utf-8"
+    )
     assert "half ?" in write_report(tmp_path, state="running").read_text(encoding="utf-8")
 
 
@@ -235,7 +258,9 @@ def test_the_folder_one_stands_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch
     assert f"exp_name={run_dir.name}-again" in page
 
 
-def test_two_that_write_at_once(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_write_at_once(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`rather report` while the run writes its own: each has a file of its own until it is whole."""
     out, move, pid = tmp_path / "report.html", os.replace, os.getpid()
 
@@ -256,7 +281,10 @@ def test_device_hours_are_those_of_each_start(run_dir: Path) -> None:
     run.starts[1]["environment"]["devices"] = 3
     pairs, speed = run.metrics["pairs"], run.metrics["pairs_per_second"]
     spent = [count / fast for count, fast in zip(pairs.values, speed.values, strict=True)]
-    cost = cells(report_page(run, "running"), "Cost of all steps in metrics.jsonl; a shared prompt counts once")
+    cost = cells(
+        report_page(run, "running"),
+        "Cost of all steps in metrics.jsonl; a shared prompt counts once",
+    )
     expected = (sum(spent[:6]) + 3 * sum(spent[6:])) / 3600
     assert float(cost["Device-hours in steps"][0]) == pytest.approx(expected, rel=1e-3)
     assert cost["Devices"] == ["3"]
@@ -267,7 +295,9 @@ def test_a_start_that_cannot_be_told_does_not_end_the_run(
 ) -> None:
     config = make_config(tmp_path)
     config.run_dir.mkdir(parents=True)
-    monkeypatch.setattr("sys.argv", ["rather", "train", "caf\udce9.yaml"])  # a name in Latin-1, as Python reads it
+    monkeypatch.setattr(
+        "sys.argv", ["rather", "train", "caf\udce9.yaml"]
+    )  # a name in Latin-1, as Python reads it
     note_start(config, "cpu", 0, 5)
     (start,) = Folder.of(_with_metrics(config.run_dir)).starts
     assert start["command"] == "rather train 'caf\udce9.yaml'"
@@ -282,14 +312,21 @@ def _with_metrics(folder: Path) -> Path:
 
 
 def test_numbers_that_are_none_are_gaps() -> None:
-    column = columns_of([{"step": 1, "loss": 0.5}, {"step": 2, "loss": None, "nonfinite": {"loss": "inf"}}])["loss"]
+    column = columns_of(
+        [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None, "nonfinite": {"loss": "inf"}}]
+    )["loss"]
     assert (list(column.steps), list(column.values)) == ([1, 2], [0.5, float("inf")])
 
 
 def test_lines_that_tell_more_come_between_those_that_tell_less() -> None:
     more = {"step": 2, "loss": 2.0, "more": 7.0}
-    columns = columns_of([{"step": 1, "loss": 3.0}, more, {"step": 3, "loss": 1.0}, {"step": "x"}, {}])
-    assert (list(columns["loss"].steps), list(columns["loss"].values)) == ([1, 2, 3], [3.0, 2.0, 1.0])
+    columns = columns_of(
+        [{"step": 1, "loss": 3.0}, more, {"step": 3, "loss": 1.0}, {"step": "x"}, {}]
+    )
+    assert (list(columns["loss"].steps), list(columns["loss"].values)) == (
+        [1, 2, 3],
+        [3.0, 2.0, 1.0],
+    )
     assert (list(columns["more"].steps), list(columns["more"].values)) == ([2], [7.0])
 
 
@@ -313,7 +350,10 @@ def test_the_command_that_it_names_gives_the_same_numbers(run_dir: Path, text: s
     def numbers(folder: Path) -> list[dict[str, Any]]:
         told = ("second", "time/")
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [{name: value for name, value in each.items() if not any(map(name.count, told))} for each in records]
+        return [
+            {name: value for name, value in each.items() if not any(map(name.count, told))}
+            for each in records
+        ]
 
     assert numbers(there) == numbers(run_dir)
     assert "was changed" not in text
@@ -327,12 +367,16 @@ def test_settings_that_were_changed_on_the_way_are_named(run_dir: Path) -> None:
     assert "max_steps was changed when the run was resumed" in report_page(run, "stopped")
 
 
-def test_a_report_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_that_cannot_be_written_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = make_config(tmp_path, max_steps=1, save_steps=None)
     (config.run_dir / "report.html").mkdir(parents=True)
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
-    assert [each.getMessage()[:40] for each in caplog.records] == ["report.html failed and is off from here;"]
+    assert [each.getMessage()[:40] for each in caplog.records] == [
+        "report.html failed and is off from here;"
+    ]
     assert (config.run_dir / "model").exists()
     assert not list(config.run_dir.glob(".report*"))
 
@@ -362,7 +406,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
     return found
 
 
-def test_writing_takes_less_than_a_hundredth_of_the_time(written: list[Any], tmp_path: Path) -> None:
+def test_writing_takes_less_than_a_hundredth_of_the_time(
+    written: list[Any], tmp_path: Path
+) -> None:
     live = LiveReport(make_config(tmp_path), leads=True)
     clock: Any = write.time
     for second in range(10_000):
@@ -372,7 +418,9 @@ def test_writing_takes_less_than_a_hundredth_of_the_time(written: list[Any], tmp
     assert written[0][0] - 1000 >= write.FIRST
 
 
-def test_without_evaluations_it_is_written_every_few_minutes(written: list[Any], tmp_path: Path) -> None:
+def test_without_evaluations_it_is_written_every_few_minutes(
+    written: list[Any], tmp_path: Path
+) -> None:
     clock: Any = write.time
     with LiveReport(make_config(tmp_path), leads=True) as live:
         for _ in range(3600):
@@ -440,5 +488,3 @@ def test_in_a_browser(
     screenshot(page, f"report-{theme}")
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
-
-

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rather.batch import PairBatch, TokenPair
+from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.model.attention import IMPLEMENTATION
+from rather.model.collectives import all_reduce_
 from rather.model.layers import arrange_layers
 from rather.model.policy import PolicyModel, pair_columns
-from rather.parallel.collectives import all_reduce_
 from rather.parallel.context import spread_tokens
 from rather.parallel.mesh import Mesh
 from rather.parallel.tensor import part, split_model
@@ -34,8 +34,12 @@ def worst_difference(
 ) -> float:
     """Relative to the largest number of each tensor, over columns and gradients."""
     mesh = Mesh.build(**axes)
-    batches = pack(pairs or random_pairs(5, VOCAB), budget, ranks=2)  # the last may be one of fillers alone
-    plain, divided = (PolicyModel(tiny(family, torch.float32, IMPLEMENTATION, **model or {})) for _ in range(2))
+    batches = pack(
+        pairs or random_pairs(5, VOCAB), budget, ranks=2
+    )  # the last may be one of fillers alone
+    plain, divided = (
+        PolicyModel(tiny(family, torch.float32, IMPLEMENTATION, **model or {})) for _ in range(2)
+    )
     split_model(divided, mesh, sequence_parallel=sequence_parallel)
     spread_tokens(divided, mesh)
     arrange_layers(divided, **arranged or {})
@@ -64,4 +68,6 @@ def columns_and_gradients(policy: PolicyModel, batches: list[PairBatch]) -> dict
 
 def _difference(want: Tensor, got: Tensor) -> float:
     assert want.shape == got.shape
-    return float((want - got).abs().max() / want.abs().max().clamp(min=1e-8)) if want.numel() else 0.0
+    return (
+        float((want - got).abs().max() / want.abs().max().clamp(min=1e-8)) if want.numel() else 0.0
+    )

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rather.batch import Columns, PairBatch, PairFacts, TokenPair
+from rather.checkpoint.sharded_tensors import Piece, Place
 from rather.config.schema import TrainingArgs
+from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pack import pack
-from rather.metrics import Window
+from rather.losses.metrics import Window
+from rather.losses.objective import PairLoss, configure
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
-from rather.objective import PairLoss, configure
-from rather.optim import Optimizer
+from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
-from rather.pieces import Piece, Place
-from rather.trainer import RankTrainer, Runner
+from rather.train.rank_trainer import RankTrainer, Runner
 from tests.padded import random_pairs
 
 VOCAB = 64
@@ -87,7 +87,9 @@ def make_policy(setup: Setup) -> PolicyModel:
         tie_word_embeddings=setup.tied,
     )
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=IMPLEMENTATION, dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -104,7 +106,9 @@ def make_loss(setup: Setup) -> PairLoss:
 def make_optimizer(policy: PolicyModel, setup: Setup) -> Optimizer:
     # Gradients of 1e-9 are noise from the order of sums; with an epsilon below them Adam makes whole steps of it.
     args = TrainingArgs(learning_rate=setup.lr, weight_decay=0.1, adam_epsilon=1e-6)
-    return Optimizer(policy.named_parameters(), args, schedule=lambda _: setup.lr, max_grad_norm=1.0)
+    return Optimizer(
+        policy.named_parameters(), args, schedule=lambda _: setup.lr, max_grad_norm=1.0
+    )
 
 
 def pairs_of(setup: Setup) -> list[list[TokenPair]]:
@@ -117,7 +121,9 @@ def pairs_of(setup: Setup) -> list[list[TokenPair]]:
 def make_step(pairs: list[TokenPair], dp: int) -> Step:
     batches = pack(pairs, BUDGET, ranks=dp)
     facts = PairFacts.of_step(batches)
-    noise = torch.randn(facts.length.shape, generator=torch.Generator().manual_seed(len(pairs)), dtype=torch.float64)
+    noise = torch.randn(
+        facts.length.shape, generator=torch.Generator().manual_seed(len(pairs)), dtype=torch.float64
+    )
     reference = {"sum": (noise * 0.3 - 4.2) * facts.length}
     return Step([batches[rank::dp] for rank in range(dp)], facts, reference)
 
@@ -128,7 +134,9 @@ def train(trainer: RankTrainer, setup: Setup, first: int = 0, last: int | None =
     for pairs in pairs_of(setup)[first:last]:
         step = make_step(pairs, trainer.mesh.size("dp"))
         own = step.dealt[trainer.mesh.rank("dp")]
-        result = trainer.train_step(own, step.reference if trainer.loss.needs_reference else None, step.facts)
+        result = trainer.train_step(
+            own, step.reference if trainer.loss.needs_reference else None, step.facts
+        )
         window = Window()
         window.add(result.sums, pairs=len(pairs), tokens=1)
         outcome.losses.append(window.means()["loss"])
@@ -139,11 +147,16 @@ def train(trainer: RankTrainer, setup: Setup, first: int = 0, last: int | None =
 
 
 def make_trainer(
-    setup: Setup, mesh: Mesh | None = None, policy: PolicyModel | None = None, runner: Runner | None = None
+    setup: Setup,
+    mesh: Mesh | None = None,
+    policy: PolicyModel | None = None,
+    runner: Runner | None = None,
 ) -> RankTrainer:
     """A trainer of `policy`, which is already laid out on the mesh (by default a whole one, in this process)."""
     policy = policy or make_policy(setup)
-    return RankTrainer(policy, make_loss(setup), make_optimizer(policy, setup), mesh=mesh, runner=runner)
+    return RankTrainer(
+        policy, make_loss(setup), make_optimizer(policy, setup), mesh=mesh, runner=runner
+    )
 
 
 @cache
@@ -160,7 +173,12 @@ def joined(outcomes: list[Outcome]) -> Outcome:
     for other in outcomes[1:]:
         assert (other.losses, other.grad_norms) == (first.losses, first.grad_norms)
         assert all(map(torch.equal, other.logps, first.logps))
-    return Outcome(first.losses, first.grad_norms, first.logps, whole([outcome.weights for outcome in outcomes]))
+    return Outcome(
+        first.losses,
+        first.grad_norms,
+        first.logps,
+        whole([outcome.weights for outcome in outcomes]),
+    )
 
 
 def whole(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -192,7 +210,9 @@ def differences(got: Outcome, expected: Outcome) -> tuple[float, float, float]:
     """The largest relative ones of losses and gradient norms, the largest absolute one of weights."""
     losses = max(abs(a / b - 1) for a, b in zip(got.losses, expected.losses, strict=True))
     norms = max(abs(a / b - 1) for a, b in zip(got.grad_norms, expected.grad_norms, strict=True))
-    weights = max((got.weights[name] - w).abs().max().item() for name, w in expected.weights.items())
+    weights = max(
+        (got.weights[name] - w).abs().max().item() for name, w in expected.weights.items()
+    )
     return losses, norms, weights
 
 

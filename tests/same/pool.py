@@ -36,7 +36,11 @@ class Pool:
 
     def run(self, function: str | Callable[..., Any], *args: Any) -> list[Any]:
         """`function` is "package.module:name", or a function at the top of a module."""
-        path = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+        path = (
+            function
+            if isinstance(function, str)
+            else f"{function.__module__}:{function.__qualname__}"
+        )
         if not self._workers:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +58,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rather.pipeline"])
+        context.set_forkserver_preload(["rather.pipeline.pipeline"])
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world, theirs), daemon=True)
@@ -81,7 +85,9 @@ class Pool:
             if not ready:
                 missing = sorted(set(range(self.world)) - results.keys())
                 self.close()
-                raise AssertionError(f"ranks {missing} of {self.world} did not answer within {PATIENCE}")
+                raise AssertionError(
+                    f"ranks {missing} of {self.world} did not answer within {PATIENCE}"
+                )
         return [results[rank] for rank in range(self.world)]
 
 
@@ -104,7 +110,9 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
         pipe.send_bytes(pickle.dumps(_attempt(rank, world, path, args, store)))
 
 
-def _attempt(rank: int, world: int, path: str, args: tuple[Any, ...], store: str) -> tuple[bool, Any]:
+def _attempt(
+    rank: int, world: int, path: str, args: tuple[Any, ...], store: str
+) -> tuple[bool, Any]:
     try:
         module, name = path.split(":")
         function = getattr(importlib.import_module(module), name)

@@ -14,19 +14,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rather import checkpoint
-from rather.cluster.member import Member
+from rather.checkpoint import checkpoint
+from rather.cluster.rank_info import Member
 from rather.cluster.spmd import Memory, SpmdCluster
 from rather.config.schema import ActorModelArgs, DPOConfig
 from rather.config.strategies import Layout
 from rather.data.pack import pack
 from rather.data.template import load_tokenizer
 from rather.model.adapters import as_it_began
-from rather.model.load import Start, load_divided, load_policy
 from rather.model.policy import PolicyModel
 from rather.parallel.apply import build_mesh
+from rather.parallel.load import Start, load_divided, load_policy
 from rather.parallel.shard import STAGES
-from rather.trainer import RankTrainer, Whole
+from rather.train.rank_trainer import RankTrainer, Whole
 from tests.padded import random_pairs
 from tests.same import test_elastic as elastic
 from tests.same.canonical import (
@@ -60,7 +60,9 @@ CASES = {
     "ddp": Case({"dp": 2}),
     "zero2": Case({"dp": 2, "shard": 2, "stage": 2}),
     "fsdp2": Case({"dp": 2, "shard": 2, "stage": 3}),
-    "fsdp2 pissa": Case({"dp": 2, "shard": 2, "stage": 3}, {"init_lora_weights": "pissa"}, kept=True),
+    "fsdp2 pissa": Case(
+        {"dp": 2, "shard": 2, "stage": 3}, {"init_lora_weights": "pissa"}, kept=True
+    ),
     "fsdp2 dora": Case({"dp": 2, "shard": 2, "stage": 3}, {"use_dora": True}),
     "fsdp2 modules": Case({"dp": 2, "shard": 2, "stage": 3}, {"modules_to_save": "norm"}),
     "fsdp2 recomputed": Case({"dp": 2, "shard": 2, "stage": 3, "recompute": "full"}),
@@ -87,11 +89,15 @@ def reference(trainer: RankTrainer) -> Tensor:
 def divided(folder: str, case: Case) -> tuple[Outcome, Tensor, int]:
     layout = Layout(**case.layout)
     mesh = build_mesh(layout, "cpu")
-    policy = load_divided(folder, args_of(case), "cpu", mesh, layout, trains=True, start=Start(5, case.kept))
+    policy = load_divided(
+        folder, args_of(case), "cpu", mesh, layout, trains=True, start=Start(5, case.kept)
+    )
     runner = Whole(policy, STAGES[layout.stage]) if isinstance(policy, PolicyModel) else None
     trainer = make_trainer(SETUP, mesh, policy, runner)  # type: ignore[arg-type]
     outcome = train(trainer, SETUP)
-    outcome.weights = {name: piece for name, piece in outcome.weights.items() if ".default." in name}
+    outcome.weights = {
+        name: piece for name, piece in outcome.weights.items() if ".default." in name
+    }
     assert trainer.optimizer is not None
     return outcome, reference(trainer), sum(m.numel() for m in trainer.optimizer.moments().values())
 
@@ -108,7 +114,9 @@ def alone(folder: str, args: tuple[tuple[str, Any], ...], kept: bool) -> tuple[O
     policy = load_policy(folder, args_of(Case({}, dict(args))), "cpu", start=Start(5, kept))
     trainer = make_trainer(SETUP, policy=policy)
     outcome = train(trainer, SETUP)
-    outcome.weights = {name: weight for name, weight in outcome.weights.items() if ".default." in name}
+    outcome.weights = {
+        name: weight for name, weight in outcome.weights.items() if ".default." in name
+    }
     return outcome, reference(trainer)
 
 
@@ -125,7 +133,9 @@ def test_the_layout_does_not_matter(folder: str, name: str) -> None:
     for _, columns, _ in results:
         assert torch.allclose(columns, began, rtol=1e-6)
     copies = {"ddp": 2, "cp": 2, "zero2": 1, "fsdp2": 1, "pp": 1}
-    if name in copies:  # moments on all ranks together: two for each trained weight, and none for a frozen one
+    if (
+        name in copies
+    ):  # moments on all ranks together: two for each trained weight, and none for a frozen one
         trained = sum(weight.numel() for weight in expected.weights.values())
         assert sum(moments for _, _, moments in results) == 2 * trained * copies[name]
 
@@ -136,7 +146,10 @@ def in_half(folder: str, layout: dict[str, Any]) -> tuple[set[Any], set[Any], li
     mesh = build_mesh(wanted, "cpu")
     args = ActorModelArgs(lora_rank=3, dtype="bf16")
     policy: Any = load_divided(folder, args, "cpu", mesh, wanted, trains=True, start=Start(5))
-    held = {wide: {p.dtype for p in policy.parameters() if p.requires_grad == wide} for wide in (False, True)}
+    held = {
+        wide: {p.dtype for p in policy.parameters() if p.requires_grad == wide}
+        for wide in (False, True)
+    }
     trainer = make_trainer(SETUP, mesh, policy, Whole(policy, STAGES[wanted.stage]))
     return held[False], held[True], train(trainer, SETUP).losses
 
@@ -170,14 +183,20 @@ def adapted(folder: str, kind: str, layout: Layout) -> RankTrainer:
     [("lora", "1", "dp2"), ("lora", "1", "zero3"), ("lora", "zero3", "1"), ("lora", "tp2", "pp2"),
      ("pissa", "1", "zero3"), ("pissa", "zero3", "1")],
 )  # fmt: skip
-def test_a_checkpoint_goes_on_under_another_layout(tmp_path: Path, kind: str, before: str, after: str) -> None:
+def test_a_checkpoint_goes_on_under_another_layout(
+    tmp_path: Path, kind: str, before: str, after: str
+) -> None:
     make_policy(elastic.SETUP).causal_lm.save_pretrained(tmp_path / "base")
     make = partial(adapted, str(tmp_path / "base"), kind)
     alone = make(elastic.LAYOUTS["1"])
-    expected = train(alone, elastic.SETUP, 0, elastic.SAVED_AFTER + 10).losses[elastic.SAVED_AFTER :]
+    expected = train(alone, elastic.SETUP, 0, elastic.SAVED_AFTER + 10).losses[
+        elastic.SAVED_AFTER :
+    ]
     elastic.on(elastic.LAYOUTS[before], elastic.save, tmp_path / "run", make)
     path = tmp_path / "run" / f"checkpoint-{elastic.SAVED_AFTER}"
-    assert not any("base_layer" in name for name in checkpoint.open_checkpoint(path).tensors("model"))
+    assert not any(
+        "base_layer" in name for name in checkpoint.open_checkpoint(path).tensors("model")
+    )
     elastic.assert_goes_on(path, elastic.LAYOUTS[after], expected, make)
 
 
@@ -188,7 +207,9 @@ def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
     """Trains as ranks under torchrun do: losses, the reference's log-probs afterwards, and whether it is the policy."""
     member = Member(dist.get_rank(), dist.get_world_size(), "cpu")
     memory = Memory(member)
-    policy, reference = (SpmdCluster(name, config, member, memory) for name in ("actor_train", "reference"))
+    policy, reference = (
+        SpmdCluster(name, config, member, memory) for name in ("actor_train", "reference")
+    )
     reference.worker.neighbour = policy.worker
     policy.initialize(4)
     reference.initialize(4)
@@ -198,13 +219,24 @@ def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
     for batches in packed:
         result = policy.train_step(batches, reference.compute_log_probs(batches))
         losses.append(result.sums["loss"])
-    policy.save_model(config.run_dir / "model", load_tokenizer(config.actor_train.tokenizer_path, None, False), "card")
-    return losses, reference.compute_log_probs(packed[0])["sum"], reference.worker.trainer is policy.worker.trainer
+    policy.save_model(
+        config.run_dir / "model",
+        load_tokenizer(config.actor_train.tokenizer_path, None, False),
+        "card",
+    )
+    return (
+        losses,
+        reference.compute_log_probs(packed[0])["sum"],
+        reference.worker.trainer is policy.worker.trainer,
+    )
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "pissa"])
 def test_roles_share_one_model_and_leave_one_adapter(tmp_path: Path, kind: str) -> None:
-    args: dict[str, Any] = {"lora_rank": 3, **({"init_lora_weights": "pissa"} if kind == "pissa" else {})}
+    args: dict[str, Any] = {
+        "lora_rank": 3,
+        **({"init_lora_weights": "pissa"} if kind == "pissa" else {}),
+    }
     strategy = {"tp_size": 2} if kind == "tp" else {"strategy_name": "fsdp2_train"}
 
     def config_of(name: str, **changes: Any) -> DPOConfig:

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rather.batch import PairFacts
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, TrainingArgs
+from rather.data.batch import PairFacts
 from rather.data.pack import pack
 from rather.errors import ConfigError
-from rather.metrics import Window
-from rather.optim import Optimizer
+from rather.losses.metrics import Window
+from rather.optim.optimizer import Optimizer
 from rather.parallel.canonical import LANES, WHOLE_VECTORS, Canonical, RowOptimizer, rows_of
 from rather.parallel.mesh import Mesh
-from rather.pipeline import DPOPipeline
-from rather.trainer import RankTrainer
+from rather.pipeline.pipeline import DPOPipeline
+from rather.train.rank_trainer import RankTrainer
 from tests.same.canonical import BUDGET, Outcome, Setup, make_loss, make_policy, pairs_of, whole
 from tests.same.pool import pool
 from tests.tiny import make_config, metrics
@@ -41,7 +41,9 @@ def make(setup: Setup, *, by_rows: bool) -> RankTrainer:
         optimizer: Optimizer = RowOptimizer(dict(policy.named_parameters()), mesh, args, **options)
     else:
         optimizer = Optimizer(policy.named_parameters(), args, **options)
-    return RankTrainer(policy, make_loss(setup), optimizer, mesh=mesh, runner=Canonical(policy, mesh, "cpu"))
+    return RankTrainer(
+        policy, make_loss(setup), optimizer, mesh=mesh, runner=Canonical(policy, mesh, "cpu")
+    )
 
 
 def train(trainer: RankTrainer, setup: Setup, first: int = 0, last: int | None = None) -> Outcome:
@@ -94,14 +96,19 @@ def saved(by_rows: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]
 
 def resumed(model: dict[str, Any], moments: dict[str, Any], others: dict[str, Any]) -> Outcome:
     trainer = make(SETUP, by_rows=dist.is_initialized())
-    trainer.load_state({"model": model, "optimizer": moments, "rng": others["rng"]}, others["numbers"])
+    trainer.load_state(
+        {"model": model, "optimizer": moments, "rng": others["rng"]}, others["numbers"]
+    )
     return train(trainer, SETUP, SAVED_AFTER)
 
 
 def test_each_rank_has_the_moments_of_its_rows_and_all_can_be_resumed_elsewhere() -> None:
     model, moments, others = saved(by_rows=False)
     parts = pool(2).run(saved, True)
-    for got, expected in ((whole([part[0] for part in parts]), model), (whole([part[1] for part in parts]), moments)):
+    for got, expected in (
+        (whole([part[0] for part in parts]), model),
+        (whole([part[1] for part in parts]), moments),
+    ):
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     held = [sum(piece.tensor.numel() for piece in part[1].values()) for part in parts]
@@ -113,7 +120,9 @@ def test_each_rank_has_the_moments_of_its_rows_and_all_can_be_resumed_elsewhere(
 
 @pytest.mark.parametrize("shape", [(63, 32), (64,), (300,), (7, 5), (128, 3), (1, 64)])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_rows_begin_at_whole_vectors_and_make_up_the_parameter(shape: tuple[int, ...], ranks: int) -> None:
+def test_rows_begin_at_whole_vectors_and_make_up_the_parameter(
+    shape: tuple[int, ...], ranks: int
+) -> None:
     places = [rows_of(shape, rank, ranks) for rank in range(ranks)]
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     parts = [tensor[place.slices] for place in places]
@@ -147,18 +156,30 @@ def run_config(folder: Path, devices: int, strategy: str) -> DPOConfig:
 
 def assert_same_bits(config: DPOConfig, expected: DPOConfig) -> None:
     """In every metric but those of time, and in every weight of the exported model."""
-    told = [[{k: v for k, v in line.items() if k not in TIMES} for line in metrics(c)] for c in (config, expected)]
+    told = [
+        [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(c)]
+        for c in (config, expected)
+    ]
     assert told[0] == told[1]
     assert len(told[0]) > 5
-    exported = [load_file(each.run_dir / "model" / "model.safetensors") for each in (config, expected)]
+    exported = [
+        load_file(each.run_dir / "model" / "model.safetensors") for each in (config, expected)
+    ]
     assert exported[0].keys() == exported[1].keys()
     assert all(torch.equal(exported[0][name], weight) for name, weight in exported[1].items())
 
 
 def as_torchrun_does(config: DPOConfig) -> int:
     """One process of a run that torchrun started; the pool's group stands for the one that it would join."""
-    place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-    environment = {"TORCHELASTIC_RUN_ID": "test", **{name: str(number) for name, number in place.items()}}
+    place = {
+        "RANK": dist.get_rank(),
+        "LOCAL_RANK": dist.get_rank(),
+        "WORLD_SIZE": dist.get_world_size(),
+    }
+    environment = {
+        "TORCHELASTIC_RUN_ID": "test",
+        **{name: str(number) for name, number in place.items()},
+    }
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(dist, "init_process_group"),
@@ -182,7 +203,9 @@ def test_runs_on_one_two_and_four_workers_write_the_same_bits(folder: Path, stra
         assert_same_bits(config, alone)
 
 
-def test_every_worker_has_as_many_threads_as_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_worker_has_as_many_threads_as_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     told = run_config(folder, 1, "ddp").model_copy(update={"system_envs": {"OMP_NUM_THREADS": "3"}})
@@ -192,14 +215,18 @@ def test_every_worker_has_as_many_threads_as_are_told(folder: Path, monkeypatch:
     assert asked == [1, 3]
 
 
-def test_micro_batches_that_do_not_fit_are_not_made_smaller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_that_do_not_fit_are_not_made_smaller(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = run_config(folder, 1, "ddp").model_copy(update={"exp_name": "large"})
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(RankTrainer, "train_step", full)
-    with pytest.raises(ConfigError, match=r"determinism: .*max_tokens_per_microbatch_in_train to less"):
+    with pytest.raises(
+        ConfigError, match=r"determinism: .*max_tokens_per_microbatch_in_train to less"
+    ):
         DPOPipeline(config).run()
 
 

@@ -9,14 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from rather.batch import PairBatch, TokenPair
+from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.parallel.context import filled_up, share_of
 from rather.parallel.shard import Stage
 from tests.model.test_families import FAMILIES, VOCAB
 from tests.padded import random_pairs, ranked_pairs
 from tests.same.against_whole import worst_difference
-from tests.same.canonical import VARIANTS, Setup, alone, assert_same, joined, make_step, pairs_of, variant_name
+from tests.same.canonical import (
+    VARIANTS,
+    Setup,
+    alone,
+    assert_same,
+    joined,
+    make_step,
+    pairs_of,
+    variant_name,
+)
 from tests.same.pool import pool
 from tests.same.test_tensor import FEW_STEPS, run
 
@@ -27,7 +36,10 @@ Sizes = dict[str, int]
 
 
 def shares(batch: PairBatch, ranks: int, multiple: int = 1) -> list[PairBatch]:
-    return [share_of(batch, rank=rank, ranks=ranks, group="", multiple=multiple) for rank in range(ranks)]
+    return [
+        share_of(batch, rank=rank, ranks=ranks, group="", multiple=multiple)
+        for rank in range(ranks)
+    ]
 
 
 def one_long_sequence() -> list[TokenPair]:
@@ -47,7 +59,9 @@ def seen(batch: PairBatch, tokens: torch.Tensor) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("pairs", [one_long_sequence(), ranked_pairs(VOCAB)], ids=["long", "ranked"])
+@pytest.mark.parametrize(
+    "pairs", [one_long_sequence(), ranked_pairs(VOCAB)], ids=["long", "ranked"]
+)
 def test_shares_make_up_the_whole(pairs: list[TokenPair], ranks: int) -> None:
     (batch,) = pack(pairs, budget=10**6)
     whole, parts = filled_up(batch, 2 * ranks), shares(batch, ranks)
@@ -68,12 +82,23 @@ def _numbered(batch: PairBatch) -> PairBatch:
     return batch.__class__(**{**vars(batch), "ids_N": torch.arange(len(batch.ids_N))})
 
 
-def _every_scored_token_counts_once(whole: PairBatch, parts: list[PairBatch], numbered: list[PairBatch]) -> None:
+def _every_scored_token_counts_once(
+    whole: PairBatch, parts: list[PairBatch], numbered: list[PairBatch]
+) -> None:
     def counted(batch: PairBatch, rows: torch.Tensor) -> list[tuple[int, ...]]:
-        columns = (rows[batch.token_T], batch.targets_U[batch.token_T], batch.cell_T, batch.shared_T.long())
+        columns = (
+            rows[batch.token_T],
+            batch.targets_U[batch.token_T],
+            batch.cell_T,
+            batch.shared_T.long(),
+        )
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
-    found = [each for part, n in zip(parts, numbered, strict=True) for each in counted(part, n.ids_N[part.rows_U])]
+    found = [
+        each
+        for part, n in zip(parts, numbered, strict=True)
+        for each in counted(part, n.ids_N[part.rows_U])
+    ]
     assert sorted(found) == sorted(counted(whole, whole.rows_U))
 
 
@@ -93,7 +118,9 @@ def test_a_share_of_a_share_is_itself_and_fits_a_multiple() -> None:
 
 def test_ranks_get_about_the_same_attention_of_a_long_sequence() -> None:
     ids = np.full(4001, 5, np.int32)
-    (batch,) = pack([TokenPair(ids[:1], ids[1:4000], ids[:1], ((1, 4000),), ((1, 2),))], budget=10**6)
+    (batch,) = pack(
+        [TokenPair(ids[:1], ids[1:4000], ids[:1], ((1, 4000),), ((1, 2),))], budget=10**6
+    )
     costs = []
     for part in shares(batch, 4):
         lens = zip(part.segments.q_lens, part.segments.k_lens, strict=True)
@@ -142,4 +169,6 @@ def test_losses_and_families(changes: dict[str, Any]) -> None:
 )
 def test_beside_other_axes(sizes: Sizes, stage: Stage) -> None:
     setup = Setup() if stage == "ddp" else Setup(steps=FEW_STEPS)
-    assert_same(joined(pool(prod(sizes.values())).run(run, sizes, setup, False, stage)), alone(setup))
+    assert_same(
+        joined(pool(prod(sizes.values())).run(run, sizes, setup, False, stage)), alone(setup)
+    )

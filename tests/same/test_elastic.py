@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rather import checkpoint
+from rather.checkpoint import checkpoint
+from rather.checkpoint.sharded_tensors import Piece
 from rather.config.strategies import Layout
 from rather.parallel.apply import build_mesh, divide
 from rather.parallel.shard import STAGES
-from rather.pieces import Piece
-from rather.trainer import RankTrainer, Whole
+from rather.train.rank_trainer import RankTrainer, Whole
 from tests.same.canonical import Setup, make_policy, make_trainer, train, whole
 from tests.same.pool import pool
 
@@ -56,7 +56,9 @@ def save(layout: Layout, run_dir: Path, make: Make = trainer_on) -> None:
     if layout.devices == 1:
         checkpoint.save(run_dir, SAVED_AFTER, groups, {"numbers": numbers})
     elif dist.get_rank() == 0:
-        checkpoint.save(run_dir, SAVED_AFTER, {}, {"numbers": numbers}, ranks=partial(written_by_all, groups))
+        checkpoint.save(
+            run_dir, SAVED_AFTER, {}, {"numbers": numbers}, ranks=partial(written_by_all, groups)
+        )
     else:
         written_by_all(groups)
 
@@ -81,7 +83,10 @@ def resume(layout: Layout, path: Path, make: Make = trainer_on) -> Resumed:
     stored = {group: found.stored(group) for group in ("model", "optimizer", "rng")}
     trainer.load_state(stored, found.state["numbers"])
     groups, numbers = trainer.state()
-    copied = [{name: _copied(piece) for name, piece in groups[group].items()} for group in ("model", "optimizer")]
+    copied = [
+        {name: _copied(piece) for name, piece in groups[group].items()}
+        for group in ("model", "optimizer")
+    ]
     losses = train(trainer, SETUP, SAVED_AFTER, SAVED_AFTER + 10).losses
     return copied[0], copied[1], numbers, losses
 
@@ -91,7 +96,11 @@ def _copied(piece: Tensor | Piece) -> Tensor | Piece:
 
 
 def on(layout: Layout, work: Any, path: Path, make: Make = trainer_on) -> list[Any]:
-    return [work(layout, path, make)] if layout.devices == 1 else pool(layout.devices).run(work, layout, path, make)
+    return (
+        [work(layout, path, make)]
+        if layout.devices == 1
+        else pool(layout.devices).run(work, layout, path, make)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +118,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Saved()
 
 
-def assert_goes_on(path: Path, layout: Layout, expected: list[float], make: Make = trainer_on) -> None:
+def assert_goes_on(
+    path: Path, layout: Layout, expected: list[float], make: Make = trainer_on
+) -> None:
     found = checkpoint.open_checkpoint(path)
     results: list[Resumed] = on(layout, resume, path, make)
     for place, group in enumerate(("model", "optimizer")):
@@ -128,7 +139,13 @@ def expected() -> list[float]:
 
 
 ALL = ("1", "dp2", "zero3", "tp2", "pp2", "cp2")
-BOTH_WAYS = [("zero1", "1"), ("zero1", "zero3"), ("zero2", "1"), ("zero2", "zero1"), ("zero2", "tp2")]
+BOTH_WAYS = [
+    ("zero1", "1"),
+    ("zero1", "zero3"),
+    ("zero2", "1"),
+    ("zero2", "zero1"),
+    ("zero2", "tp2"),
+]
 PAIRS = [pair for pair in product(ALL, ALL) if pair[0] != pair[1]]
 PAIRS += [pair for one, other in BOTH_WAYS for pair in ((one, other), (other, one))]
 
@@ -141,7 +158,10 @@ def test_any_layout_goes_on_under_any_other(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("hsdp", "zero3"), ("1", "hsdp"), ("zero3 x tp2", "dp2"), ("dp2", "zero3 x tp2")]
+    ("before", "after"),
+    [("hsdp", "zero3"), ("1", "hsdp"), ("zero3 x tp2", "dp2"), ("dp2", "zero3 x tp2")],
 )
-def test_layouts_of_four(saved: dict[str, Path], expected: list[float], before: str, after: str) -> None:
+def test_layouts_of_four(
+    saved: dict[str, Path], expected: list[float], before: str, after: str
+) -> None:
     assert_goes_on(saved[before], LAYOUTS[after], expected)

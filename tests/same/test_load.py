@@ -15,22 +15,22 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, FalconForCausalLM
 
-from rather import checkpoint
+from rather.checkpoint import checkpoint
+from rather.checkpoint.sharded_tensors import Stored
 from rather.config.schema import ModelArgs
 from rather.config.strategies import Layout
 from rather.data.pack import pack
 from rather.errors import ConfigError
+from rather.losses.objective import configure
 from rather.model import check, export
 from rather.model.export import export_model, export_stored
-from rather.model.load import load_divided, load_policy
 from rather.model.policy import pair_columns
-from rather.objective import configure
 from rather.parallel.apply import build_mesh
+from rather.parallel.load import load_divided, load_policy
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import local
 from rather.parallel.stages import Stages
-from rather.pieces import Stored
-from rather.trainer import RankTrainer
+from rather.train.rank_trainer import RankTrainer
 from tests.padded import random_pairs
 from tests.same.canonical import whole
 from tests.same.pool import pool
@@ -50,12 +50,16 @@ def read(folder: Path, layout: Layout, dtype: str) -> dict[str, Any]:
     policy = load_divided(str(folder), ModelArgs(dtype=dtype), "cpu", mesh, layout, trains=True)
     assert not any(parameter.is_meta for parameter in policy.parameters())
     trainer = RankTrainer(policy, configure(["sigmoid"], {}), mesh=mesh)
-    return trainer._pieces({name: policy.exact.get(name, local(p.detach())) for name, p in policy.named_parameters()})
+    return trainer._pieces(
+        {name: policy.exact.get(name, local(p.detach())) for name, p in policy.named_parameters()}
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_ranks_read_together_what_one_process_reads(tmp_path: Path, layout: Layout, tied: bool) -> None:
+def test_ranks_read_together_what_one_process_reads(
+    tmp_path: Path, layout: Layout, tied: bool
+) -> None:
     folder = make_model(tmp_path / "base", tie_word_embeddings=tied)
     expected = dict(load_policy(str(folder), ModelArgs(dtype="fp32"), "cpu").named_parameters())
     for dtype in ("fp32", "bf16"):  # masters are exact in both
@@ -67,7 +71,9 @@ def test_ranks_read_together_what_one_process_reads(tmp_path: Path, layout: Layo
 def refusal(folder: Path) -> str:
     layout = LAYOUTS["zero3"]
     try:
-        load_divided(str(folder), ModelArgs(), "cpu", build_mesh(layout, "cpu"), layout, trains=False)
+        load_divided(
+            str(folder), ModelArgs(), "cpu", build_mesh(layout, "cpu"), layout, trains=False
+        )
     except ConfigError as error:
         return str(error)
     return ""
@@ -82,18 +88,28 @@ def test_weights_that_do_not_fill_the_model_are_named(tmp_path: Path) -> None:
 
 
 def falcon(folder: Path) -> Path:
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     FalconForCausalLM(FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
     return folder
 
 
 def load_on_one_rank(folder: Path, **changes: Any) -> Any:
-    return load_divided(str(folder), ModelArgs(), "cpu", Mesh.one(), Layout(1, **changes), trains=True)
+    return load_divided(
+        str(folder), ModelArgs(), "cpu", Mesh.one(), Layout(1, **changes), trains=True
+    )
 
 
 def test_a_family_that_cannot_be_trained_is_refused_however_it_is_loaded(tmp_path: Path) -> None:
     folder = falcon(tmp_path)
-    for load in (lambda: load_policy(str(folder), ModelArgs(), "cpu"), lambda: load_on_one_rank(folder)):
+    for load in (
+        lambda: load_policy(str(folder), ModelArgs(), "cpu"),
+        lambda: load_on_one_rank(folder),
+    ):
         with pytest.raises(ConfigError, match=r"'falcon' cannot be trained.*padded forward"):
             load()
 
@@ -105,12 +121,16 @@ def test_a_family_that_only_whole_weights_can_prove_is_not_divided(
     load_on_one_rank(folder)
     monkeypatch.setattr(check, "twin_of", lambda _config: 1 / 0)
     load_policy(str(folder), ModelArgs(), "cpu")
-    with pytest.raises(ConfigError, match=r"model family 'llama' cannot be divided.*train it on one device"):
+    with pytest.raises(
+        ConfigError, match=r"model family 'llama' cannot be divided.*train it on one device"
+    ):
         load_on_one_rank(folder)
 
 
 @pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("full", 2)])
-def test_layers_are_recomputed_as_the_layout_says(tmp_path: Path, recompute: str, runs: int) -> None:
+def test_layers_are_recomputed_as_the_layout_says(
+    tmp_path: Path, recompute: str, runs: int
+) -> None:
     policy = load_on_one_rank(make_model(tmp_path / "base"), recompute=recompute)
     seen: list[int] = []
     policy.causal_lm.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(1))
@@ -141,7 +161,9 @@ def test_pieces_become_the_folder_that_one_process_writes(tmp_path: Path, layout
     tokenizer = AutoTokenizer.from_pretrained(folder)
     export_model(policy, dict(policy.named_parameters()), tokenizer, tmp_path / "expected", "card")
     for name in ("config.json", "generation_config.json", "README.md", "tokenizer.json"):
-        assert (tmp_path / "model" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
+        assert (tmp_path / "model" / name).read_bytes() == (
+            tmp_path / "expected" / name
+        ).read_bytes(), name
     files = list((tmp_path / "model").glob("model-*.safetensors"))
     assert len(files) > 1
     stored = {name: weight for file in files for name, weight in load_file(file).items()}
@@ -160,7 +182,11 @@ def peak() -> Iterator[list[int]]:
     """
 
     def held() -> int:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        line = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("RssAnon")
+        )
         return int(line.split()[1]) * 1024
 
     before, most, done = held(), [0], threading.Event()
@@ -178,12 +204,16 @@ def peak() -> Iterator[list[int]]:
         thread.join()
 
 
-def memory(folder: Path, small: Path, layout: Layout, pieces: Path, target: Path) -> tuple[int, int, int]:
+def memory(
+    folder: Path, small: Path, layout: Layout, pieces: Path, target: Path
+) -> tuple[int, int, int]:
     """(bytes of this rank's shard, the most while it was loaded, the most while the model was exported)."""
     read(small, layout, "fp32")  # what is allocated once and for all
     mesh = build_mesh(layout, "cpu")
     with peak() as loading:
-        policy = load_divided(str(folder), ModelArgs(dtype="fp32"), "cpu", mesh, layout, trains=True)
+        policy = load_divided(
+            str(folder), ModelArgs(dtype="fp32"), "cpu", mesh, layout, trains=True
+        )
     shard = sum(local(parameter).nbytes for parameter in policy.parameters())
     trainer = RankTrainer(policy, configure(["sigmoid"], {}), mesh=mesh)
     with peak() as exporting:
@@ -192,18 +222,31 @@ def memory(folder: Path, small: Path, layout: Layout, pieces: Path, target: Path
         if dist.get_rank() == 0:
             model: Any = policy.causal_lm
             export_stored(
-                model, Stored(sorted(pieces.iterdir())), AutoTokenizer.from_pretrained(folder), target, "card"
+                model,
+                Stored(sorted(pieces.iterdir())),
+                AutoTokenizer.from_pretrained(folder),
+                target,
+                "card",
             )
     return shard, loading[0], shard + exporting[0]
 
 
 def test_no_process_holds_more_than_two_shards(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 8000}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "vocab_size": 8000,
+    }
     folder = make_model(tmp_path / "base", **sizes)
     (tmp_path / "pieces").mkdir()
     small = make_model(tmp_path / "small")
-    pool(2).close()  # processes of their own: memory that earlier tests have given back would be taken again, uncounted
-    told = pool(2).run(memory, folder, small, LAYOUTS["zero3"], tmp_path / "pieces", tmp_path / "model")
+    pool(
+        2
+    ).close()  # processes of their own: memory that earlier tests have given back would be taken again, uncounted
+    told = pool(2).run(
+        memory, folder, small, LAYOUTS["zero3"], tmp_path / "pieces", tmp_path / "model"
+    )
     for shard, loading, exporting in told:
         assert shard > 80 << 20
         assert shard <= loading < 2 * shard

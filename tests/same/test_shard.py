@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from rather.batch import PairFacts
 from rather.config.schema import TrainingArgs
+from rather.data.batch import PairFacts
 from rather.data.pack import pack
-from rather.optim import Optimizer
+from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Sharding, Stage, shard
-from rather.trainer import RankTrainer, Whole
+from rather.train.rank_trainer import RankTrainer, Whole
 from tests.same.canonical import (
     VARIANTS,
     Outcome,
@@ -91,12 +91,16 @@ def test_log_probs_of_all_ranks_follow_the_weights(stage: Stage, told: bool) -> 
     assert not torch.allclose(before, after, rtol=1e-5)
     for columns, sums in pool(2).run(log_probs, stage, told):
         assert torch.allclose(columns["sum"], after, rtol=1e-6)
-        assert sums == pytest.approx(trainer.score(facts, {"sum": after}, reference), rel=1e-5, abs=1e-6)
+        assert sums == pytest.approx(
+            trainer.score(facts, {"sum": after}, reference), rel=1e-5, abs=1e-6
+        )
 
 
 def test_shards_on_the_host() -> None:
     setup = Setup(steps=4)
-    assert_same(joined(pool(2).run(run, {"shard": 2}, "zero2", setup, {"offload": True})), alone(setup))
+    assert_same(
+        joined(pool(2).run(run, {"shard": 2}, "zero2", setup, {"offload": True})), alone(setup)
+    )
 
 
 def test_a_mesh_of_one_rank_takes_the_way_of_many() -> None:
@@ -112,7 +116,11 @@ def rounded(setup: Setup, dtype: torch.dtype) -> RankTrainer:
         parameter.data = parameter.data.to(dtype)
     trainer = make_trainer(setup, policy=policy)
     trainer.optimizer = Optimizer(
-        policy.named_parameters(), TrainingArgs(), schedule=lambda _: setup.lr, max_grad_norm=1.0, exact=exact
+        policy.named_parameters(),
+        TrainingArgs(),
+        schedule=lambda _: setup.lr,
+        max_grad_norm=1.0,
+        exact=exact,
     )
     return trainer
 

@@ -16,10 +16,10 @@ from rather.config.strategies import Layout
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.layers import Recompute
-from rather.model.load import load_divided
 from rather.model.policy import pair_columns
 from rather.parallel import stages
 from rather.parallel.apply import build_mesh, divide
+from rather.parallel.load import load_divided
 from rather.parallel.mesh import Mesh
 from rather.parallel.stages import Stages, check_cut, cut
 from tests.same.canonical import (
@@ -48,12 +48,16 @@ def piped(setup: Setup, layout: Layout, recompute: Recompute = "none") -> Outcom
 
 def run(setup: Setup, layout: Layout, recompute: Recompute) -> Outcome:
     mesh = build_mesh(layout, "cpu")
-    divided: Any = divide(make_policy(setup), mesh, layout, compute=torch.float32, recompute=recompute)
+    divided: Any = divide(
+        make_policy(setup), mesh, layout, compute=torch.float32, recompute=recompute
+    )
     return train(make_trainer(setup, mesh, divided, divided), setup)
 
 
 def layout_of(pipeline: Pipeline, *, dp: int = 1, **others: Any) -> Layout:
-    return Layout(dp, pp=pipeline.ranks, schedule=pipeline.schedule, virtual=pipeline.virtual, **others)
+    return Layout(
+        dp, pp=pipeline.ranks, schedule=pipeline.schedule, virtual=pipeline.virtual, **others
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -61,7 +65,9 @@ def test_two_ranks_by_every_schedule(schedule: str) -> None:
     assert_same(piped(Setup(), layout_of(Pipeline.of(2, schedule, None))), alone())
 
 
-@pytest.mark.parametrize(("schedule", "steps"), [("interleaved", 20), ("zero_bubble", SHORT), ("zbv", SHORT)])
+@pytest.mark.parametrize(
+    ("schedule", "steps"), [("interleaved", 20), ("zero_bubble", SHORT), ("zbv", SHORT)]
+)
 def test_four_ranks_with_virtual_stages(schedule: str, steps: int) -> None:
     setup = Setup(steps=steps)
     assert_same(piped(setup, layout_of(Pipeline(4, schedule, 2))), alone(setup))
@@ -104,7 +110,9 @@ def test_layers_that_compute_their_activations_again(schedule: str) -> None:
 
 
 def test_both_ends_on_one_rank_cannot_be_sharded() -> None:
-    with pytest.raises(AssertionError, match="the embedding that they share cannot be sharded twice"):
+    with pytest.raises(
+        AssertionError, match="the embedding that they share cannot be sharded twice"
+    ):
         piped(Setup(steps=1), layout_of(Pipeline(2, "zbv", 2), dp=2))
     setup = Setup(steps=SHORT, tied=False)
     assert_same(piped(setup, layout_of(Pipeline(2, "zbv", 2), dp=2)), alone(setup))
@@ -130,7 +138,11 @@ def before_and_after(setup: Setup, layout: Layout) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("pipeline", "others"),
-    [(Pipeline(2), {}), (Pipeline(2), {"dp": 2, "shard": 2, "stage": 2}), (Pipeline(2, "zbv", 2), {})],
+    [
+        (Pipeline(2), {}),
+        (Pipeline(2), {"dp": 2, "shard": 2, "stage": 2}),
+        (Pipeline(2, "zbv", 2), {}),
+    ],
     ids=str,
 )
 def test_log_probs_follow_the_weights(pipeline: Pipeline, others: dict[str, Any]) -> None:
@@ -168,11 +180,17 @@ def narrow_gradients(schedule: str) -> dict[str, Tensor]:
     optimizer = make_optimizer(model, setup)
     batches = pack(pairs_of(setup)[0], 72)
     model.backward(batches, (), lambda _batch, columns: columns["sum"].sum())
-    return {name: gradient for name in optimizer.parameters if (gradient := optimizer.gradient(name)) is not None}
+    return {
+        name: gradient
+        for name in optimizer.parameters
+        if (gradient := optimizer.gradient(name)) is not None
+    }
 
 
 def test_a_divided_backward_pass_adds_up_in_float32() -> None:
-    whole, divided = (pool(2).run(narrow_gradients, schedule) for schedule in ("1f1b", "zero_bubble"))
+    whole, divided = (
+        pool(2).run(narrow_gradients, schedule) for schedule in ("1f1b", "zero_bubble")
+    )
     for one, other in zip(whole, divided, strict=True):
         assert one.keys() == other.keys() != set()
         for name, gradient in one.items():
@@ -216,18 +234,26 @@ def test_families_that_can_be_cut(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "falcon"])
 def test_families_without_a_plan_are_refused_by_name(family: str) -> None:
-    with pytest.raises(ConfigError, match=f"model family '{family}' cannot be cut .* no plan of its stages"):
+    with pytest.raises(
+        ConfigError, match=f"model family '{family}' cannot be cut .* no plan of its stages"
+    ):
         check_cut(CONFIG_MAPPING[family]())
 
 
 def test_a_family_that_differs_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages._PassThrough, "forward", lambda _self, hidden_states, **_: 1.1 * hidden_states)
-    with pytest.raises(ConfigError, match=r"model family 'llama' .* its stages differ from the whole by"):
+    monkeypatch.setattr(
+        stages._PassThrough, "forward", lambda _self, hidden_states, **_: 1.1 * hidden_states
+    )
+    with pytest.raises(
+        ConfigError, match=r"model family 'llama' .* its stages differ from the whole by"
+    ):
         check_cut(CONFIG_MAPPING["llama"]())
 
 
 def test_a_family_that_fails_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages._PassThrough, "forward", lambda _self, hidden_states, **_: hidden_states[:, :, 1:])
+    monkeypatch.setattr(
+        stages._PassThrough, "forward", lambda _self, hidden_states, **_: hidden_states[:, :, 1:]
+    )
     with pytest.raises(ConfigError, match="model family 'llama' cannot be cut"):
         check_cut(CONFIG_MAPPING["llama"]())
 
@@ -240,7 +266,9 @@ def test_parameters_of_no_stage_are_refused() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="pp_size: 3 ranks x 3 = 9 stages, but the model has only 8 layers"):
+    with pytest.raises(
+        ConfigError, match="pp_size: 3 ranks x 3 = 9 stages, but the model has only 8 layers"
+    ):
         cut(make_policy(Setup()), Pipeline(3, "interleaved", 3), 0)
 
 
@@ -250,6 +278,8 @@ def test_filled_up_micro_batches_have_the_same_log_probs() -> None:
     filled = stages._filled(batch, len(batch.ids_N) + 300)
     empty = stages._filled(stages._emptied(batch), 300)
     with torch.no_grad():
-        assert torch.allclose(pair_columns(policy, filled)["sum"], pair_columns(policy, batch)["sum"], rtol=1e-6)
+        assert torch.allclose(
+            pair_columns(policy, filled)["sum"], pair_columns(policy, batch)["sum"], rtol=1e-6
+        )
         assert len(filled.ids_N) == len(batch.ids_N) + 300
         assert pair_columns(policy, empty)["sum"].shape == (0, 2)

@@ -15,7 +15,7 @@ from rather.parallel.context import spread_tokens
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Sharding, Stage, shard
 from rather.parallel.tensor import check_split, split_model
-from rather.trainer import Whole
+from rather.train.rank_trainer import Whole
 from tests.model.test_families import FAMILIES, SMALL
 from tests.same.against_whole import worst_difference
 from tests.same.canonical import (
@@ -36,10 +36,14 @@ from tests.tiny import tiny_policy
 Sizes = dict[str, int]
 DIVISIBLE = sorted(FAMILIES.keys() - {"gpt2"})  # which has no plan
 FEW_STEPS = 4
-BOTH_WAYS = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])
+BOTH_WAYS = pytest.mark.parametrize(
+    "sequence_parallel", [False, True], ids=["plain", "sequence parallel"]
+)
 
 
-def run(sizes: Sizes, setup: Setup, sequence_parallel: bool = False, stage: Stage = "ddp") -> Outcome:
+def run(
+    sizes: Sizes, setup: Setup, sequence_parallel: bool = False, stage: Stage = "ddp"
+) -> Outcome:
     """One rank of the canonical run."""
     mesh, policy = Mesh.build(**sizes), make_policy(setup)
     split_model(policy, mesh, sequence_parallel=sequence_parallel)
@@ -64,7 +68,11 @@ def test_losses_and_families(changes: dict[str, Any], sequence_parallel: bool) -
 
 @pytest.mark.parametrize(
     ("sizes", "stage"),
-    [({"shard": 2, "tp": 2}, "zero3"), ({"replicate": 2, "tp": 2}, "ddp"), ({"cp": 2, "tp": 2}, "ddp")],
+    [
+        ({"shard": 2, "tp": 2}, "zero3"),
+        ({"replicate": 2, "tp": 2}, "ddp"),
+        ({"cp": 2, "tp": 2}, "ddp"),
+    ],
     ids=["zero3", "dp", "cp"],
 )
 @BOTH_WAYS
@@ -75,7 +83,10 @@ def test_beside_other_axes(sizes: Sizes, stage: Stage, sequence_parallel: bool) 
 
 
 def differences(sequence_parallel: bool) -> dict[str, float]:
-    return {name: worst_difference(name, {"tp": 2}, sequence_parallel=sequence_parallel) for name in DIVISIBLE}
+    return {
+        name: worst_difference(name, {"tp": 2}, sequence_parallel=sequence_parallel)
+        for name in DIVISIBLE
+    }
 
 
 @BOTH_WAYS
@@ -125,11 +136,17 @@ def refusal(family: str, tp: int, changes: dict[str, Any]) -> str:
     [
         ("gpt2", {}, "no tensor parallel plan for model family 'gpt2'"),
         ("mixtral", {}, "the plan of model family 'mixtral' has moe_tp_experts"),
-        ("cohere", {"use_qk_norm": True}, "model family 'cohere' cannot be divided"),  # its norm spans all heads
+        (
+            "cohere",
+            {"use_qk_norm": True},
+            "model family 'cohere' cannot be divided",
+        ),  # its norm spans all heads
         ("llama", {}, ""),
     ],
 )
-def test_families_that_cannot_be_divided_are_named(family: str, changes: dict[str, Any], told: str) -> None:
+def test_families_that_cannot_be_divided_are_named(
+    family: str, changes: dict[str, Any], told: str
+) -> None:
     for message in pool(2).run(refusal, family, 2, changes):
         assert told in message
         assert bool(told) == bool(message)
@@ -142,7 +159,9 @@ def heads_refusal() -> str:
 
 
 def test_heads_that_do_not_divide_are_told() -> None:
-    assert set(pool(4).run(heads_refusal)) == {"tp_size: 4 does not divide num_key_value_heads: 2 of model 'llama'"}
+    assert set(pool(4).run(heads_refusal)) == {
+        "tp_size: 4 does not divide num_key_value_heads: 2 of model 'llama'"
+    }
 
 
 def on_meta() -> tuple[int, int, str]:

@@ -75,7 +75,10 @@ def config(good: Path, tmp_path: Path) -> Callable[..., Path]:
             "sequence_length": 64,
             "max_steps": 2,
             "actor_train": {
-                "data_args": {"file_name": str(good / "pairs.jsonl"), "cache_dir": str(good / "cache")},
+                "data_args": {
+                    "file_name": str(good / "pairs.jsonl"),
+                    "cache_dir": str(good / "cache"),
+                },
                 "training_args": {"per_device_train_batch_size": 8},
             },
         }
@@ -95,4 +98,6 @@ def config(good: Path, tmp_path: Path) -> Callable[..., Path]:
 def rather(*args: object) -> Result:
     """The command, in this process."""
     environment = {"COLUMNS": "200", "NO_COLOR": "1"}
-    return CliRunner().invoke(app, [str(arg) for arg in args], env=environment, catch_exceptions=True)
+    return CliRunner().invoke(
+        app, [str(arg) for arg in args], env=environment, catch_exceptions=True
+    )

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
-from rather.model.load import load_policy
+from rather.parallel.load import load_policy
 from tests.security.conftest import Bait, rather
 
 Config = Callable[..., Path]
@@ -25,7 +25,9 @@ CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 def made(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter")
     base: Any = AutoModelForCausalLM.from_pretrained(good / "base")
-    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)  # which changes the model
+    lora = LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )  # which changes the model
     get_peft_model(base, lora).save_pretrained(folder)
     return folder
 
@@ -38,7 +40,11 @@ def adapter(made: Path, tmp_path: Path) -> Path:
 
 def commands(good: Path, named: Path) -> list[tuple[Any, ...]]:
     """What takes a model or an adapter."""
-    return [("chat", named, "--prompt", "w1"), ("score", named, good / "pairs.jsonl"), ("export", named, "written")]
+    return [
+        ("chat", named, "--prompt", "w1"),
+        ("score", named, good / "pairs.jsonl"),
+        ("export", named, "written"),
+    ]
 
 
 def refused(*command: Any) -> str:
@@ -53,12 +59,18 @@ def out_of_its_folder(file: Path) -> None:
     file.symlink_to(elsewhere)
 
 
-def test_an_honest_adapter_and_the_links_of_a_hub_are_followed(good: Path, adapter: Path, tmp_path: Path) -> None:
+def test_an_honest_adapter_and_the_links_of_a_hub_are_followed(
+    good: Path, adapter: Path, tmp_path: Path
+) -> None:
     args = ModelArgs(adapter_name_or_path=str(adapter))
-    assert load_policy(str(good / "base"), args, "cpu").state_dict().keys() - load_policy(
-        str(good / "base"), ModelArgs(), "cpu"
-    ).state_dict().keys()
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    assert (
+        load_policy(str(good / "base"), args, "cpu").state_dict().keys()
+        - load_policy(str(good / "base"), ModelArgs(), "cpu").state_dict().keys()
+    )
+    blobs, snapshot = (
+        tmp_path / "models--a--b" / "blobs",
+        tmp_path / "models--a--b" / "snapshots" / "0a1b",
+    )
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for name in (CONFIG, WEIGHTS):
@@ -68,7 +80,9 @@ def test_an_honest_adapter_and_the_links_of_a_hub_are_followed(good: Path, adapt
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_a_linked_adapter_cannot_lead_out(config: Config, good: Path, adapter: Path, marker: Path, name: str) -> None:
+def test_a_linked_adapter_cannot_lead_out(
+    config: Config, good: Path, adapter: Path, marker: Path, name: str
+) -> None:
     out_of_its_folder(adapter / name)
     file = config(actor_train__model_args__adapter_name_or_path=str(adapter))
     merge = ("merge", adapter, "--out", "written")
@@ -89,7 +103,9 @@ def test_an_adapter_beside_a_model_is_not_put_into_it(
     assert "adapter_name_or_path" in refused("train", config())
     assert stray in refused("merge", adapter, "--base", model, "--out", "written")
     for command in commands(good, model):
-        assert "holds a model and an adapter; move adapter_* into a folder of its own" in refused(*command)
+        assert "holds a model and an adapter; move adapter_* into a folder of its own" in refused(
+            *command
+        )
     assert not Path("written").exists()
 
 
@@ -107,7 +123,9 @@ def test_a_pickled_adapter(
     file = config(actor_train__model_args__adapter_name_or_path=str(adapter))
     merge = ("merge", adapter, "--out", "written")
     for command in (("train", file), merge, *commands(good, adapter)):
-        assert "is no PEFT adapter, which is a folder with adapter_config.json and" in refused(*command)
+        assert "is no PEFT adapter, which is a folder with adapter_config.json and" in refused(
+            *command
+        )
     (adapter / WEIGHTS).write_bytes(pickled)
     assert "adapter_model.safetensors: is no file of tensors" in refused("train", file)
     for name in (CONFIG, PICKLED):
@@ -118,5 +136,7 @@ def test_a_pickled_adapter(
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
 def test_an_adapters_config_that_is_none(good: Path, adapter: Path, text: str) -> None:
     (adapter / CONFIG).write_text(text)
-    with pytest.raises(ConfigError, match=r"adapter_config\.json: (cannot be read|holds no settings)"):
+    with pytest.raises(
+        ConfigError, match=r"adapter_config\.json: (cannot be read|holds no settings)"
+    ):
         load_policy(str(good / "base"), ModelArgs(adapter_name_or_path=str(adapter)), "cpu")

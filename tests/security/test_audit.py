@@ -33,14 +33,18 @@ def audit(folder: Path, out: str, err: str = "") -> subprocess.CompletedProcess[
         ([UNKNOWN, UNKNOWN], 0, "nothing was compared"),
     ],
 )
-def test_what_is_found_decides(tmp_path: Path, packages: list[dict[str, Any]], status: int, said: str) -> None:
+def test_what_is_found_decides(
+    tmp_path: Path, packages: list[dict[str, Any]], status: int, said: str
+) -> None:
     done = audit(tmp_path, json.dumps({"dependencies": packages}))
     assert done.returncode == status
     assert said in done.stdout + done.stderr
 
 
 def test_no_network_is_one_line_and_no_failure(tmp_path: Path) -> None:
-    done = audit(tmp_path, "", "Traceback\nrequests.exceptions.ConnectionError: Max retries exceeded")
+    done = audit(
+        tmp_path, "", "Traceback\nrequests.exceptions.ConnectionError: Max retries exceeded"
+    )
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 1
     assert "cannot be reached, nothing was compared" in done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rather.manifest import MANIFEST, STATE, manifest_bytes
+from rather.checkpoint.manifest import MANIFEST, STATE, manifest_bytes
 from tests.security.conftest import Bait, rather
 
 Config = Callable[..., Path]
@@ -22,9 +22,20 @@ def finished(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a real run."""
     folder = tmp_path_factory.mktemp("finished")
     yaml = folder / "dpo.yaml"
-    yaml.write_text(f"pretrain: {good}/base\nactor_train: {{data_args: {{file_name: {good}/pairs.jsonl}}}}\n")
-    settings = ["exp_name=run", f"output_dir={folder}", f"logging_dir={folder}/logs", "track_with=null"]
-    sizes = ["max_steps=1", "sequence_length=64", "actor_train.training_args.per_device_train_batch_size=8"]
+    yaml.write_text(
+        f"pretrain: {good}/base\nactor_train: {{data_args: {{file_name: {good}/pairs.jsonl}}}}\n"
+    )
+    settings = [
+        "exp_name=run",
+        f"output_dir={folder}",
+        f"logging_dir={folder}/logs",
+        "track_with=null",
+    ]
+    sizes = [
+        "max_steps=1",
+        "sequence_length=64",
+        "actor_train.training_args.per_device_train_batch_size=8",
+    ]
     done = rather("train", yaml, *settings, *sizes)
     assert done.exit_code == 0, done.output
     return folder / "run" / "checkpoint-1"
@@ -57,7 +68,9 @@ def test_the_copy_is_good_and_can_be_hashed_anew(config: Config, copy: Path, mar
     assert resume(config, hashed(copy)) == 0
 
 
-def test_pickles_in_the_place_of_tensors(config: Config, copy: Path, marker: Path, pickled: bytes) -> None:
+def test_pickles_in_the_place_of_tensors(
+    config: Config, copy: Path, marker: Path, pickled: bytes
+) -> None:
     for file in copy.glob("*.safetensors"):
         file.write_bytes(pickled)
     assert resume(config, hashed(copy)) == 4
@@ -69,14 +82,20 @@ def test_files_of_torch_in_the_place_of_tensors(config: Config, copy: Path, mark
     assert resume(config, hashed(copy)) == 4
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "optimizer.pt", "rng_state.pth", "state.pkl"])
-def test_files_that_others_would_unpickle(config: Config, copy: Path, marker: Path, pickled: bytes, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [".metadata", "__0_0.distcp", "optimizer.pt", "rng_state.pth", "state.pkl"]
+)
+def test_files_that_others_would_unpickle(
+    config: Config, copy: Path, marker: Path, pickled: bytes, name: str
+) -> None:
     (copy / name).write_bytes(pickled)
     assert resume(config, copy) == 4  # the manifest does not name it
     assert resume(config, hashed(copy)) == 4
 
 
-@pytest.mark.parametrize("name", ["../state.json", "/etc/passwd", "a/../../model-00001.safetensors", "..", "", "\0"])
+@pytest.mark.parametrize(
+    "name", ["../state.json", "/etc/passwd", "a/../../model-00001.safetensors", "..", "", "\0"]
+)
 def test_a_manifest_cannot_lead_out(config: Config, copy: Path, marker: Path, name: str) -> None:
     assert resume(config, hashed(copy, name)) == 4
 

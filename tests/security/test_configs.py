@@ -27,7 +27,10 @@ HOSTILE = {  # what is written from line 3 on, and what is said to it
         "seed: !!python/module:evil\n",
         f"seed (dpo.yaml:3): the tag tag:yaml.org,2002:python/module:evil {TAG}",
     ),
-    "an object of one's own": (f"seed: !evil ['{TOUCH}']\n", f"seed (dpo.yaml:3): the tag !evil {TAG}"),
+    "an object of one's own": (
+        f"seed: !evil ['{TOUCH}']\n",
+        f"seed (dpo.yaml:3): the tag !evil {TAG}",
+    ),
     "a target": (
         f"actor_train:\n  _target_: os.system\n  _args_: ['{TOUCH}']\n",
         f"actor_train.{TARGET.format(line=4)}",
@@ -48,7 +51,10 @@ HOSTILE = {  # what is written from line 3 on, and what is said to it
         f"actor_train: {{device_mapping: \"__import__('os').system('{TOUCH}')\"}}\n",
         "cannot be used: device numbers are written as [0, 1]",
     ),
-    "a number that is code": (f"beta: __import__('os').system('{TOUCH}')\n", "is not a number > 0 or null"),
+    "a number that is code": (
+        f"beta: __import__('os').system('{TOUCH}')\n",
+        "is not a number > 0 or null",
+    ),
     "many laughs": (
         "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + ALIASES,
         "its aliases unfold to more than 20,000 values; write the file without them",
@@ -57,7 +63,10 @@ HOSTILE = {  # what is written from line 3 on, and what is said to it
         "hydra: {launcher: {_target_: evil.Evil}}\n",
         f"hydra.launcher.{TARGET.format(line=3)}",
     ),
-    "a searched path": ("hydra: {searchpath: ['pkg://evil']}\ndefaults: [evil]\n", "Could not load 'evil'"),
+    "a searched path": (
+        "hydra: {searchpath: ['pkg://evil']}\ndefaults: [evil]\n",
+        "Could not load 'evil'",
+    ),
     "a name that is a path": (
         "exp_name: ../../code-ran-here\n",
         "exp_name (dpo.yaml:3): '../../code-ran-here' cannot be used: it names a folder",
@@ -109,7 +118,9 @@ def pairs_of(good: Path) -> str:
         "actor_train.device_mapping=eval('1')",
     ],
 )
-def test_a_hostile_override(config: Config, tmp_path: Path, marker: Path, python: str, override: str) -> None:
+def test_a_hostile_override(
+    config: Config, tmp_path: Path, marker: Path, python: str, override: str
+) -> None:
     (tmp_path / "evil.py").write_text(python)
     assert rather("train", config(), override).exit_code == 2
     assert not (tmp_path / "out").exists()

@@ -20,8 +20,8 @@ import pytest
 from rich.console import Console
 
 from rather.config.load import load_config
-from rather.data.cut import Bad
 from rather.data.feed import Feed
+from rather.data.json_rows import Bad
 from rather.data.pool import Limits
 from rather.data.prepare import prepare
 from rather.data.read import find_sources
@@ -51,33 +51,55 @@ ESCAPES = [
 
 
 def test_rows_are_text_and_nothing_else(config: Config, tmp_path: Path, marker: Path) -> None:
-    texts = [*ESCAPES, "${oc.env:HOME}", "!!python/object/apply:os.system ['touch code-ran-here']", "`touch x`"]
-    rows = [{**ROW, "prompt": text, "_target_": "os.system", "__reduce__": text, "id": "../../x"} for text in texts]
+    texts = [
+        *ESCAPES,
+        "${oc.env:HOME}",
+        "!!python/object/apply:os.system ['touch code-ran-here']",
+        "`touch x`",
+    ]
+    rows = [
+        {**ROW, "prompt": text, "_target_": "os.system", "__reduce__": text, "id": "../../x"}
+        for text in texts
+    ]
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     done = rather("data", config(actor_train__data_args__file_name=str(file), sequence_length=128))
     assert done.exit_code == 0, done.output
 
 
-def test_a_script_beside_the_data_is_not_run(config: Config, tmp_path: Path, marker: Path, python: str) -> None:
+def test_a_script_beside_the_data_is_not_run(
+    config: Config, tmp_path: Path, marker: Path, python: str
+) -> None:
     folder = tmp_path / "pairs"
     folder.mkdir()
     for name in ("pairs.py", "__init__.py", "dataset_infos.json", "sitecustomize.py"):
         (folder / name).write_text(python)
     (folder / "pairs.jsonl").write_text("\n".join([json.dumps(ROW)] * 8))
-    assert rather("data", config(actor_train__data_args__file_name=str(folder / "pairs.jsonl"))).exit_code == 0
-    assert rather("data", config(actor_train__data_args__file_name=str(folder / "pairs.py"))).exit_code == 3
+    assert (
+        rather(
+            "data", config(actor_train__data_args__file_name=str(folder / "pairs.jsonl"))
+        ).exit_code
+        == 0
+    )
+    assert (
+        rather("data", config(actor_train__data_args__file_name=str(folder / "pairs.py"))).exit_code
+        == 3
+    )
     assert rather("data", config(actor_train__data_args__file_name=str(folder))).exit_code == 3
 
 
-@pytest.mark.parametrize("name", ["https://example.org/p.jsonl", "s3://bucket/p.jsonl", "file:///etc/passwd"])
+@pytest.mark.parametrize(
+    "name", ["https://example.org/p.jsonl", "s3://bucket/p.jsonl", "file:///etc/passwd"]
+)
 def test_an_address_is_not_fetched(config: Config, marker: Path, name: str) -> None:
     done = rather("data", config(actor_train__data_args__file_name=name))
     assert done.exit_code == 3
     assert "only local files are read" in done.stderr
 
 
-def test_what_is_no_regular_file_is_not_opened(config: Config, tmp_path: Path, marker: Path) -> None:
+def test_what_is_no_regular_file_is_not_opened(
+    config: Config, tmp_path: Path, marker: Path
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     (tmp_path / "gone").symlink_to(tmp_path / "nothing")
@@ -107,7 +129,9 @@ def archives(text: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("told", archives(b""))
-def test_archives_are_never_unpacked(config: Config, tmp_path: Path, marker: Path, told: str) -> None:
+def test_archives_are_never_unpacked(
+    config: Config, tmp_path: Path, marker: Path, told: str
+) -> None:
     file = tmp_path / "deep" / "pairs.json"
     file.parent.mkdir()
     file.write_bytes(archives(json.dumps(ROW).encode())[told])
@@ -116,7 +140,9 @@ def test_archives_are_never_unpacked(config: Config, tmp_path: Path, marker: Pat
     assert told in done.stderr
 
 
-def test_types_of_a_table_are_not_unpickled(config: Config, tmp_path: Path, marker: Path, pickled: bytes) -> None:
+def test_types_of_a_table_are_not_unpickled(
+    config: Config, tmp_path: Path, marker: Path, pickled: bytes
+) -> None:
     """Once pyarrow made any type that a file described by a pickle."""
     fields = [
         pa.field("prompt", pa.string(), metadata={
@@ -153,7 +179,9 @@ def test_a_table_that_lies_about_its_size(config: Config, tmp_path: Path, marker
     stream = b"\xff\xff\xff\xff" + struct.pack("<i", 2**31 - 1)
     for content in (stream, b"ARROW1\0\0" + b"\xff" * 64, b"PAR1" + b"\xff" * 64):
         (tmp_path / "pairs.arrow").write_bytes(content)
-        done = rather("data", config(actor_train__data_args__file_name=str(tmp_path / "pairs.arrow")))
+        done = rather(
+            "data", config(actor_train__data_args__file_name=str(tmp_path / "pairs.arrow"))
+        )
         assert done.exit_code == 3, done.output
 
 
@@ -164,11 +192,15 @@ def test_a_table_that_lies_about_its_size(config: Config, tmp_path: Path, marker
 def test_a_template_stays_in_its_sandbox(marker: Path, template: str) -> None:
     turns = ({"role": "user", "content": "w1"},)
     rendered = ChatTemplate("hostile", template).render(turns, False, None, {})
-    assert rendered in ("", "x") or (isinstance(rendered, Bad) and rendered.reason == "template_error")
+    assert rendered in ("", "x") or (
+        isinstance(rendered, Bad) and rendered.reason == "template_error"
+    )
     assert turns == ({"role": "user", "content": "w1"},)
 
 
-NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
+NESTED = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
+)
 BOMBS = {
     "nested ranges": NESTED + "{% endfor %}{% endfor %}",
     "a power": "{{ 10 ** (10 ** 9) }}",
@@ -186,7 +218,9 @@ BOMBS = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 @pytest.mark.parametrize("case", BOMBS)
-def test_a_template_bomb_ends_within_its_limits(config: Config, tmp_path: Path, marker: Path, case: str) -> None:
+def test_a_template_bomb_ends_within_its_limits(
+    config: Config, tmp_path: Path, marker: Path, case: str
+) -> None:
     (tmp_path / "bomb.jinja").write_text(BOMBS[case])
     settings = load_config(config(actor_train__data_args__template=str(tmp_path / "bomb.jinja")))
     began = time.monotonic()
@@ -198,15 +232,24 @@ def test_a_template_bomb_ends_within_its_limits(config: Config, tmp_path: Path, 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
-def test_the_command_has_the_limits_that_are_promised(config: Config, tmp_path: Path, marker: Path) -> None:
+def test_the_command_has_the_limits_that_are_promised(
+    config: Config, tmp_path: Path, marker: Path
+) -> None:
     assert Limits() == Limits(row_seconds=30.0, memory=2 << 30)
     bomb, pairs = tmp_path / "bomb.jinja", tmp_path / "pairs.jsonl"
-    bomb.write_text("{{ messages[-1].content * (9000000000 if messages[0].content == 'w1 w1' else 1) }}")
+    bomb.write_text(
+        "{{ messages[-1].content * (9000000000 if messages[0].content == 'w1 w1' else 1) }}"
+    )
     pairs.write_text("\n".join(map(json.dumps, [ROW, ROW, {**ROW, "prompt": "w1 w1"}])))
-    data = {"actor_train__data_args__file_name": str(pairs), "actor_train__data_args__template": str(bomb)}
+    data = {
+        "actor_train__data_args__file_name": str(pairs),
+        "actor_train__data_args__template": str(bomb),
+    }
     done = rather("data", config(**data))
     assert done.exit_code == 3, done.output
-    said = f"{pairs}:3 (line 3): chat template {bomb} and tokenizer took more than 2048 MiB of memory"
+    said = (
+        f"{pairs}:3 (line 3): chat template {bomb} and tokenizer took more than 2048 MiB of memory"
+    )
     assert said in done.stderr
 
 
@@ -214,13 +257,17 @@ def test_the_command_has_the_limits_that_are_promised(config: Config, tmp_path: 
 def small(monkeypatch: pytest.MonkeyPatch) -> Limits:
     """Limits of prompts that a test can wait for."""
     limits = Limits(0.5, 300 << 20)
-    monkeypatch.setattr("rather.data.limited.Limits", lambda: limits)
+    monkeypatch.setattr("rather.data.sandboxed.Limits", lambda: limits)
     return limits
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
-@pytest.mark.parametrize("case", ["nested ranges", "a long text of a variable", "recursion", "a deep expression"])
-def test_a_models_own_template_bomb_ends_a_chat(model: Path, marker: Path, small: Limits, case: str) -> None:
+@pytest.mark.parametrize(
+    "case", ["nested ranges", "a long text of a variable", "recursion", "a deep expression"]
+)
+def test_a_models_own_template_bomb_ends_a_chat(
+    model: Path, marker: Path, small: Limits, case: str
+) -> None:
     (model / "chat_template.jinja").write_text(BOMBS[case])
     began = time.monotonic()
     done = rather("chat", model, "--prompt", "w1")
@@ -233,19 +280,33 @@ AT_A_PROMPT = "{{ messages[-1].content }}{% if messages[0].content == 'w1 w1' %}
 AT_A_PROMPT = AT_A_PROMPT.replace("BOMB", BOMBS["nested ranges"])
 
 
-def test_a_template_that_minds_the_rows_and_bombs_at_an_eval_prompt(config: Config, model: Path, small: Limits) -> None:
+def test_a_template_that_minds_the_rows_and_bombs_at_an_eval_prompt(
+    config: Config, model: Path, small: Limits
+) -> None:
     (model / "chat_template.jinja").write_text(AT_A_PROMPT)
     yaml = config(track_with=None)
-    assert rather("data", yaml).exit_code == 0, "the cache is warm, and the template was tried on every row"
-    done = rather("train", config(track_with=None, eval_prompts={"prompts": ["w2", "w1 w1"], "max_new_tokens": 4}))
+    assert rather("data", yaml).exit_code == 0, (
+        "the cache is warm, and the template was tried on every row"
+    )
+    done = rather(
+        "train",
+        config(track_with=None, eval_prompts={"prompts": ["w2", "w1 w1"], "max_new_tokens": 4}),
+    )
     assert done.exit_code == 3, done.output
-    assert "eval_prompts: chat template native and tokenizer took more than 0.5 s of computing" in done.stderr
+    assert (
+        "eval_prompts: chat template native and tokenizer took more than 0.5 s of computing"
+        in done.stderr
+    )
 
 
 def test_a_template_bombs_at_a_row_of_python(config: Config, model: Path, small: Limits) -> None:
     (model / "chat_template.jinja").write_text(AT_A_PROMPT)
-    feed = Feed([ROW, {**ROW, "prompt": "w1 w1"}], load_config(config()), 8, load_tokenizer(str(model)))
-    with pytest.raises(DataError, match=r"rows of text: chat template native .* took more than 0\.5 s"):
+    feed = Feed(
+        [ROW, {**ROW, "prompt": "w1 w1"}], load_config(config()), 8, load_tokenizer(str(model))
+    )
+    with pytest.raises(
+        DataError, match=r"rows of text: chat template native .* took more than 0\.5 s"
+    ):
         list(feed.micro_batches())
 
 
@@ -258,9 +319,14 @@ def test_the_child_that_renders_is_given_no_secret(
     start = subprocess.Popen.__init__
     monkeypatch.setenv("MY_API_KEY", "canary-canary")
     monkeypatch.setattr(
-        subprocess.Popen, "__init__", lambda *args, **kwargs: (given.append(kwargs), start(*args, **kwargs))[1]
+        subprocess.Popen,
+        "__init__",
+        lambda *args, **kwargs: (given.append(kwargs), start(*args, **kwargs))[1],
     )
-    assert rather("data", config(actor_train__data_args__cache_dir=str(tmp_path / "cache"))).exit_code == 0
+    assert (
+        rather("data", config(actor_train__data_args__cache_dir=str(tmp_path / "cache"))).exit_code
+        == 0
+    )
     environments = [kwargs["env"] for kwargs in given if kwargs.get("env")]
     assert environments
     assert "canary-canary" not in str(environments)

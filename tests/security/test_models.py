@@ -18,7 +18,7 @@ from rather.config.schema import ModelArgs
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.model.files import weight_files
-from rather.model.load import load_policy
+from rather.parallel.load import load_policy
 from tests.security.conftest import Bait, rather
 
 Config = Callable[..., Path]
@@ -44,7 +44,9 @@ def test_the_bait_of_remote_code_works(
 ) -> None:
     """With `trust_remote_code`, and only with it."""
     taken = tmp_path / "taken"
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr(sys, "path", [*sys.path])
     (model / "evil.py").write_text(f"import pathlib\npathlib.Path({str(taken)!r}).touch()\n")
     change(model / "tokenizer_config.json", **TOKENIZERS["remote class"])
@@ -64,8 +66,12 @@ def test_the_bait_of_remote_code_works(
 # --- weights ---
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "pytorch_model.bin", "adapter_model.bin", "model.pt", "model.ckpt"])
-def test_pickled_weights(config: Config, model: Path, marker: Path, pickled: bytes, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [WEIGHTS, "pytorch_model.bin", "adapter_model.bin", "model.pt", "model.ckpt"]
+)
+def test_pickled_weights(
+    config: Config, model: Path, marker: Path, pickled: bytes, name: str
+) -> None:
     (model / WEIGHTS).unlink()
     (model / name).write_bytes(pickled)
     done = rather("train", config())
@@ -82,7 +88,10 @@ def test_weights_of_torch_save(config: Config, model: Path, marker: Path) -> Non
     (model / "pytorch_model.bin").rename(model / "adapter_model.bin")
     done = rather("train", config())
     assert done.exit_code == 2
-    assert "config.json has transformers_weights: weights are read from model.safetensors" in done.stderr
+    assert (
+        "config.json has transformers_weights: weights are read from model.safetensors"
+        in done.stderr
+    )
 
 
 def sharded(model: Path, name: str = "model-00001-of-00001.safetensors") -> Path:
@@ -92,7 +101,9 @@ def sharded(model: Path, name: str = "model-00001-of-00001.safetensors") -> Path
     (model / WEIGHTS).unlink()
     shard.parent.mkdir(parents=True, exist_ok=True)
     save_file(weights, shard, metadata={"format": "pt"})
-    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, name)}))
+    (model / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, name)})
+    )
     return shard
 
 
@@ -101,8 +112,12 @@ def test_an_honest_index_is_followed(model: Path) -> None:
     assert load_policy(str(model), ModelArgs(), "cpu")
 
 
-@pytest.mark.parametrize("name", ["../out.safetensors", "{tmp}/out.safetensors", "a/b.safetensors", "x.bin"])
-def test_an_index_cannot_lead_out(config: Config, model: Path, tmp_path: Path, marker: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../out.safetensors", "{tmp}/out.safetensors", "a/b.safetensors", "x.bin"]
+)
+def test_an_index_cannot_lead_out(
+    config: Config, model: Path, tmp_path: Path, marker: Path, name: str
+) -> None:
     sharded(model, name.replace("{tmp}", str(tmp_path)))
     done = rather("train", config())
     assert done.exit_code == 2
@@ -117,7 +132,9 @@ def test_an_index_that_is_none(model: Path) -> None:
             weight_files(model)
 
 
-def test_a_linked_shard_cannot_lead_out(config: Config, model: Path, tmp_path: Path, marker: Path) -> None:
+def test_a_linked_shard_cannot_lead_out(
+    config: Config, model: Path, tmp_path: Path, marker: Path
+) -> None:
     shard = sharded(model)
     elsewhere = tmp_path / "private.safetensors"
     shard.rename(elsewhere)
@@ -127,12 +144,16 @@ def test_a_linked_shard_cannot_lead_out(config: Config, model: Path, tmp_path: P
     assert "out of its folder; copy the file into it" in done.stderr
 
 
-def test_links_inside_the_folder_and_of_a_hub_cache_are_followed(model: Path, tmp_path: Path) -> None:
+def test_links_inside_the_folder_and_of_a_hub_cache_are_followed(
+    model: Path, tmp_path: Path
+) -> None:
     (model / WEIGHTS).rename(model / "blob")
     (model / WEIGHTS).symlink_to("blob")
     assert weight_files(model) == [model / WEIGHTS]
     (tmp_path / "models--a--b" / "blobs").mkdir(parents=True)
-    snapshot = Path(shutil.copytree(model, tmp_path / "models--a--b" / "snapshots" / "0a1b", symlinks=True))
+    snapshot = Path(
+        shutil.copytree(model, tmp_path / "models--a--b" / "snapshots" / "0a1b", symlinks=True)
+    )
     (snapshot / "blob").rename(tmp_path / "models--a--b" / "blobs" / "0c")
     (snapshot / WEIGHTS).unlink()
     (snapshot / WEIGHTS).symlink_to("../../blobs/0c")
@@ -141,11 +162,20 @@ def test_links_inside_the_folder_and_of_a_hub_cache_are_followed(model: Path, tm
 
 # --- config.json ---
 
-REMOTE = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel", "AutoTokenizer": ["evil.T", None]}
+REMOTE = {
+    "AutoConfig": "evil.EvilConfig",
+    "AutoModelForCausalLM": "evil.EvilModel",
+    "AutoTokenizer": ["evil.T", None],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "remote code of an unknown family": {"model_type": "evil", "auto_map": REMOTE},
-    "remote code of another repository": {"model_type": "evil", "auto_map": {"AutoConfig": "them/repo--evil.C"}},
-    "an unknown way of quantising": {"quantization_config": {"quant_method": "evil", "_target_": "os.system"}},
+    "remote code of another repository": {
+        "model_type": "evil",
+        "auto_map": {"AutoConfig": "them/repo--evil.C"},
+    },
+    "an unknown way of quantising": {
+        "quantization_config": {"quant_method": "evil", "_target_": "os.system"}
+    },
     "a known way of quantising": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     "quantisation that is no mapping": {"quantization_config": "os.system('touch code-ran-here')"},
     "a config that is a list": {"model_type": ["evil"]},
@@ -153,7 +183,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_config_that_asks_for_code(config: Config, model: Path, marker: Path, python: str, case: str) -> None:
+def test_a_config_that_asks_for_code(
+    config: Config, model: Path, marker: Path, python: str, case: str
+) -> None:
     (model / "evil.py").write_text(python)
     change(model / "config.json", **CONFIGS[case])
     done = rather("train", config())
@@ -184,7 +216,10 @@ def test_a_config_whose_code_is_not_asked(
     (model / "evil.py").write_text(python)
     change(model / "config.json", **values)
     try:
-        assert type(load_policy(str(model), ModelArgs(), "cpu").causal_lm).__name__ == "LlamaForCausalLM"
+        assert (
+            type(load_policy(str(model), ModelArgs(), "cpu").causal_lm).__name__
+            == "LlamaForCausalLM"
+        )
     except ConfigError as error:
         assert "cannot be opened" in str(error)  # noqa: PT017  (either way is fine; the marker decides)
 
@@ -194,15 +229,27 @@ def test_a_config_whose_code_is_not_asked(
 
 TOKENIZERS: dict[str, dict[str, Any]] = {
     "remote code": {"auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]}},
-    "remote class": {"auto_map": {"AutoTokenizer": ["evil.EvilT", None]}, "tokenizer_class": "EvilTokenizer"},
+    "remote class": {
+        "auto_map": {"AutoTokenizer": ["evil.EvilT", None]},
+        "tokenizer_class": "EvilTokenizer",
+    },
     "a function": {"tokenizer_class": "os.system"},
-    "another repository": {"tokenizer_class": "evil.T", "auto_map": {"AutoTokenizer": "them/repo--evil.EvilT"}},
-    "a target": {"extra_special_tokens": {"a": {"__type": "AddedToken", "content": "x", "_target_": "os.system"}}},
+    "another repository": {
+        "tokenizer_class": "evil.T",
+        "auto_map": {"AutoTokenizer": "them/repo--evil.EvilT"},
+    },
+    "a target": {
+        "extra_special_tokens": {
+            "a": {"__type": "AddedToken", "content": "x", "_target_": "os.system"}
+        }
+    },
 }
 
 
 @pytest.mark.parametrize("case", TOKENIZERS)
-def test_a_tokenizer_that_asks_for_code(config: Config, model: Path, marker: Path, python: str, case: str) -> None:
+def test_a_tokenizer_that_asks_for_code(
+    config: Config, model: Path, marker: Path, python: str, case: str
+) -> None:
     (model / "evil.py").write_text(python)
     (model / "tokenizer.py").write_text(python)
     change(model / "tokenizer_config.json", **TOKENIZERS[case])
@@ -217,7 +264,9 @@ def test_a_pickled_tokenizer(config: Config, model: Path, marker: Path, pickled:
     assert rather("data", config()).exit_code == 3
 
 
-def test_a_tokenizers_own_template_runs_in_the_sandbox(config: Config, model: Path, marker: Path) -> None:
+def test_a_tokenizers_own_template_runs_in_the_sandbox(
+    config: Config, model: Path, marker: Path
+) -> None:
     escape = "{{ cycler.__init__.__globals__.os.system('touch code-ran-here') }}"
     change(model / "tokenizer_config.json", chat_template=escape)
     (model / "chat_template.jinja").write_text(escape)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rather.config.load import load_config
-from rather.control import lock
-from rather.run import place
-from rather.run.place import claim
+from rather.run_folder import lock as place
+from rather.run_folder.control import lock
+from rather.run_folder.lock import claim
 from tests.security.conftest import rather
 
 Config = Callable[..., Path]
@@ -22,7 +22,9 @@ def test_names_that_are_good(config: Config, name: str) -> None:
     assert rather("config", "show", config(exp_name=name)).exit_code == 0
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a b", "ä", "a\n", "a\0", "x" * 129, "~", "$HOME"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "../a", "a b", "ä", "a\n", "a\0", "x" * 129, "~", "$HOME"]
+)
 def test_names_that_are_none(config: Config, name: str) -> None:
     done = rather("config", "show", config(exp_name=name))
     assert done.exit_code == 2
@@ -59,7 +61,9 @@ def test_a_linked_run_folder_is_refused(config: Config, tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_folder_of_something_else_is_refused_and_untouched(config: Config, tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_refused_and_untouched(
+    config: Config, tmp_path: Path
+) -> None:
     letters = tmp_path / "out" / "run"
     letters.mkdir(parents=True)
     (letters / "letter.txt").write_text("dear")
@@ -71,7 +75,9 @@ def test_a_folder_of_something_else_is_refused_and_untouched(config: Config, tmp
     assert (letters / "letter.txt").read_text() == "dear"
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self/attr").exists(), reason="root may write anywhere")
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not Path("/proc/self/attr").exists(), reason="root may write anywhere"
+)
 def test_a_folder_that_cannot_be_written(config: Config, tmp_path: Path) -> None:
     done = rather("train", config(output_dir="/proc/rather"))
     assert done.exit_code in (2, 9), (done.output, done.exception)
@@ -79,7 +85,10 @@ def test_a_folder_that_cannot_be_written(config: Config, tmp_path: Path) -> None
 
 
 def test_a_folder_in_memory_is_told(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "mounts").write_text(f"disk / ext4 rw 0 0\nnone {tmp_path}/out tmpfs rw 0 0\n")
     settings = load_config(config())

@@ -15,8 +15,8 @@ import pytest
 from rather.cli import main
 from rather.cluster.failure import Failure
 from rather.cluster.worker import ActorWorker
-from rather.redaction import looks_secret, redact
-from rather.run.incidents import Incidents
+from rather.config.redaction import looks_secret, redact
+from rather.run_folder.incidents import Incidents
 from tests.security.conftest import rather
 from tests.tiny import in_child
 
@@ -39,17 +39,25 @@ class Leaky(ActorWorker):
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         self.log.warning("using %s", os.environ["MY_TOKEN"])
-        raise RuntimeError(f"401 for {os.environ['AWS_SECRET_ACCESS_KEY']} at https://{ADDRESS}@host: {ALL[:-1]}")
+        raise RuntimeError(
+            f"401 for {os.environ['AWS_SECRET_ACCESS_KEY']} at https://{ADDRESS}@host: {ALL[:-1]}"
+        )
 
 
 @pytest.fixture
-def secret_config(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+def secret_config(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Config]:
     before = dict(os.environ)
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
 
     def write(**changes: Any) -> Path:
-        environment = {"COPY_OF_TOKEN": "${oc.env:MY_TOKEN}", "PLAIN": "${oc.env:HF_TOKEN}", **WRITTEN}
+        environment = {
+            "COPY_OF_TOKEN": "${oc.env:MY_TOKEN}",
+            "PLAIN": "${oc.env:HF_TOKEN}",
+            **WRITTEN,
+        }
         return config(
             system_envs=environment,
             actor_train__system_envs={"ROLE_TOKEN": "${oc.env:WANDB_API_KEY}"},
@@ -89,8 +97,14 @@ def test_a_run_writes_none(secret_config: Config, tmp_path: Path) -> None:
 
 
 def test_a_failing_run_writes_none(secret_config: Config, tmp_path: Path) -> None:
-    done = rather("train", secret_config(actor_train__worker_cls="tests.security.test_secrets.Leaky"), *OVERRIDE)
-    assert isinstance(done.exception, RuntimeError)  # what the console shows of it is the next test's
+    done = rather(
+        "train",
+        secret_config(actor_train__worker_cls="tests.security.test_secrets.Leaky"),
+        *OVERRIDE,
+    )
+    assert isinstance(
+        done.exception, RuntimeError
+    )  # what the console shows of it is the next test's
     log = (tmp_path / "logs" / "run" / "driver.log").read_text()
     assert "Traceback" in log
     assert "401 for [hidden] at https://[hidden]@host" in log
@@ -118,8 +132,12 @@ def test_the_console_shows_none_when_a_run_crashes(secret_config: Config, tmp_pa
     assert not leaks(tmp_path, shown)
 
 
-@pytest.mark.parametrize("command", [["show"], ["explain", "system_envs"], ["explain", "actor_train.system_envs"]])
-def test_showing_a_config_shows_none(secret_config: Config, tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["show"], ["explain", "system_envs"], ["explain", "actor_train.system_envs"]]
+)
+def test_showing_a_config_shows_none(
+    secret_config: Config, tmp_path: Path, command: list[str]
+) -> None:
     done = rather("config", *command, secret_config(), *OVERRIDE)
     assert done.exit_code == 0, done.output
     assert "***" in done.output or "oc.env" in done.output
@@ -130,7 +148,11 @@ def test_a_password_in_an_address_is_in_no_message(secret_config: Config, tmp_pa
     for changes in (
         {"pretrain": f"https://{ADDRESS}@host/model"},
         {"actor_train__data_args__file_name": f"https://{ADDRESS}@host/pairs.jsonl"},
-        {"ray__address": f"http://{ADDRESS}@host:1", "actor_train__device_mapping": [0, 1], "timeouts__connect": 1.0},
+        {
+            "ray__address": f"http://{ADDRESS}@host:1",
+            "actor_train__device_mapping": [0, 1],
+            "timeouts__connect": 1.0,
+        },
     ):
         done = rather("train", secret_config(**changes))
         assert done.exit_code in (2, 3), done.output
@@ -145,7 +167,9 @@ def test_processes_of_a_run_have_none_in_their_arguments(
     started: list[Any] = []
     start = subprocess.Popen.__init__
     monkeypatch.setattr(
-        subprocess.Popen, "__init__", lambda self, args, *a, **k: (started.append(args), start(self, args, *a, **k))[1]
+        subprocess.Popen,
+        "__init__",
+        lambda self, args, *a, **k: (started.append(args), start(self, args, *a, **k))[1],
     )
     assert rather("data", secret_config(), *OVERRIDE).exit_code == 0
     assert started
@@ -176,7 +200,10 @@ def test_an_incident_holds_none(secret_config: Config, tmp_path: Path) -> None:
         ('["https://u:word@host","me@home"]', '["https://[hidden]@host","me@home"]'),
         ("http://host/api?token=canary0010&x=1#top", "http://host/api?token=[hidden]&x=1#top"),
         ("http://host?x=1&api_key=canary0011", "http://host?x=1&api_key=[hidden]"),
-        ('"http://host/?X-Secret=canary0012&Password=canary0013"', '"http://host/?X-Secret=[hidden]&Password=[hidden]"'),
+        (
+            '"http://host/?X-Secret=canary0012&Password=canary0013"',
+            '"http://host/?X-Secret=[hidden]&Password=[hidden]"',
+        ),
         ("http://host/monkeys?tokens=3&page=2", "http://host/monkeys?tokens=3&page=2"),
     ],
 )
@@ -190,4 +217,8 @@ def test_only_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_KEY_FILE", "/somewhere/keys")
     text = "abc an-ordinary-word in /somewhere/keys on /disk-with-a-long-name, num_tokens 3, pad_token <pad>"
     assert redact(text) == text
-    assert not [name for name in ("num_tokens", "pad_token", "use_tokenizer", "TOKEN_PATH") if looks_secret(name)]
+    assert not [
+        name
+        for name in ("num_tokens", "pad_token", "use_tokenizer", "TOKEN_PATH")
+        if looks_secret(name)
+    ]

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from rather.commands.sweep.grid import read_grid, split
 from rather.errors import ConfigError
-from rather.sweep.grid import read_grid, split
 
 
 def test_commas_make_an_axis() -> None:
@@ -19,7 +19,10 @@ def test_commas_make_an_axis() -> None:
         "beta-0.01_pref_loss-sigmoid", "beta-0.01_pref_loss--sigmoid-sft-",
         "beta-0.1_pref_loss-sigmoid", "beta-0.1_pref_loss--sigmoid-sft-",
     ]  # fmt: skip
-    assert names["beta-0.1_pref_loss--sigmoid-sft-"] == {"beta": "0.1", "pref_loss": "[sigmoid,sft]"}
+    assert names["beta-0.1_pref_loss--sigmoid-sft-"] == {
+        "beta": "0.1",
+        "pref_loss": "[sigmoid,sft]",
+    }
 
 
 def test_lists_and_quotes_are_one_value() -> None:

@@ -20,13 +20,13 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from rather.cli import app
+from rather.commands.sweep import fill, runs
+from rather.commands.sweep.children import Children, last_words
+from rather.commands.sweep.runs import Outcome, Sweep
+from rather.commands.terminal import settings
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
-from rather.sweep import fill, runs
-from rather.sweep.children import Children, last_words
-from rather.sweep.runs import Outcome, Sweep
-from rather.terminal import settings
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config
 
 Writer = Callable[..., Path]
@@ -45,7 +45,11 @@ def yaml_file(shared: Path, tmp_path: Path) -> Writer:
     """A YAML whose runs lie in a folder of their own; the tokenised pairs are shared."""
 
     def write(**changes: Any) -> Path:
-        own = {"output_dir": str(tmp_path / "out"), "logging_dir": str(tmp_path / "logs"), "max_steps": 3}
+        own = {
+            "output_dir": str(tmp_path / "out"),
+            "logging_dir": str(tmp_path / "logs"),
+            "max_steps": 3,
+        }
         cache = {"actor_train__data_args__cache_dir": str(shared / "data")}
         config = make_config(shared, **own, **cache, **changes)
         file = tmp_path / "dpo.yaml"
@@ -56,7 +60,9 @@ def yaml_file(shared: Path, tmp_path: Path) -> Writer:
 
 
 def sweep(*args: object) -> Result:
-    return CliRunner().invoke(app, ["sweep", *map(str, args)], env={"COLUMNS": "160", "NO_COLOR": "1"})
+    return CliRunner().invoke(
+        app, ["sweep", *map(str, args)], env={"COLUMNS": "160", "NO_COLOR": "1"}
+    )
 
 
 def report(folder: Path) -> dict[str, Any]:
@@ -79,7 +85,9 @@ def test_three_betas_take_one_pass_of_the_reference(yaml_file: Writer, tmp_path:
     assert [each["forwards"] for each in reports] == [expected["forwards"], 0, 0]
     assert [each["pairs_computed"] for each in reports] == [expected["pairs_computed"], 0, 0]
     assert {each["cache"] for each in reports} == {reports[0]["cache"]}
-    assert [yaml.safe_load((folder / name / "config.yaml").read_text())["beta"] for name in names] == [0.01, 0.05, 0.1]
+    assert [
+        yaml.safe_load((folder / name / "config.yaml").read_text())["beta"] for name in names
+    ] == [0.01, 0.05, 0.1]
     assert [run["state"] for run in found["runs"]] == ["finished"] * 3
     assert [run["reference_forwards"] for run in found["runs"]] == [expected["forwards"], 0, 0]
     assert found["metric"] == "eval/rewards/accuracies"
@@ -101,7 +109,9 @@ def test_three_betas_take_one_pass_of_the_reference(yaml_file: Writer, tmp_path:
     (folder / "sweep.json").write_text((folder / "sweep.json").read_text()[:100])
     torn = sweep(file, BETAS)
     assert torn.exit_code == 2
-    assert "delete this file and start the same command again: finished runs are kept" in torn.output
+    assert (
+        "delete this file and start the same command again: finished runs are kept" in torn.output
+    )
     (folder / "sweep.json").unlink()
     assert sweep(file, BETAS).exit_code == 0
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")} == before
@@ -110,9 +120,14 @@ def test_three_betas_take_one_pass_of_the_reference(yaml_file: Writer, tmp_path:
     assert more.exit_code == 0, more.output
     assert report(folder / "beta-0.2")["forwards"] == 0
 
-    planned = Sweep.planned(file, ["beta=1,2", "exp_name=other", f"output_dir={tmp_path / 'else where'}"])
+    planned = Sweep.planned(
+        file, ["beta=1,2", "exp_name=other", f"output_dir={tmp_path / 'else where'}"]
+    )
     assert planned.folder == tmp_path / "else where" / "other-sweep"
-    assert [point.config.run_dir for point in planned.points] == [planned.folder / "beta-1", planned.folder / "beta-2"]
+    assert [point.config.run_dir for point in planned.points] == [
+        planned.folder / "beta-1",
+        planned.folder / "beta-2",
+    ]
 
     changed = sweep(file, BETAS, "max_steps=4")
     assert changed.exit_code == 2
@@ -134,7 +149,9 @@ def test_one_that_fails_does_not_stop_the_others(yaml_file: Writer, tmp_path: Pa
     assert "best by eval/rewards/accuracies: learning_rate-1e-3" in done.stdout
 
 
-def test_it_goes_on_where_it_was_asked_to_end(yaml_file: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_on_where_it_was_asked_to_end(
+    yaml_file: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bug in one run is its own; a signal to another ends the sweep, and the next start does what is left."""
     asked: list[str] = []
     answers = {"beta-0.05": Outcome("stopped", 143, "asked to end")}
@@ -181,7 +198,9 @@ def test_the_folder_of_a_run_with_other_settings_is_not_taken_for_it(
     assert f"beta-2.{rate}: 0.0001 then, 0.001 now" in refused.output
 
 
-def test_a_bug_in_a_run_is_a_failure_of_that_run(yaml_file: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_run_is_a_failure_of_that_run(
+    yaml_file: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
         def __init__(self, config: DPOConfig) -> None:
             raise ZeroDivisionError("by nothing")
@@ -191,12 +210,17 @@ def test_a_bug_in_a_run_is_a_failure_of_that_run(yaml_file: Writer, monkeypatch:
     assert outcome == Outcome("failed", 1, "ZeroDivisionError: by nothing")
 
 
-def test_without_held_out_pairs_none_is_the_best(yaml_file: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_held_out_pairs_none_is_the_best(
+    yaml_file: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runs, "train_here", lambda config: Outcome("finished"))
     file = yaml_file(validation__data_args__file_name=None)
     done = sweep(file, "beta=1,2")
     assert done.exit_code == 0, done.output
-    assert "no pairs are held out (validation.data_args), so no run can be called the best" in done.stdout
+    assert (
+        "no pairs are held out (validation.data_args), so no run can be called the best"
+        in done.stdout
+    )
     refused = sweep(file, "beta=1,2", "--by", "eval/loss")
     assert refused.exit_code == 2
     assert "no pairs are held out" in refused.output
@@ -226,7 +250,9 @@ def test_pairs_that_have_changed_are_no_part_of_the_sweep(
 
 
 @pytest.mark.parametrize("damaged", ["{", "[]", '{"runs": {}}'])
-def test_its_state_is_damaged(yaml_file: Writer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str) -> None:
+def test_its_state_is_damaged(
+    yaml_file: Writer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str
+) -> None:
     monkeypatch.setattr(runs, "train_here", lambda config: Outcome("finished"))
     assert sweep(yaml_file(), "beta=1,2").exit_code == 0
     (state,) = (tmp_path / "out").glob(f"*-sweep/{runs.STATE}")
@@ -248,7 +274,9 @@ def test_groups_of_devices(yaml_file: Writer, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
     two = settings(yaml_file(), ["actor_train.device_mapping=[0]", "reference.device_mapping=[1]"])
     assert runs.device_groups([two]) == [["7", "6"], ["5", "4"]]
-    assert runs.device_groups([config, two]) == [["7", "6"], ["5", "4"]], "as many as the largest run takes"
+    assert runs.device_groups([config, two]) == [["7", "6"], ["5", "4"]], (
+        "as many as the largest run takes"
+    )
     assert runs.device_groups([]) == [["7", "6", "5", "4", "3"]]
     odd = settings(yaml_file(), ["actor_train.device_mapping=[1]", "reference.device_mapping=[1]"])
     assert runs.device_groups([odd]) == [["7", "6", "5", "4", "3"]]
@@ -266,9 +294,11 @@ def test_runs_side_by_side_share_the_pass_before_them(
         with turn:
             console.parent.mkdir(parents=True, exist_ok=True)
             seen.append((module, ",".join(devices)))
-            if module == "rather.sweep.fill":
+            if module == "rather.commands.sweep.fill":
                 found = fill.fill(settings(Path(rest[0]), rest[1:]))
-                console.write_text(f"some words\n{fill.REPORT}{json.dumps(found)}\na library's last warning\n")
+                console.write_text(
+                    f"some words\n{fill.REPORT}{json.dumps(found)}\na library's last warning\n"
+                )
                 return 0
             assert rest[0] == "train"
             return runs.train_here(settings(Path(rest[1]), rest[2:])).exit_code
@@ -278,7 +308,7 @@ def test_runs_side_by_side_share_the_pass_before_them(
     done = sweep(yaml_file(), "beta=0.01,0.05", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert seen[0] == ("rather.sweep.fill", "4")
+    assert seen[0] == ("rather.commands.sweep.fill", "4")
     assert {device for _, device in seen[1:]} <= {"4", "5"}
     assert found["reference"]["forwards"] > 1
     assert [run["reference_forwards"] for run in found["runs"]] == [0, 0]
@@ -318,7 +348,7 @@ signal.pause()
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from rather.errors import Ended
-from rather.sweep.children import Children
+from rather.commands.sweep.children import Children
 try:
     with Children() as children, ThreadPoolExecutor(1) as pool, children.ended_with(pool):
         console = Path({str(tmp_path / "console.log")!r})
@@ -348,7 +378,7 @@ os.write(pipe, b"saved\\n")
     parent = f"""
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from rather.sweep.children import Children
+from rather.commands.sweep.children import Children
 with Children() as children, ThreadPoolExecutor(1) as pool, children.ended_with(pool):
     list(pool.map(lambda code: children.run(["-c", code], ["0"], Path({str(tmp_path / "console")!r})), [{child!r}]))
 """
@@ -388,7 +418,7 @@ def test_its_state_is_on_the_disk_before_it_replaces_the_old_one(
 
 
 def test_two_sweeps_of_one_name_do_not_meet(yaml_file: Writer) -> None:
-    from rather import control
+    from rather.run_folder import control
 
     file = yaml_file()
     planned = Sweep.planned(file, ["beta=1,2"])

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rather.config.redaction import redact
 from rather.errors import ConfigError, DataError
-from rather.redaction import redact
 from rather.tracking import close_logging, setup_logging, worker_log
 
 ROOT = Path(sys.modules[setup_logging.__module__].__file__ or "").parents[2]
@@ -40,10 +40,14 @@ def in_a_process(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
     command = [sys.executable, "-c", begin + script, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
 
 
-def test_a_line_has_time_origin_and_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_has_time_origin_and_level(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging(tmp_path / "logs")
     log.info("step %d", 3)
     log.warning("careful")
@@ -96,7 +100,9 @@ def test_workers_in_the_driver_process_have_their_own_files(tmp_path: Path) -> N
     worker_log(tmp_path, "actor_train", 0).info("trained")
     assert worker_log(tmp_path, "reference", 0) is worker_log(tmp_path, "reference", 0)
     log.info("driven")
-    assert "[actor_train-0] INFO rather.worker.actor_train-0: trained" in text(tmp_path, "actor_train-0.log")
+    assert "[actor_train-0] INFO rather.worker.actor_train-0: trained" in text(
+        tmp_path, "actor_train-0.log"
+    )
     assert "driven" not in text(tmp_path, "actor_train-0.log")
     assert text(tmp_path, "reference-0.log") == ""
     assert text(tmp_path).count("trained") == 1
@@ -105,14 +111,19 @@ def test_workers_in_the_driver_process_have_their_own_files(tmp_path: Path) -> N
 def test_a_worker_in_its_own_process_logs_everything(tmp_path: Path) -> None:
     worker_log(tmp_path, "reference", 3)
     log.info("from any module")
-    assert "[reference-3] INFO rather.somewhere: from any module" in text(tmp_path, "reference-3.log")
+    assert "[reference-3] INFO rather.somewhere: from any module" in text(
+        tmp_path, "reference-3.log"
+    )
     assert not (tmp_path / "driver.log").exists()
 
 
 def test_complete_after_sudden_death(tmp_path: Path) -> None:
     script = "worker_log(Path(sys.argv[1]), 'actor_train', 0).info('working')\nos._exit(9)"
     assert in_a_process(script, tmp_path).returncode == 9
-    assert [line.rpartition(": ")[2] for line in text(tmp_path).splitlines()] == ["the last words", "working"]
+    assert [line.rpartition(": ")[2] for line in text(tmp_path).splitlines()] == [
+        "the last words",
+        "working",
+    ]
     assert "working" in text(tmp_path, "actor_train-0.log")
 
 
@@ -131,7 +142,9 @@ def test_uncaught_exceptions_and_native_crashes_are_in_the_file(tmp_path: Path) 
     assert "in deep" in written
     assert "secret" not in written
     in_a_process("faulthandler._sigsegv()", tmp_path / "native")
-    assert re.search(r"Fatal Python error: Segmentation fault(.|\n)*in <module>", text(tmp_path / "native"))
+    assert re.search(
+        r"Fatal Python error: Segmentation fault(.|\n)*in <module>", text(tmp_path / "native")
+    )
 
 
 def test_an_exception_passing_the_close_is_written_down(tmp_path: Path) -> None:
@@ -144,7 +157,9 @@ def test_an_exception_passing_the_close_is_written_down(tmp_path: Path) -> None:
 
     with pytest.raises(DataError):
         run(DataError("p.jsonl:3: no answer."))
-    assert text(tmp_path).endswith("CRITICAL rather: the run ends: DataError: p.jsonl:3: no answer.\n")
+    assert text(tmp_path).endswith(
+        "CRITICAL rather: the run ends: DataError: p.jsonl:3: no answer.\n"
+    )
     with pytest.raises(ZeroDivisionError):
         run(ZeroDivisionError("a bug"))
     assert "Traceback (most recent call last)" in text(tmp_path)
@@ -193,11 +208,15 @@ def test_secrets_reach_neither_file_nor_console(
 
 
 @pytest.mark.parametrize(
-    "harmless", ["hf_infer", "risk-free", "a" * 64, "step 3", "https://host/a@b", "mail me@host", "task-1234"]
+    "harmless",
+    ["hf_infer", "risk-free", "a" * 64, "step 3", "https://host/a@b", "mail me@host", "task-1234"],
 )
 def test_ordinary_words_stay(harmless: str) -> None:
     assert redact(harmless) == harmless
 
 
 def test_user_info_of_an_address_is_hidden() -> None:
-    assert redact("git+https://bob:pw@host/x, http://tok@y") == "git+https://[hidden]@host/x, http://[hidden]@y"
+    assert (
+        redact("git+https://bob:pw@host/x, http://tok@y")
+        == "git+https://[hidden]@host/x, http://[hidden]@y"
+    )

@@ -48,7 +48,9 @@ def test_lines_are_there_at_once_in_the_order_of_their_fields(tmp_path: Path) ->
     file = MetricsFile(tmp_path / "run" / "metrics.jsonl")
     file.append({"step": 1, "loss": 0.1 + 0.2, "a": 1})
     file.append({"step": 2})
-    assert file.path.read_text() == '{"step": 1, "loss": 0.30000000000000004, "a": 1}\n{"step": 2}\n'
+    assert (
+        file.path.read_text() == '{"step": 1, "loss": 0.30000000000000004, "a": 1}\n{"step": 2}\n'
+    )
     assert file.position() == file.path.stat().st_size
     file.close()
 
@@ -75,7 +77,9 @@ def test_a_file_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path, chan
     changed = {"shorter": text[:-1], "other lines": '{"step": 1, "edited": true}\n', "gone": ""}
     path.write_text(changed[change])
     before = path.read_text()
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: has .* saved when a line ended at 24"):
+    with pytest.raises(
+        CheckpointError, match=r"metrics\.jsonl: has .* saved when a line ended at 24"
+    ):
         MetricsFile(path).truncate(len(text))
     assert path.read_text() == before
 
@@ -84,7 +88,9 @@ def test_values_that_json_lacks_are_named(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
-    line = json_line({"step": 3, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "pairs": 8})
+    line = json_line(
+        {"step": 3, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "pairs": 8}
+    )
     assert json.loads(line, parse_constant=refuse) == {
         "step": 3,
         "loss": None,
@@ -97,7 +103,10 @@ def test_values_that_json_lacks_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 11, 12, 20])
 def test_a_full_disk_costs_no_line(
-    tmp_path: Path, full_disk: Callable[[int | None], None], caplog: pytest.LogCaptureFixture, room: int
+    tmp_path: Path,
+    full_disk: Callable[[int | None], None],
+    caplog: pytest.LogCaptureFixture,
+    room: int,
 ) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.append({"step": 1})

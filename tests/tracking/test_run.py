@@ -31,13 +31,19 @@ EVALUATION = {"step": 10, "eval/loss": 0.65, "eval/rewards/accuracies": 0.7, "ev
 
 
 def config_in(folder: Path, **more: Any) -> DPOConfig:
-    places = {"output_dir": str(folder / "out"), "logging_dir": str(folder / "logs"), "exp_name": "tiny"}
+    places = {
+        "output_dir": str(folder / "out"),
+        "logging_dir": str(folder / "logs"),
+        "exp_name": "tiny",
+    }
     data = {"data_args": {"file_name": "pairs.jsonl"}}
     return config_from_dict({**places, "pretrain": "model", "actor_train": data, **more})
 
 
 def run(config: DPOConfig, start: int = 0, position: int | None = None) -> RunTracker:
-    return RunTracker(config, total_steps=200, start_step=start, metrics_position=position, quiet=True)
+    return RunTracker(
+        config, total_steps=200, start_step=start, metrics_position=position, quiet=True
+    )
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -91,10 +97,14 @@ def test_a_resume_replaces_the_steps_after_the_checkpoint(tmp_path: Path) -> Non
     assert [(line["step"], line["loss"]) for line in kept] == expected
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.summary.writer import event_file_writer
 
-    count = event_file_writer.AtomicCounter(0)  # names of one second and process sort by it, as text
+    count = event_file_writer.AtomicCounter(
+        0
+    )  # names of one second and process sort by it, as text
     monkeypatch.setattr(event_file_writer, "_global_uid", count)
     config = config_in(tmp_path)
     for loss in (9.0, 0.5):
@@ -182,7 +192,10 @@ def test_the_time_left_counts_only_steps_of_this_process(
     view.log(110, {"step": 110, "loss": 0.5})  # ten steps in 20 s
     view.log(200, {"step": 200, "loss": 0.5})
     out = capsys.readouterr().out.splitlines()
-    assert out == ["step 110/200  loss 0.5000  eta 0:03:00", "step 200/200  loss 0.5000  eta 0:00:00"]
+    assert out == [
+        "step 110/200  loss 0.5000  eta 0:03:00",
+        "step 200/200  loss 0.5000  eta 0:00:00",
+    ]
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rather.run.incidents import INCIDENTS, Incidents
-from rather.strict_json import append_line, strict_json
+from rather.run_folder.incidents import INCIDENTS, Incidents
+from rather.tracking.json_lines import append_line, strict_json
 
 
 def strictly(text: str) -> Any:
@@ -23,7 +23,9 @@ def strictly(text: str) -> Any:
 
 
 def test_numbers_that_json_has_not_are_texts_at_any_depth() -> None:
-    told = strictly(strict_json({"a": math.nan, "b": [1.5, (math.inf, {"c": -math.inf})]}, indent=1))
+    told = strictly(
+        strict_json({"a": math.nan, "b": [1.5, (math.inf, {"c": -math.inf})]}, indent=1)
+    )
     assert told == {"a": "nan", "b": [1.5, ["inf", {"c": "-inf"}]]}
 
 
@@ -39,7 +41,9 @@ def test_one_record_is_one_line_to_every_reader() -> None:
     assert strictly(strict_json({"text": text})) == {"text": text}
 
 
-@pytest.mark.parametrize("before", [b"", b'{"step": 1}\n', b'{"step": 1}\n{"ste'], ids=["none", "whole", "torn"])
+@pytest.mark.parametrize(
+    "before", [b"", b'{"step": 1}\n', b'{"step": 1}\n{"ste'], ids=["none", "whole", "torn"]
+)
 def test_an_appended_line_is_a_line_of_its_own(tmp_path: Path, before: bytes) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_bytes(before)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rather.errors import ConfigError
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking import TRACKERS, RunTracker, check_installed, json_line, trackers
 from rather.tracking.past import IDS, Past
 from tests.house.source import ROOT
@@ -47,7 +47,12 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def tracked(folder: Path, kill_after: str) -> int:
-    places = {"HOME": "home", "TRACKIO_DIR": "trackio", "WANDB_CACHE_DIR": "cache", "WANDB_CONFIG_DIR": "cache"}
+    places = {
+        "HOME": "home",
+        "TRACKIO_DIR": "trackio",
+        "WANDB_CACHE_DIR": "cache",
+        "WANDB_CONFIG_DIR": "cache",
+    }
     os.environ.update({name: str(folder / place) for name, place in places.items()})
     code = train(folder, settings(folder), kill_after)
     written_out()
@@ -99,7 +104,9 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 @needs("wandb")
 def test_wandb_offline(folder: Path) -> None:
-    [run_id] = {file.stem.removeprefix("run-") for file in folder.glob("logs/tracked/wandb/*/*.wandb")}
+    [run_id] = {
+        file.stem.removeprefix("run-") for file in folder.glob("logs/tracked/wandb/*/*.wandb")
+    }
     assert run_id == json.loads((folder / "output/tracked/trackers.json").read_text())["wandb"]
     killed, resumed = sorted(folder.glob("logs/tracked/wandb/offline-run-*/*.wandb"))
     records = list(wandb_records(resumed))
@@ -111,7 +118,10 @@ def test_wandb_offline(folder: Path) -> None:
     assert config["pretrain"] == str(folder / "base")
     assert config["resumed_after_step"] == 3
     rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
-    steps = {row.step.num: {"/".join(item.nested_key): item.value_json for item in row.item} for row in rows}
+    steps = {
+        row.step.num: {"/".join(item.nested_key): item.value_json for item in row.item}
+        for row in rows
+    }
     told = {step: json.loads(row["loss"]) for step, row in steps.items() if "loss" in row}
     assert told == pytest.approx(losses(folder))
     assert "eval/loss" in steps[0]
@@ -121,14 +131,21 @@ def test_wandb_offline(folder: Path) -> None:
 @needs("trackio")
 def test_trackio(folder: Path) -> None:
     with sqlite3.connect(folder / "trackio" / "own.db") as database:
-        rows = list(database.execute("select run_id, run_name, step, metrics from metrics order by id"))
+        rows = list(
+            database.execute("select run_id, run_name, step, metrics from metrics order by id")
+        )
         [config] = [json.loads(text) for [text] in database.execute("select config from configs")]
     run_id = json.loads((folder / "output/tracked/trackers.json").read_text())["trackio"]
     assert {(identity, name) for identity, name, _, _ in rows} == {(run_id, "first try")}
     told = [(step, json.loads(metrics)) for _, _, step, metrics in rows]
-    assert {step: row["loss"] for step, row in told if "loss" in row} == pytest.approx(losses(folder))
+    assert {step: row["loss"] for step, row in told if "loss" in row} == pytest.approx(
+        losses(folder)
+    )
     steps = [step for step, row in told if "loss" in row]
-    assert steps in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 4, 5])  # it writes behind: step 4 came before the kill or not
+    assert steps in (
+        [1, 2, 3, 4, 5],
+        [1, 2, 3, 4, 4, 5],
+    )  # it writes behind: step 4 came before the kill or not
     assert [step for step, row in told if row.get("resumed_after_step") == 3] == [3]
     assert config["pretrain"] == str(folder / "base")
 
@@ -140,13 +157,23 @@ def test_mlflow(folder: Path) -> None:
     client = MlflowClient(f"sqlite:///{folder}/logs/mlflow.db")
     experiment = client.get_experiment_by_name("own")
     [run] = client.search_runs([experiment.experiment_id])
-    assert run.info.run_id == json.loads((folder / "output/tracked/trackers.json").read_text())["mlflow"]
+    assert (
+        run.info.run_id
+        == json.loads((folder / "output/tracked/trackers.json").read_text())["mlflow"]
+    )
     assert (run.info.run_name, run.info.status) == ("first try", "FINISHED")
     assert run.data.tags["resumed_after_step"] == "3"
     assert run.data.tags["mlflow.note.content"] == "a run"
     assert "tiny" in run.data.tags
     history = client.get_metric_history(run.info.run_id, "loss")
-    assert [point.step for point in history] == [1, 2, 3, 4, 4, 5]  # each is written at once, and none can be removed
+    assert [point.step for point in history] == [
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+    ]  # each is written at once, and none can be removed
     assert {point.step: point.value for point in history} == pytest.approx(losses(folder))
     assert run.data.params["actor_train.training_args.learning_rate"] == "0.001"
     assert run.data.params["system_envs.SOME_TOKEN"] == "***"
@@ -169,7 +196,9 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_costs(
         DPOPipeline(config)
 
 
-def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_that_name_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """W&B leaves a folder `wandb` where it was started."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "only_a_folder").mkdir()
@@ -181,33 +210,54 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest
 @needs("wandb")
 @pytest.mark.parametrize(("key", "told"), [("", "wandb login"), ("a" * 40, "connection refused")])
 def test_wandb_that_takes_nothing_is_kept_here(
-    key: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    key: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    for name, value in {"BASE_URL": "http://127.0.0.1:9", "CONFIG_DIR": str(tmp_path), "API_KEY": key}.items():
+    for name, value in {
+        "BASE_URL": "http://127.0.0.1:9",
+        "CONFIG_DIR": str(tmp_path),
+        "API_KEY": key,
+    }.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setitem(trackers.WANDB_WAITS, "init_timeout", 2)
     config = make_config(tmp_path, track_with="wandb")
-    with RunTracker(config, total_steps=2, start_step=0, metrics_position=None, quiet=True) as tracker:
+    with RunTracker(
+        config, total_steps=2, start_step=0, metrics_position=None, quiet=True
+    ) as tracker:
         tracker.log({"step": 1, "loss": 0.5})
     written_out()
     assert told in caplog.text
     assert "off from here" not in caplog.text
     [file] = tmp_path.glob("logs/run/wandb/offline-run-*/*.wandb")
-    rows = [record.history for record in wandb_records(file) if record.WhichOneof("record_type") == "history"]
+    rows = [
+        record.history
+        for record in wandb_records(file)
+        if record.WhichOneof("record_type") == "history"
+    ]
     assert [row.step.num for row in rows] == [1]
 
 
 def with_a_newer_run_of_the_name(folder: Path) -> int:
     os.environ["TRACKIO_DIR"] = str(folder / "trackio-names")
     places = [str(folder / place) for place in ("a", "b")]
-    configs = [make_config(folder, track_with="trackio", exp_name="same", output_dir=place) for place in places]
+    configs = [
+        make_config(folder, track_with="trackio", exp_name="same", output_dir=place)
+        for place in places
+    ]
     for config in configs:
-        with RunTracker(config, total_steps=2, start_step=0, metrics_position=None, quiet=True) as tracker:
+        with RunTracker(
+            config, total_steps=2, start_step=0, metrics_position=None, quiet=True
+        ) as tracker:
             tracker.log({"step": 1, "loss": 0.5})
             position = tracker.position()
-    with RunTracker(configs[0], total_steps=2, start_step=1, metrics_position=position, quiet=True) as tracker:
+    with RunTracker(
+        configs[0], total_steps=2, start_step=1, metrics_position=position, quiet=True
+    ) as tracker:
         tracker.log({"step": 2, "loss": 0.4})
     return 0
 
@@ -222,7 +272,11 @@ def test_trackio_never_goes_on_with_another_run_of_the_name(folder: Path) -> Non
 
 
 def test_lost_records_come_back_as_they_were(tmp_path: Path) -> None:
-    records = [{"step": 0, "eval/loss": 0.7}, {"step": 1, "loss": float("inf")}, {"step": 2, "loss": 0.5}]
+    records = [
+        {"step": 0, "eval/loss": 0.7},
+        {"step": 1, "loss": float("inf")},
+        {"step": 2, "loss": 0.5},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(map(json_line, records)))
     assert list(Past(tmp_path, 2).records(1)) == records[1:]
     assert list(Past(tmp_path, 0).records(0)) == []
@@ -247,7 +301,9 @@ def test_a_server_out_of_reach_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    config = make_config(tmp_path, max_steps=2, track_with="mlflow", tracker_kwargs={"uri": "http://127.0.0.1:9"})
+    config = make_config(
+        tmp_path, max_steps=2, track_with="mlflow", tracker_kwargs={"uri": "http://127.0.0.1:9"}
+    )
     assert DPOPipeline(config).run() == 0
     assert caplog.text.count("mlflow failed and is off from here") == 1
     assert [line["step"] for line in metrics(config) if "loss" in line] == [1, 2]
@@ -258,10 +314,14 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     options = {"mode": "offline", "project": "own", "tags": ["tiny"], "notes": "a run"}
     config = make_config(tmp_path, track_with="swanlab", tracker_kwargs=options)
-    with RunTracker(config, total_steps=4, start_step=0, metrics_position=None, quiet=True) as tracker:
+    with RunTracker(
+        config, total_steps=4, start_step=0, metrics_position=None, quiet=True
+    ) as tracker:
         tracker.log({"step": 1, "loss": 0.5})
         position = tracker.position()
-    with RunTracker(config, total_steps=4, start_step=1, metrics_position=position, quiet=True) as tracker:
+    with RunTracker(
+        config, total_steps=4, start_step=1, metrics_position=position, quiet=True
+    ) as tracker:
         tracker.log({"step": 2, "loss": 0.4})
     files = list(tmp_path.glob("logs/run/swanlog/*/*.swanlab"))
     run_id = json.loads((config.run_dir / "trackers.json").read_text())["swanlab"]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from rather.checkpoint import latest_name
+from rather.checkpoint.checkpoint import latest_name
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import assert_same, incidents, steps
 from tests.tiny import make_config, metrics
 
@@ -22,7 +22,7 @@ RUN["actor_train__training_args__num_train_epochs"] = 2.0  # of five steps
 @pytest.fixture(autouse=True)
 def no_checks_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_family", "check_model"):  # half the time of a tiny run
-        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,10 @@ def not_a_number_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_broken_off_before_its_own_first_checkpoint_it_begins_there_again(folder: Path) -> None:
-    begun = {"resume_from_checkpoint": str(folder / "output" / "first" / "checkpoint-2"), "save_steps": 50}
+    begun = {
+        "resume_from_checkpoint": str(folder / "output" / "first" / "checkpoint-2"),
+        "save_steps": 50,
+    }
     whole, config = (config_of(folder, name, **begun) for name in ("other-whole", "other"))
     assert DPOPipeline(whole).run() == 0
     assert [line["step"] for line in metrics(whole) if "loss" in line] == [3, 4, 5, 6]
@@ -79,7 +82,9 @@ def test_broken_off_before_its_own_first_checkpoint_it_begins_there_again(folder
 def test_from_an_earlier_checkpoint_it_never_goes_back_to_a_later_one(folder: Path) -> None:
     config = config_of(folder, "back", on_nonfinite="rollback")
     assert DPOPipeline(config).run() == 0
-    named = config.model_copy(update={"resume_from_checkpoint": str(config.run_dir / "checkpoint-2")})
+    named = config.model_copy(
+        update={"resume_from_checkpoint": str(config.run_dir / "checkpoint-2")}
+    )
     with pytest.MonkeyPatch.context() as monkeypatch:
         broken_at(1, monkeypatch)
         with pytest.raises(RuntimeError):
@@ -104,7 +109,10 @@ def test_the_checkpoint_that_the_config_names_is_kept(folder: Path) -> None:
     config = config_of(folder, "named")
     assert DPOPipeline(config).run() == 0
     named = config_of(
-        folder, "named", resume_from_checkpoint=str(config.run_dir / "checkpoint-2"), max_ckpt_to_keep=1
+        folder,
+        "named",
+        resume_from_checkpoint=str(config.run_dir / "checkpoint-2"),
+        max_ckpt_to_keep=1,
     )
     assert DPOPipeline(named).run() == 0
     assert steps(config.run_dir) == [2, 6]

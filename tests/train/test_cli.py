@@ -59,13 +59,23 @@ def yaml_file(shared: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def rather(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return CliRunner().invoke(
+        app, [str(arg) for arg in args], env={"COLUMNS": "200", "NO_COLOR": "1"}
+    )
 
 
 # --- help ---
 
 
-COMMANDS = ["", "train", "data", "eval", "demo", "config", *(f"config {x}" for x in ("show", "explain", "schema"))]
+COMMANDS = [
+    "",
+    "train",
+    "data",
+    "eval",
+    "demo",
+    "config",
+    *(f"config {x}" for x in ("show", "explain", "schema")),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -85,7 +95,9 @@ def test_help_names_all_commands() -> None:
 # --- configuration ---
 
 
-def test_three_problems_are_one_message_and_nothing_is_written(shared: Path, tmp_path: Path) -> None:
+def test_three_problems_are_one_message_and_nothing_is_written(
+    shared: Path, tmp_path: Path
+) -> None:
     """Through a real process: exit code, stderr, no traceback, and without waiting for torch."""
     file = tmp_path / "dpo.yaml"
     file.write_text(MUST_SHOW.format(folder=shared))
@@ -163,7 +175,11 @@ def test_train_then_evaluate(yaml_file: Callable[..., Path], shared: Path, tmp_p
     assert trained.exit_code == 0, trained.output
     run = tmp_path / "out" / "run"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [{k: v for k, v in line.items() if k.startswith("eval/")} for line in lines if "eval/loss" in line]
+    evaluations = [
+        {k: v for k, v in line.items() if k.startswith("eval/")}
+        for line in lines
+        if "eval/loss" in line
+    ]
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     result = rather("eval", file)
     assert result.exit_code == 0, result.output
@@ -206,7 +222,9 @@ class NotANumber(ActorWorker):
 
 
 def test_exit_codes(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
-    missing_data = rather("train", yaml_file(), f"actor_train.data_args.file_name={tmp_path}/none.jsonl")
+    missing_data = rather(
+        "train", yaml_file(), f"actor_train.data_args.file_name={tmp_path}/none.jsonl"
+    )
     assert (missing_data.exit_code, "none.jsonl" in missing_data.stderr) == (3, True)
     missing_model = rather("train", yaml_file(), f"pretrain={tmp_path}/none")
     assert (missing_model.exit_code, "does not exist" in missing_model.stderr) == (2, True)
@@ -216,14 +234,20 @@ def test_exit_codes(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
     assert (no_model_yet.exit_code, "train first" in no_model_yet.stderr) == (2, True)
     nothing_to_evaluate = rather("eval", yaml_file(validation={}))
     assert (nothing_to_evaluate.exit_code, "held-out" in nothing_to_evaluate.stderr) == (2, True)
-    not_finite = rather("train", yaml_file(), "actor_train.worker_cls=tests.train.test_cli.NotANumber")
+    not_finite = rather(
+        "train", yaml_file(), "actor_train.worker_cls=tests.train.test_cli.NotANumber"
+    )
     assert (not_finite.exit_code, "such steps in a row" in not_finite.stderr) == (6, True)
     wrong_loss = rather("train", yaml_file(), "pref_loss=sigmoyd")
     assert (wrong_loss.exit_code, "did you mean 'sigmoid'?" in wrong_loss.stderr) == (2, True)
 
 
-def test_what_a_loss_refuses_has_its_line_and_costs_nothing(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
-    result = rather("train", yaml_file(pref_loss="hinge", gamma=1.0, f_divergence_type="js", soft_labels=True))
+def test_what_a_loss_refuses_has_its_line_and_costs_nothing(
+    yaml_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = rather(
+        "train", yaml_file(pref_loss="hinge", gamma=1.0, f_divergence_type="js", soft_labels=True)
+    )
     assert result.exit_code == 2
     assert "gamma (dpo.yaml:" in result.output
     assert "loss 'hinge' takes beta; it has no gamma" in result.output
@@ -239,7 +263,9 @@ def test_refused_data_leaves_its_report(yaml_file: Callable[..., Path], tmp_path
     assert rather("train", file, bad).exit_code == 3
     report = json.loads((tmp_path / "out" / "run" / "data_report.json").read_text())
     assert report["train"]["dropped"]["identical_text"]["count"] == 1
-    assert rather("train", file, "resume_from_checkpoint=false").exit_code == 0  # that was no run yet
+    assert (
+        rather("train", file, "resume_from_checkpoint=false").exit_code == 0
+    )  # that was no run yet
     assert rather("train", file, "resume_from_checkpoint=false").exit_code == 2
 
 

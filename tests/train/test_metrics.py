@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rather.batch import PairLogps
-from rather.metrics import MOMENTS, PER_PAIR, WITH_REFERENCE, Scored, Window, weighted_sums
-from rather.objective import configure
+from rather.data.batch import PairLogps
+from rather.losses.metrics import MOMENTS, PER_PAIR, WITH_REFERENCE, Scored, Window, weighted_sums
+from rather.losses.objective import configure
 
 OBJECTIVE = configure(["sigmoid"], {"beta": 0.25})
 POLICY = [[-10.0, -12.0], [-8.0, -7.0], [-6.0, -6.0], [-20.0, -11.0]]
@@ -40,7 +40,9 @@ WANTED: dict[str, list[float]] = {  # of each pair, by hand
 def sums(places: Any) -> dict[str, float]:
     """As one micro-batch of these pairs gives them."""
     double = {"dtype": torch.float64}
-    policy, reference, length = (torch.tensor(x, **double)[places] for x in (POLICY, REFERENCE, LENGTH))
+    policy, reference, length = (
+        torch.tensor(x, **double)[places] for x in (POLICY, REFERENCE, LENGTH)
+    )
     x = PairLogps(policy, reference, length)
     scored = Scored(x, torch.tensor(LOSSES, **double)[places], OBJECTIVE.rewards(x))
     totals = weighted_sums(scored, torch.tensor(WEIGHTS, **double)[places], OBJECTIVE)
@@ -54,8 +56,12 @@ def test_each_metric_is_a_weighted_mean_over_pairs() -> None:
     correlation = means.pop("rewards/length_correlation")
     assert means.keys() == WANTED.keys() == PER_PAIR.keys() | WITH_REFERENCE.keys()
     margins, longer = WANTED["rewards/margins"], [chosen - rejected for chosen, rejected in LENGTH]
-    repeated = [(m, d) for m, d, w in zip(margins, longer, WEIGHTS, strict=True) for _ in range(int(2 * w))]
-    assert correlation == pytest.approx(statistics.correlation(*zip(*repeated, strict=True)), rel=1e-9)
+    repeated = [
+        (m, d) for m, d, w in zip(margins, longer, WEIGHTS, strict=True) for _ in range(int(2 * w))
+    ]
+    assert correlation == pytest.approx(
+        statistics.correlation(*zip(*repeated, strict=True)), rel=1e-9
+    )
     for name, mean in means.items():
         want = sum(w * v for w, v in zip(WEIGHTS, WANTED[name], strict=True)) / sum(WEIGHTS)
         assert mean == pytest.approx(want, rel=1e-12, abs=1e-15), name
@@ -90,7 +96,10 @@ def correlation(pairs: list[tuple[float, float, float]]) -> float:
     """Of weight, margin and length difference of each pair, added one by one."""
     window = Window()
     for weight, margin, longer in pairs:
-        values = torch.tensor(margin, dtype=torch.float64), torch.tensor(longer, dtype=torch.float64)
+        values = (
+            torch.tensor(margin, dtype=torch.float64),
+            torch.tensor(longer, dtype=torch.float64),
+        )
         moments = {name: weight * float(moment(*values)) for name, moment in MOMENTS.items()}
         window.add({**moments, "weight": weight}, pairs=1, tokens=0)
     return window.means()["rewards/length_correlation"]
@@ -119,9 +128,14 @@ def test_correlation_is_that_of_the_weighted_pairs_and_never_beyond_one() -> Non
         lengths = [float(length) for length in draw.sample(range(-50, 50), draw.choice([2, 3, 16]))]
         pairs = [(draw.uniform(0.01, 3), slope * d + draw.gauss(0, spread), d) for d in lengths]
         weights, margins, _ = zip(*pairs, strict=True)
-        m, d = (sum(w * v for w, v in zip(weights, x, strict=True)) / sum(weights) for x in (margins, lengths))
+        m, d = (
+            sum(w * v for w, v in zip(weights, x, strict=True)) / sum(weights)
+            for x in (margins, lengths)
+        )
         covariance = sum(w * (x - m) * (y - d) for w, x, y in pairs)
-        squares = sum(w * (x - m) ** 2 for w, x, _ in pairs) * sum(w * (y - d) ** 2 for w, _, y in pairs)
+        squares = sum(w * (x - m) ** 2 for w, x, _ in pairs) * sum(
+            w * (y - d) ** 2 for w, _, y in pairs
+        )
         found = correlation(pairs)
         assert -1 <= found <= 1
         assert found == pytest.approx(covariance / math.sqrt(squares), abs=1e-9)

@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rather import faults
-from rather.batch import PairLogps
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.schema import DPOConfig, TrainingArgs
 from rather.config.strategies import Layout
+from rather.data.batch import PairLogps
 from rather.data.pack import pack
 from rather.errors import NonFiniteError
-from rather.objective import own_loss
-from rather.optim import Optimizer
+from rather.losses.objective import own_loss
+from rather.optim.optimizer import Optimizer
 from rather.parallel.apply import build_mesh, divide
 from rather.parallel.shard import STAGES, local
 from rather.parallel.stages import Stages
-from rather.pipeline import DPOPipeline
-from rather.run.incidents import Incidents
-from rather.trainer import RankTrainer, StepResult, Whole
-from rather.trouble import NOTHING_PASSES, Limits
+from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.incidents import Incidents
+from rather.train.nonfinite import NOTHING_PASSES, Limits
+from rather.train.rank_trainer import RankTrainer, StepResult, Whole
 from tests.padded import random_pairs
 from tests.same.canonical import Setup, make_loss, make_policy, make_step, make_trainer, pairs_of
 from tests.same.pool import pool
@@ -46,7 +46,10 @@ def state_of(trainer: RankTrainer) -> dict[str, Tensor]:
     assert trainer.optimizer
     found = {name: local(parameter) for name, parameter in trainer.policy.named_parameters()}
     found |= {f"{name}.master": master for name, master in trainer.optimizer.masters.items()}
-    return {name: tensor.detach().clone() for name, tensor in (found | trainer.optimizer.moments()).items()}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in (found | trainer.optimizer.moments()).items()
+    }
 
 
 def trainer_of(layout: Layout) -> RankTrainer:
@@ -58,7 +61,9 @@ def trainer_of(layout: Layout) -> RankTrainer:
     return make_trainer(SETUP, mesh, divided, runner)
 
 
-def struck(layout: Layout, folder: Path, fault: str, limits: Limits | None = None) -> dict[str, Any]:
+def struck(
+    layout: Layout, folder: Path, fault: str, limits: Limits | None = None
+) -> dict[str, Any]:
     """Three steps of one rank, of which the second is struck, or held by its limits. What it told, and what it left."""
     patch = pytest.MonkeyPatch()
     patch.setenv(faults.VARIABLE, fault)
@@ -71,7 +76,9 @@ def struck(layout: Layout, folder: Path, fault: str, limits: Limits | None = Non
 
 
 def three_steps(
-    trainer: RankTrainer, limits: Limits | None = None, second: AbstractContextManager[object] | None = None
+    trainer: RankTrainer,
+    limits: Limits | None = None,
+    second: AbstractContextManager[object] | None = None,
 ) -> dict[str, Any]:
     """What they told and left; `limits` and what is in force during it are of the second."""
     states, results = [state_of(trainer)], []
@@ -80,7 +87,9 @@ def three_steps(
         step = make_step(pairs, trainer.mesh.size("dp"))
         own = step.dealt[trainer.mesh.rank("dp")]
         with second if second and number == 2 else nullcontext():
-            results.append(trainer.train_step(own, step.reference, step.facts, limits if number == 2 else None))
+            results.append(
+                trainer.train_step(own, step.reference, step.facts, limits if number == 2 else None)
+            )
         states.append(state_of(trainer))
     assert trainer.optimizer
     updates, gradients = trainer.optimizer.updates, trainer.optimizer.gradients()
@@ -98,7 +107,9 @@ def assert_only_the_second_is_skipped(found: dict[str, Any], reason: str) -> Non
     assert_untouched(found["states"][1], found["states"][2])
     for one, other in ((0, 1), (2, 3)):  # the others moved every weight
         before, after = found["states"][one], found["states"][other]
-        assert not any(torch.equal(tensor, after[name]) for name, tensor in before.items() if tensor.numel())
+        assert not any(
+            torch.equal(tensor, after[name]) for name, tensor in before.items() if tensor.numel()
+        )
     assert (found["updates"], found["gradients"]) == (2, [])
 
 
@@ -135,10 +146,14 @@ def test_all_ranks_skip_together(tmp_path: Path, name: str, phase: str) -> None:
     for each in found:
         assert_only_the_second_is_skipped(each, "nonfinite")
     first, second = (each["results"][1] for each in found)
-    assert str(first.trouble) == str(second.trouble)  # every rank tells the same; NaN is not equal to itself
+    assert str(first.trouble) == str(
+        second.trouble
+    )  # every rank tells the same; NaN is not equal to itself
     assert first.trouble.ranks == [1]
     dealt = make_step(pairs_of(SETUP)[1], LAYOUTS[name].dp).dealt[-1]
-    assert first.trouble.pairs == sorted(dealt[0].pair_P.tolist())  # the first micro-batch of the last dp rank
+    assert first.trouble.pairs == sorted(
+        dealt[0].pair_P.tolist()
+    )  # the first micro-batch of the last dp rank
     assert first.trouble.layers
     assert all(math.isnan(norm) for norm in first.trouble.layers.values())
 
@@ -153,7 +168,9 @@ def one_infinite(trainer: RankTrainer) -> Iterator[None]:
         return gradient
 
     def watch(module: torch.nn.Module, _: object) -> None:
-        hooks.append(module.weight.register_hook(overflow))  # where weights are divided, it is whole only here
+        hooks.append(
+            module.weight.register_hook(overflow)
+        )  # where weights are divided, it is whole only here
 
     layer = trainer.policy.get_submodule("causal_lm.model.layers.1.mlp.up_proj")
     hooks: list[Any] = [layer.register_forward_pre_hook(watch)]
@@ -176,7 +193,9 @@ def test_an_infinite_gradient_of_one_rank_is_skipped_by_both() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_infinite_gradient_is_skipped(dtype: torch.dtype) -> None:
     policy = tiny_policy(dtype=dtype)
-    optimizer = Optimizer(policy.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-3, max_grad_norm=1.0)
+    optimizer = Optimizer(
+        policy.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-3, max_grad_norm=1.0
+    )
     trainer = RankTrainer(policy, make_loss(SETUP), optimizer)
     batches, reference = pack(random_pairs(3, 60), 10**6), {"sum": torch.zeros(3, 2)}
     before = state_of(trainer)
@@ -209,7 +228,9 @@ def infinite(x: PairLogps) -> Tensor:
 
 def test_a_loss_that_is_no_number_counts_although_its_gradient_is_one() -> None:
     policy = tiny_policy()
-    optimizer = Optimizer(policy.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-3, max_grad_norm=1.0)
+    optimizer = Optimizer(
+        policy.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-3, max_grad_norm=1.0
+    )
     trainer = RankTrainer(policy, own_loss(infinite), optimizer)
     before = state_of(trainer)
     batches = pack(random_pairs(3, 60), 10**6)
@@ -217,9 +238,15 @@ def test_a_loss_that_is_no_number_counts_although_its_gradient_is_one() -> None:
     assert math.isfinite(result.grad_norm)
     assert result.held == "nonfinite"
     assert result.trouble
-    assert result.trouble.pairs == [0, 1, 2]  # those of the micro-batch: no log-prob and no slope is lost
+    assert result.trouble.pairs == [
+        0,
+        1,
+        2,
+    ]  # those of the micro-batch: no log-prob and no slope is lost
     assert result.trouble.layers_lost == 0
-    assert sorted(result.trouble.layers.values(), reverse=True) == list(result.trouble.layers.values())
+    assert sorted(result.trouble.layers.values(), reverse=True) == list(
+        result.trouble.layers.values()
+    )
     assert_untouched(before, state_of(trainer))
 
 
@@ -229,8 +256,11 @@ def test_a_loss_that_is_no_number_counts_although_its_gradient_is_one() -> None:
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the faults of the runs that follow."""
-    for name in ("check_family", "check_model"):  # half the time of a tiny run, with tests of their own
-        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+    for name in (
+        "check_family",
+        "check_model",
+    ):  # half the time of a tiny run, with tests of their own
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
     monkeypatch.setattr(faults, "_armed", None)
     return lambda *parts: monkeypatch.setenv(faults.VARIABLE, ";".join(parts))
 
@@ -249,7 +279,11 @@ def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[s
 def weights(config: DPOConfig, step: int) -> dict[str, Tensor]:
     found = open_checkpoint(config.run_dir / f"checkpoint-{step}")
     groups = {group: found.stored(group) for group in ("model", "optimizer")}
-    return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
+    return {
+        f"{group}/{name}": tensor
+        for group, tensors in groups.items()
+        for name, tensor in tensors.items()
+    }
 
 
 def incidents(config: DPOConfig) -> list[dict[str, Any]]:
@@ -261,7 +295,9 @@ def test_a_skipped_step_is_told_and_touches_nothing(shared: Path, fault: Any) ->
     fault(nan_at(3))
     config, lines = run(shared, "nan-skip", save_steps=1, max_ckpt_to_keep=0)
     assert_untouched(weights(config, 2), weights(config, 3))
-    assert not all(torch.equal(tensor, weights(config, 4)[name]) for name, tensor in weights(config, 3).items())
+    assert not all(
+        torch.equal(tensor, weights(config, 4)[name]) for name, tensor in weights(config, 3).items()
+    )
     assert [line["skipped_iter"] for line in lines] == [0, 0, 1, 0, 0, 0]
     assert lines[2]["loss"] is lines[2]["grad_norm"] is None
     assert {"loss", "grad_norm"} <= lines[2]["nonfinite"].keys()
@@ -282,7 +318,10 @@ def test_one_lost_step_does_not_take_its_line_along(shared: Path, fault: Any) ->
     _, lines = run(shared, "nan-line", logging_steps=3)
     fault()
     _, plain = run(shared, "nan-line-plain", logging_steps=1)
-    assert [(line["step"], line["skipped_iter"], line["pairs"]) for line in lines] == [(3, 0, 24), (6, 1, 24)]
+    assert [(line["step"], line["skipped_iter"], line["pairs"]) for line in lines] == [
+        (3, 0, 24),
+        (6, 1, 24),
+    ]
     assert "nonfinite" not in lines[1]
     assert lines[1]["loss"] == pytest.approx((plain[3]["loss"] + plain[5]["loss"]) / 2, rel=1e-2)
     assert lines[0]["loss"] == pytest.approx(sum(line["loss"] for line in plain[:3]) / 3)
@@ -291,26 +330,36 @@ def test_one_lost_step_does_not_take_its_line_along(shared: Path, fault: Any) ->
 def test_pairs_are_named_by_their_own_ids(shared: Path, fault: Any, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (shared / "pairs.jsonl").read_text().splitlines()]
     named = tmp_path / "named.jsonl"
-    named.write_text("\n".join(json.dumps({**row, "id": f"pair {i}"}) for i, row in enumerate(rows)))
+    named.write_text(
+        "\n".join(json.dumps({**row, "id": f"pair {i}"}) for i, row in enumerate(rows))
+    )
     fault(nan_at(1))
     config, _ = run(shared, "nan-ids", max_steps=2, actor_train__data_args__file_name=str(named))
     (told,) = incidents(config)
-    assert {pair["id"] for pair in told["pairs"]} == {f"pair {pair['line'] - 1}" for pair in told["pairs"]}
+    assert {pair["id"] for pair in told["pairs"]} == {
+        f"pair {pair['line'] - 1}" for pair in told["pairs"]
+    }
 
 
 def test_stop_ends_the_run(shared: Path, fault: Any) -> None:
     fault(nan_at(3))
-    with pytest.raises(NonFiniteError, match=r"step 3: loss nan.*on_nonfinite: stop.*weights were not touched") as stop:
+    with pytest.raises(
+        NonFiniteError, match=r"step 3: loss nan.*on_nonfinite: stop.*weights were not touched"
+    ) as stop:
         run(shared, "nan-stop", on_nonfinite="stop")
     assert stop.value.exit_code == 6
 
 
 def test_too_many_in_a_row(shared: Path, fault: Any) -> None:
     fault(nan_at(1), nan_at(3), nan_at(4))
-    config, lines = run(shared, "nan-in-a-row", max_nonfinite_steps=3)  # a step that is one begins the count anew
+    config, lines = run(
+        shared, "nan-in-a-row", max_nonfinite_steps=3
+    )  # a step that is one begins the count anew
     assert [line["skipped_iter"] for line in lines] == [1, 0, 1, 1, 0, 0]
     assert [each["step"] for each in incidents(config)] == [1, 3, 4]
-    with pytest.raises(NonFiniteError, match=r"step 4.*the last of 2 such steps in a row \(max_nonfinite_steps\)"):
+    with pytest.raises(
+        NonFiniteError, match=r"step 4.*the last of 2 such steps in a row \(max_nonfinite_steps\)"
+    ):
         run(shared, "nan-in-a-row-2", max_nonfinite_steps=2)
 
 
@@ -331,9 +380,15 @@ def test_a_rollback_leaves_the_step_out(shared: Path, fault: Any) -> None:
     assert [(each["kind"], each["step"], each.get("to")) for each in incidents(config)] == [
         ("nonfinite", 5, None), ("rollback", 5, 4),
     ]  # fmt: skip
-    assert open_checkpoint(config.run_dir / "checkpoint-4").state["progress"]["rollbacks"] == [[4, 5]]
-    resumed, again = run(shared, "nan-rollback-on", resume_from_checkpoint=str(config.run_dir / "checkpoint-4"))
-    assert_untouched(weights(config, 6), weights(resumed, 6))  # a run that goes on leaves it out as well
+    assert open_checkpoint(config.run_dir / "checkpoint-4").state["progress"]["rollbacks"] == [
+        [4, 5]
+    ]
+    resumed, again = run(
+        shared, "nan-rollback-on", resume_from_checkpoint=str(config.run_dir / "checkpoint-4")
+    )
+    assert_untouched(
+        weights(config, 6), weights(resumed, 6)
+    )  # a run that goes on leaves it out as well
     assert [line["skipped_iter"] for line in again] == [1, 0]
 
 
@@ -349,13 +404,21 @@ def test_a_rollback_without_a_checkpoint_goes_to_the_start(shared: Path, fault: 
 
 def test_a_second_rollback_to_the_same_step_ends_the_run(shared: Path, fault: Any) -> None:
     fault(nan_at(3), nan_at(4))
-    with pytest.raises(NonFiniteError, match="step 4: the run cannot go back to step 2, to which it went back before"):
+    with pytest.raises(
+        NonFiniteError,
+        match="step 4: the run cannot go back to step 2, to which it went back before",
+    ):
         run(shared, "nan-loop", on_nonfinite="rollback", save_steps=2)
 
 
 def test_rollback_moves_a_synced_reference_back_too(shared: Path, fault: Any) -> None:
     fault(nan_at(5))
-    synced = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5, "save_steps": 2}
+    synced = {
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 3,
+        "ref_model_mixup_alpha": 0.5,
+        "save_steps": 2,
+    }
     config, _ = run(shared, "nan-synced", on_nonfinite="rollback", **synced)
     skipped, _ = run(shared, "nan-synced-skip", **synced)
     assert_untouched(weights(skipped, 6), weights(config, 6))

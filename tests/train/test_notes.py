@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rather.errors import WorkerLost
-from rather.pipeline import DPOPipeline
-from rather.run import notes
-from rather.run_folder import DATA_REPORT, FINISHED, PLAN, RUN_REPORT, write_data_report
+from rather.pipeline import run_summary as notes
+from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.layout import DATA_REPORT, FINISHED, PLAN, RUN_REPORT, write_data_report
 from tests.tiny import make_config
 
 
@@ -30,7 +30,11 @@ def test_notes_that_fail_stop_nothing(
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
     told = [record.getMessage() for record in caplog.records if record.name == notes.__name__]
-    assert {line.split(" failed; ")[0] for line in told} == {"the forecast", "the look at the first pairs", RUN_REPORT}
+    assert {line.split(" failed; ")[0] for line in told} == {
+        "the forecast",
+        "the look at the first pairs",
+        RUN_REPORT,
+    }
     assert (config.run_dir / "config.yaml").exists()
     assert (config.run_dir / FINISHED).exists()
     assert not (config.run_dir / PLAN).exists()
@@ -54,7 +58,9 @@ def test_a_worker_that_is_gone_is_no_note(shared: Path, monkeypatch: pytest.Monk
         pipeline.run()
 
 
-def test_the_environment_is_there_before_anybody_looks_at_a_gpu(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_there_before_anybody_looks_at_a_gpu(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch reads the settings of its allocator once; the forecast is the first that asks for a GPU's memory."""
     seen: dict[str, str | None] = {}
 
@@ -65,5 +71,7 @@ def test_the_environment_is_there_before_anybody_looks_at_a_gpu(shared: Path, mo
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     monkeypatch.setattr(notes, "forecast_of", look)
-    DPOPipeline(make_config(shared, exp_name="settled", max_steps=1, system_envs={"OWN_SETTING": "1"})).run()
+    DPOPipeline(
+        make_config(shared, exp_name="settled", max_steps=1, system_envs={"OWN_SETTING": "1"})
+    ).run()
     assert seen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OWN_SETTING": "1"}

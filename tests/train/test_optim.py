@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from rather import adamw
-from rather.adamw import decoded, decoded_signed, encode, encode_signed, join, split
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
-from rather.optim import LossScale, Optimizer, schedule
+from rather.optim import adamw
+from rather.optim.adamw import decoded, decoded_signed, encode, encode_signed, join, split
+from rather.optim.optimizer import LossScale, Optimizer, schedule
 
 TOTAL, PEAK = 37, 3e-4
 
@@ -49,9 +49,15 @@ def theirs(name: str, warmup: int, numbers: dict[str, float]) -> list[float]:
         ("inverse_sqrt", {"timescale": 12}),
     ],
 )
-def test_schedules_equal_those_of_transformers(name: Any, numbers: dict[str, float], warmup: int) -> None:
-    rate = schedule(args(lr_scheduler_type=name, lr_scheduler_kwargs=numbers, warmup_steps=warmup), TOTAL)
-    assert [rate(updates) for updates in range(TOTAL)] == pytest.approx(theirs(name, warmup, numbers), rel=1e-12)
+def test_schedules_equal_those_of_transformers(
+    name: Any, numbers: dict[str, float], warmup: int
+) -> None:
+    rate = schedule(
+        args(lr_scheduler_type=name, lr_scheduler_kwargs=numbers, warmup_steps=warmup), TOTAL
+    )
+    assert [rate(updates) for updates in range(TOTAL)] == pytest.approx(
+        theirs(name, warmup, numbers), rel=1e-12
+    )
 
 
 def test_constant_warms_up_when_asked() -> None:
@@ -61,8 +67,12 @@ def test_constant_warms_up_when_asked() -> None:
 
 
 def test_wsd_is_flat_and_then_linear_to_its_floor() -> None:
-    rate = schedule(args(lr_scheduler_type="wsd", warmup_steps=2), 42)  # a tenth of the 40 after the warm-up
-    assert [rate(n) / PEAK for n in range(42)] == pytest.approx([0, 0.5, *[1] * 37, 0.75, 0.5, 0.25])
+    rate = schedule(
+        args(lr_scheduler_type="wsd", warmup_steps=2), 42
+    )  # a tenth of the 40 after the warm-up
+    assert [rate(n) / PEAK for n in range(42)] == pytest.approx(
+        [0, 0.5, *[1] * 37, 0.75, 0.5, 0.25]
+    )
     numbers = {"num_decay_steps": 2, "min_lr_rate": 0.2}
     rate = schedule(args(lr_scheduler_type="wsd", lr_scheduler_kwargs=numbers), 6)
     assert [rate(n) / PEAK for n in range(7)] == pytest.approx([1, 1, 1, 1, 1, 0.6, 0.2])
@@ -103,10 +113,16 @@ class Toy(nn.Module):
 OPTIONS = {"lean", "wide_gradients", "seed", "exact"}
 
 
-def optimizer_of(model: nn.Module, *, rate: float = 1e-2, max_grad_norm: float = 0.0, **changes: Any) -> Optimizer:
+def optimizer_of(
+    model: nn.Module, *, rate: float = 1e-2, max_grad_norm: float = 0.0, **changes: Any
+) -> Optimizer:
     options = {name: changes.pop(name) for name in OPTIONS & changes.keys()}
     return Optimizer(
-        model.named_parameters(), args(**changes), schedule=lambda _: rate, max_grad_norm=max_grad_norm, **options
+        model.named_parameters(),
+        args(**changes),
+        schedule=lambda _: rate,
+        max_grad_norm=max_grad_norm,
+        **options,
     )
 
 
@@ -127,13 +143,18 @@ NUMBERS = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps
 def test_float32_is_torch_adamw(max_grad_norm: float) -> None:
     ours, other = Toy(), Toy()
     optimizer = optimizer_of(ours, max_grad_norm=max_grad_norm, **NUMBERS)
-    groups = [{"params": [other.matrix], "weight_decay": 0.1}, {"params": [other.vector], "weight_decay": 0.0}]
+    groups = [
+        {"params": [other.matrix], "weight_decay": 0.1},
+        {"params": [other.vector], "weight_decay": 0.0},
+    ]
     adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6)
     for step in range(6):
         ours.backward(gradients(step))
         other.backward(gradients(step))
         norm = torch.nn.utils.clip_grad_norm_(other.parameters(), max_grad_norm or float("inf"))
-        assert float(optimizer.grad_norm()) == pytest.approx(float(norm), rel=1e-6)  # before clipping
+        assert float(optimizer.grad_norm()) == pytest.approx(
+            float(norm), rel=1e-6
+        )  # before clipping
         update(optimizer)
         adamw.step()
         adamw.zero_grad()
@@ -166,10 +187,17 @@ def test_frozen_weights_are_left_alone() -> None:
 def test_bfloat16_at_a_small_rate_loses_updates_without_masters() -> None:
     """2e-4 in all, of which each single step is far below half the spacing of bfloat16 numbers near 0.02."""
     steps, rate = 400, 5e-7
-    ours, plain, exact = Toy(torch.bfloat16, 0.02), Toy(torch.bfloat16, 0.02), Toy(torch.bfloat16, 0.02).float()
+    ours, plain, exact = (
+        Toy(torch.bfloat16, 0.02),
+        Toy(torch.bfloat16, 0.02),
+        Toy(torch.bfloat16, 0.02).float(),
+    )
     start = [p.detach().clone() for p in ours.parameters()]
     optimizer = optimizer_of(ours, rate=rate)
-    lossy, wide = (torch.optim.AdamW(m.parameters(), lr=rate, weight_decay=0.0, fused=True) for m in (plain, exact))
+    lossy, wide = (
+        torch.optim.AdamW(m.parameters(), lr=rate, weight_decay=0.0, fused=True)
+        for m in (plain, exact)
+    )
     given = gradients(0, torch.bfloat16)
     for _ in range(steps):
         for model in (ours, plain, exact):
@@ -198,8 +226,13 @@ def test_split_masters_have_the_bits_of_float32_training(
     single = Toy(torch.bfloat16, 0.02).float()
     optimizer = optimizer_of(ours, rate=rate, max_grad_norm=max_grad_norm, **NUMBERS)
     exact = optimizer_of(wide, rate=rate, max_grad_norm=max_grad_norm, **NUMBERS)
-    groups = [{"params": [single.matrix], "weight_decay": 0.1}, {"params": [single.vector], "weight_decay": 0.0}]
-    plain = torch.optim.AdamW(groups, lr=rate, betas=(0.8, 0.95), eps=1e-6, foreach=False, fused=False)
+    groups = [
+        {"params": [single.matrix], "weight_decay": 0.1},
+        {"params": [single.vector], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(
+        groups, lr=rate, betas=(0.8, 0.95), eps=1e-6, foreach=False, fused=False
+    )
     for step in range(50):
         for model in (ours, wide, single):
             model.backward(gradients(step, torch.bfloat16))
@@ -224,7 +257,10 @@ def any_floats(count: int) -> Tensor:
 
 def test_a_bfloat16_number_and_its_remainder_are_a_float32_number() -> None:
     values = any_floats(99_999)
-    upper, lower = torch.zeros_like(values, dtype=torch.bfloat16), torch.zeros_like(values, dtype=torch.int16)
+    upper, lower = (
+        torch.zeros_like(values, dtype=torch.bfloat16),
+        torch.zeros_like(values, dtype=torch.int16),
+    )
     split(values, upper, lower)
     assert torch.equal(join(upper, lower).view(torch.int32), values.view(torch.int32))
     halves = (values.view(torch.int32) & 0xFFFF) == 0x8000
@@ -273,7 +309,12 @@ def test_bfloat16_gradients_are_added_up_in_float32() -> None:
     assert model.matrix.grad is None
 
 
-FORMS = [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
+FORMS = [
+    (torch.float32, False),
+    (torch.bfloat16, False),
+    (torch.float16, False),
+    (torch.bfloat16, True),
+]
 
 
 @pytest.mark.parametrize(("dtype", "lean"), FORMS)
@@ -333,7 +374,9 @@ def test_loss_scale_grows_after_patience() -> None:
 
 
 def test_only_float16_has_a_loss_scale() -> None:
-    scales = [optimizer_of(Toy(dtype)).scale for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    scales = [
+        optimizer_of(Toy(dtype)).scale for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
     assert scales == [1, 1, 2**16]
 
 
@@ -351,7 +394,10 @@ def test_the_loss_scale_is_taken_out_again(max_grad_norm: float) -> None:
     for its in (optimizer, other):
         update(its)
     assert optimizer.moments().keys() == other.moments().keys()
-    for name, moment in optimizer.moments().items():  # AdamW's first step alone would hide the scale
+    for (
+        name,
+        moment,
+    ) in optimizer.moments().items():  # AdamW's first step alone would hide the scale
         assert torch.allclose(moment, other.moments()[name], rtol=1e-5)
 
 
@@ -359,7 +405,9 @@ def test_the_loss_scale_is_taken_out_again(max_grad_norm: float) -> None:
 
 
 def noise(count: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 1 << 20, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    return torch.randint(
+        0, 1 << 20, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
+    )
 
 
 def coded(values: Tensor, noise: Tensor, *, signed: bool) -> Tensor:
@@ -442,7 +490,10 @@ def test_lean_learns_as_exact_does() -> None:
 
 def test_lean_noise_follows_the_seed_alone() -> None:
     one, same, other = (
-        {name: m.clone() for name, m in regression(lean=True, steps=5, seed=seed)[1].masters.items()}
+        {
+            name: m.clone()
+            for name, m in regression(lean=True, steps=5, seed=seed)[1].masters.items()
+        }
         for seed in (1, 1, 2)
     )
     assert torch.equal(one["w"], same["w"])
@@ -452,10 +503,15 @@ def test_lean_noise_follows_the_seed_alone() -> None:
 @pytest.mark.parametrize(("then", "now"), [("lean", "exact"), ("exact", "lean")])
 def test_another_precision_does_not_go_on(then: str, now: str) -> None:
     model, fresh = Toy(torch.bfloat16), Toy(torch.bfloat16)
-    optimizer, other = optimizer_of(model, lean=then == "lean"), optimizer_of(fresh, lean=now == "lean")
+    optimizer, other = (
+        optimizer_of(model, lean=then == "lean"),
+        optimizer_of(fresh, lean=now == "lean"),
+    )
     model.backward(gradients(0))
     update(optimizer)
-    with pytest.raises(ConfigError, match=f"precision: {now}, but .* written with {then}; type precision={then}"):
+    with pytest.raises(
+        ConfigError, match=f"precision: {now}, but .* written with {then}; type precision={then}"
+    ):
         other.load(optimizer.masters, optimizer.moments(), 1)
     assert torch.equal(fresh.matrix, Toy(torch.bfloat16).matrix)
 

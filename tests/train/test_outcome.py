@@ -19,7 +19,9 @@ def test_stories_become_happy(team_data: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("OMP_NUM_THREADS", None)  # all cores: this is about minutes, not about bits
     arguments = ["--data", str(team_data), "--out", str(tmp_path), "--timed-steps", "1"]
-    subprocess.run([sys.executable, "bench/stories.py", *arguments], check=True, cwd=ROOT, env=environment)
+    subprocess.run(
+        [sys.executable, "bench/stories.py", *arguments], check=True, cwd=ROOT, env=environment
+    )
     figures = json.loads((tmp_path / "stories.json").read_text())
     assert figures["held-out accuracy"] >= 0.88
     assert figures["sentiment before"] < 0.6

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rather.batch import PairBatch, TokenPair
 from rather.config.schema import DPOConfig
+from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import bins, fill, pack
 from rather.data.prepare import prepare
 from rather.data.sampler import Order
@@ -60,7 +60,14 @@ ODD_PAIRS = [
     # an empty prompt: the first token of an answer has nothing that predicts it
     TokenPair(ids(), ids(7, 8, 9), ids(4, 5), ((1, 3),), ((1, 2),), weight=0.5),
     # earlier turns inside the prompt are scored too, in both sequences
-    TokenPair(ids(1, 2, 3, 4, 5, 6), ids(7, 8, 9), ids(10, 11), ((2, 4), (6, 8)), ((2, 4), (5, 8)), weight=2.0),
+    TokenPair(
+        ids(1, 2, 3, 4, 5, 6),
+        ids(7, 8, 9),
+        ids(10, 11),
+        ((2, 4), (6, 8)),
+        ((2, 4), (5, 8)),
+        weight=2.0,
+    ),
     # the common beginning reaches into the answers, so that nothing is left of one
     TokenPair(ids(1, 2, 3), ids(), ids(4, 5), ((2, 3),), ((2, 5),)),
 ]
@@ -80,7 +87,9 @@ def check_by_hand(batch: PairBatch, pairs: list[TokenPair]) -> None:
     """Each scored token is predicted by a row that sees the tokens before it, in order, and nothing else."""
     seen, ids_N = seen_by(batch), batch.ids_N.tolist()
     assert [len(places) - 1 for places in seen] == batch.positions_N.tolist()
-    counted = zip(batch.token_T.tolist(), batch.cell_T.tolist(), batch.shared_T.tolist(), strict=True)
+    counted = zip(
+        batch.token_T.tolist(), batch.cell_T.tolist(), batch.shared_T.tolist(), strict=True
+    )
     for place, pair in enumerate(pairs[i] for i in batch.pair_P.tolist()):
         spans = pair.chosen_scored, pair.rejected_scored
         hits = [[at for first, end in each for at in range(first, end)] for each in spans]
@@ -96,7 +105,9 @@ def check_by_hand(batch: PairBatch, pairs: list[TokenPair]) -> None:
     assert next(counted, None) is None
     assert batch.weight_P.tolist() == [pairs[i].weight for i in batch.pair_P.tolist()]
     # no token is scored twice, and fillers are seen by no token and score nothing
-    assert len({*zip(batch.rows_U.tolist(), batch.targets_U.tolist(), strict=True)}) == len(batch.rows_U)
+    assert len({*zip(batch.rows_U.tolist(), batch.targets_U.tolist(), strict=True)}) == len(
+        batch.rows_U
+    )
     assert all(max(places) < batch.real_tokens for places in seen[: batch.real_tokens])
     assert all(min(places) >= batch.real_tokens for places in seen[batch.real_tokens :])
     assert all(row < batch.real_tokens for row in batch.rows_U.tolist())
@@ -107,7 +118,9 @@ def check_by_hand(batch: PairBatch, pairs: list[TokenPair]) -> None:
 def test_every_index_by_hand(budget: int, max_pairs: int | None, ladder: int) -> None:
     pairs = [*random_pairs(9, 50, seed=4), *ODD_PAIRS, *ranked_pairs(50)]
     batches = pack(pairs, budget, max_pairs, ladder=ladder)
-    assert sorted(torch.cat([batch.pair_P for batch in batches]).tolist()) == list(range(len(pairs)))
+    assert sorted(torch.cat([batch.pair_P for batch in batches]).tolist()) == list(
+        range(len(pairs))
+    )
     for batch in batches:
         check_by_hand(batch, pairs)
         assert len(batch.pair_P) <= (max_pairs or len(pairs))
@@ -143,10 +156,17 @@ def test_pairs_that_share_nothing_lie_as_they_come() -> None:
 
 def test_a_group_larger_than_the_budget_is_split_by_pairs() -> None:
     """In halves until each fits; a single pair is never split."""
-    pairs = [replace(random_pairs(1, 50)[0], rejected=np.full(10 + i, 3 + i, np.int32)) for i in range(6)]
+    pairs = [
+        replace(random_pairs(1, 50)[0], rejected=np.full(10 + i, 3 + i, np.int32)) for i in range(6)
+    ]
     (whole,) = pack(pairs, 10**6)
-    assert [batch.pair_P.tolist() for batch in pack(pairs, whole.real_tokens)] == [[0, 1, 2, 3, 4, 5]]
-    assert [batch.pair_P.tolist() for batch in pack(pairs, whole.real_tokens - 1)] == [[3, 4, 5], [0, 1, 2]]
+    assert [batch.pair_P.tolist() for batch in pack(pairs, whole.real_tokens)] == [
+        [0, 1, 2, 3, 4, 5]
+    ]
+    assert [batch.pair_P.tolist() for batch in pack(pairs, whole.real_tokens - 1)] == [
+        [3, 4, 5],
+        [0, 1, 2],
+    ]
     assert [batch.pair_P.tolist() for batch in pack(pairs, 10**6, 3)] == [[3, 4, 5], [0, 1, 2]]
     assert [batch.pair_P.tolist() for batch in pack(pairs, 1)] == [[5], [4], [3], [2], [1], [0]]
 
@@ -171,9 +191,12 @@ def sized_pairs(count: int, random: np.random.Generator) -> list[TokenPair]:
     """Pairs of UltraFeedback-like lengths: lognormal, means 180/320/290, at most 1024."""
     means = np.log([180, 320, 290]) - 0.7**2 / 2
     lengths = np.clip(random.lognormal(means, 0.7, (count, 3)).round(), 1, 1024).astype(int)
-    parts = [[random.integers(3, 32000, n).astype(np.int32) for n in row] for row in lengths.tolist()]
+    parts = [
+        [random.integers(3, 32000, n).astype(np.int32) for n in row] for row in lengths.tolist()
+    ]
     return [
-        TokenPair(*ids, ((p, p + c),), ((p, p + r),)) for ids, (p, c, r) in zip(parts, lengths.tolist(), strict=True)
+        TokenPair(*ids, ((p, p + c),), ((p, p + r),))
+        for ids, (p, c, r) in zip(parts, lengths.tolist(), strict=True)
     ]
 
 
@@ -183,8 +206,12 @@ def steps() -> list[list[TokenPair]]:
     return [sized_pairs(64, random) for _ in range(50)]
 
 
-@pytest.mark.parametrize(("ranks", "average", "least"), [(1, 0.985, 0.97), (2, 0.98, 0.96), (4, 0.97, 0.94)])
-def test_bins_are_nearly_full(steps: list[list[TokenPair]], ranks: int, average: float, least: float) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "average", "least"), [(1, 0.985, 0.97), (2, 0.98, 0.96), (4, 0.97, 0.94)]
+)
+def test_bins_are_nearly_full(
+    steps: list[list[TokenPair]], ranks: int, average: float, least: float
+) -> None:
     packed = [pack(pairs, 16384, ladder=512, ranks=ranks) for pairs in steps]
     shares = [fill(batches) for batches in packed]
     assert np.mean(shares) >= average
@@ -193,7 +220,9 @@ def test_bins_are_nearly_full(steps: list[list[TokenPair]], ranks: int, average:
         sizes = [len(batch.ids_N) for batch in batches]
         assert len(batches) == ranks * -(-sum(pair.tokens for pair in pairs) // (16384 * ranks))
         assert sizes == sorted(sizes, reverse=True)
-        assert all(len({*sizes[first : first + ranks]}) == 1 for first in range(0, len(sizes), ranks))
+        assert all(
+            len({*sizes[first : first + ranks]}) == 1 for first in range(0, len(sizes), ranks)
+        )
         assert sizes[0] - sizes[-1] <= 512
         assert sizes[0] <= 16384
         assert all(size % 512 == 0 for size in sizes)
@@ -205,14 +234,21 @@ def test_bins_of_real_pairs_are_nearly_full(team_data: Path, tmp_path: Path) -> 
         {
             "output_dir": str(tmp_path),
             "pretrain": str(team_data / "tokenizers/smollm2"),
-            "actor_train": {"data_args": {"file_name": str(team_data / "pairs/ultrafeedback_train_clean.jsonl.gz")}},
+            "actor_train": {
+                "data_args": {
+                    "file_name": str(team_data / "pairs/ultrafeedback_train_clean.jsonl.gz")
+                }
+            },
         }
     )
     data = prepare(config).train
     order = Order(data.parts, 64, 0)
     whole_steps = [data.take(order.step(number)) for number in range(len(data) // 64)]
     for ranks, average in ((1, 0.98), (2, 0.98), (4, 0.97)):
-        assert np.mean([fill(pack(pairs, 16384, ladder=512, ranks=ranks)) for pairs in whole_steps]) >= average
+        assert (
+            np.mean([fill(pack(pairs, 16384, ladder=512, ranks=ranks)) for pairs in whole_steps])
+            >= average
+        )
 
 
 def test_packing_a_step_takes_milliseconds(steps: list[list[TokenPair]]) -> None:
@@ -245,7 +281,9 @@ def test_each_rank_has_as_many_batches(ladder: int, ranks: int, max_pairs: int |
     for budget in (30, 64, 10**6):
         batches = pack(pairs, budget, max_pairs, ladder=ladder, ranks=ranks)
         assert len(batches) % ranks == 0
-        assert sorted(torch.cat([batch.pair_P for batch in batches]).tolist()) == list(range(len(pairs)))
+        assert sorted(torch.cat([batch.pair_P for batch in batches]).tolist()) == list(
+            range(len(pairs))
+        )
         for batch in batches:
             check_by_hand(batch, pairs)
             assert len(batch.ids_N) >= 1

@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rather import control
-from rather.batch import Columns
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
+from rather.data.batch import Columns
 from rather.errors import ConfigError, MemoryShortage, NonFiniteError
-from rather.objective import configure
-from rather.pipeline import DPOPipeline
-from rather.trainer import StepResult
+from rather.losses.objective import configure
+from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder import control
+from rather.train.rank_trainer import StepResult
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
 TRAINING = "actor_train__training_args__"
@@ -35,7 +35,7 @@ EPOCHS = f"{TRAINING}num_train_epochs"  # 40 pairs in steps of 8: 5 steps an epo
 def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is half the time of a tiny run, and has tests of its own."""
     for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
@@ -49,7 +49,10 @@ def evaluations(lines: list[dict[str, Any]]) -> list[int]:
 
 
 def checkpoints(folder: Path) -> list[str]:
-    return sorted((path.name for path in folder.glob("checkpoint-*")), key=lambda name: int(name.split("-")[1]))
+    return sorted(
+        (path.name for path in folder.glob("checkpoint-*")),
+        key=lambda name: int(name.split("-")[1]),
+    )
 
 
 # --- what a run writes ---
@@ -66,14 +69,18 @@ def test_a_plain_run(shared: Path) -> None:
     config, lines = run(shared, "plain", max_steps=3)
     first_evaluation, first, *_, last, last_evaluation = lines
     assert list(first) == TRAIN_KEYS
-    assert set(first_evaluation) == {"step", "epoch", "eval/pairs"} | {f"eval/{key}" for key in TRAIN_KEYS[2:16]}
+    assert set(first_evaluation) == {"step", "epoch", "eval/pairs"} | {
+        f"eval/{key}" for key in TRAIN_KEYS[2:16]
+    }
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 3]
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert first_evaluation["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert (first_evaluation["eval/rewards/accuracies"], first_evaluation["eval/pairs"]) == (0, 9)
     assert (first["pairs"], first["epoch"], last["epoch"]) == (8, 0.2, 0.6)
     assert last_evaluation["eval/loss"] < first_evaluation["eval/loss"]
-    assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+    assert [line["lr"] for line in lines if "lr" in line] == pytest.approx(
+        [1e-3, 1e-3 * 2 / 3, 1e-3 / 3]
+    )
     written = {path.name for path in config.run_dir.iterdir() if not path.name.startswith(".")}
     files = {"metrics.jsonl", "config.yaml", "data_report.json", "report.json", "reference.log"}
     files |= {"plan.json", "starts.jsonl", "report.html"}
@@ -83,7 +90,9 @@ def test_a_plain_run(shared: Path) -> None:
 
 def test_the_data_ends_first(shared: Path) -> None:
     """A final checkpoint and model all the same; the last step of an epoch is smaller and divides by its own count."""
-    config, lines = run(shared, "data-ends", max_steps=50, **{f"{TRAINING}per_device_train_batch_size": 12})
+    config, lines = run(
+        shared, "data-ends", max_steps=50, **{f"{TRAINING}per_device_train_batch_size": 12}
+    )
     assert [line["pairs"] for line in lines if "loss" in line] == [12, 12, 12, 4]
     assert checkpoints(config.run_dir) == ["checkpoint-4"]
     assert (config.run_dir / "model").exists()
@@ -147,7 +156,7 @@ def test_evaluation_chunks_do_not_matter(shared: Path, monkeypatch: pytest.Monke
     config = make_config(shared, exp_name="whole-set")
     records = []
     for chunk in (256, 4, 1):
-        monkeypatch.setattr("rather.run.evaluation.EVALUATION_CHUNK", chunk)
+        monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", chunk)
         pipeline = DPOPipeline(config)
         pipeline.initialize()
         records += [pipeline.evaluate(), pipeline.evaluate()]
@@ -179,21 +188,29 @@ def scripted(config: DPOConfig, *values: float, metric: str = "eval/loss") -> Sc
         ("eval/rewards/margins", (5.0, 1.0, 2.0, 3.0, 4.0), 0),
     ],
 )
-def test_the_best_model_is_kept(shared: Path, metric: str, values: tuple[float, ...], best: int) -> None:
+def test_the_best_model_is_kept(
+    shared: Path, metric: str, values: tuple[float, ...], best: int
+) -> None:
     name = "best-" + metric.replace("/", "-")
     every = {"eval_steps": 1, "save_steps": 1, "max_ckpt_to_keep": 0}
-    config = make_config(shared, exp_name=name, max_steps=4, save_best=True, metric_for_best_model=metric, **every)
+    config = make_config(
+        shared, exp_name=name, max_steps=4, save_best=True, metric_for_best_model=metric, **every
+    )
     assert scripted(config, *values, metric=metric).run() == 0
     stored = load_file(config.run_dir / "best_model" / "model.safetensors")
     if best:
         wanted = open_checkpoint(config.run_dir / f"checkpoint-{best}").tensors("model")
     else:
-        wanted = {f"causal_lm.{k}": v for k, v in load_file(shared / "base" / "model.safetensors").items()}
+        wanted = {
+            f"causal_lm.{k}": v for k, v in load_file(shared / "base" / "model.safetensors").items()
+        }
     assert all(torch.equal(weight, wanted[f"causal_lm.{key}"]) for key, weight in stored.items())
     assert f"{best} steps" in (config.run_dir / "best_model" / "README.md").read_text()
 
 
-def test_early_stopping_ends_the_run_for_good(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_early_stopping_ends_the_run_for_good(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     given = {"max_steps": 9, EPOCHS: 2.0, "eval_steps": 1, "early_stopping_patience": 2}
     config = make_config(shared, exp_name="early", **given)
     with caplog.at_level(logging.INFO, "rather"):
@@ -213,8 +230,12 @@ def test_early_stopping_ends_the_run_for_good(shared: Path, caplog: pytest.LogCa
 
 
 def test_an_unknown_metric_is_named_with_those_that_exist(shared: Path) -> None:
-    config = make_config(shared, exp_name="no-metric", save_best=True, metric_for_best_model="eval/rewards/accuracy")
-    with pytest.raises(ConfigError, match=r"no 'eval/rewards/accuracy'; there are .*eval/rewards/accuracies"):
+    config = make_config(
+        shared, exp_name="no-metric", save_best=True, metric_for_best_model="eval/rewards/accuracy"
+    )
+    with pytest.raises(
+        ConfigError, match=r"no 'eval/rewards/accuracy'; there are .*eval/rewards/accuracies"
+    ):
         DPOPipeline(config).run()
 
 
@@ -228,9 +249,15 @@ def test_old_checkpoints_go_and_copies_come(shared: Path, tmp_path: Path) -> Non
     copied = config.checkpoint_copy_dir
     assert copied.is_relative_to(tmp_path / "copies")
     assert checkpoints(copied) == ["checkpoint-3", "checkpoint-4"]
-    assert open_checkpoint(copied / "checkpoint-4").state == open_checkpoint(config.run_dir / "checkpoint-4").state
+    assert (
+        open_checkpoint(copied / "checkpoint-4").state
+        == open_checkpoint(config.run_dir / "checkpoint-4").state
+    )
     elsewhere = make_config(
-        shared, exp_name="from-copy", max_steps=5, resume_from_checkpoint=str(copied / "checkpoint-4")
+        shared,
+        exp_name="from-copy",
+        max_steps=5,
+        resume_from_checkpoint=str(copied / "checkpoint-4"),
     )
     assert DPOPipeline(elsewhere).run() == 0
     assert metrics(elsewhere)[-1]["step"] == 5
@@ -248,7 +275,9 @@ class Loud(ActorWorker):
 
 @pytest.mark.parametrize("given", [Loud, "tests.train.test_pipeline.Loud"], ids=["class", "path"])
 def test_a_worker_of_your_own(shared: Path, given: Any) -> None:
-    _, lines = run(shared, f"own-{isinstance(given, str)}", max_steps=1, actor_train__worker_cls=given)
+    _, lines = run(
+        shared, f"own-{isinstance(given, str)}", max_steps=1, actor_train__worker_cls=given
+    )
     assert [line.get("loss", line.get("eval/loss")) for line in lines] == [7, 7, 7]
 
 
@@ -257,7 +286,10 @@ def test_a_worker_of_your_own(shared: Path, given: Any) -> None:
     [
         (dict, r"actor_train\.worker_cls.*is not a subclass"),
         ("collections.OrderedDict", r"actor_train\.worker_cls.*is not a subclass"),
-        ("tests.train.test_pipeline.Quiet", r"'tests\.train\.test_pipeline\.Quiet' cannot be imported.*Quiet"),
+        (
+            "tests.train.test_pipeline.Quiet",
+            r"'tests\.train\.test_pipeline\.Quiet' cannot be imported.*Quiet",
+        ),
         ("no_such_module.Worker", r"'no_such_module\.Worker' cannot be imported"),
     ],
 )
@@ -287,7 +319,9 @@ def test_step_zero_finds_a_reference_with_other_weights(shared: Path, dtype: str
     worker = {"fp32": Perturbed, "bf16": Shifted}[dtype]
     changes = {"actor_train__model_args__dtype": dtype, "reference__worker_cls": worker}
     config = make_config(shared, exp_name=f"zero-{dtype}", **changes)
-    with pytest.raises(ConfigError, match=r"log-probs of the same weights \(.*base\) differ by .* per token") as caught:
+    with pytest.raises(
+        ConfigError, match=r"log-probs of the same weights \(.*base\) differ by .* per token"
+    ) as caught:
         DPOPipeline(config).run()
     assert caught.value.exit_code == 2
     assert checkpoints(config.run_dir) == []
@@ -299,7 +333,9 @@ def test_a_reference_that_differs_by_intent_is_told_and_trained_against(
 ) -> None:
     other = make_model(shared / "other-base", seed=5)
     with caplog.at_level(logging.INFO, "rather"):
-        _, lines = run(shared, "intent", max_steps=1, reference__model_args__model_name_or_path=str(other))
+        _, lines = run(
+            shared, "intent", max_steps=1, reference__model_args__model_name_or_path=str(other)
+        )
     assert "differ by intent" in caplog.text
     assert lines[1]["loss"] != pytest.approx(math.log(2), rel=1e-4)
     assert lines[1]["rewards/ties"] == 0
@@ -309,20 +345,26 @@ def test_both_roles_follow_one_folder_under_two_names(shared: Path, tmp_path: Pa
     (tmp_path / "link").symlink_to(shared / "base")
     worker = {"reference__worker_cls": Perturbed}
     link = {"reference__model_args__model_name_or_path": str(tmp_path / "link")}
-    exact = {"actor_train__model_args__dtype": "fp32"}  # in bfloat16 a weight moved by 1 % cannot be told
+    exact = {
+        "actor_train__model_args__dtype": "fp32"
+    }  # in bfloat16 a weight moved by 1 % cannot be told
     with pytest.raises(ConfigError, match="differ by"):
         DPOPipeline(make_config(shared, exp_name="linked", **worker, **link, **exact)).run()
 
 
 def test_half_precision_trains_from_the_exact_weights(shared: Path) -> None:
     """The masters start from the float32 file, not from what bfloat16 leaves of it."""
-    pipeline = DPOPipeline(make_config(shared, exp_name="masters", actor_train__model_args__dtype="bf16"))
+    pipeline = DPOPipeline(
+        make_config(shared, exp_name="masters", actor_train__model_args__dtype="bf16")
+    )
     pipeline.initialize()
     source = load_file(shared / "base" / "model.safetensors")
     trainer = pipeline.actor_train.trainer
     for name, master in trainer.weights().items():
         # one step of float32 where the source lies just between two bfloat16 numbers
-        steps = master.cpu().view(torch.int32) - source[name.removeprefix("causal_lm.")].view(torch.int32)
+        steps = master.cpu().view(torch.int32) - source[name.removeprefix("causal_lm.")].view(
+            torch.int32
+        )
         assert steps.abs().max() <= 1
         assert (steps != 0).float().mean() < 0.001
     for name, parameter in trainer.policy.named_parameters():
@@ -347,14 +389,14 @@ class Short(ActorWorker):
 def test_a_step_that_runs_out_of_memory_is_done_in_smaller_pieces(
     shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rather.run.memory.SMALLEST_BUDGET", 8)
+    monkeypatch.setattr("rather.pipeline.oom.SMALLEST_BUDGET", 8)
     _, plain = run(shared, "enough", max_steps=3)
     _, short = run(shared, "short", max_steps=3, actor_train__worker_cls=Short)
     assert "Tried to allocate 2.00 GiB. From now on micro-batches have up to" in caplog.text
     for one, other in zip(plain, short, strict=True):
         assert one.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-6)
         assert one.get("grad_norm", 0) == pytest.approx(other.get("grad_norm", 0), rel=1e-5)
-    monkeypatch.setattr("rather.run.memory.SMALLEST_BUDGET", 10**6)
+    monkeypatch.setattr("rather.pipeline.oom.SMALLEST_BUDGET", 10**6)
     with pytest.raises(MemoryShortage):
         run(shared, "too-short", max_steps=3, actor_train__worker_cls=Short)
 
@@ -374,7 +416,9 @@ def test_half_precision_on_the_cpu(shared: Path, dtype: str) -> None:
     assert ("loss_scale" in state) is (dtype == "fp16")
     stored = load_file(config.run_dir / "model" / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.float32}  # as the source
-    assert any(not torch.equal(w, w.bfloat16().float()) for w in stored.values())  # the masters, not their image
+    assert any(
+        not torch.equal(w, w.bfloat16().float()) for w in stored.values()
+    )  # the masters, not their image
 
 
 class Overflowing(ActorWorker):
@@ -457,15 +501,24 @@ def test_deterministic_kernels(shared: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 @pytest.mark.parametrize("role", ["actor_train", "reference"])
 def test_a_share_of_a_gpu_is_refused_on_the_cpu(shared: Path, role: str) -> None:
-    config = make_config(shared, exp_name="share", **{f"{role}__strategy_args__gpu_memory_utilization": 0.5})
-    with pytest.raises(ConfigError, match=rf"{role}\.strategy_args\.gpu_memory_utilization.*remove the key"):
+    config = make_config(
+        shared, exp_name="share", **{f"{role}__strategy_args__gpu_memory_utilization": 0.5}
+    )
+    with pytest.raises(
+        ConfigError, match=rf"{role}\.strategy_args\.gpu_memory_utilization.*remove the key"
+    ):
         DPOPipeline(config).run()
 
 
 def test_a_sequence_length_beyond_the_positions_of_the_model(shared: Path) -> None:
-    base = make_model(shared / "dynamic", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    base = make_model(
+        shared / "dynamic",
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    )
     with pytest.raises(ConfigError, match=r"sequence_length: 129 exceeds the 128 positions"):
-        DPOPipeline(make_config(shared, exp_name="long", pretrain=str(base), sequence_length=129)).run()
+        DPOPipeline(
+            make_config(shared, exp_name="long", pretrain=str(base), sequence_length=129)
+        ).run()
 
 
 # --- settings that must have an effect ---
@@ -481,13 +534,21 @@ class Watching(ActorWorker):
         return super().compute_log_probs(batches)
 
     def build_loss(self) -> Any:
-        type(self).environment = {key: value for key, value in os.environ.items() if key.startswith("TEST_RATHER")}
+        type(self).environment = {
+            key: value for key, value in os.environ.items() if key.startswith("TEST_RATHER")
+        }
         return super().build_loss()
 
 
-def test_infer_batch_size_changes_bins_and_no_result(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infer_batch_size_changes_bins_and_no_result(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Watching, "seen", {}, raising=False)
-    workers = {"actor_train__worker_cls": Watching, "reference__worker_cls": Watching, "max_steps": 2}
+    workers = {
+        "actor_train__worker_cls": Watching,
+        "reference__worker_cls": Watching,
+        "max_steps": 2,
+    }
     _, plain = run(shared, "bins", **workers)
     assert Watching.seen == {"actor_train": [[9], [9]], "reference": [[9], [8], [8]]}
     Watching.seen.clear()
@@ -498,19 +559,28 @@ def test_infer_batch_size_changes_bins_and_no_result(shared: Path, monkeypatch: 
     assert max(size for bins in Watching.seen["actor_train"] for size in bins) == 5
     assert max(size for bins in Watching.seen["reference"] for size in bins) == 3
     Watching.seen.clear()
-    _, budgeted = run(shared, "budget", **workers, actor_train__max_tokens_per_microbatch_in_infer=60)
-    assert min(len(bins) for bins in [*Watching.seen["actor_train"], *Watching.seen["reference"]]) > 2
+    _, budgeted = run(
+        shared, "budget", **workers, actor_train__max_tokens_per_microbatch_in_infer=60
+    )
+    assert (
+        min(len(bins) for bins in [*Watching.seen["actor_train"], *Watching.seen["reference"]]) > 2
+    )
     for other in (smaller, budgeted):
         for one, another in zip(plain, other, strict=True):
             for key in one.keys() & {"loss", "eval/loss", "grad_norm", "eval/rewards/margins"}:
                 assert another[key] == pytest.approx(one[key], rel=1e-5, abs=1e-8)
 
 
-def test_environment_variables_reach_the_worker(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_reach_the_worker(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Watching, "seen", {}, raising=False)
     for name in ("TEST_RATHER_A", "TEST_RATHER_B"):
         monkeypatch.setenv(name, "before")
-    own = {"actor_train__system_envs": {"TEST_RATHER_B": "role"}, "actor_train__worker_cls": Watching}
+    own = {
+        "actor_train__system_envs": {"TEST_RATHER_B": "role"},
+        "actor_train__worker_cls": Watching,
+    }
     both = {"TEST_RATHER_A": "top", "TEST_RATHER_B": "top"}
     run(shared, "environment", max_steps=1, system_envs=both, **own)
     assert Watching.environment == {"TEST_RATHER_A": "top", "TEST_RATHER_B": "role"}
@@ -552,14 +622,21 @@ def test_a_setting_changes_the_trained_weights(shared: Path, change: dict[str, A
         run(shared, "compared", max_steps=3, validation={})
     name = "changed-" + next(iter(change))
     config, _ = run(shared, name, max_steps=3, validation={}, **change)
-    plain, changed = (load_file(folder / "model" / "model.safetensors") for folder in (whole, config.run_dir))
+    plain, changed = (
+        load_file(folder / "model" / "model.safetensors") for folder in (whole, config.run_dir)
+    )
     assert any(not torch.allclose(plain[key], changed[key], rtol=1e-4, atol=1e-7) for key in plain)
     shutil.rmtree(config.run_dir)
 
 
 def test_recomputation_changes_no_bit(shared: Path) -> None:
     runs = [
-        run(shared, f"recompute-{off}", max_steps=3, actor_train__model_args__disable_gradient_checkpointing=off)
+        run(
+            shared,
+            f"recompute-{off}",
+            max_steps=3,
+            actor_train__model_args__disable_gradient_checkpointing=off,
+        )
         for off in (True, False)
     ]
     one, other = (load_file(config.run_dir / "model" / "model.safetensors") for config, _ in runs)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.errors import CheckpointError, ConfigError
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import in_child, make_config
 
 TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
@@ -45,7 +45,9 @@ class Killed(ActorWorker):
 
 def train(folder: Path, changes: dict[str, Any], kill_after: str = "", number: str = "9") -> int:
     os.environ.update(TEST_KILL_AFTER=kill_after, TEST_SIGNAL=number)
-    config = make_config(folder, actor_train__worker_cls="tests.train.test_resume.Killed", **changes)
+    config = make_config(
+        folder, actor_train__worker_cls="tests.train.test_resume.Killed", **changes
+    )
     return DPOPipeline(config).run()
 
 
@@ -54,7 +56,9 @@ def outcome(folder: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, to
     run = folder / "output" / name
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = open_checkpoint(run / "checkpoint-12")
-    tensors = {f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()}
+    tensors = {
+        f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()
+    }
     plain = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
     return plain, tensors, (run / "model" / "model.safetensors").read_bytes()
 
@@ -87,7 +91,9 @@ def test_killed_after_any_step(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_in_a_complete_checkpoint(folder: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_in_a_complete_checkpoint(
+    folder: Path, number: signal.Signals, code: int
+) -> None:
     changes = {**RUN, "exp_name": f"asked-{code}"}
     assert in_child(train, folder, changes, "7", str(int(number))) == code
     run = folder / "output" / f"asked-{code}"
@@ -114,13 +120,17 @@ def test_what_false_a_path_and_overwrite_mean(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"auto.*exp_name.*--overwrite"):
         DPOPipeline(make_config(folder, **again, resume_from_checkpoint=False)).run()
     checkpoint = str(folder / "output" / "ways" / "checkpoint-5")
-    elsewhere = make_config(folder, **{**again, "exp_name": "from-a-path"}, resume_from_checkpoint=checkpoint)
+    elsewhere = make_config(
+        folder, **{**again, "exp_name": "from-a-path"}, resume_from_checkpoint=checkpoint
+    )
     assert DPOPipeline(elsewhere).run() == 0
     assert outcome(folder, "from-a-path")[2] == outcome(folder, "whole")[2]
     note = folder / "output" / "ways" / "my notes.txt"
     note.write_text("not written by a run")
     assert DPOPipeline(make_config(folder, **again, overwrite=True)).run() == 0
-    assert note.read_text() == "not written by a run"  # starting anew deletes what runs write, nothing else
+    assert (
+        note.read_text() == "not written by a run"
+    )  # starting anew deletes what runs write, nothing else
     assert_same(outcome(folder, "ways"), outcome(folder, "whole"))
 
 
@@ -135,10 +145,14 @@ def test_what_false_a_path_and_overwrite_mean(folder: Path) -> None:
 )
 def test_another_run_is_not_continued(folder: Path, change: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=rf"(?s)belongs to another run.*{named}: .*then.*now"):
-        DPOPipeline(make_config(folder, **{**RUN, "exp_name": "whole", "max_steps": 20, **change})).run()
+        DPOPipeline(
+            make_config(folder, **{**RUN, "exp_name": "whole", "max_steps": 20, **change})
+        ).run()
 
 
-def test_another_precision_goes_on_and_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_precision_goes_on_and_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dtype = "actor_train__model_args__dtype"
     changes = {**RUN, "exp_name": "precision", dtype: "fp32"}
     assert DPOPipeline(make_config(folder, **{**changes, "max_steps": 6})).run() == 0
@@ -149,7 +163,9 @@ def test_another_precision_goes_on_and_is_told(folder: Path, caplog: pytest.LogC
     assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
     assert lines[-1]["eval/loss"] == pytest.approx(whole[-1]["eval/loss"], rel=0.05)
     tensors = outcome(folder, "precision")[1]
-    assert {tensor.dtype for name, tensor in tensors.items() if name.startswith("model/")} == {torch.float32}
+    assert {tensor.dtype for name, tensor in tensors.items() if name.startswith("model/")} == {
+        torch.float32
+    }
 
 
 def test_killed_between_the_last_checkpoint_and_the_export(folder: Path) -> None:
@@ -172,11 +188,19 @@ def test_going_on_from_a_copy_keeps_the_lines(folder: Path) -> None:
     copies = {"checkpoint_config__output_dir": str(folder / "copies"), "exp_name": "copied"}
     assert DPOPipeline(make_config(folder, **{**RUN, **copies})).run() == 0
     copy = str(folder / "copies" / "copied" / "checkpoint-5")
-    assert DPOPipeline(make_config(folder, **{**RUN, **copies}, resume_from_checkpoint=copy)).run() == 0
+    assert (
+        DPOPipeline(make_config(folder, **{**RUN, **copies}, resume_from_checkpoint=copy)).run()
+        == 0
+    )
     assert_same(outcome(folder, "copied"), outcome(folder, "whole"))
 
 
 def test_other_mixing_weights_are_another_run(folder: Path) -> None:
-    changes = {**RUN, "exp_name": "whole", "max_steps": 20, "actor_train__data_args__weights": [0.5]}
+    changes = {
+        **RUN,
+        "exp_name": "whole",
+        "max_steps": 20,
+        "actor_train__data_args__weights": [0.5],
+    }
     with pytest.raises(CheckpointError, match=r"(?s)belongs to another run.*data.parts: "):
         DPOPipeline(make_config(folder, **changes)).run()

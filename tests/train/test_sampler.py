@@ -16,7 +16,7 @@ from rather.config.schema import DPOConfig
 from rather.data.pack import pack
 from rather.data.sampler import Order, Part
 from rather.errors import CheckpointError
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, metrics
 
 ONE: tuple[Part, ...] = ((0, 23, 1.0),)
@@ -41,17 +41,24 @@ def test_a_pure_function_of_seed_and_step() -> None:
     want = [Order(ONE, 5, 42).step(number).tolist() for number in range(20)]
     np.random.seed(1)
     again = Order(ONE, 5, 42)
-    assert {number: again.step(number).tolist() for number in (19, 3, 11, 0)} == {n: want[n] for n in (19, 3, 11, 0)}
+    assert {number: again.step(number).tolist() for number in (19, 3, 11, 0)} == {
+        n: want[n] for n in (19, 3, 11, 0)
+    }
 
 
 def test_the_order_does_not_depend_on_the_batch() -> None:
     small, large = Order(ONE, 1, 42), Order(ONE, 23, 42)
     for epoch in range(2):
-        assert [*chain.from_iterable(drawn(small, epoch))] == [*chain.from_iterable(drawn(large, epoch))]
+        assert [*chain.from_iterable(drawn(small, epoch))] == [
+            *chain.from_iterable(drawn(large, epoch))
+        ]
 
 
 def test_epochs_and_seeds_differ() -> None:
-    orders = {seed: [Order(ONE, 23, seed).step(epoch).tolist() for epoch in range(3)] for seed in (0, 1, 42)}
+    orders = {
+        seed: [Order(ONE, 23, seed).step(epoch).tolist() for epoch in range(3)]
+        for seed in (0, 1, 42)
+    }
     every = [tuple(order) for epochs in orders.values() for order in epochs]
     assert len(set(every)) == len(every)
     assert tuple(range(23)) not in every
@@ -113,7 +120,9 @@ SIZES = [6, 1, 3, 6, 6, 2, 1, 1, 6, 3, 3, 12, 1]
 FIRST = np.concatenate([[0], np.cumsum(SIZES)[:-1]])
 
 
-def grouped(batch: int = 8, *, parts: tuple[Part, ...] = ((0, sum(SIZES), 1.0),), seed: int = 42) -> Order:
+def grouped(
+    batch: int = 8, *, parts: tuple[Part, ...] = ((0, sum(SIZES), 1.0),), seed: int = 42
+) -> Order:
     return Order(parts, batch, seed, FIRST)
 
 
@@ -129,7 +138,9 @@ def test_a_step_takes_whole_groups_until_the_next_would_be_too_much(batch: int) 
         assert sorted(chain.from_iterable(steps)) == list(range(sum(SIZES)))
         for rows in steps:
             groups = list(dict.fromkeys(group_of(rows)))
-            assert rows == [row for group in groups for row in range(FIRST[group], FIRST[group] + SIZES[group])]
+            assert rows == [
+                row for group in groups for row in range(FIRST[group], FIRST[group] + SIZES[group])
+            ]
             assert len(rows) <= batch or len(groups) == 1
         for rows, following in pairwise(steps):
             assert len(rows) + SIZES[group_of(following)[0]] > batch
@@ -170,7 +181,9 @@ def test_groups_of_one_are_no_groups() -> None:
     single = Order(ONE, 5, 42, np.arange(23))
     for step in range(12):
         assert single.step(step).tolist() == Order(ONE, 5, 42).step(step).tolist()
-    assert [single.steps(epochs) for epochs in (0.5, 1.2, 3)] == [Order(ONE, 5, 42).steps(e) for e in (0.5, 1.2, 3)]
+    assert [single.steps(epochs) for epochs in (0.5, 1.2, 3)] == [
+        Order(ONE, 5, 42).steps(e) for e in (0.5, 1.2, 3)
+    ]
 
 
 def test_mixing_weights_count_groups() -> None:
@@ -198,14 +211,17 @@ def test_a_million_rows_are_cut_at_once() -> None:
 def ranked_config(folder: Path, **changes: Any) -> DPOConfig:
     """12 rows of three ranked answers, which give three pairs each, then 4 rows of one pair."""
     ranked = [
-        {"prompt": f"w{i} w2", "responses": [" w1 w4", " w1 w5 w6", " w7"], "ranks": [1, 2, 3]} for i in range(12)
+        {"prompt": f"w{i} w2", "responses": [" w1 w4", " w1 w5 w6", " w7"], "ranks": [1, 2, 3]}
+        for i in range(12)
     ]
     plain = [{"prompt": f"w{i} w3", "chosen": " w8", "rejected": " w9"} for i in range(4)]
     files = {"ranked.jsonl": ranked, "plain.jsonl": plain}
     for name, rows in files.items():
         (folder / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     paths = [str(folder / name) for name in files]
-    return make_config(folder, exp_name="ranked", **{"actor_train__data_args__file_name": paths, **changes})
+    return make_config(
+        folder, exp_name="ranked", **{"actor_train__data_args__file_name": paths, **changes}
+    )
 
 
 def test_pairs_of_one_row_come_in_one_step(shared: Path) -> None:

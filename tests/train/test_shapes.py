@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rather.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -29,7 +29,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def run(folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     config = make_config(folder, **changes)
     assert DPOPipeline(config).run() == 0
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     return lines, load_file(config.run_dir / "model" / "model.safetensors")
 
 
@@ -67,12 +69,20 @@ def test_weights_of_pairs_are_a_weighted_mean(tmp_path: Path) -> None:
     ]
     config = make_config(tmp_path)  # makes the model
     results = []
-    for name, data in (("weighted", rows), ("twice", [{**r, "weight": 1} for r in (rows[0], rows[0], rows[1])])):
+    for name, data in (
+        ("weighted", rows),
+        ("twice", [{**r, "weight": 1} for r in (rows[0], rows[0], rows[1])]),
+    ):
         file = tmp_path / f"{name}.jsonl"
         file.write_text("\n".join(map(json.dumps, data)))
         results.append(
-            run(tmp_path, exp_name=name, actor_train__data_args__file_name=str(file), max_steps=3,
-                actor_train__training_args__num_train_epochs=3.0)
+            run(
+                tmp_path,
+                exp_name=name,
+                actor_train__data_args__file_name=str(file),
+                max_steps=3,
+                actor_train__training_args__num_train_epochs=3.0,
+            )
         )
     (weighted, weights), (twice, other_weights) = results
     assert config.run_dir != tmp_path

@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rather.batch import PairBatch
 from rather.cluster.failure import Failure
-from rather.cluster.shortage import explained, shortage, table
+from rather.cluster.oom_report import explained, shortage, table
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
+from rather.data.batch import PairBatch
 from rather.errors import MemoryShortage
 from rather.model import budget
-from rather.pipeline import DPOPipeline
-from rather.trainer import RankTrainer
+from rather.pipeline.pipeline import DPOPipeline
+from rather.train.rank_trainer import RankTrainer
 from tests.tiny import make_config, metrics, tiny_policy
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -36,18 +36,22 @@ CHANGES = {
 
 @pytest.fixture(autouse=True)
 def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rather.run.memory.SMALLEST_BUDGET", 8)
+    monkeypatch.setattr("rather.pipeline.oom.SMALLEST_BUDGET", 8)
     for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 class Device:
     """Memory for micro-batches of so many tokens, with gradients and without."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, trained: float, looked_at: float = 10**9) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, trained: float, looked_at: float = 10**9
+    ) -> None:
         self.runs: list[tuple[str, int]] = []
         for name, most in (("train_step", trained), ("log_probs", looked_at)):
-            monkeypatch.setattr(RankTrainer, name, self._limited(getattr(RankTrainer, name), name, most))
+            monkeypatch.setattr(
+                RankTrainer, name, self._limited(getattr(RankTrainer, name), name, most)
+            )
 
     def _limited(self, method: Any, name: str, most: float) -> Any:
         def call(trainer: RankTrainer, batches: Sequence[PairBatch], *args: Any) -> Any:
@@ -67,7 +71,9 @@ def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[s
 
 
 def incidents(config: DPOConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (config.run_dir / "incidents.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (config.run_dir / "incidents.jsonl").read_text().splitlines()
+    ]
 
 
 def assert_same_result(folder: Path, got: DPOConfig, lines: list[dict[str, Any]]) -> None:
@@ -86,8 +92,12 @@ def test_a_training_step_is_done_in_smaller_pieces(shared: Path) -> None:
         config, lines = run(shared, "memory-train")
     assert_same_result(shared, config, lines)
     told = incidents(config)
-    assert {(each["kind"], each["role"], each["said"]) for each in told} == {("out_of_memory", "actor_train", SAID)}
-    first, second = told  # steps that were packed before are packed again, and halve nothing further
+    assert {(each["kind"], each["role"], each["said"]) for each in told} == {
+        ("out_of_memory", "actor_train", SAID)
+    }
+    first, second = (
+        told  # steps that were packed before are packed again, and halve nothing further
+    )
     assert (first["step"], second["step"]) == (1, 1)
     assert first["tokens"] > second["tokens"] > 60 >= second["budget"]
     assert second["budget"] == second["tokens"] // 2
@@ -107,7 +117,9 @@ def test_evaluation_and_reference_are_done_in_smaller_pieces(shared: Path) -> No
         assert each == sorted(each, reverse=True)
 
 
-def test_what_cannot_be_made_smaller_tells_where_memory_goes(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_made_smaller_tells_where_memory_goes(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Device(monkeypatch, trained=5)
     with pytest.raises(MemoryShortage) as caught:
         run(shared, "memory-none")
@@ -115,7 +127,14 @@ def test_what_cannot_be_made_smaller_tells_where_memory_goes(shared: Path, monke
     assert caught.value.exit_code == 8
     assert said.startswith(SAID)
     assert "allocator" not in said
-    for row in ("weights", "gradients", "masters and moments", "reference", "activations of 1000", "logits of 1000"):
+    for row in (
+        "weights",
+        "gradients",
+        "masters and moments",
+        "reference",
+        "activations of 1000",
+        "logits of 1000",
+    ):
         assert re.search(rf"^  {row}.* +[0-9.]+ GiB$", said, re.MULTILINE), row
     _, ways = said.split("Any of these needs less:\n")
     named = [way.split()[0] for way in ways.splitlines()]
@@ -145,7 +164,9 @@ def test_a_model_that_does_not_fit_says_so(shared: Path, monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError(SAID)
 
     monkeypatch.setattr("rather.cluster.worker.load_policy", full)
-    with pytest.raises(MemoryShortage, match=r"(?s)Tried to allocate.*state of actor_train, computed .*needs less"):
+    with pytest.raises(
+        MemoryShortage, match=r"(?s)Tried to allocate.*state of actor_train, computed .*needs less"
+    ):
         run(shared, "memory-model")
 
 
@@ -157,7 +178,9 @@ def test_of_several_ranks_the_one_that_runs_out_tells_all_that(shared: Path) -> 
         raise torch.OutOfMemoryError(f"{SAID}\nMore.")
     told = Failure.of(caught.value).error("actor_train rank 1 of 2", "actor_train")
     assert isinstance(told, MemoryShortage)
-    assert str(told).startswith(f"actor_train rank 1 of 2: {SAID} \nWhere the memory of cpu goes:\n  weights ")
+    assert str(told).startswith(
+        f"actor_train rank 1 of 2: {SAID} \nWhere the memory of cpu goes:\n  weights "
+    )
     assert str(shortage(caught.value)) in str(told).replace(" \n", "\n")
 
 
@@ -190,7 +213,9 @@ class Rehearsal:
         (9000, 9000, 8192, [9216]),  # a pair larger than the budget has a micro-batch of its own
     ],
 )
-def test_the_largest_micro_batch_is_tried_first(most: int, longest: int, chosen: int, seen: list[int]) -> None:
+def test_the_largest_micro_batch_is_tried_first(
+    most: int, longest: int, chosen: int, seen: list[int]
+) -> None:
     trainer = Rehearsal(most if longest < 9000 else 9999)
     found = budget._largest_tried(tiny_policy(), trainer, 8192, budget.LEAST, longest)
     assert (found, trainer.seen) == (chosen, seen)

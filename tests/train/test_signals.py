@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from rather.checkpoint import newest_good, open_checkpoint
+from rather.checkpoint.checkpoint import newest_good, open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import Ended
-from rather.pipeline import DPOPipeline
-from rather.signals import STOPS, StopRequest
+from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.signals import STOPS, StopRequest
 from tests.checkpoint.runs import assert_same, steps
 from tests.tiny import in_child, make_config, metrics
 
@@ -34,16 +34,16 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rather.run.evaluation.EVALUATION_CHUNK", 4)
+    monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", 4)
     for name in ("check_family", "check_model"):  # half the time of a tiny run
-        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("signals")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("rather.run.evaluation.EVALUATION_CHUNK", 4)
+        monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", 4)
         assert DPOPipeline(config_of(found, "whole")).run() == 0
     return found
 
@@ -53,7 +53,12 @@ def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
 
 
 def ask_in(
-    monkeypatch: pytest.MonkeyPatch, role: str, method: str, call: int, number: int, cls: type = ActorWorker
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+    method: str,
+    call: int,
+    number: int,
+    cls: type = ActorWorker,
 ) -> None:
     """The given call of a worker's method sends this process a signal before it does its work."""
     original, calls = getattr(cls, method), iter(range(1, 1000))
@@ -78,7 +83,9 @@ PHASES = {
 }
 
 
-CASES = [(phase, signal.SIGTERM) for phase in PHASES] + [(phase, signal.SIGINT) for phase in ("evaluation", "training")]
+CASES = [(phase, signal.SIGTERM) for phase in PHASES] + [
+    (phase, signal.SIGINT) for phase in ("evaluation", "training")
+]
 
 
 @pytest.mark.parametrize(("phase", "number"), CASES)
@@ -96,7 +103,9 @@ def test_a_signal_ends_in_a_checkpoint(folder: Path, phase: str, number: signal.
     assert_same(config, config_of(folder, "whole"))
 
 
-def test_an_evaluation_is_left_at_its_next_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_is_left_at_its_next_chunk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, chunks = config_of(folder, "prompt"), iter(range(100))
     original = ActorWorker.compute_log_probs
 
@@ -122,9 +131,13 @@ def test_early_stopping_by_an_evaluation_that_was_broken_off(folder: Path) -> No
         assert DPOPipeline(config).run() == 143
     assert DPOPipeline(config).run() == 0
     kept = ("step", "loss", "grad_norm", "lr", "pairs", "tokens", "eval/loss", "skipped_iter")
-    first, second = ([{key: line.get(key) for key in kept} for line in metrics(each)] for each in (whole, config))
+    first, second = (
+        [{key: line.get(key) for key in kept} for line in metrics(each)] for each in (whole, config)
+    )
     assert first == second
-    weights = [(each.run_dir / "model" / "model.safetensors").read_bytes() for each in (whole, config)]
+    weights = [
+        (each.run_dir / "model" / "model.safetensors").read_bytes() for each in (whole, config)
+    ]
     assert weights[0] == weights[1]
 
 
@@ -168,14 +181,18 @@ def _twice(folder: Path, first: int, second: int) -> int:
 @pytest.mark.parametrize(("first", "second"), [(15, 15), (15, 2), (2, 15), (2, 2)])
 def test_a_second_signal_ends_at_once(folder: Path, first: int, second: int) -> None:
     assert in_child(_twice, folder, first, second) == 128 + second
-    assert "second signal: ending at once; the last checkpoint is step 5" in (folder / "twice.err").read_text()
+    assert (
+        "second signal: ending at once; the last checkpoint is step 5"
+        in (folder / "twice.err").read_text()
+    )
     assert steps(folder / "output" / f"twice-{first}-{second}") == [5]
 
 
 def _before(folder: Path, place: str, number: int) -> int:
-    from rather import cli, control
+    from rather import cli
+    from rather.commands.terminal import guarded
     from rather.data import prepare, show
-    from rather.terminal import guarded
+    from rather.run_folder import control
 
     places = {
         "data": (prepare._Builder, "_columns"),
@@ -192,7 +209,11 @@ def _before(folder: Path, place: str, number: int) -> int:
 
     setattr(owner, name, asking)
     file = folder / "before.yaml"
-    config = config_of(folder, f"before-{place}-{int(number)}", actor_train__data_args__cache_dir=str(folder / place))
+    config = config_of(
+        folder,
+        f"before-{place}-{int(number)}",
+        actor_train__data_args__cache_dir=str(folder / place),
+    )
     file.write_text(dump_yaml(config))
     with (folder / "before.err").open("w") as told:
         os.dup2(told.fileno(), 2)
@@ -206,14 +227,20 @@ ENDS = [("data", signal.SIGTERM), ("told", signal.SIGTERM), ("model", signal.SIG
 def test_before_the_model_is_there_the_data_is_kept(folder: Path, place: str, number: int) -> None:
     assert in_child(_before, folder, place, number) == 128 + number
     told = (folder / "before.err").read_text()
-    assert "ended before training began. Pairs that were prepared are kept in the data cache" in told
+    assert (
+        "ended before training began. Pairs that were prepared are kept in the data cache" in told
+    )
     assert "Traceback" not in told
     assert newest_good(folder / "output" / f"before-{place}-{int(number)}") is None
-    assert bool(list((folder / place).glob("*.arrow"))) == (place != "data")  # the pairs in hand are read again
+    assert bool(list((folder / place).glob("*.arrow"))) == (
+        place != "data"
+    )  # the pairs in hand are read again
 
 
 @pytest.mark.parametrize("place", ["data", "told", "model"])
-def test_a_save_asked_for_before_training_comes_after_the_first_step(folder: Path, place: str) -> None:
+def test_a_save_asked_for_before_training_comes_after_the_first_step(
+    folder: Path, place: str
+) -> None:
     """And the folder belongs to the run meanwhile: other shells can speak to it."""
     assert in_child(_before, folder, place, signal.SIGUSR1) == 0
     assert steps(folder / "output" / f"before-{place}-{int(signal.SIGUSR1)}")[0] == 1
@@ -250,7 +277,9 @@ def test_outside_the_main_thread_nothing_is_caught() -> None:
     assert found == [before]
 
 
-def test_torchrun_passes_an_interrupt_on_and_that_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_passes_an_interrupt_on_and_that_is_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with StopRequest() as stop:
         stop.begin_training()
@@ -259,9 +288,13 @@ def test_torchrun_passes_an_interrupt_on_and_that_is_no_second_one(monkeypatch: 
     assert stop.signal == signal.SIGINT
 
 
-def test_its_own_copy_of_a_signal_that_others_have_told_of_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_own_copy_of_a_signal_that_others_have_told_of_is_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr("rather.signals.os._exit", lambda code: pytest.fail(f"ended at once with {code}"))
+    monkeypatch.setattr(
+        "rather.run_folder.signals.os._exit", lambda code: pytest.fail(f"ended at once with {code}")
+    )
     with StopRequest() as stop:
         stop.begin_training()
         stop.agree(STOPS + signal.SIGTERM)
@@ -311,7 +344,7 @@ def test_an_end_that_a_library_swallowed_comes_all_the_same(training: bool) -> N
 
 
 def test_a_library_that_waits_for_ever_does_not_hold_up_the_end() -> None:
-    code = "import threading; from rather.signals import leave_within; leave_within(0.1, 130); threading.Event().wait()"
+    code = "import threading; from rather.run_folder.signals import leave_within; leave_within(0.1, 130); threading.Event().wait()"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 130
 
 

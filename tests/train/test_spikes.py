@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rather import faults
-from rather.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, SpikeArgs
-from rather.pipeline import DPOPipeline
-from rather.run.spikes import History
-from rather.trouble import Limits
+from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.spikes import History
+from rather.train.nonfinite import Limits
 from tests.tiny import make_config, metrics
 from tests.train.test_nonfinite import assert_untouched, incidents, weights
 
@@ -24,7 +24,7 @@ SPIKE = 6
 @pytest.fixture(autouse=True)
 def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.model.load.{name}", lambda _: None)
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 # --- what a spike is ---
@@ -73,7 +73,9 @@ class Spiking(ActorWorker):
         return lambda x: -x.policy[:, 0] * (1e3 if faults.step() == SPIKE else 1.0)
 
 
-def run(folder: Path, name: str, action: str | None, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
+def run(
+    folder: Path, name: str, action: str | None, **changes: Any
+) -> tuple[DPOConfig, list[dict[str, Any]]]:
     spike = {"spike": {"window": 8, "sigma": 40.0, "action": action}} if action else {}
     changes = {"max_steps": 8, "save_steps": 1, "max_ckpt_to_keep": 0, **spike, **changes}
     training = {"num_train_epochs": 2.0, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
@@ -105,7 +107,10 @@ def test_a_spike_is_skipped_and_a_resumed_run_skips_it_too(shared: Path) -> None
     resumed, again = run(shared, "spike-skip-parts", "skip")
     assert_untouched(weights(config, 8), weights(resumed, 8))
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
-    states = [open_checkpoint(each.run_dir / "checkpoint-8").state["progress"] for each in (config, resumed)]
+    states = [
+        open_checkpoint(each.run_dir / "checkpoint-8").state["progress"]
+        for each in (config, resumed)
+    ]
     assert states[0]["history"] == states[1]["history"]
     assert len(states[0]["history"]["losses"]) == 8
 
@@ -115,5 +120,8 @@ def test_a_spike_is_gone_back_from(shared: Path) -> None:
     config, lines = run(shared, "spike-back", "rollback", save_steps=4)
     assert_untouched(weights(skipped, 8), weights(config, 8))
     assert [line["skipped_iter"] for line in lines] == [0] * 5 + [1, 0, 0]
-    assert [(each["kind"], each["step"]) for each in incidents(config)] == [("spike", SPIKE), ("rollback", SPIKE)]
+    assert [(each["kind"], each["step"]) for each in incidents(config)] == [
+        ("spike", SPIKE),
+        ("rollback", SPIKE),
+    ]
     assert incidents(config)[1]["to"] == 4

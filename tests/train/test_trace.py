@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rather.config.schema import DPOConfig
-from rather.pipeline import DPOPipeline
-from rather.run.timeline import TRACKS, Span, Trace
+from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.timeline import TRACKS, Span, Trace
 from tests.tiny import in_child, make_config
 from tests.train.test_resume import train
 
@@ -82,11 +82,18 @@ def test_a_run_that_begins_anew_begins_its_trace_anew(shared: Path) -> None:
         assert not trace or steps(config, "actor_train") == [("train", 1)]
 
 
-def test_without_room_for_the_trace_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_room_for_the_trace_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trace = Trace(tmp_path / "trace.json")
     trace._file = FileIO("/dev/full", "w")
     with caplog.at_level(logging.WARNING, "rather"):
         for step in (1, 2):
             trace.add("driver", "save", step, Span(0.0, 1.0))
     trace.close()
-    assert caplog.text.count("/dev/full: cannot be written (No space left on device); nothing more is drawn") == 1
+    assert (
+        caplog.text.count(
+            "/dev/full: cannot be written (No space left on device); nothing more is drawn"
+        )
+        == 1
+    )

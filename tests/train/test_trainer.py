@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rather.batch import PairFacts, PairLogps, TokenPair
 from rather.config.schema import TrainingArgs
+from rather.data.batch import PairFacts, PairLogps, TokenPair
 from rather.data.pack import pack
-from rather.metrics import Window
-from rather.objective import PairLoss, configure, own_loss
-from rather.optim import Optimizer
-from rather.trainer import RankTrainer
+from rather.losses.metrics import Window
+from rather.losses.objective import PairLoss, configure, own_loss
+from rather.optim.optimizer import Optimizer
+from rather.train.rank_trainer import RankTrainer
 from tests.padded import padded_logps, random_pairs
 from tests.tiny import tiny_policy
 from tests.train.test_pack import ODD_PAIRS
@@ -23,10 +23,14 @@ from tests.train.test_pack import ODD_PAIRS
 BETA = 0.3
 
 
-def trainer_of(dtype: torch.dtype = torch.float32, loss: PairLoss | None = None, **changes: Any) -> RankTrainer:
+def trainer_of(
+    dtype: torch.dtype = torch.float32, loss: PairLoss | None = None, **changes: Any
+) -> RankTrainer:
     policy = tiny_policy(dtype=dtype)
     args = TrainingArgs(learning_rate=1e-3)
-    optimizer = Optimizer(policy.named_parameters(), args, schedule=lambda n: 1e-3 / (n + 1), max_grad_norm=1.0)
+    optimizer = Optimizer(
+        policy.named_parameters(), args, schedule=lambda n: 1e-3 / (n + 1), max_grad_norm=1.0
+    )
     return RankTrainer(policy, loss or configure(["sigmoid"], {"beta": BETA}), optimizer, **changes)
 
 
@@ -37,7 +41,9 @@ def pairs_of(count: int = 5, **changes: Any) -> list[TokenPair]:
 def everything(trainer: RankTrainer) -> dict[str, Tensor]:
     groups, _ = trainer.state()
     tensors = {f"{group}/{name}": t for group, named in groups.items() for name, t in named.items()}
-    return {name: t.clone() for name, t in (tensors | dict(trainer.policy.named_parameters())).items()}
+    return {
+        name: t.clone() for name, t in (tensors | dict(trainer.policy.named_parameters())).items()
+    }
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -58,7 +64,9 @@ def test_a_step_is_the_plain_padded_computation() -> None:
     weight = torch.tensor([p.weight for p in pairs], dtype=torch.float64)
     loss = (-torch.nn.functional.logsigmoid(margins) * weight).sum() / weight.sum()
     loss.backward()
-    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]))
+    norm = torch.linalg.vector_norm(
+        torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None])
+    )
     window = Window()
     window.add(result.sums, pairs=len(pairs), tokens=1)
     assert window.means()["loss"] == pytest.approx(loss.item(), rel=1e-6)
@@ -90,7 +98,9 @@ def test_evaluation_trains_nothing_and_equals_the_metrics_of_a_step() -> None:
     sums = trainer.score(PairFacts.of_step(batches), trainer.log_probs(batches), reference)
     assert same(everything(trainer), before)
     assert all(p.grad is None for p in trainer.policy.parameters())
-    assert trainer.train_step(pack(pairs, 90), reference).sums == pytest.approx(sums, rel=1e-6, abs=1e-6)
+    assert trainer.train_step(pack(pairs, 90), reference).sums == pytest.approx(
+        sums, rel=1e-6, abs=1e-6
+    )
     assert not same(everything(trainer), before)
 
 
@@ -177,7 +187,9 @@ def test_the_state_is_all_that_later_steps_depend_on(dtype: torch.dtype) -> None
     if trainer.optimizer and trainer.optimizer.loss_scale:
         trainer.optimizer.loss_scale.value, trainer.optimizer.loss_scale.clean = 512.0, 1998
     groups, numbers = trainer.state()
-    saved = {group: {name: t.clone() for name, t in tensors.items()} for group, tensors in groups.items()}
+    saved = {
+        group: {name: t.clone() for name, t in tensors.items()} for group, tensors in groups.items()
+    }
     other = trainer_of(dtype)
     torch.rand(3)
     other.load_state(saved, numbers)
@@ -189,7 +201,10 @@ def test_the_state_is_all_that_later_steps_depend_on(dtype: torch.dtype) -> None
         for _ in range(2):
             each.train_step(batches, reference)
     ours, theirs = everything(trainer), everything(other)
-    assert same({k: v for k, v in ours.items() if "rng" not in k}, {k: v for k, v in theirs.items() if "rng" not in k})
+    assert same(
+        {k: v for k, v in ours.items() if "rng" not in k},
+        {k: v for k, v in theirs.items() if "rng" not in k},
+    )
     assert other.state()[1] == trainer.state()[1]
     if dtype == torch.float16:
         assert trainer.state()[1]["loss_scale"] == [1024.0, 0]
@@ -207,7 +222,10 @@ def test_zeros_in_the_gradient_are_counted_on_request() -> None:
 
 
 def test_a_step_of_weightless_pairs_moves_nothing() -> None:
-    pairs = [TokenPair(p.prompt, p.chosen, p.rejected, p.chosen_scored, p.rejected_scored, 0.0) for p in pairs_of(2)]
+    pairs = [
+        TokenPair(p.prompt, p.chosen, p.rejected, p.chosen_scored, p.rejected_scored, 0.0)
+        for p in pairs_of(2)
+    ]
     trainer = trainer_of()
     before = dict(everything(trainer))
     result = trainer.train_step(pack(pairs, 10**6), {"sum": torch.zeros(2, 2)})

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rather.config.schema import TrainingArgs
 from rather.data.pack import pack
+from rather.losses.objective import configure
 from rather.model import attention, head
 from rather.model.policy import PolicyModel
-from rather.objective import configure
-from rather.optim import Optimizer
-from rather.trainer import RankTrainer
+from rather.optim.optimizer import Optimizer
+from rather.train.rank_trainer import RankTrainer
 from tests.padded import random_pairs
 from tests.tiny import tiny_policy
 
@@ -29,7 +29,9 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
             source = args[0] if func is torch.ops.aten._to_copy.default else args[1]
@@ -43,7 +45,9 @@ class Waits(TorchDispatchMode):
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by segments in one operator, and the head's budgets of a GPU."""
 
-    def varlen(q: Tensor, k: Tensor, v: Tensor, segments: Any, scale: float, window: Any, _cap: Any) -> Tensor:
+    def varlen(
+        q: Tensor, k: Tensor, v: Tensor, segments: Any, scale: float, window: Any, _cap: Any
+    ) -> Tensor:
         return attention._varlen(q, k, v, segments, scale, window)
 
     monkeypatch.setattr(attention, "_one_by_one", varlen)
@@ -57,7 +61,9 @@ def meta_policy() -> PolicyModel:
 
 def meta_trainer() -> RankTrainer:
     policy, args = meta_policy(), TrainingArgs()
-    optimizer = Optimizer(policy.named_parameters(), args, schedule=lambda _: 1e-4, max_grad_norm=1.0)
+    optimizer = Optimizer(
+        policy.named_parameters(), args, schedule=lambda _: 1e-4, max_grad_norm=1.0
+    )
     return RankTrainer(policy, configure(["sigmoid"], {}), optimizer)
 
 
@@ -66,10 +72,15 @@ def test_a_step_waits_for_its_numbers_and_for_nothing_before() -> None:
     policy = meta_trainer()
     reference = RankTrainer(meta_policy().requires_grad_(False), configure(["sigmoid"], {}))
     batches = pack(random_pairs(24, 60), 128)
-    with Waits() as waits, pytest.raises(NotImplementedError, match="Cannot copy out of meta") as stopped:
+    with (
+        Waits() as waits,
+        pytest.raises(NotImplementedError, match="Cannot copy out of meta") as stopped,
+    ):
         policy.train_step(batches, reference.log_probs(batches))
     assert waits.seen == []
-    assert [entry.name for entry in stopped.traceback if entry.path.name == "trainer.py"][-1] == "_update"
+    assert [entry.name for entry in stopped.traceback if entry.path.name == "trainer.py"][
+        -1
+    ] == "_update"
 
 
 def test_a_copy_that_waits_is_seen() -> None:

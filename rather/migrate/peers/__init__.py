@@ -13,5 +13,6 @@ from rather.migrate.peers.swift import SWIFT
 from rather.migrate.peers.trl import TRL
 
 PEERS: dict[str, Peer] = {
-    peer.name: peer for peer in (TRL, LLAMA_FACTORY, AXOLOTL, OPENRLHF, COLOSSALCHAT, NEMO_RL, SWIFT, ROLL)
+    peer.name: peer
+    for peer in (TRL, LLAMA_FACTORY, AXOLOTL, OPENRLHF, COLOSSALCHAT, NEMO_RL, SWIFT, ROLL)
 }

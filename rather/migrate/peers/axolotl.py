@@ -69,7 +69,9 @@ def datasets(path: str) -> Rule:
 
 def loss(value: Any, given: Given) -> Outcome:
     if value not in LOSSES:
-        raise Refused(f"rl: {value} is not preference training on pairs; there are {', '.join(LOSSES)}")
+        raise Refused(
+            f"rl: {value} is not preference training on pairs; there are {', '.join(LOSSES)}"
+        )
     return Outcome(RENAMED, {"pref_loss": LOSSES[value]})
 
 
@@ -81,7 +83,9 @@ def only_for(kind: str, path: str) -> Rule:
 
 
 def per_epoch(value: Any, given: Given) -> Outcome:
-    return Outcome(NEEDLESS, note="checkpoints and evaluations are counted in steps: save_steps, eval_steps")
+    return Outcome(
+        NEEDLESS, note="checkpoints and evaluations are counted in steps: save_steps, eval_steps"
+    )
 
 
 def adapter_kind(value: Any, given: Given) -> Outcome:
@@ -99,7 +103,9 @@ def flash(value: Any, given: Given) -> Outcome:
 
 
 def prepared(value: Any, given: Given) -> Outcome:
-    return Outcome(NEEDLESS, note="tokenised data lie in <output_dir>/.cache; see data_args.cache_dir")
+    return Outcome(
+        NEEDLESS, note="tokenised data lie in <output_dir>/.cache; see data_args.cache_dir"
+    )
 
 
 RULES: dict[str, Rule] = {

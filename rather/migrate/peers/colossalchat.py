@@ -18,7 +18,18 @@ from rather.migrate.peers.shared import (
     run_folder,
     tracker,
 )
-from rather.migrate.rules import CHANGED, NEEDLESS, RENAMED, Given, Outcome, Rule, each, needless, never, to
+from rather.migrate.rules import (
+    CHANGED,
+    NEEDLESS,
+    RENAMED,
+    Given,
+    Outcome,
+    Rule,
+    each,
+    needless,
+    never,
+    to,
+)
 
 PLUGINS = ("ddp", "zero2", "zero2_cpu", "gemini", "gemini_auto", "3d")
 WIDE = "only the plugin 3d reads it"
@@ -42,7 +53,11 @@ def loss(value: Any, given: Given) -> Outcome:
     if given.get("disable_reference_model"):
         return Outcome(RENAMED, {"pref_loss": "simpo", "gamma": given.get("gamma") or 1.4})
     note = "with its reference this is length-normalised DPO with a margin, not SimPO"
-    values = {"pref_loss": "sigmoid", "length_normalization": True, "gamma": given.get("gamma") or 1.4}
+    values = {
+        "pref_loss": "sigmoid",
+        "length_normalization": True,
+        "gamma": given.get("gamma") or 1.4,
+    }
     return Outcome(CHANGED, values, note)
 
 

@@ -18,7 +18,19 @@ from rather.migrate.peers.shared import (
     length,
     loss_name,
 )
-from rather.migrate.rules import NEEDLESS, OPEN, RENAMED, Given, Outcome, Rule, each, needless, never, only, to
+from rather.migrate.rules import (
+    NEEDLESS,
+    OPEN,
+    RENAMED,
+    Given,
+    Outcome,
+    Rule,
+    each,
+    needless,
+    never,
+    only,
+    to,
+)
 
 TEMPLATES = {
     "qwen": "qwen2_5", "qwen2_5": "qwen2_5", "qwen3": "qwen3", "llama3": "llama3", "chatml": "chatml", "gemma": "gemma",
@@ -32,7 +44,9 @@ def registered(path: str) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         if not value:
             return Outcome(NEEDLESS)
-        names = [name.strip() for name in (value if isinstance(value, list) else str(value).split(","))]
+        names = [
+            name.strip() for name in (value if isinstance(value, list) else str(value).split(","))
+        ]
         files = [name if PurePath(name).suffix else f"{name}.json" for name in names]
         note = "names of dataset_info.json; write the files they stand for"
         return Outcome(OPEN, {path: files[0] if len(files) == 1 else files}, note)
@@ -41,7 +55,11 @@ def registered(path: str) -> Rule:
 
 
 def simpo_gamma(value: Any, given: Given) -> Outcome:
-    return Outcome(RENAMED, {"gamma": value}) if given.get("pref_loss") == "simpo" else Outcome(NEEDLESS)
+    return (
+        Outcome(RENAMED, {"gamma": value})
+        if given.get("pref_loss") == "simpo"
+        else Outcome(NEEDLESS)
+    )
 
 
 RULES: dict[str, Rule] = {

@@ -18,7 +18,19 @@ from rather.migrate.peers.shared import (
     run_folder,
     tracker,
 )
-from rather.migrate.rules import CHANGED, NEEDLESS, RENAMED, Given, Outcome, Rule, each, needless, never, only, to
+from rather.migrate.rules import (
+    CHANGED,
+    NEEDLESS,
+    RENAMED,
+    Given,
+    Outcome,
+    Rule,
+    each,
+    needless,
+    never,
+    only,
+    to,
+)
 
 
 def enabled(section: str, rule: Rule) -> Rule:
@@ -32,7 +44,9 @@ def enabled(section: str, rule: Rule) -> Rule:
 
 
 def degree(path: str) -> Rule:
-    return lambda value, given: Outcome(RENAMED, {path: value}) if value and value > 1 else Outcome(NEEDLESS)
+    return lambda value, given: (
+        Outcome(RENAMED, {path: value}) if value and value > 1 else Outcome(NEEDLESS)
+    )
 
 
 def betas(value: Any, given: Given) -> Outcome:
@@ -48,7 +62,11 @@ def sft_weight(value: Any, given: Given) -> Outcome:
         return Outcome(NEEDLESS)
     average = given.get("dpo.sft_average_log_probs")
     key = "pref_ftx" if average else "rpo_alpha"
-    note = "" if average else "NeMo-RL sums the log-probs of an answer, ours is a mean over tokens: choose it anew"
+    note = (
+        ""
+        if average
+        else "NeMo-RL sums the log-probs of an answer, ours is a mean over tokens: choose it anew"
+    )
     return Outcome(CHANGED if note else RENAMED, {key: value}, note)
 
 

@@ -22,7 +22,18 @@ from rather.migrate.peers.shared import (
     tracker,
     zero_stage,
 )
-from rather.migrate.rules import CHANGED, NEEDLESS, RENAMED, Given, Outcome, Rule, each, needless, never, to
+from rather.migrate.rules import (
+    CHANGED,
+    NEEDLESS,
+    RENAMED,
+    Given,
+    Outcome,
+    Rule,
+    each,
+    needless,
+    never,
+    to,
+)
 
 
 def betas(value: Any, given: Given) -> Outcome:
@@ -32,7 +43,9 @@ def betas(value: Any, given: Given) -> Outcome:
 
 def schedule(value: Any, given: Given) -> Outcome:
     """Its cosine ends at a tenth of the peak."""
-    floor = {TRAINING + "lr_scheduler_kwargs.min_lr_rate": 0.1} if value == "cosine_with_min_lr" else {}
+    floor = (
+        {TRAINING + "lr_scheduler_kwargs.min_lr_rate": 0.1} if value == "cosine_with_min_lr" else {}
+    )
     return Outcome(RENAMED, {TRAINING + "lr_scheduler_type": SCHEDULES[value], **floor})
 
 
@@ -42,7 +55,9 @@ def ipo(value: Any, given: Given) -> Outcome:
 
 
 def micro_batch(value: Any, given: Given) -> Outcome:
-    return Outcome(NEEDLESS, note="pairs of a step are train_batch_size; micro-batches follow a token budget")
+    return Outcome(
+        NEEDLESS, note="pairs of a step are train_batch_size; micro-batches follow a token budget"
+    )
 
 
 RULES: dict[str, Rule] = {

@@ -17,14 +17,17 @@ class OwnKeys(Mapping[str, Rule]):
 
     def __init__(self) -> None:
         self.aside, self.refused = (
-            {".".join(names): text for names, text in known} for known in (roll._told(), roll._refused())
+            {".".join(names): text for names, text in known}
+            for known in (roll._told(), roll._refused())
         )
 
     def __getitem__(self, key: str) -> Rule:
         if key in self.aside:
             return needless(self.aside[key])
         if key in self.refused:
-            return lambda value, given: Outcome(IMPOSSIBLE if value else NEEDLESS, note=self.refused[key])
+            return lambda value, given: Outcome(
+                IMPOSSIBLE if value else NEEDLESS, note=self.refused[key]
+            )
         if key.partition(".")[0] in ("hydra", "defaults", *roll.GROUPS):
             return needless("Hydra's own")
         if key in table() or ".strategy_config." in key or key.partition(".")[0] == "system_envs":

@@ -24,16 +24,38 @@ from rather.migrate.rules import (
     to,
 )
 
-TRAINING, MODEL, DATA = "actor_train.training_args.", "actor_train.model_args.", "actor_train.data_args."
-STRATEGY, DETAILS = "actor_train.strategy_args.strategy_name", "actor_train.strategy_args.strategy_config."
+TRAINING, MODEL, DATA = (
+    "actor_train.training_args.",
+    "actor_train.model_args.",
+    "actor_train.data_args.",
+)
+STRATEGY, DETAILS = (
+    "actor_train.strategy_args.strategy_name",
+    "actor_train.strategy_args.strategy_config.",
+)
 SAMPLES = "actor_train.data_args.file_name"
 LENGTH, OVERLONG = "sequence_length", DATA + "overlong"
 READABLE = (".json", ".jsonl", ".parquet", ".arrow", ".gz", ".feather")
-DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
+DTYPES = {
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float16": "fp16",
+    "fp16": "fp16",
+    "float32": "fp32",
+    "fp32": "fp32",
+}
 SCHEDULES = {"warmup_stable_decay": "wsd"} | {
     name: name for name in table()["actor_train.training_args.lr_scheduler_type"].choices
 }
-ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adam", "AdamW", "torch.optim.AdamW")
+ADAMW = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_hf",
+    "adamw",
+    "adam",
+    "AdamW",
+    "torch.optim.AdamW",
+)
 MACHINERY = "of the peer's machinery; no result depends on it"
 UPLOAD = "nothing is uploaded; the run folder holds model and model card"
 NO_LIMIT = 32768
@@ -44,7 +66,9 @@ NO_LIMIT = 32768
 
 def positive(path: str) -> Rule:
     """-1 and 0 stand for `not given`."""
-    return lambda value, given: Outcome(RENAMED, {path: value}) if value and value > 0 else Outcome(NEEDLESS)
+    return lambda value, given: (
+        Outcome(RENAMED, {path: value}) if value and value > 0 else Outcome(NEEDLESS)
+    )
 
 
 def whole_steps(path: str) -> Rule:
@@ -86,12 +110,19 @@ def dataset(path: str = SAMPLES) -> Rule:
         if value in NOTHING:
             return Outcome(NEEDLESS)
         names = [str(name) for name in value] if isinstance(value, list) else str(value).split(",")
-        files = [name if name.endswith(READABLE) else f"{Path(name.partition('#')[0]).name}.jsonl" for name in names]
+        files = [
+            name if name.endswith(READABLE) else f"{Path(name.partition('#')[0]).name}.jsonl"
+            for name in names
+        ]
         strangers = [name for name, file in zip(names, files, strict=True) if name != file]
         values = {path: files[0] if len(files) == 1 else files}
         if not strangers:
             return Outcome(RENAMED, values)
-        return Outcome(OPEN, values, f"only local files are read: save {', '.join(strangers)} as JSON lines there")
+        return Outcome(
+            OPEN,
+            values,
+            f"only local files are read: save {', '.join(strangers)} as JSON lines there",
+        )
 
     return rule
 
@@ -104,13 +135,17 @@ def trackers(value: Any, given: Given) -> Outcome:
     lost = [name for name in wanted if name not in known]
     values = {"track_with": kept[0] if len(kept) == 1 else kept or None}
     if lost:
-        return Outcome(IMPOSSIBLE, values, f"no tracker {', '.join(lost)}; there are {', '.join(known)}")
+        return Outcome(
+            IMPOSSIBLE, values, f"no tracker {', '.join(lost)}; there are {', '.join(known)}"
+        )
     return Outcome(RENAMED, values)
 
 
 def tracker(name: str) -> Rule:
     """A switch of one tracker."""
-    return lambda value, given: trackers(name, given) if value else Outcome(NEEDLESS, note="no tracker")
+    return lambda value, given: (
+        trackers(name, given) if value else Outcome(NEEDLESS, note="no tracker")
+    )
 
 
 def loss_name(path: str = "pref_loss", **others: str | None) -> Rule:
@@ -133,7 +168,11 @@ def bf16(value: Any, given: Given) -> Outcome:
     """One of three: bf16, fp16, or neither."""
     other = given.get("fp16") in (True, "true", "auto")
     dtype = "fp16" if other else "bf16" if value in (True, "auto") else "fp32"
-    return Outcome(CHANGED, {MODEL + "dtype": dtype}, "weights have exact float32 copies, sums are float32 or better")
+    return Outcome(
+        CHANGED,
+        {MODEL + "dtype": dtype},
+        "weights have exact float32 copies, sums are float32 or better",
+    )
 
 
 def fp16(value: Any, given: Given) -> Outcome:
@@ -155,7 +194,9 @@ def deepspeed(value: Any, given: Given) -> Outcome:
     name = Path(str(value)).name
     stage = next((stage for stage in "123" if f"zero{stage}" in name or f"z{stage}" in name), None)
     if stage is None:
-        raise Refused(f"{value} is not here, and its name tells no stage; set actor_train.strategy_args.strategy_name")
+        raise Refused(
+            f"{value} is not here, and its name tells no stage; set actor_train.strategy_args.strategy_name"
+        )
     cpu = "offload" in name and stage == "2"
     told = f"{value} is not here; its name tells stage {stage}"
     return Outcome(CHANGED, {STRATEGY: f"zero{stage}" + ("_cpu" if cpu else "")}, told)
@@ -170,7 +211,9 @@ def fsdp(value: Any, given: Given) -> Outcome:
         return Outcome(NEEDLESS)
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     if "hybrid" in text:
-        raise Refused("set strategy_name: hsdp with strategy_config.shard_size, the ranks of one replica")
+        raise Refused(
+            "set strategy_name: hsdp with strategy_config.shard_size, the ranks of one replica"
+        )
     return Outcome(RENAMED, {STRATEGY: "zero2" if "shard_grad_op" in text else "fsdp2_train"})
 
 
@@ -179,23 +222,32 @@ def fsdp(value: Any, given: Given) -> Outcome:
 
 def warmup(value: Any, given: Given) -> Outcome:
     if given.get("lr_scheduler_type") == "constant" and value:
-        return Outcome(CHANGED, {}, "transformers' constant schedule has no warm-up; ours would have one")
+        return Outcome(
+            CHANGED, {}, "transformers' constant schedule has no warm-up; ours would have one"
+        )
     share = isinstance(value, float) and 0 < value < 1
-    return Outcome(RENAMED, {TRAINING + ("warmup_ratio" if share else "warmup_steps"): value if share else int(value)})
+    return Outcome(
+        RENAMED,
+        {TRAINING + ("warmup_ratio" if share else "warmup_steps"): value if share else int(value)},
+    )
 
 
 def warmup_ratio(value: Any, given: Given) -> Outcome:
     if given.get("warmup_steps"):
         return Outcome(NEEDLESS, note="warmup_steps wins")
     constant = given.get("lr_scheduler_type") == "constant" and value
-    return warmup(value, given) if constant else Outcome(RENAMED, {TRAINING + "warmup_ratio": value})
+    return (
+        warmup(value, given) if constant else Outcome(RENAMED, {TRAINING + "warmup_ratio": value})
+    )
 
 
 def evaluated(value: Any, given: Given) -> Outcome:
     """eval_strategy: steps without eval_steps means logging_steps."""
     if str(value) != "steps" or given.get("eval_steps"):
         return Outcome(NEEDLESS, note="evaluation is always after each epoch and at the end")
-    return Outcome(CHANGED, {"eval_steps": int(given.get("logging_steps") or 1)}, "as often as logging_steps")
+    return Outcome(
+        CHANGED, {"eval_steps": int(given.get("logging_steps") or 1)}, "as often as logging_steps"
+    )
 
 
 def eval_steps(value: Any, given: Given) -> Outcome:
@@ -208,18 +260,28 @@ def eval_steps(value: Any, given: Given) -> Outcome:
 def save_strategy(value: Any, given: Given) -> Outcome:
     if str(value) == "steps":
         return Outcome(NEEDLESS)
-    note = "checkpoints are counted in steps; the last one is always written" if str(value) != "no" else ""
+    note = (
+        "checkpoints are counted in steps; the last one is always written"
+        if str(value) != "no"
+        else ""
+    )
     return Outcome(CHANGED if note else RENAMED, {"save_steps": None}, note)
 
 
 def save_steps(value: Any, given: Given) -> Outcome:
     other = str(given.get("save_strategy") or "steps") != "steps"
-    return Outcome(NEEDLESS, note="save_strategy decides") if other else whole_steps("save_steps")(value, given)
+    return (
+        Outcome(NEEDLESS, note="save_strategy decides")
+        if other
+        else whole_steps("save_steps")(value, given)
+    )
 
 
 def best_metric(value: Any, given: Given) -> Outcome:
     name = str(value).removeprefix("eval_")
-    return Outcome(RENAMED, {"metric_for_best_model": f"eval/{name}"}) if value else Outcome(NEEDLESS)
+    return (
+        Outcome(RENAMED, {"metric_for_best_model": f"eval/{name}"}) if value else Outcome(NEEDLESS)
+    )
 
 
 HF: dict[str, Rule] = {
@@ -260,15 +322,23 @@ HF: dict[str, Rule] = {
     "load_best_model_at_end": to("save_best", note="the best model lies beside the last one"),
     "metric_for_best_model": best_metric,
     "resume_from_checkpoint": to("resume_from_checkpoint"),
-    "overwrite_output_dir": to("overwrite", note="true starts anew where a run exists, and never continues it"),
+    "overwrite_output_dir": to(
+        "overwrite", note="true starts anew where a run exists, and never continues it"
+    ),
     "report_to": trackers,
     "deepspeed": deepspeed,
     "fsdp": fsdp,
     "dataset_num_proc": to(DATA + "preprocessing_num_workers"),
     "preprocessing_num_workers": to(DATA + "preprocessing_num_workers"),
-    **each("push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision", never(UPLOAD)),
+    **each(
+        "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision",
+        never(UPLOAD),
+    ),
     **each("neftune_noise_alpha label_smoothing_factor", never("is not offered", unless=(0, 0.0))),
-    **each("save_only_model", needless("checkpoints are always whole; the result in model/ is the model alone")),
+    **each(
+        "save_only_model",
+        needless("checkpoints are always whole; the result in model/ is the model alone"),
+    ),
     **each("run_name project", needless("a run is named after its folder")),
     **each("use_liger_kernel", needless("log-probs are always made without holding the logits")),
     **each("group_by_length auto_find_batch_size", needless("micro-batches follow a token budget")),
@@ -292,7 +362,13 @@ HF_DEFAULTS = {
 
 
 def adapter(
-    rank: str, alpha: str, dropout: str, target: str, modules: str, *, off: tuple[str, Any] | None = None
+    rank: str,
+    alpha: str,
+    dropout: str,
+    target: str,
+    modules: str,
+    *,
+    off: tuple[str, Any] | None = None,
 ) -> dict[str, Rule]:
     """Keys of an adapter by the peer's names. `off`: the key and its values that say that there is no adapter."""
 
@@ -305,8 +381,10 @@ def adapter(
         return of
 
     def dropped(value: Any, given: Given) -> Outcome:
-        return Outcome(CHANGED, {MODEL + "lora_dropout": 0.0}, "dropout is off in preference training") if value else (
-            Outcome(NEEDLESS)
+        return (
+            Outcome(CHANGED, {MODEL + "lora_dropout": 0.0}, "dropout is off in preference training")
+            if value
+            else (Outcome(NEEDLESS))
         )
 
     return {
@@ -318,7 +396,10 @@ def adapter(
         "use_rslora": wanted(to(MODEL + "use_rslora")),
         "use_dora": wanted(to(MODEL + "use_dora")),
         **each("load_in_4bit", to(MODEL + "quantization", {True: "4bit", False: None})),
-        **each("load_in_8bit", never("weights are held in 4 bits or not at all: model_args.quantization")),
+        **each(
+            "load_in_8bit",
+            never("weights are held in 4 bits or not at all: model_args.quantization"),
+        ),
         **each(
             "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype lora_task_type",
             needless(MACHINERY),

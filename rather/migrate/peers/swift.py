@@ -39,13 +39,19 @@ CUTS = {"delete": "drop", "left": "truncate_prompt", "right": "truncate_response
 
 def kind(value: Any, given: Given) -> Outcome:
     if value not in KINDS:
-        raise Refused(f"rlhf_type {value} is not preference training on pairs; there are {', '.join(KINDS)}")
+        raise Refused(
+            f"rlhf_type {value} is not preference training on pairs; there are {', '.join(KINDS)}"
+        )
     ours = KINDS[value]
     return Outcome(RENAMED, {"pref_loss": ours}) if ours else Outcome(NEEDLESS)
 
 
 def loss_type(value: Any, given: Given) -> Outcome:
-    return loss_name(kto_pair=None)(value, given) if value and given.get("rlhf_type") == "dpo" else Outcome(NEEDLESS)
+    return (
+        loss_name(kto_pair=None)(value, given)
+        if value and given.get("rlhf_type") == "dpo"
+        else Outcome(NEEDLESS)
+    )
 
 
 def scored(value: Any, given: Given) -> Outcome:

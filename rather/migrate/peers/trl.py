@@ -19,9 +19,27 @@ from rather.migrate.peers.shared import (
     length,
     loss_name,
 )
-from rather.migrate.rules import CHANGED, NEEDLESS, OPEN, RENAMED, Given, Outcome, Rule, each, needless, never, only, to
+from rather.migrate.rules import (
+    CHANGED,
+    NEEDLESS,
+    OPEN,
+    RENAMED,
+    Given,
+    Outcome,
+    Rule,
+    each,
+    needless,
+    never,
+    only,
+    to,
+)
 
-SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # in 1.x; before, sigmoid was smoothed as well
+SMOOTHED = (
+    "robust",
+    "exo_pair",
+    "aot",
+    "aot_unpaired",
+)  # in 1.x; before, sigmoid was smoothed as well
 REMOVED = (
     "max_prompt_length", "max_completion_length", "generate_during_eval", "reference_free", "rpo_alpha",
     "force_use_ref_model", "ref_adapter_name", "model_adapter_name", "label_pad_token_id", "use_logits_to_keep",
@@ -50,7 +68,9 @@ def label_smoothing(value: Any, given: Given) -> Outcome:
 def truncation(value: Any, given: Given) -> Outcome:
     if value in (None, "keep_start"):
         return Outcome(RENAMED, {OVERLONG: "truncate_response"})
-    note = "prompts are cut, of both answers alike; pairs whose answer alone is too long are dropped"
+    note = (
+        "prompts are cut, of both answers alike; pairs whose answer alone is too long are dropped"
+    )
     return Outcome(CHANGED, {OVERLONG: "truncate_prompt"}, note)
 
 
@@ -58,7 +78,11 @@ def alpha(value: Any, given: Given) -> Outcome:
     if given.get("f_divergence_type") != "alpha_divergence":
         return Outcome(NEEDLESS)
     if is_old(given):
-        return Outcome(CHANGED, {"f_alpha_divergence_coef": 1 - value}, "1 - alpha, as TRL writes it from 0.29 on")
+        return Outcome(
+            CHANGED,
+            {"f_alpha_divergence_coef": 1 - value},
+            "1 - alpha, as TRL writes it from 0.29 on",
+        )
     return Outcome(RENAMED, {"f_alpha_divergence_coef": value})
 
 
@@ -74,7 +98,11 @@ def init_kwargs(value: Any, given: Given) -> Outcome:
     if not value:
         return Outcome(NEEDLESS)
     known = weights_dtype(value.get("dtype") or value.get("torch_dtype"), given)
-    lost = [key for key in value if key not in ("dtype", "torch_dtype", "attn_implementation", "use_cache")]
+    lost = [
+        key
+        for key in value
+        if key not in ("dtype", "torch_dtype", "attn_implementation", "use_cache")
+    ]
     return Outcome(CHANGED, known.values, f"not read: {', '.join(lost)}") if lost else known
 
 
@@ -87,7 +115,11 @@ def synced(path: str) -> Rule:
 
 def only_with(loss: str, path: str) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
-        return Outcome(RENAMED, {path: value}) if loss in str(given.get("loss_type")) else Outcome(NEEDLESS)
+        return (
+            Outcome(RENAMED, {path: value})
+            if loss in str(given.get("loss_type"))
+            else Outcome(NEEDLESS)
+        )
 
     return rule
 

@@ -1,0 +1,1 @@
+"""Python entry points: DPOTrainer and the adapters for torch optimizers."""

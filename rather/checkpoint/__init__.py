@@ -1,0 +1,1 @@
+"""Checkpoints: atomic, hashed, free of pickle."""

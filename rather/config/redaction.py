@@ -1,0 +1,49 @@
+"""What must not be written: names that look like those of secrets, texts that look like one, and known values."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+HIDDEN = "[hidden]"
+SHORTEST = (
+    8  # characters: to hide a shorter value wherever it stands would tear ordinary words apart
+)
+
+SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+HARMLESS = re.compile(
+    r"tokenizer|(?:num|max|special)_tokens|tokens_per|(?:pad|eos|bos|unk|mask)_token|^(?:chosen|rejected)_key$"
+    r"|(?:path|file|dir)$",  # says where a secret lies, not what it is
+    re.IGNORECASE,
+)
+_PATTERNS = re.compile(
+    r"(?<![0-9A-Za-z])(?:hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}|wandb_v1_\w{16,}"
+    r"|[0-9a-f]{40}(?![0-9A-Za-z]))"  # Hugging Face, OpenAI and others, W&B; older W&B keys look like a git commit
+    # User and password in an address, also in one that was read as a path; a password may hold an @.
+    r"|(?:(?<=://)|(?<=:/))[^\s/@]+(?:@[^\s/@\"]*)*(?=@)"
+)
+_IN_QUERY = re.compile(
+    r"(?<=[?&])([\w.-]*(?:token|key|secret|password)=)[^\s&#\"']+", re.IGNORECASE
+)
+_hidden: set[str] = set()
+
+
+def looks_secret(name: str) -> bool:
+    """HF_TOKEN, WANDB_API_KEY, dbPassword: yes. pad_token, chosen_key, TOKENIZERS_PARALLELISM, KEY_FILE: no."""
+    return bool(SECRET.search(name)) and not HARMLESS.search(name)
+
+
+def hide(values: Iterable[str]) -> None:
+    """From now on `redact` takes these out of every text."""
+    _hidden.update(value for value in values if len(value) >= SHORTEST)
+
+
+def redact(text: str) -> str:
+    """The text without what looks like a secret, was told to be one, or is the value of a variable named like one."""
+    named = {
+        value for name, value in os.environ.items() if looks_secret(name) and len(value) >= SHORTEST
+    }
+    for value in sorted(_hidden | named, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    return _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _PATTERNS.sub(HIDDEN, text))

@@ -1,0 +1,196 @@
+"""The types that travel: a tokenised pair, a packed micro-batch of pairs, and the log-probs of its pairs.
+
+Shape suffixes: N tokens, S segments, K gathered keys, U scored tokens, T where each of them counts, P pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPair:
+    """One preference pair as token ids. `prompt` is the exact common beginning of both sequences.
+
+    `chosen_scored` and `rejected_scored` are half-open spans of scored tokens, counted from the start of
+    prompt + response (so that earlier assistant turns inside the prompt can be scored too).
+    """
+
+    prompt: NDArray[np.int32]
+    chosen: NDArray[np.int32]
+    rejected: NDArray[np.int32]
+    chosen_scored: tuple[Span, ...]
+    rejected_scored: tuple[Span, ...]
+    weight: float = 1.0
+    margin: float = math.nan  # not a number where the data has none
+    soft_label: float = math.nan  # chance that chosen is the better answer
+    id: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """What the pair costs in a micro-batch at most: the prompt counts once, whatever else could be shared."""
+        return len(self.prompt) + len(self.chosen) + len(self.rejected)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """What each token may see: query segments lie one after another, keys are gathered by index.
+
+    A segment of q queries sees k keys, causal from the bottom right; `key_index_K` lists the keys of all segments.
+    The int32 tensors are for a kernel that takes all segments at once, the lengths as numbers for a loop over them.
+    These are no fields, for compiled code would be made anew for every new list of numbers.
+    """
+
+    key_index_K: Tensor
+    order_K: Tensor  # int32: the places of key_index_K, sorted by the token that they name ...
+    start_N: (
+        Tensor  # ... and where in them each token's begin; [N + 1]. For the gradient of the gather
+    )
+    cu_q: Tensor  # [S + 1]
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+    @staticmethod
+    def of(q_lens: Sequence[int], k_lens: Sequence[int], key_index_K: Tensor) -> Segments:
+        keys = key_index_K.numpy()
+        order = torch.from_numpy(keys.argsort(kind="stable").astype(np.int32))
+        uses = np.bincount(keys, minlength=sum(q_lens))
+        start, cu_q, cu_k = (_running_sum(np.asarray(lens)) for lens in (uses, q_lens, k_lens))
+        return Segments(key_index_K, order, start, cu_q, cu_k, max(q_lens), max(k_lens))
+
+    @cached_property
+    def q_lens(self) -> list[int]:
+        return np.diff(self.cu_q.cpu().numpy()).tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def k_lens(self) -> list[int]:
+        return np.diff(self.cu_k.cpu().numpy()).tolist()  # type: ignore[no-any-return]
+
+
+def _running_sum(lengths: NDArray[np.int64]) -> Tensor:
+    sums = np.zeros(len(lengths) + 1, dtype=np.int32)
+    sums[1:] = lengths.cumsum()
+    return torch.from_numpy(sums)
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """One micro-batch. What several sequences begin with lies there once, and positions count within a sequence.
+
+    So one scored token may count in several pairs: the model computes the U different ones, T says where each counts.
+    """
+
+    ids_N: Tensor
+    positions_N: Tensor
+    segments: Segments
+    rows_U: Tensor  # the hidden row that predicts target U
+    targets_U: Tensor
+    token_T: Tensor  # which of U
+    cell_T: (
+        Tensor  # for which response: 2 x the pair's place in this batch, + 1 for the rejected one
+    )
+    shared_T: Tensor  # 1 within the scored length of the pair's shorter response, else 0
+    length_P2: Tensor  # scored tokens of each response
+    weight_P: Tensor  # 1, the user's weight, or 0 for a filler: the only mask on pairs anywhere
+    margin_P: Tensor
+    soft_label_P: Tensor
+    pair_P: Tensor  # the pair's place in its optimizer step, to meet its reference log-probs
+    real_tokens: int  # of the N, the others only fill the batch up to its size
+
+    def to(self, device: str) -> PairBatch:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> PairBatch:
+        """In memory from which a GPU copies while it computes."""
+        return self._each(Tensor.pin_memory) if torch.cuda.is_available() else self
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PairBatch:
+        segments = replace(self.segments, **_tensors(self.segments, change))
+        return replace(self, segments=segments, **_tensors(self, change))
+
+
+def _tensors(item: PairBatch | Segments, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    values = {field.name: getattr(item, field.name) for field in fields(item)}
+    return {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+
+
+# Name -> [P, 2]: "sum" of log-probs, and what a loss asks for beside it. What crosses between the roles.
+Columns = Mapping[str, Tensor]
+
+
+class PairLogps(NamedTuple):
+    """All that any loss may know about the pairs of a micro-batch."""
+
+    policy: Tensor  # [P, 2] summed log-probs in float64, chosen first
+    reference: Tensor | None  # [P, 2]
+    length: Tensor  # [P, 2] scored tokens
+    extra: Mapping[
+        str, Tensor
+    ] = {}  # what a loss declares: margins, soft labels, "policy/shared", ...
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """What is known of pairs before any model has seen them."""
+
+    length: Tensor  # [P, 2] scored tokens
+    weight: Tensor  # [P]
+    margin: Tensor  # [P]
+    soft_label: Tensor  # [P]
+
+    @staticmethod
+    def of(batch: PairBatch) -> PairFacts:
+        return PairFacts(batch.length_P2, batch.weight_P, batch.margin_P, batch.soft_label_P)
+
+    @staticmethod
+    def of_step(batches: Sequence[PairBatch]) -> PairFacts:
+        """Of all pairs of a step, in their order within it."""
+        order = torch.argsort(torch.cat([batch.pair_P for batch in batches]))
+        return PairFacts.joined([PairFacts.of(batch) for batch in batches]).at(order)
+
+    @staticmethod
+    def joined(parts: Sequence[PairFacts]) -> PairFacts:
+        return PairFacts(
+            *(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(PairFacts))
+        )
+
+    def at(self, places: Tensor) -> PairFacts:
+        return PairFacts(*(getattr(self, f.name)[places] for f in fields(PairFacts)))
+
+    def to(self, device: str) -> PairFacts:
+        return PairFacts(
+            *(getattr(self, f.name).to(device, non_blocking=True) for f in fields(PairFacts))
+        )
+
+    @property
+    def mean_chosen_length(self) -> Tensor:
+        """Scored tokens of a chosen answer, averaged over pairs by their weights; 1 where nothing has weight."""
+        total = self.weight.sum()
+        return torch.where(
+            total > 0, (self.length[:, 0] @ self.weight) / total.clamp(min=1e-300), 1.0
+        )
+
+    def seen_by_a_loss(
+        self, policy: Columns, reference: Columns | None, mean_chosen_length: Tensor
+    ) -> PairLogps:
+        """These pairs with their log-probs; the mean length is that of all pairs they are averaged with."""
+        extra = {
+            "margin": self.margin,
+            "soft_label": self.soft_label,
+            "mean_chosen_length": mean_chosen_length,
+        }
+        for role, columns in (("policy", policy), ("reference", reference or {})):
+            extra |= {f"{role}/{name}": column for name, column in columns.items()}
+        return PairLogps(policy["sum"], reference["sum"] if reference else None, self.length, extra)

@@ -1,1 +1,0 @@
-"""What may be wrong with a run, told while it runs: in health.jsonl, once on the console, and by `rather health`."""

@@ -1,0 +1,286 @@
+"""The losses: one pure function each, PairLogps -> one loss per pair. A loss's signature is its schema.
+
+In formulas a is log policy/reference of the chosen answer and b that of the rejected one. All arithmetic is float64 on
+two numbers per pair. Equations are those of the papers; rather/losses/objective.py composes losses and modifiers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rather.data.batch import PairLogps
+
+LARGEST_EXPONENT = (
+    40.0  # past it exp() is cut off: its square, a slope of ipo, must stay finite in float32
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A loss and what it asks for."""
+
+    function: Callable[..., Tensor]
+    reference: bool  # compares with a reference
+    rewards: Callable[[PairLogps], Tensor]  # [P, 2] before beta
+    divergence: bool  # built on log-ratios that an f-divergence may bend
+    soft_labels: bool  # takes a label between 0 and 1 per pair
+    whole_batch: bool  # sorts all pairs of a step, so it must see them together
+    extra: tuple[str, ...]  # columns of the pairs that it reads
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Name -> default of every number, from the signature."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+LOSSES: dict[str, Rule] = {}
+
+
+def gap(chosen_and_rejected: Tensor) -> Tensor:
+    """[P, 2] -> [P]: chosen minus rejected."""
+    return chosen_and_rejected[:, 0] - chosen_and_rejected[:, 1]
+
+
+def log_ratios(x: PairLogps) -> Tensor:
+    """[P, 2]: log policy / reference of each answer."""
+    assert x.reference is not None
+    return x.policy - x.reference
+
+
+def averages(x: PairLogps) -> Tensor:
+    """[P, 2]: log-prob per scored token."""
+    return x.policy / x.length
+
+
+def sums(x: PairLogps) -> Tensor:
+    return x.policy
+
+
+def loss(
+    *,
+    reference: bool = True,
+    rewards: Callable[[PairLogps], Tensor] = log_ratios,
+    divergence: bool = False,
+    soft_labels: bool = False,
+    whole_batch: bool = False,
+    extra: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Registers a loss under its function's name."""
+
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        rule = Rule(function, reference, rewards, divergence, soft_labels, whole_batch, extra)
+        LOSSES[function.__name__] = rule
+        return function
+
+    return register
+
+
+def smoothed(margin: Tensor, wrong: float | Tensor) -> Tensor:
+    """-log sigmoid(margin), of which a share `wrong` counts the other way round."""
+    return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
+
+
+def chance_wrong(x: PairLogps, label_smoothing: float) -> float | Tensor:
+    """Of each label: one number for all, or the pair's own soft label."""
+    return 1 - x.extra["soft_label"] if "soft_label" in x.extra else label_smoothing
+
+
+def token_mean(x: PairLogps) -> Tensor:
+    """Chosen negative log-prob such that the pairs' mean is the mean over all chosen tokens of the global batch."""
+    return -x.policy[:, 0] / x.extra["mean_chosen_length"]
+
+
+# --- with a reference ---
+
+
+@loss(divergence=True, soft_labels=True)
+def sigmoid(
+    x: PairLogps,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    gamma: float = 0.0,
+    length_normalization: bool = False,
+) -> Tensor:
+    """DPO (2305.18290 eq. 7): -log sigmoid(beta (a - b) - gamma).
+
+    label_smoothing is the chance that a label is wrong (cDPO); gamma an absolute target margin; length_normalization
+    divides each log-ratio by its length.
+    """
+    ratios = log_ratios(x) / x.length if length_normalization else log_ratios(x)
+    return smoothed(beta * gap(ratios) - gamma, chance_wrong(x, label_smoothing))
+
+
+@loss(divergence=True, soft_labels=True)
+def sigmoid_norm(
+    x: PairLogps, *, beta: float = 2.0, label_smoothing: float = 0.0, gamma: float = 0.0
+) -> Tensor:
+    """Length-normalised DPO (Tulu 3, 2411.15124 eq. 6): DPO on log-ratios per token."""
+    return sigmoid(
+        x, beta=beta, label_smoothing=label_smoothing, gamma=gamma, length_normalization=True
+    )
+
+
+@loss(divergence=True)
+def hinge(x: PairLogps, *, beta: float = 0.1) -> Tensor:
+    """SLiC-style hinge on DPO's margin (2309.06657 eq. 10): max(0, 1 - beta (a - b))."""
+    return torch.relu(1 - beta * gap(log_ratios(x)))
+
+
+@loss(divergence=True)
+def ipo(x: PairLogps, *, beta: float = 0.1, length_normalization: bool = True) -> Tensor:
+    """IPO (2310.12036 eq. 17): (a - b - 1 / (2 beta))^2; beta is the paper's tau. On averages per token by default."""
+    ratios = log_ratios(x) / x.length if length_normalization else log_ratios(x)
+    return (gap(ratios) - 1 / (2 * beta)) ** 2
+
+
+@loss(divergence=True)
+def robust(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
+    """Robust DPO (2403.00409 eq. 12): unbiased when a share label_smoothing of the labels is flipped."""
+    margin = beta * gap(log_ratios(x))
+    kept, flipped = (
+        -(1 - label_smoothing) * logsigmoid(margin),
+        label_smoothing * logsigmoid(-margin),
+    )
+    return (kept + flipped) / (1 - 2 * label_smoothing)
+
+
+@loss(divergence=True)
+def exo_pair(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 1e-3) -> Tensor:
+    """EXO (2402.00856 eq. 16): reverse KL from the policy's preference to the smoothed label."""
+    margin = beta * gap(log_ratios(x))
+    chosen = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-label_smoothing))
+    return chosen + torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(label_smoothing))
+
+
+@loss()
+def nca_pair(x: PairLogps, *, beta: float = 0.1) -> Tensor:
+    """NCA (2402.05369 eq. 12 for pairs): also keeps the chosen likelihood from falling."""
+    a, b = (beta * log_ratios(x)).unbind(1)
+    return -logsigmoid(a) - 0.5 * logsigmoid(-a) - 0.5 * logsigmoid(-b)
+
+
+@loss()
+def bco_pair(x: PairLogps, *, beta: float = 0.1) -> Tensor:
+    """BCO for pairs (2404.04656 eq. 8) without the running reward shift: a classifier of good and bad answers."""
+    a, b = (beta * log_ratios(x)).unbind(1)
+    return -logsigmoid(a) - logsigmoid(-b)
+
+
+@loss()
+def sppo_hard(x: PairLogps, *, beta: float = 0.1) -> Tensor:
+    """SPPO with hard labels (2405.00675 eq. 4.7): pushes a to 1 / (2 beta) and b to -1 / (2 beta)."""
+    a, b = log_ratios(x).unbind(1)
+    return (a - 0.5 / beta) ** 2 + (b + 0.5 / beta) ** 2
+
+
+@loss(whole_batch=True)
+def aot(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """AOT on pairs (2406.05882 eq. 9): sorted policy margins against sorted reference margins of the whole batch."""
+    assert x.reference is not None
+    ahead = gap(x.policy).sort().values - gap(x.reference).sort().values
+    return smoothed(beta * ahead, label_smoothing)
+
+
+@loss(whole_batch=True)
+def aot_unpaired(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """AOT without pairing (2406.05882 eq. 11): sorted chosen against sorted rejected log-ratios of the whole batch."""
+    a, b = log_ratios(x).sort(dim=0).values.unbind(1)
+    return smoothed(beta * (a - b), label_smoothing)
+
+
+@loss()
+def apo_zero(x: PairLogps, *, beta: float = 0.1) -> Tensor:
+    """APO-zero (2408.06266 eq. 4): chosen up, rejected down; for a model worse than the chosen answers."""
+    a, b = (beta * log_ratios(x)).unbind(1)
+    return torch.sigmoid(-a) + torch.sigmoid(b)
+
+
+@loss()
+def apo_down(x: PairLogps, *, beta: float = 0.1) -> Tensor:
+    """APO-down (2408.06266 eq. 5): both down, rejected more; for a model better than the chosen answers."""
+    a, b = (beta * log_ratios(x)).unbind(1)
+    return torch.sigmoid(a) + torch.sigmoid(b - a)
+
+
+@loss(divergence=True)
+def discopop(x: PairLogps, *, beta: float = 0.05, discopop_tau: float = 0.05) -> Tensor:
+    """DiscoPOP's log-ratio modulated loss (2406.08414 eq. 5): logistic and exponential loss, blended by the margin."""
+    margin = beta * gap(log_ratios(x))
+    # The blend times exp(-margin) as one exponential: apart they are 0 * inf at large negative margins.
+    exponential = torch.exp(
+        (logsigmoid(margin / discopop_tau) - margin).clamp(max=LARGEST_EXPONENT)
+    )
+    return torch.sigmoid(-margin / discopop_tau) * -logsigmoid(margin) + exponential
+
+
+@loss(extra=("margin",))
+def odpo(x: PairLogps, *, beta: float = 0.1, odpo_alpha: float = 1.0) -> Tensor:
+    """ODPO (2402.10571 eq. 8): DPO whose margin must exceed odpo_alpha times the pair's own offset."""
+    return -logsigmoid(beta * gap(log_ratios(x)) - odpo_alpha * x.extra["margin"])
+
+
+# --- without a reference ---
+
+
+@loss(reference=False, rewards=averages)
+def sft(x: PairLogps) -> Tensor:
+    """Negative log-prob of the chosen answers, a mean over all their tokens."""
+    return token_mean(x)
+
+
+@loss(reference=False, rewards=averages)
+def orpo(x: PairLogps, *, beta: float = 0.1) -> Tensor:
+    """ORPO (2403.07691 eq. 6-7): chosen NLL per token plus beta (the paper's lambda) times the odds-ratio loss."""
+    return -averages(x)[:, 0] - beta * logsigmoid(log_odds_ratio(x))
+
+
+@loss(reference=False, rewards=averages, soft_labels=True)
+def simpo(
+    x: PairLogps,
+    *,
+    beta: float = 2.5,
+    gamma: float = 1.375,
+    gamma_beta_ratio: float | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """SimPO (2405.14734 eq. 6): average log-probs with a target margin gamma, or gamma_beta_ratio times beta."""
+    target = gamma if gamma_beta_ratio is None else gamma_beta_ratio * beta
+    return smoothed(beta * gap(averages(x)) - target, chance_wrong(x, label_smoothing))
+
+
+@loss(reference=False, rewards=sums, soft_labels=True)
+def cpo(
+    x: PairLogps, *, beta: float = 0.1, cpo_alpha: float = 1.0, label_smoothing: float = 0.0
+) -> Tensor:
+    """CPO (2401.08417 eq. 5): DPO with a uniform reference plus cpo_alpha times the chosen NLL (token mean)."""
+    return smoothed(
+        beta * gap(x.policy), chance_wrong(x, label_smoothing)
+    ) + cpo_alpha * token_mean(x)
+
+
+@loss(reference=False, rewards=averages)
+def alphapo(
+    x: PairLogps, *, beta: float = 2.5, gamma: float = 0.25, alphapo_alpha: float = 0.25
+) -> Tensor:
+    """AlphaPO (2501.03884 eq. 4): SimPO with the reward (1 - p^-alpha) / alpha of the average log-prob's p."""
+    average = averages(x)
+    bent = average
+    if alphapo_alpha:
+        bent = -torch.expm1((-alphapo_alpha * average).clamp(max=LARGEST_EXPONENT)) / alphapo_alpha
+    return -logsigmoid(beta * gap(bent) - gamma)
+
+
+def log_odds_ratio(x: PairLogps) -> Tensor:
+    """log odds(chosen) - log odds(rejected), odds(p) = p / (1 - p) of the average log-prob."""
+    average = averages(x).clamp(max=-1e-7)  # at p = 1 the odds are infinite
+    return gap(average - torch.log(-torch.expm1(average)))

@@ -1,0 +1,114 @@
+"""Metrics as weighted sums: kept on the device, added over micro-batches and steps, divided once per log line.
+
+Every metric is in one table. Weights are the pairs' own, so no number depends on how pairs were batched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rather.data.batch import PairLogps
+from rather.losses.losses import gap, log_odds_ratio, log_ratios, token_mean
+from rather.losses.objective import PairLoss
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the metrics of some pairs are computed from."""
+
+    x: PairLogps
+    losses: Tensor  # [P]
+    rewards: Tensor  # [P, 2]
+
+
+PER_PAIR: Mapping[str, Callable[[Scored], Tensor]] = {
+    "loss": lambda s: s.losses,
+    "rewards/chosen": lambda s: s.rewards[:, 0],
+    "rewards/rejected": lambda s: s.rewards[:, 1],
+    "rewards/accuracies": lambda s: (s.rewards[:, 0] > s.rewards[:, 1]).double(),
+    "rewards/ties": lambda s: (s.rewards[:, 0] == s.rewards[:, 1]).double(),
+    "rewards/margins": lambda s: gap(s.rewards),
+    "logps/chosen": lambda s: s.x.policy[:, 0],
+    "logps/rejected": lambda s: s.x.policy[:, 1],
+    "sft_loss": lambda s: -s.x.policy[:, 0] / s.x.length[:, 0],
+    "lengths/chosen": lambda s: s.x.length[:, 0],
+    "lengths/rejected": lambda s: s.x.length[:, 1],
+}
+WITH_REFERENCE: Mapping[str, Callable[[Scored], Tensor]] = {
+    "logps/falling": lambda s: (
+        log_ratios(s.x)[:, 0] < 0
+    ).double(),  # share of chosen answers less likely than before
+    "kl": lambda s: log_ratios(s.x).mean(
+        dim=1
+    ),  # an estimate; exact for answers sampled from the policy
+}
+OF_A_LOSS: Mapping[str, Callable[[Scored], Tensor]] = {
+    "odds_ratio": lambda s: log_odds_ratio(s.x),
+    "nll_loss": lambda s: token_mean(s.x),
+}
+# Moments of reward margin and length difference, from which a log line tells their correlation.
+MOMENTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "_m": lambda m, d: m,
+    "_d": lambda m, d: d,
+    "_mm": lambda m, d: m * m,
+    "_dd": lambda m, d: d * d,
+    "_md": lambda m, d: m * d,
+}
+
+
+def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str, Tensor]:
+    """Name -> weighted sum over the pairs, still on the device; "weight" is the sum of weights."""
+    metrics = dict(PER_PAIR)
+    if loss.needs_reference:
+        metrics |= WITH_REFERENCE
+    metrics |= {name: OF_A_LOSS[name] for name in loss.own_metrics}
+    columns = {name: metric(scored).detach() for name, metric in metrics.items()}
+    margin, longer = gap(scored.rewards).detach(), gap(scored.x.length)
+    columns |= {name: moment(margin, longer) for name, moment in MOMENTS.items()}
+    columns["weight"] = torch.ones_like(weight_P)
+    return dict(zip(columns, torch.stack(list(columns.values())) @ weight_P, strict=True))
+
+
+@dataclass
+class Window:
+    """Sums since the last log line. Part of the checkpoint, so that a line across a resume loses nothing."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    pairs: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+    def add(self, sums: Mapping[str, float], *, pairs: int, tokens: int, skipped: int = 0) -> None:
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.pairs += pairs
+        self.tokens += tokens
+        self.skipped += skipped
+
+    def means(self) -> dict[str, float]:
+        weight = self.sums["weight"]
+        mean = {
+            name: total / weight if weight else math.nan
+            for name, total in self.sums.items()
+            if name != "weight"
+        }
+        shown = {name: value for name, value in mean.items() if name not in MOMENTS}
+        return shown | {"rewards/length_correlation": _correlation(mean)}
+
+
+def _correlation(mean: Mapping[str, float]) -> float:
+    """Of reward margin and length difference; 0 where one of them does not vary, as before any training."""
+    spread = _variance(mean["_m"], mean["_mm"]) * _variance(mean["_d"], mean["_dd"])
+    covariance = mean["_md"] - mean["_m"] * mean["_d"]
+    return max(-1.0, min(1.0, covariance / math.sqrt(spread))) if spread > 0 else 0.0
+
+
+def _variance(mean: float, mean_square: float) -> float:
+    """0 where it is no more than what rounding leaves of the difference."""
+    variance = mean_square - mean * mean
+    return variance if variance > 1e-12 * mean_square else 0.0

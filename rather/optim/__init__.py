@@ -1,0 +1,1 @@
+"""AdamW with exact masters, its kernels and the learning-rate schedules."""

@@ -1,0 +1,358 @@
+"""A Hugging Face folder or hub name -> a PolicyModel in eval mode, checked before anything is trained.
+
+On several ranks no process ever holds a whole model: it is made without memory, divided, and each rank then reads its
+own slices of the files.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+from transformers.utils.import_utils import is_bitsandbytes_available
+from transformers.utils.logging import disable_progress_bar
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from rather.checkpoint.sharded_tensors import Place, Stored
+from rather.config.paths import is_local
+from rather.config.schema import ModelArgs, RoleConfig
+from rather.config.strategies import Layout
+from rather.errors import ConfigError
+from rather.model.attention import IMPLEMENTATION
+from rather.model.check import check_family, check_model
+from rather.model.digest import model_folder
+from rather.model.files import weight_files
+from rather.model.policy import PolicyModel
+from rather.parallel.apply import divide, shards
+from rather.parallel.mesh import Mesh
+from rather.parallel.shard import places
+from rather.parallel.stages import Stages
+
+REFUSED = {  # keys of a config.json with which transformers would fetch kernels, or read other files
+    "quantization_config": "quantised weights cannot be trained; name the model in its full precision",
+    "transformers_weights": "weights are read from model.safetensors and its shards; rename the file",
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def device_of(role: RoleConfig) -> str:
+    """The device of a role on one device: the first of its device_mapping; the CPU where there is no GPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    number = (role.device_mapping or [0])[0]
+    if number >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device_mapping: GPU {number} is not here; the {torch.cuda.device_count()} found are counted from 0."
+        )
+    return f"cuda:{number}"
+
+
+def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
+    """What the model runs in: as told, else bfloat16 on a GPU and float32 on a CPU."""
+    return DTYPES[args.dtype or ("bf16" if device.startswith("cuda") else "fp32")]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an adapter begins with beside the base: the seed, and whether the model keeps a frozen copy of it."""
+
+    seed: int = 0
+    kept: bool = False
+
+
+def load_policy(
+    name: str, args: ModelArgs, device: str, *, exact: bool = False, start: Start = Start()
+) -> PolicyModel:
+    """Weights on the device, dropout off, every weight present and finite, attention proven on this family.
+
+    With `exact`, weights that half precision would round are kept beside it, for an optimizer to start from.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    common, config, _ = _config(name, args)
+    source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
+    rounded = (
+        exact
+        and compute in (torch.bfloat16, torch.float16)
+        and source_dtype != compute
+        and not args.has_adapter
+    )
+    if args.quantization:
+        common |= _in_4_bits(compute, device)
+    with _opening(f"model '{name}': its weights"):
+        if is_local(name):
+            weight_files(Path(name).expanduser())
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # the revision is in `common`  # nosec B615
+            name,
+            dtype=torch.float32 if rounded else compute,
+            attn_implementation=IMPLEMENTATION,
+            use_safetensors=True,  # other formats unpickle
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told in the info, and refused below by name
+            **common,
+        )
+    causal_lm, info = loaded
+    _refuse_partial(name, info)
+    causal_lm.config.dtype = source_dtype
+    _refuse_nonfinite(name, causal_lm if args.quantization else causal_lm.to(device))
+    source = _adapted(name, causal_lm, args, start)
+    policy = PolicyModel(
+        causal_lm
+    ).eval()  # eval mode everywhere: no dropout in policy or reference
+    if source:
+        _fill_adapter(
+            name, policy, source, device, compute, exact=exact and compute != torch.float32
+        )
+    if rounded:
+        policy.exact = {key: parameter.detach() for key, parameter in policy.named_parameters()}
+        for (
+            parameter
+        ) in policy.parameters():  # not `.to`, which would round the rotary buffers as well
+            parameter.data = parameter.data.to(compute)
+    check_model(policy)
+    return policy
+
+
+def takes_4_bits() -> bool:
+    return bool(is_bitsandbytes_available())
+
+
+def _in_4_bits(compute: torch.dtype, device: str) -> dict[str, Any]:
+    if not takes_4_bits():
+        raise ConfigError(
+            "quantization: 4bit needs bitsandbytes; install rather[quantization], or remove the key"
+        )
+    four = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+    return {"quantization_config": four, "device_map": {"": device}}
+
+
+def _adapted(name: str, causal_lm: Any, args: ModelArgs, start: Start) -> Any:
+    """Puts the adapter that a role asks for into the model; where its values come from, or None without one."""
+    if not args.has_adapter:
+        return None
+    from rather.model.adapters import Source, adapter_config, inject  # PEFT takes seconds to import
+
+    with _opening(f"model '{name}': its weights"):
+        stored = Stored(weight_files(model_folder(name, args.revision)))
+    inject(causal_lm, args, keeps_start=start.kept)
+    return Source(stored, adapter_config(args), args, start.seed)
+
+
+def _fill_adapter(
+    name: str, policy: PolicyModel, source: Any, device: str, dtype: torch.dtype, *, exact: bool
+) -> None:
+    """Gives an adapter its first values; what PiSSA takes out of the base is taken out."""
+    taken = ".base_layer.weight" if source.changes_base else None
+    for long_name, parameter in policy.named_parameters():
+        key = long_name.removeprefix("causal_lm.")
+        new = ".lora_" in key or ".modules_to_save." in key
+        if new or (taken and key.endswith(taken)):
+            value = _read(name, source, key, Place.all_of(parameter.shape))
+            if exact and parameter.requires_grad:
+                policy.exact[long_name] = value.float().to(device)
+            parameter.data = value.to(device, dtype)
+
+
+def load_divided(
+    name: str,
+    args: ModelArgs,
+    device: str,
+    mesh: Mesh,
+    layout: Layout,
+    *,
+    trains: bool,
+    compiled: bool = False,
+    start: Start = Start(),
+) -> PolicyModel | Stages:
+    """What this rank holds of a model. Collective. Shards that are trained are float32, and computed with in less."""
+    if args.quantization:
+        raise ConfigError(
+            "quantization: 4bit is for one process; start it without torchrun and ray.address"
+        )
+    _, config, proven = _config(name, args)
+    if not proven:
+        raise ConfigError(
+            f"model family '{config.model_type}' cannot be divided: its packed log-probs can be compared with its own "
+            "padded forward on the whole model only; train it on one device, or choose another family."
+        )
+    source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
+    dtype = torch.float32 if trains and shards(mesh) else compute
+    folder = model_folder(name, args.revision)
+    with _opening(f"model '{name}': its weights"), _parameters_without_memory():
+        stored = Stored(weight_files(folder))
+        causal_lm: Any = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=args.trust_remote_code,
+        )
+        if folder and (folder / "generation_config.json").exists():
+            causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
+    with _parameters_without_memory():
+        stored = _adapted(name, causal_lm, args, start) or stored
+    causal_lm.config.dtype = source_dtype
+    exact = (
+        trains
+        and dtype in (torch.bfloat16, torch.float16)
+        and (source_dtype != dtype or args.has_adapter)
+    )
+
+    def fill(part: PolicyModel) -> None:
+        _fill(name, part, mesh, stored, "cpu" if layout.host else device, exact=exact)
+        for module in part.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = None if buffer is None else buffer.to(device)
+
+    policy = PolicyModel(causal_lm).eval()
+    for parameter in policy.parameters():
+        parameter.requires_grad_(trains and parameter.requires_grad)
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute)
+    recompute = layout.recompute or "none"
+    return divide(
+        policy, mesh, layout, compute=compute, recompute=recompute, compiled=compiled, fill=fill
+    )
+
+
+def _fill(
+    name: str, policy: PolicyModel, mesh: Mesh, stored: Any, device: str, *, exact: bool
+) -> None:
+    """Gives every parameter its values in its own dtype; those that several modules share stay shared."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in policy.modules():
+        for key, parameter in module._parameters.items():
+            holders.setdefault(id(parameter), []).append((module, key))
+    own = places(policy, mesh)
+    for long_name, parameter in list(policy.named_parameters()):
+        key = long_name.removeprefix("causal_lm.")
+        value = _read(name, stored, key, own[long_name])
+        if exact and parameter.requires_grad:
+            policy.exact[long_name] = value.float().to(device)
+        laid_out = _laid_out(value.to(device, parameter.dtype), parameter)
+        filled = nn.Parameter(laid_out, requires_grad=parameter.requires_grad)
+        for module, where in holders[id(parameter)]:
+            setattr(module, where, filled)
+
+
+def _read(name: str, stored: Any, key: str, place: Place) -> Tensor:
+    if key not in stored or stored.shape(key) != place.whole:
+        found = f"has the shape {stored.shape(key)}" if key in stored else "is not there"
+        raise ConfigError(
+            f"model '{name}': the weights do not fill the model: {key} of {place.whole} {found}. A model "
+            "that is stored under older names is read whole on one device and can be saved anew from there"
+        )
+    value: Tensor = stored.read(key, place)
+    if not torch.isfinite(value).all():
+        raise ConfigError(f"model '{name}': weights that are not finite numbers: {key}")
+    return value
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """A rank's own part as the tensor that it is a part of, where the model is sharded."""
+    if not isinstance(like, DTensor):
+        return value
+    whole = torch.empty_like(
+        like, dtype=value.dtype, device=value.device
+    )  # from_local would leave the host
+    assert isinstance(whole, DTensor)
+    whole.to_local().copy_(value)
+    return whole
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Parameters of modules made meanwhile are on the meta device; buffers are few, computed, and real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
+    """(what every call into transformers takes, the model's config, whether a twin has proven its family)."""
+    common: dict[str, Any] = {
+        "revision": args.revision,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    _refuse_adapter(name, args.revision)
+    with _opening(f"model '{name}': its config"):
+        config = AutoConfig.from_pretrained(name, **common)  # the revision is in `common`  # nosec B615
+        for key, advice in REFUSED.items():
+            if getattr(config, key, None):
+                raise ValueError(f"config.json has {key}: {advice}")
+    return common, config, check_family(config)
+
+
+def _refuse_adapter(name: str, revision: str | None) -> None:
+    """One that lies beside a model, or in its place: transformers would put it into the model and say nothing."""
+    with _opening(f"model '{name}': its files"):
+        found = find_adapter_config_file(name, revision=revision)
+    if found:
+        raise ConfigError(
+            f"model '{name}': holds an adapter ({Path(found).name}); name a model without one here, and the folder of "
+            "an adapter in adapter_name_or_path"
+        )
+
+
+def freeze(policy: PolicyModel) -> PolicyModel:
+    return policy.requires_grad_(False)
+
+
+def same_weights(a: str, b: str) -> bool:
+    """Do two names mean the same folder or hub model?"""
+    return a == b or (
+        Path(a).exists() and Path(b).exists() and Path(a).resolve() == Path(b).resolve()
+    )
+
+
+@contextmanager
+def _opening(what: str) -> Iterator[None]:
+    """Whatever the libraries raise about a folder that they cannot use becomes one sentence."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"{what} cannot be opened: {' '.join(line.strip() for line in lines[:2])}"
+        ) from error
+
+
+def _refuse_partial(name: str, info: dict[str, Any]) -> None:
+    problems = [
+        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:5])}"
+        for kind in ("missing_keys", "mismatched_keys")
+        if info.get(kind)
+    ]
+    if problems:
+        raise ConfigError(
+            f"model '{name}': the weights do not fill the model ({'; '.join(problems)})"
+        )
+
+
+def _refuse_nonfinite(name: str, causal_lm: Any) -> None:
+    bad = [key for key, weight in causal_lm.named_parameters() if not torch.isfinite(weight).all()]
+    if bad:
+        raise ConfigError(
+            f"model '{name}': weights that are not finite numbers: {', '.join(bad[:5])}"
+        )

@@ -1,0 +1,1 @@
+"""DPOPipeline: the training loop and what happens around it."""

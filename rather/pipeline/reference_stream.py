@@ -1,0 +1,243 @@
+"""The reference is asked: for what is not known of it, in turn with training or one step ahead.
+
+Under torchrun the leading driver knows and asks; the others compute with it whatever it asks, until it has its answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rather import faults
+from rather.checkpoint.checkpoint import Checkpoint
+from rather.cluster.launch import Roles
+from rather.cluster.worker import ActorWorker
+from rather.config.schema import DPOConfig
+from rather.data.batch import Columns, PairBatch, TokenPair
+from rather.losses.objective import PairLoss
+from rather.model.budget import PARKING_PAYS
+from rather.parallel.load import compute_dtype
+from rather.pipeline.oom import Memory
+from rather.pipeline.prefetch import ahead
+from rather.pipeline.sanity_checks import ROUNDING, refuse_foreign_tokens
+from rather.pipeline.steps import EVALUATION_CHUNK, Answered, Course, Packing, Step
+from rather.pipeline.timeline import Timeline
+from rather.reference.logps import ReferenceLogps
+from rather.run_folder.layout import reference_log
+
+log = logging.getLogger(__name__)
+
+MANY_PAIRS = 100_000  # to look for them in the cache takes seconds (20 us each)
+
+
+class Asking:
+    """Reference log-probs of the steps of a run; none where the loss has no reference."""
+
+    def __init__(
+        self,
+        config: DPOConfig,
+        objective: PairLoss,
+        roles: Roles,
+        course: Course,
+        packing: Packing,
+        timeline: Timeline,
+        memory: Memory,
+    ) -> None:
+        self.config, self.roles, self.course = config, roles, course
+        self.packing, self.timeline, self.memory = packing, timeline, memory
+        asks = roles.reference is not None and roles.leads  # the others are told
+        self.logps = ReferenceLogps(config, objective, self._ask) if asks else None
+        if self.logps and not roles.here:
+            self.logps.device = "cpu"  # what comes from other processes
+        self._loaded = False
+        self._turn = threading.Lock()  # the reference may run ahead
+        if not roles.reference and config.reference.model_fields_set:
+            log.info("the loss compares with no reference: the section `reference` is not used")
+
+    # --- before the first step ---
+
+    def open(self, newest: Checkpoint | None) -> bool:
+        """Reads what is known of the reference; whether the run needs the model itself."""
+        known = self.logps
+        if known is None:
+            return False
+        known.open(reference_log(self.config, newest))
+        if self.config.reference.cache.recheck or self.config.eval_prompts or known.is_empty:
+            return True
+        data, rows = self.course.data, self.course.rows_after(newest.step if newest else 0)
+        if len(rows) > MANY_PAIRS:
+            log.info("reference: looking for %d pairs in %s", len(rows), known.folder)
+        for dataset, wanted in [
+            (data.train, rows),
+            *((held, np.arange(len(held))) for held in data.evals.values()),
+        ]:
+            for first in range(0, len(wanted), EVALUATION_CHUNK):
+                if not known.knows(dataset.take(wanted[first : first + EVALUATION_CHUNK])):
+                    return True
+        log.info(
+            "reference: %s holds the log-probs of all pairs; the model is not loaded", known.folder
+        )
+        return False
+
+    def load(self) -> None:
+        """The model, where the loss has a reference."""
+        if self.roles.reference:
+            self.roles.reference.initialize(self.course.total_steps)
+            refuse_foreign_tokens(self.config, self.course.data, self.roles.reference)
+            self._loaded = True
+
+    def parking(self) -> Callable[[], bool] | None:
+        """Makes room by sending the model to the host, where it may go and steps are long enough to pay for it."""
+        config, reference = self.config, self.roles.reference
+        if not self._loaded or config.reference.offload != "auto" or config.sync_ref_model:
+            return None
+        batches = self.packing.without_gradients(self.course.pairs_after(0), config.reference)
+        pays = sum(batch.real_tokens for batch in batches) > PARKING_PAYS
+        return reference.park if pays and isinstance(reference, ActorWorker) else None
+
+    def recheck(self, step: int) -> None:
+        """Known values of some pairs, drawn by the seed, against the model."""
+        count, role = self.config.reference.cache.recheck, self.config.reference
+        if not (count and self.roles.reference):
+            return
+        if self.logps is None:
+            self._computes_until_told()
+            return
+        if pairs := self._known_pairs(self.logps, step, count):
+            tolerance = ROUNDING[compute_dtype(role.model_args, self.roles.kind)]
+            self.logps.recheck(pairs, self.packing.without_gradients(pairs, role), tolerance)
+        self.roles.told(None)
+
+    def _known_pairs(self, known: ReferenceLogps, step: int, count: int) -> list[TokenPair]:
+        rows = np.random.default_rng(self.config.seed).permutation(self.course.rows_after(step))
+        pairs: list[TokenPair] = []
+        for first in range(0, len(rows), EVALUATION_CHUNK):
+            taken = self.course.data.train.take(rows[first : first + EVALUATION_CHUNK])
+            pairs += [pair for pair in taken if known.knows([pair])]
+            if len(pairs) >= count:
+                break
+        return pairs[:count]
+
+    # --- step by step ---
+
+    def with_reference(self, steps: Iterable[Step], done: int) -> Generator[Answered, None, None]:
+        """Each of the steps after the first `done` with the reference log-probs of its pairs.
+
+        On devices of its own the reference works one step ahead, but never past a step after which it moves.
+        """
+        if not self.roles.runs_ahead:
+            yield from map(self._answered, steps)
+            return
+        every = (
+            self.config.ref_model_sync_steps
+            if self.config.sync_ref_model
+            else self.course.total_steps
+        )
+        remaining, until_it_moves = iter(steps), every - done % every
+        while True:
+            group = (self._answered(step) for step in islice(remaining, until_it_moves))
+            count = 0
+            with closing(ahead(group, 1)) as ready:
+                for count, answered in enumerate(ready, 1):  # noqa: B007 - counts what came
+                    yield answered
+            if not count:
+                return
+            until_it_moves = every
+
+    def columns(self, step: Step) -> Columns | None:
+        if self.roles.reference is None:
+            return None
+        if self.logps is None:
+            return self._computes_until_told()
+        ask = partial(self.logps.columns, step.pairs)
+        with self._turn:
+            columns = self.memory.without_gradients(
+                self.roles.reference, step.pairs, step.reference, ask
+            )
+            self.roles.told(dict(columns))
+            return columns
+
+    def keep(self) -> None:
+        """After a step: writes down what it was told. A reference that runs ahead does so by itself."""
+        if self.logps and not self.roles.runs_ahead:
+            self.logps.keep()
+
+    def follow_policy(self) -> None:
+        """TR-DPO: the reference moves towards the policy."""
+        policy, reference, share = (
+            self.roles.actor_train,
+            self.roles.reference,
+            self.config.ref_model_mixup_alpha,
+        )
+        assert reference is not None
+        faults.point("follow")
+        if isinstance(policy, ActorWorker) and isinstance(reference, ActorWorker):
+            reference.mix_weights(policy.weights(), share)
+            return
+        assert not isinstance(policy, ActorWorker)
+        with self.roles.folder_beside(self.config.run_dir / "reference") as folder:
+            policy.write_weights(folder, "reference")
+            reference.mix_weights(folder, share)
+
+    def _answered(self, step: Step) -> Answered:
+        faults.at_step(step.number)
+        with self.timeline.span("reference", "log-probs", step.number) as span:
+            columns = self.columns(step)
+            if self.logps and self.roles.runs_ahead:
+                with self._turn:  # what a step was told is written down before the next one asks
+                    self.logps.keep()
+        return Answered(step, columns, span.seconds)
+
+    def _ask(self, batches: Sequence[PairBatch]) -> Columns:
+        self.roles.told(batches)
+        return self._computed(batches)
+
+    def _computed(self, batches: Sequence[PairBatch]) -> Columns:
+        assert self.roles.reference is not None
+        if not self._loaded:  # an entry that was there at the start can no longer be read
+            self.load()
+        faults.point("reference")
+        columns = self.roles.reference.compute_log_probs(batches)
+        faults.point("reference.done")
+        return columns
+
+    def _computes_until_told(self) -> Columns | None:
+        while isinstance(said := self.roles.told(None), list):
+            self._computed(said)
+        found: Columns | None = said
+        return found
+
+    # --- files and numbers ---
+
+    def sync(self) -> None:
+        """What the steps were told is on the disk: a checkpoint may rely on it."""
+        if self.logps:
+            self.logps.sync()
+
+    @property
+    def used_cache(self) -> Path | None:
+        """Where log-probs of this run came from that it did not compute."""
+        return self.logps.folder if self.logps and self.logps.counts.pairs_from_cache else None
+
+    def report(self) -> dict[str, Any] | None:
+        return self.logps.report() if self.logps else None
+
+    def tell_counts(self) -> None:
+        if self.logps:
+            counts = self.logps.counts
+            told = (counts.pairs_from_cache, counts.pairs_computed, counts.forwards)
+            log.info(
+                "reference log-probs: %d pairs from the cache, %d computed in %d forwards", *told
+            )
+
+    def close(self) -> None:
+        if self.logps:
+            self.logps.close()

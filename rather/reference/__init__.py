@@ -1,0 +1,1 @@
+"""Log-probs of the frozen reference model, computed once and cached."""

@@ -1,0 +1,1 @@
+"""The run folder: layout, lock, control requests, signals, incidents."""

@@ -1,0 +1,1 @@
+"""RankTrainer: what one rank does with packed pairs."""

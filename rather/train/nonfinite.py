@@ -1,0 +1,96 @@
+"""Why a step was not taken, and where that came from: pairs, ranks and layers. Looked for only once it has happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rather.data.batch import PairBatch
+
+# float16's scale was too large; a loss or gradient is no number; it lies above the limits of the step
+Reason = Literal["overflow", "nonfinite", "spike"]
+MOST_LAYERS = 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Up to which loss and norm of the gradient a step is taken."""
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+
+    def exceeded(self, loss: float, grad_norm: float) -> bool:
+        return loss > self.loss or grad_norm > self.grad_norm
+
+
+NOTHING_PASSES = Limits(-math.inf, -math.inf)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Where numbers of a step are none. Empty `pairs`: only gradients are, and those of all pairs are added up."""
+
+    pairs: list[int]  # by their place in the step
+    ranks: list[int]
+    layers: dict[
+        str, float
+    ]  # norms of some gradients: those that are no numbers, nearest to the loss first
+    layers_lost: int  # how many are no numbers
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw of its pairs in a step; on the device, so that nobody waits for it."""
+
+    policy: Tensor  # [pairs, 2] log-probs
+    slopes: Tensor  # [pairs, 2] gradient of the loss by them
+
+    def watch(self, sums: Tensor, places: Tensor) -> None:
+        """Remembers the gradient by the log-probs of a micro-batch, once it is known."""
+
+        def keep(gradient: Tensor) -> None:
+            self.slopes[places] = gradient
+
+        if sums.requires_grad:
+            sums.register_hook(keep)  # type: ignore[no-untyped-call]  # torch's own
+
+    def lost_pairs(self, batches: Sequence[PairBatch], losses: Sequence[Tensor]) -> list[int]:
+        """Pairs with a number that is none; else those of micro-batches whose loss is none."""
+        numbers = torch.cat([self.policy, self.slopes], dim=1)
+        places = torch.nonzero(~numbers.isfinite().all(dim=1)).flatten().tolist()
+        if places or len(losses) != len(batches):
+            return [int(place) for place in places]
+        whole = [batch for batch, loss in zip(batches, losses, strict=True) if not loss.isfinite()]
+        return sorted(int(place) for batch in whole for place in batch.pair_P.tolist())
+
+
+def trouble_of(pairs: list[int], norms: Mapping[str, float], *, alone: bool) -> Trouble:
+    """Of what all ranks found, each in its own part. Collective, unless alone."""
+    found: list[Any] = [(pairs, norms)]
+    if not alone:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (pairs, norms))
+    layers = _summed(each for _, each in found)
+    lost = [name for name, norm in layers.items() if not math.isfinite(norm)]
+    worst = lost[::-1] or sorted(layers, key=lambda name: layers[name], reverse=True)
+    return Trouble(
+        pairs=sorted({place for places, _ in found for place in places}),
+        ranks=[rank for rank, (places, _) in enumerate(found) if places],
+        layers={name: layers[name] for name in worst[:MOST_LAYERS]},
+        layers_lost=len(lost),
+    )
+
+
+def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Norms of whole parameters, from those of their parts."""
+    squares: dict[str, float] = {}
+    for part in parts:
+        for name, norm in part.items():
+            squares[name] = squares.get(name, 0.0) + norm * norm
+    return {name.removeprefix("causal_lm."): math.sqrt(square) for name, square in squares.items()}

@@ -1,0 +1,508 @@
+"""RankTrainer: what one rank does with packed pairs. Log-probs, a training step, its state.
+
+No files, no loop over steps, nothing about where the batches come from. On several ranks each has its own
+micro-batches of the step; what they tell is added up in one collective, to which every number comes from one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rather import faults
+from rather.checkpoint.sharded_tensors import Here, Piece, Place
+from rather.data.batch import Columns, PairBatch, PairFacts
+from rather.losses.metrics import Scored, weighted_sums
+from rather.losses.objective import PairLoss
+from rather.model.collectives import all_reduce_
+from rather.model.offload import Parked
+from rather.model.policy import START, PolicyModel, pair_columns
+from rather.optim.optimizer import Optimizer
+from rather.parallel.mesh import Mesh
+from rather.parallel.shard import Stage, announce, counted, local, places, settle
+from rather.parallel.stages import Stages
+from rather.train.nonfinite import Limits, Reason, Seen, Trouble, trouble_of
+
+Objective = Callable[[PairBatch, Columns], Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step tells the driver: a handful of numbers and two log-probs per pair."""
+
+    sums: dict[str, float]  # metrics.weighted_sums over the step
+    policy: Tensor  # [pairs, 2] log-probs before the update
+    grad_norm: float
+    lr: float
+    held: Reason | None  # why the step was not taken: nothing was touched
+    zeros_in_grad: int | None
+    trouble: Trouble | None = None  # where numbers are none
+    by_batch: Sequence[
+        Mapping[str, float]
+    ] = ()  # the same sums of each micro-batch, where a loss has them
+
+    @property
+    def skipped(self) -> int:
+        return int(self.held is not None)
+
+    @property
+    def loss(self) -> float:
+        return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else math.nan
+
+
+class Runner(Protocol):
+    """How micro-batches go through the model: one after another, or through the stages of a pipeline."""
+
+    def columns(
+        self, batches: Sequence[PairBatch], wanted: Collection[str]
+    ) -> list[dict[str, Tensor]] | None:
+        """Columns of each micro-batch, without gradients; None on a rank that does not see them."""
+
+    def backward(
+        self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
+    ) -> None:
+        """Adds up the gradients of the objective of each micro-batch, over dp and cp as well."""
+
+    def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
+        """Gives parameters that lie on several ranks of the runner the sum of their gradients."""
+
+
+class Whole:
+    """The Runner of a model that lies whole, or in shards, on its rank."""
+
+    def __init__(self, policy: PolicyModel, stage: Stage = "ddp") -> None:
+        self.policy, self.stage = policy, stage
+
+    def columns(
+        self, batches: Sequence[PairBatch], wanted: Collection[str]
+    ) -> list[dict[str, Tensor]]:
+        found = [pair_columns(self.policy, self._own(batch), wanted) for batch in batches]
+        settle(self.policy)
+        return found
+
+    def backward(
+        self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
+    ) -> None:
+        for number, batch in enumerate(batches, start=1):
+            announce(self.policy, self.stage, last=number == len(batches))
+            own = self._own(batch)
+            objective(own, pair_columns(self.policy, own, wanted)).backward()  # type: ignore[no-untyped-call]
+
+    def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
+        """There are none."""
+
+    def _own(self, batch: PairBatch) -> PairBatch:
+        return self.policy.share(batch).to(device_of(self.policy))
+
+
+class RankTrainer:
+    """One policy, or this rank's part of one, with its loss and, when it is trained, its optimizer."""
+
+    def __init__(
+        self,
+        policy: PolicyModel | Stages,
+        loss: PairLoss,
+        optimizer: Optimizer | None = None,
+        *,
+        mesh: Mesh | None = None,
+        runner: Runner | None = None,
+        count_zeros: bool = False,
+    ) -> None:
+        self.policy, self.loss, self.optimizer = policy, loss, optimizer
+        self.mesh = mesh or Mesh.one()
+        self.count_zeros = count_zeros
+        self.parked: Parked | None = None
+        self.device = device_of(policy)
+        self.runner: Runner = runner or (policy if isinstance(policy, Stages) else Whole(policy))
+        self._counted = counted(policy, self.mesh)
+        self._speaks = (
+            self.mesh.rank("cp") == 0 and self.mesh.rank("tp") == 0
+        )  # for ranks with the same pairs
+
+    @torch.no_grad()
+    def log_probs(self, batches: Sequence[PairBatch], pairs: int | None = None) -> Columns:
+        """What the loss asks of a model, of all pairs in their order within the step. On the device: nobody waits.
+
+        `pairs` counts those of all ranks, which otherwise ask each other.
+        """
+        with self.parked.here() if self.parked else nullcontext():
+            return self._gathered(batches, pairs)
+
+    def park(self) -> bool:
+        """From now on a frozen model lies on the host between its turns; False where that is so or cannot be."""
+        whole = isinstance(self.policy, PolicyModel) and not self.mesh.sizes
+        if self.parked or self.optimizer or not whole or not self.device.startswith("cuda"):
+            return False
+        assert isinstance(self.policy, PolicyModel)
+        self.parked = Parked(self.policy)
+        return True
+
+    def train_step(
+        self,
+        batches: Sequence[PairBatch],
+        reference: Columns | None,
+        facts: PairFacts | None = None,
+        limits: Limits | None = None,
+    ) -> StepResult:
+        """One optimizer step: sum of weighted losses / sum of weights over all micro-batches, then one update.
+
+        `facts` and `reference` are those of all pairs of the step, also where `batches` are only some of them. Past
+        the limits, or where loss or gradient are no numbers, nothing is touched.
+        """
+        assert self.optimizer is not None
+        facts = facts or PairFacts.of_step(batches)
+        total = float(facts.weight.sum()) or 1.0
+        facts = facts.to(self.device)
+        known = _moved(reference, self.device)
+        scale = self.optimizer.scale
+        rows: list[Mapping[str, Tensor]] = []
+        policy = torch.zeros_like(facts.length)
+        seen = Seen(policy, torch.zeros_like(facts.length))
+        slopes: dict[str, Tensor] = {}
+        if self.loss.whole_batch:
+            sums, logps, slopes = self._slopes(batches, facts, known, total)
+            policy.copy_(logps)
+            rows.append(sums)
+
+        def objective(batch: PairBatch, columns: Columns) -> Tensor:
+            faults.point("backward")
+            _spoil_gradient(columns["sum"])
+            seen.watch(columns["sum"], batch.pair_P)
+            if slopes:
+                weighted = sum(
+                    (columns[name] * slopes[name][batch.pair_P]).sum() for name in slopes
+                )
+                assert isinstance(weighted, Tensor)
+                return _spoiled(weighted) * scale
+            scored = self._score(facts.at(batch.pair_P), columns, _rows(known, batch.pair_P), facts)
+            scored = replace(scored, losses=_spoiled(scored.losses))
+            policy[batch.pair_P] = scored.x.policy.detach()
+            rows.append(weighted_sums(scored, batch.weight_P, self.loss))
+            return scored.losses @ batch.weight_P / total * scale
+
+        self.runner.backward(batches, self.loss.token_columns, objective)
+        faults.point("backward.done")
+        self._complete_gradients()
+        result = self._update(
+            rows or [self._no_sums(facts, known)], policy, len(batches), limits or Limits()
+        )
+        if result.held == "nonfinite":
+            losses = [] if slopes else [row["loss"] for row in rows]
+            result = replace(result, trouble=self._trouble(seen.lost_pairs(batches, losses)))
+        self.optimizer.zero_grad()
+        return result
+
+    def rehearse(self, batch: PairBatch) -> None:
+        """Forward and backward without an update: shows what memory a micro-batch takes. `forget` ends it."""
+        self.runner.backward([batch], (), lambda _batch, columns: columns["sum"].sum())
+
+    def forget(self) -> None:
+        """Gradients of a step that will not be finished."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+
+    def narrow_gradients(self) -> bool:
+        """Adds up gradients in the weights' own precision from now on; False where that is so already."""
+        return self.optimizer is not None and self.optimizer.narrow_gradients()
+
+    @torch.no_grad()
+    def score(
+        self, facts: PairFacts, policy: Columns, reference: Columns | None
+    ) -> dict[str, float]:
+        """metrics.weighted_sums of pairs whose log-probs are known: a whole evaluation set at once."""
+        facts = facts.to(self.device)
+        scored = self._score(
+            facts, _moved(policy, self.device) or {}, _moved(reference, self.device), facts
+        )
+        return _floats(weighted_sums(scored, facts.weight, self.loss))
+
+    def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
+        """Moves every weight by `share` of the way to `weights` (TR-DPO)."""
+        own = self._here(weights)
+        with torch.no_grad():
+            for name, parameter in self.policy.named_parameters():
+                if self.optimizer and not parameter.requires_grad:
+                    continue
+                part = local(parameter)
+                part.copy_(torch.lerp(part.float(), own[name].to(part.device).float(), share))
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor | Piece]], dict[str, Any]]:
+        """Tensors by group, and numbers: all that a later step depends on. Of several ranks, each tells its pieces."""
+        assert self.optimizer is not None
+        optimizer = self.optimizer
+        masters = {name: master.cpu() for name, master in optimizer.masters.items()}
+        groups: dict[str, dict[str, Tensor | Piece]] = {
+            "model": self._pieces(masters),
+            "optimizer": self._pieces(optimizer.moments(), optimizer.rows),
+            "rng": {} if any(self.mesh.places.values()) else dict(_rng_state()),
+        }
+        return groups, self.numbers()
+
+    def numbers(self) -> dict[str, Any]:
+        """The part of the state that is the same on all ranks."""
+        assert self.optimizer is not None
+        numbers: dict[str, Any] = {"updates": self.optimizer.updates}
+        if self.optimizer.loss_scale:
+            numbers["loss_scale"] = [
+                self.optimizer.loss_scale.value,
+                self.optimizer.loss_scale.clean,
+            ]
+        return numbers
+
+    def load_state(
+        self, groups: Mapping[str, Mapping[str, Tensor]], numbers: dict[str, Any]
+    ) -> None:
+        """`groups` hold whole tensors; those of `pieces.Stored` are read part by part as this rank needs them."""
+        assert self.optimizer is not None
+        self.optimizer.load(
+            self._here(groups["model"]), self._here(groups["optimizer"]), numbers["updates"]
+        )
+        if self.optimizer.loss_scale and "loss_scale" in numbers:
+            self.optimizer.loss_scale.value, self.optimizer.loss_scale.clean = numbers["loss_scale"]
+        torch.set_rng_state(groups["rng"]["cpu"])
+        if torch.cuda.is_available() and "cuda" in groups["rng"]:
+            torch.cuda.set_rng_state(groups["rng"]["cuda"])
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy's weights on this rank as exactly as they are known; each is made when it is asked for."""
+        if self.optimizer:
+            return self.optimizer.masters
+        return {
+            name: local(parameter.detach()) for name, parameter in self.policy.named_parameters()
+        }
+
+    def weight_pieces(self) -> dict[str, Tensor | Piece]:
+        """The weights that are this rank's to store; with them, what an adapter began with, where that is kept."""
+        begun = {
+            name: local(p.detach())
+            for name, p in self.policy.named_parameters()
+            if f".{START}." in name
+        }
+        return self._pieces({**self.weights(), **begun} if begun else self.weights())
+
+    def _pieces(
+        self, tensors: Mapping[str, Tensor], rows: Mapping[str, Place] | None = None
+    ) -> dict[str, Tensor | Piece]:
+        """`rows`: where tensors are parts of parameters that lie whole on each rank."""
+        if self.mesh.world == 1:
+            return dict(tensors)
+        own = rows or places(self.policy, self.mesh)
+        found: dict[str, Tensor | Piece] = {}
+        for key, tensor in tensors.items():
+            name = key if key in own else key.rpartition(".")[0]
+            place = own[name] if tensor.ndim == len(own[name].whole) else Place.all_of(tensor.shape)
+            if (rows or name in self._counted) and tensor.numel():
+                found[key] = Piece(tensor, place)
+        return found
+
+    def _here(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return source if self.mesh.world == 1 else Here(source, places(self.policy, self.mesh))
+
+    def _gathered(self, batches: Sequence[PairBatch], pairs: int | None) -> dict[str, Tensor]:
+        """Columns of all pairs of the step, on every rank."""
+        parts = self.runner.columns(batches, self.loss.token_columns)
+        places_here = torch.cat([batch.pair_P for batch in batches])
+        if self.mesh.world == 1:
+            assert parts is not None
+            order = torch.argsort(places_here).to(self.device, non_blocking=True)
+            return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+        names = ["sum", *sorted(self.loss.token_columns)]
+        table = torch.zeros(
+            len(names), self._pairs(places_here, pairs), 2, dtype=torch.float64, device=self.device
+        )
+        if parts is not None and self._speaks:
+            table[:, places_here.to(self.device)] = torch.stack(
+                [torch.cat([part[name].detach() for part in parts]) for name in names]
+            )
+        dist.all_reduce(table)
+        return dict(zip(names, table, strict=True))
+
+    def _pairs(self, places_here: Tensor, told: int | None) -> int:
+        if told is not None:
+            return told
+        most = torch.tensor(max(places_here.tolist(), default=-1) + 1, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def _slopes(
+        self,
+        batches: Sequence[PairBatch],
+        facts: PairFacts,
+        reference: Columns | None,
+        total: float,
+    ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+        """For a loss over the whole batch: its metrics, and its gradient by every log-prob of the step.
+
+        One pass without gradients sees all pairs; the ordinary pass is then weighted by these slopes.
+        """
+        with torch.no_grad():
+            columns = self._gathered(batches, len(facts.weight))
+        leaves = {name: column.requires_grad_() for name, column in columns.items()}
+        scored = self._score(facts, columns, reference, facts)
+        slopes = torch.autograd.grad(scored.losses @ facts.weight / total, list(leaves.values()))
+        sums = weighted_sums(scored, facts.weight, self.loss)
+        policy = columns["sum"].detach()
+        if any(self.mesh.places.values()):  # all ranks have computed the same; the first tells it
+            sums, policy = (
+                {name: torch.zeros_like(value) for name, value in sums.items()},
+                torch.zeros_like(policy),
+            )
+        return sums, policy, dict(zip(leaves, slopes, strict=True))
+
+    def _score(
+        self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts
+    ) -> Scored:
+        """Losses and rewards of some pairs; `step` holds all pairs they are averaged with."""
+        x = facts.seen_by_a_loss(policy, reference, step.mean_chosen_length)
+        return Scored(x, self.loss(x), self.loss.rewards(x))
+
+    def _update(
+        self, rows: Sequence[Mapping[str, Tensor]], policy: Tensor, batches: int, limits: Limits
+    ) -> StepResult:
+        """Clip and step, unless these numbers, which all ranks have alike, speak against it."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        # The one host synchronisation of a step.
+        faults.point("all_reduce")
+        table = self._by_batch(rows, batches)
+        numbers = self._told(torch.cat([table.flatten(), policy.flatten()])).cpu()
+        faults.point("all_reduce.done")
+        grad_norm, zeros = numbers[:2].tolist()
+        told = numbers[2 : 2 + table.numel()].view_as(table)
+        named, *each = (
+            dict(zip(rows[0], row, strict=True))
+            for row in [_in_order(told).tolist(), *told.tolist()]
+        )
+        logps, lr = numbers[2 + table.numel() :].view_as(policy), optimizer.lr
+        found = int(zeros) if self.count_zeros else None
+        by_batch = [row for row in each if row["weight"]]
+        result = StepResult(named, logps, grad_norm, lr, None, found, by_batch=by_batch)
+        held = self._held(result, limits)
+        if held is None:
+            faults.point("optimizer")
+            optimizer.step(grad_norm)
+            faults.point("optimizer.done")
+        if optimizer.loss_scale and held in (None, "overflow"):
+            optimizer.loss_scale.overflowed() if held else optimizer.loss_scale.succeeded()
+        return replace(result, held=held)
+
+    def _held(self, result: StepResult, limits: Limits) -> Reason | None:
+        """Why the step must not be taken. A smaller loss scale helps a gradient of float16, and no loss."""
+        assert self.optimizer is not None
+        scale = self.optimizer.loss_scale
+        if not math.isfinite(result.sums["loss"]):
+            return "nonfinite"
+        if not math.isfinite(result.grad_norm):
+            return "overflow" if scale and scale.value > 1 else "nonfinite"
+        return "spike" if limits.exceeded(result.loss, result.grad_norm) else None
+
+    def _trouble(self, lost_pairs: list[int]) -> Trouble:
+        assert self.optimizer is not None
+        return trouble_of(
+            lost_pairs, self.optimizer.norms(self._counted), alone=self.mesh.world == 1
+        )
+
+    def _by_batch(self, rows: Sequence[Mapping[str, Tensor]], batches: int) -> Tensor:
+        """Sums of each micro-batch of the step at its place among those of all dp ranks, which have one in turn."""
+        values = torch.stack([torch.stack(list(row.values())) for row in rows])
+        dp = self.mesh.size("dp")
+        table = values.new_zeros(dp * batches, values.shape[1])
+        table[self.mesh.rank("dp") :: dp][: len(rows)] = values
+        return table
+
+    def _told(self, known: Tensor) -> Tensor:
+        """[norm of the gradient, zeros in it, *known], of all ranks."""
+        assert self.optimizer is not None
+        alone = self.mesh.world == 1
+        norm, zeros = self.optimizer.grad_norm(self._counted), self._zeros_in_gradients()
+        if alone:
+            return torch.cat([torch.stack([norm.to(known.device), zeros]), known])
+        own = known if self._speaks else torch.zeros_like(known)
+        vector = torch.cat([torch.stack([norm.to(known.device).square(), zeros]), own])
+        dist.all_reduce(vector)
+        vector[0].sqrt_()
+        return vector
+
+    def _zeros_in_gradients(self) -> Tensor:
+        assert self.optimizer is not None
+        counts = (
+            [(g == 0).sum() for g in self.optimizer.gradients(self._counted)]
+            if self.count_zeros
+            else []
+        )
+        none = torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack(counts).sum().to(none) if counts else none
+
+    def _complete_gradients(self) -> None:
+        """Sums up what ranks of tp, or both ends of a pipeline, have each a part of."""
+        assert self.optimizer is not None
+        gradient_of = self.optimizer.gradient
+        parts = [
+            gradient
+            for name in sorted(self.policy.tp_partial)
+            if (gradient := gradient_of(name)) is not None
+        ]
+        if parts and (group := self.mesh.group("tp")):
+            all_reduce_(parts, group)
+        self.runner.sum_copies(gradient_of)
+
+    def _no_sums(self, facts: PairFacts, reference: Columns | None) -> dict[str, Tensor]:
+        """The metrics of a rank that has seen no pairs: zeros, for the sum over all ranks."""
+        none = facts.weight.new_zeros(0, dtype=torch.long)
+        empty = dict.fromkeys(("sum", *self.loss.token_columns), facts.length[none])
+        scored = self._score(facts.at(none), empty, _rows(reference, none), facts)
+        return weighted_sums(scored, facts.weight[none], self.loss)
+
+
+def device_of(policy: PolicyModel | Stages) -> str:
+    """Where it computes, which need not be where its shards wait: see its buffers, which are never moved."""
+    return str(next(iter(policy.buffers()), next(policy.parameters())).device)
+
+
+def _rng_state() -> dict[str, Tensor]:
+    """Nothing of ours draws random numbers within a step; a user's own loss may."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _moved(columns: Columns | None, device: str) -> Columns | None:
+    return (
+        None
+        if columns is None
+        else {name: column.to(device, non_blocking=True) for name, column in columns.items()}
+    )
+
+
+def _rows(columns: Columns | None, places: Tensor) -> Columns | None:
+    return None if columns is None else {name: column[places] for name, column in columns.items()}
+
+
+def _in_order(table: Tensor) -> Tensor:
+    """The sum of its rows, one after another: the same bits, however they were dealt out to ranks."""
+    total = table[0]
+    for row in table[1:]:
+        total = total + row
+    return total
+
+
+def _spoiled(losses: Tensor) -> Tensor:
+    """As they are, unless a fault is asked for."""
+    return losses * math.nan if faults.wants_nan("forward") else losses
+
+
+def _spoil_gradient(sums: Tensor) -> None:
+    if faults.wants_nan("backward"):
+        sums.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _floats(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

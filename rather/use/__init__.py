@@ -1,1 +1,0 @@
-"""What is done with weights that are there already: score, chat, export, merge, compare."""
