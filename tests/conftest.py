@@ -63,16 +63,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu need a CUDA device; wide ones run where all are asked for, or a file or test by its name."""
+    """Skip GPU tests without a CUDA device; leave wide cells to --all."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and make test-gpu"))
-    named = any(
-        "tests/" in argument and argument.endswith((".py", "]")) for argument in config.args
-    )
-    if not config.option.all and not named:
-        config.hook.pytest_deselected(items=[item for item in items if is_wide(item.nodeid)])
-        items[:] = [item for item in items if not is_wide(item.nodeid)]
+    if not config.option.all:
+        wide = [item for item in items if item.get_closest_marker("wide") or is_wide(item.nodeid)]
+        config.hook.pytest_deselected(items=wide)
+        items[:] = [item for item in items if item not in set(wide)]
     items.sort(key=lambda item: ORDER.index(_group(item.nodeid)))
 
 
