@@ -53,23 +53,23 @@ class Roles:
     drivers: int = 1
     runs_ahead: bool = False  # the reference has devices of its own
     closing: ExitStack = field(default_factory=ExitStack)
-    again: Callable[[], Roles] | None = (
+    restart: Callable[[], Roles] | None = (
         None  # the same roles in new processes, where those can be replaced
     )
     watchdog: Watchdog | None = None  # of this process, where its own calls may stand still
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the leading driver says here; each driver gets here in the same order."""
-        with self._waiting("told"):
+        with self._waiting("broadcast"):
             return said_by_first(value) if self.drivers > 1 else value
 
-    def agreed(self, number: int) -> int:
+    def max_over_drivers(self, number: int) -> int:
         """The largest number that any driver says."""
-        with self._waiting("agreed"):
+        with self._waiting("max_over_drivers"):
             return largest(number, self.kind) if self.drivers > 1 else number
 
     def _waiting(self, call: str) -> AbstractContextManager[None]:
@@ -84,9 +84,9 @@ class Roles:
     @contextmanager
     def folder_beside(self, folder: Path) -> Iterator[Path]:
         """An empty folder for what ranks write together, gone when all are done."""
-        with beside(folder.absolute()) if self.leads else nullcontext() as made:
-            yield Path(self.told(made))
-            self.agreed(0)
+        with beside(folder.absolute()) if self.is_main else nullcontext() as made:
+            yield Path(self.broadcast(made))
+            self.max_over_drivers(0)
 
     def close(self) -> None:
         self.closing.close()
@@ -241,12 +241,12 @@ def _clusters(
             "on its own devices, one step ahead" if ahead else "on the policy's devices, in turn",
         )
 
-    def again() -> Roles:
+    def restart() -> Roles:
         manager.renew()
         return _clusters(config, manager, with_reference, supervision)
 
     closing = ExitStack()
     closing.callback(manager.close)
     return Roles(
-        policy, held, manager.kind, here=False, runs_ahead=ahead, closing=closing, again=again
+        policy, held, manager.kind, here=False, runs_ahead=ahead, closing=closing, restart=restart
     )

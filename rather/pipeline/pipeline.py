@@ -105,7 +105,7 @@ class DPOPipeline:
         config, roles, course = self.config, self.roles, self.course
         self.packing = Packing(config, roles.kind, roles.here)
         self.timeline = Timeline(in_turn=not roles.runs_ahead)
-        self.incidents = Incidents(config.run_dir, silent=not roles.leads)
+        self.incidents = Incidents(config.run_dir, silent=not roles.is_main)
         self.memory = Memory(self.packing, self.incidents)
         self.asking = Asking(
             config, self.objective, roles, course, self.packing, self.timeline, self.memory
@@ -119,11 +119,11 @@ class DPOPipeline:
 
     def _prepared(self) -> Prepared:
         """One driver tokenises; what it leaves in the cache is there for the others."""
-        if not self.roles.leads:
-            self.roles.told(None)
+        if not self.roles.is_main:
+            self.roles.broadcast(None)
             return prepare(self.config)
         data = prepare(self.config)
-        self.roles.told(None)
+        self.roles.broadcast(None)
         return data
 
     @property
@@ -151,7 +151,7 @@ class DPOPipeline:
         with closing(self), ExitStack() as ours:
             if stop is None:
                 stop = ours.enter_context(StopRequest())
-                ours.enter_context(held(self.config, leads=self.roles.leads))
+                ours.enter_context(held(self.config, leads=self.roles.is_main))
             self.stop = stop
             stop.last_saved = lambda: self.saving.last_saved
             attempt = self._run
@@ -159,7 +159,7 @@ class DPOPipeline:
                 try:
                     return attempt()
                 except (WorkerLost, HangError) as error:
-                    if self.roles.again is None or self.stop.ends:
+                    if self.roles.restart is None or self.stop.ends:
                         raise
                     self.supervision.survive(error, "worker_lost", "all workers are started again")
                     if number := self.stop.signal:
@@ -169,9 +169,9 @@ class DPOPipeline:
                 attempt = self._run_again
 
     def _run_again(self) -> int:
-        assert self.roles.again is not None
+        assert self.roles.restart is not None
         self.config = self.supervision.going_on()
-        self.roles = self.roles.again()
+        self.roles = self.roles.restart()
         vars(self).pop("budget", None)  # new processes plan it anew
         self._build()
         return self._run()
@@ -196,17 +196,17 @@ class DPOPipeline:
                 )
                 log.info("%s is finished at step %d; %s", run_dir, newest.step, advice)
                 return 0
-            with_reference = self.roles.told(self.asking.open(newest))
+            with_reference = self.roles.broadcast(self.asking.open(newest))
             self.notes.forecast(reference=with_reference)
             self.initialize(newest, with_reference=with_reference)
             self.stop.begin_training()
             self.evaluation.stopped = self._stopped
             self.asking.recheck(self.progress.step)
-            if self.roles.leads:
+            if self.roles.is_main:
                 mark_unfinished(run_dir)
             self.notes.begin(self.tokenizer, self.progress.step)
-            trace = trace_file(self.config, newest) if self.roles.leads else None
-            with LiveReport(self.config, leads=self.roles.leads) as self.page:
+            trace = trace_file(self.config, newest) if self.roles.is_main else None
+            with LiveReport(self.config, leads=self.roles.is_main) as self.page:
                 with self._tracker(newest) as self.tracker, self.timeline.drawn(trace):
                     self._train()
                 self._end()
@@ -234,7 +234,7 @@ class DPOPipeline:
             self.progress = self.saving.restore(newest)
 
     def _tracker(self, newest: Checkpoint | None) -> RunTracker | NoTracker:
-        if not self.roles.leads:
+        if not self.roles.is_main:
             return NoTracker()
         return RunTracker(
             self.config,
@@ -313,7 +313,7 @@ class DPOPipeline:
             log.info("stopped and saved at step %d; the same command goes on from there", step)
             return
         self._save_model("model")
-        if self.roles.leads:
+        if self.roles.is_main:
             faults.point("finish")
             mark_finished(run_dir, step)
             faults.point("finish.done")
@@ -380,11 +380,11 @@ class DPOPipeline:
     def _stopped(self) -> bool:
         """Whether the run was asked to end: by a signal to any driver, or from another shell."""
         self._listen()
-        self.stop.agree(self.roles.agreed(self.stop.asked))
+        self.stop.agree(self.roles.max_over_drivers(self.stop.asked))
         return self.stop.stops
 
     def _listen(self) -> None:
-        if self.roles.leads and (word := control.taken(self.config.run_dir, self.progress.step)):
+        if self.roles.is_main and (word := control.taken(self.config.run_dir, self.progress.step)):
             self.stop.end() if word == control.STOP else self.stop.ask_for_a_save()
 
     # --- what is told and kept ---

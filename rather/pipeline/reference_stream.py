@@ -53,7 +53,7 @@ class Asking:
     ) -> None:
         self.config, self.roles, self.course = config, roles, course
         self.packing, self.timeline, self.memory = packing, timeline, memory
-        asks = roles.reference is not None and roles.leads  # the others are told
+        asks = roles.reference is not None and roles.is_main  # the others are told
         self.logps = ReferenceLogps(config, objective, self._ask) if asks else None
         if self.logps and not roles.here:
             self.logps.device = "cpu"  # what comes from other processes
@@ -114,7 +114,7 @@ class Asking:
         if pairs := self._known_pairs(self.logps, step, count):
             tolerance = ROUNDING[compute_dtype(role.model_args, self.roles.kind)]
             self.logps.recheck(pairs, self.packing.without_gradients(pairs, role), tolerance)
-        self.roles.told(None)
+        self.roles.broadcast(None)
 
     def _known_pairs(self, known: ReferenceLogps, step: int, count: int) -> list[TokenPair]:
         rows = np.random.default_rng(self.config.seed).permutation(self.course.rows_after(step))
@@ -162,7 +162,7 @@ class Asking:
             columns = self.memory.without_gradients(
                 self.roles.reference, step.pairs, step.reference, ask
             )
-            self.roles.told(dict(columns))
+            self.roles.broadcast(dict(columns))
             return columns
 
     def keep(self) -> None:
@@ -197,7 +197,7 @@ class Asking:
         return Answered(step, columns, span.seconds)
 
     def _ask(self, batches: Sequence[PairBatch]) -> Columns:
-        self.roles.told(batches)
+        self.roles.broadcast(batches)
         return self._computed(batches)
 
     def _computed(self, batches: Sequence[PairBatch]) -> Columns:
@@ -210,7 +210,7 @@ class Asking:
         return columns
 
     def _computes_until_told(self) -> Columns | None:
-        while isinstance(said := self.roles.told(None), list):
+        while isinstance(said := self.roles.broadcast(None), list):
             self._computed(said)
         found: Columns | None = said
         return found

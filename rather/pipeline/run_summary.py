@@ -37,7 +37,7 @@ class Notes:
 
     def forecast(self, *, reference: bool) -> None:
         """Tells what the run will take; one that may not fit is only warned of, for what fits is tried out later."""
-        if not self.roles.leads:
+        if not self.roles.is_main:
             return
         with _forgiven("the forecast"):
             self.plan = forecast_of(self.config, self.course, self.roles, reference=reference)
@@ -46,7 +46,7 @@ class Notes:
 
     def begin(self, tokenizer: Any, step: int) -> None:
         """The config, without which nobody could go on; and what is known before this start's first step."""
-        if not self.roles.leads:
+        if not self.roles.is_main:
             return
         data = dict(self.course.data.report)
         with _forgiven("the look at the first pairs"):
@@ -58,7 +58,7 @@ class Notes:
 
     def report(self, step: int, tally: Tally, asking: Asking) -> None:
         """What this start of the run took, for people and scripts."""
-        if not self.roles.leads:
+        if not self.roles.is_main:
             return
         run_dir = self.config.run_dir
         with _forgiven(RUN_REPORT):

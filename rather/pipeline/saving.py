@@ -76,20 +76,20 @@ class Saving:
 
     def to_resume(self) -> Checkpoint | None:
         """The leading driver looks for it and verifies it."""
-        if self.roles.leads:
+        if self.roles.is_main:
             checkpoint.clean(self.config.run_dir)  # a run that saves no more would leave it there
-        newest = checkpoint_to_resume(self.config) if self.roles.leads else None
+        newest = checkpoint_to_resume(self.config) if self.roles.is_main else None
         if newest:
             refuse_other_run(newest, self.identity, self.config.resume.allow)
-        path = self.roles.told(newest.path if newest else None)
-        return newest if self.roles.leads or path is None else checkpoint.reopen(path)
+        path = self.roles.broadcast(newest.path if newest else None)
+        return newest if self.roles.is_main or path is None else checkpoint.reopen(path)
 
     def newest(self) -> Checkpoint | None:
         """The newest good one of the run folder, to go back to."""
         self.wait()
-        newest = checkpoint.newest_good(self.config.run_dir) if self.roles.leads else None
-        path = self.roles.told(newest.path if newest else None)
-        return newest if self.roles.leads or path is None else checkpoint.reopen(path)
+        newest = checkpoint.newest_good(self.config.run_dir) if self.roles.is_main else None
+        path = self.roles.broadcast(newest.path if newest else None)
+        return newest if self.roles.is_main or path is None else checkpoint.reopen(path)
 
     def is_finished(self, newest: Checkpoint) -> bool:
         ended = newest.step >= self.total_steps or newest.state["progress"]["stopped_early"]
@@ -100,7 +100,7 @@ class Saving:
         roles, before = self.roles, newest.state["schedule"]
         self.last_saved = newest.step
         self.has_own = newest.path.parent.resolve() == self.config.run_dir.resolve()
-        if self.has_own and roles.leads:
+        if self.has_own and roles.is_main:
             self._give_up_later_ones(newest)
         roles.actor_train.read_state(newest.path, newest.state["trainer"])
         if (
@@ -128,7 +128,7 @@ class Saving:
         """
         self.wait()
         draft, state = None, {}
-        if self.roles.leads:
+        if self.roles.is_main:
             try:
                 draft = checkpoint.begin(self.config.run_dir, progress.step, self._needed())
                 with draft.or_nothing():
@@ -136,7 +136,7 @@ class Saving:
             except DiskError as error:
                 draft = None
                 self._missed(self.misses, progress.step, error)
-        folder = self.roles.told(draft.folder if draft else None)
+        folder = self.roles.broadcast(draft.folder if draft else None)
         if folder is None:
             return
         state["trainer"] = self.roles.actor_train.numbers()
@@ -163,7 +163,7 @@ class Saving:
             for each in (self.misses, self.missed_copies)
             if each.count >= self._most(last=last)
         ]
-        if told := self.roles.told(failing[0].last if failing else None):
+        if told := self.roles.broadcast(failing[0].last if failing else None):
             raise DiskError(told)
 
     def _finish_writing(self) -> None:
@@ -174,7 +174,7 @@ class Saving:
         self.roles.actor_train.finish_writing()
         if self._moving_reference:
             self._moving_reference.finish_writing()
-        self.roles.agreed(0)
+        self.roles.max_over_drivers(0)
 
     @property
     def _moving_reference(self) -> Role | None:

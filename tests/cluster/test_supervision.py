@@ -134,7 +134,7 @@ def replaceable(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launched(config: DPOConfig, **options: Any) -> Roles:
         roles = launch(config, **options)
-        roles.again = lambda: launched(config, **options)
+        roles.restart = lambda: launched(config, **options)
         return roles
 
     monkeypatch.setattr("rather.pipeline.pipeline.launch", launched)
