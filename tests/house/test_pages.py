@@ -100,12 +100,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(file), f"{where(page)}: {target}: no such heading"
 
 
-def test_readme_names_every_exit_code() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_commands_page_names_every_exit_code() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     errors = [value for value in vars(rather.errors).values() if isinstance(value, type)]
     for error in errors:
         if issubclass(error, rather.errors.RatherError):
-            assert f"| {error.exit_code} |" in readme, f"README: exit code of {error.__name__}"
+            assert f"| {error.exit_code} |" in page, f"exit code of {error.__name__}"
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=where)
