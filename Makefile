@@ -1,25 +1,28 @@
-# `make demo` and `make test` need only Python 3.11+, make and a package index: the .venv is made when there is none.
+# `make demo` and `make test` need only Python 3.11+, make and a package index: they create .venv if it is missing.
 #
-#   PYTHON=python3.12                           the interpreter of a new .venv; otherwise the first that serves
+#   PYTHON=python3.12                           interpreter for a new .venv; default: the first suitable one
 #   TORCH="torch==2.13.0+cpu --extra-index-url <PyTorch's CPU index>"
 #                                               another PyTorch: a requirement, a wheel file, pip options
-#   ARGS="-k losses"                            further arguments of test, demo and bench
-#   WORKERS=4                                   tests at a time
-#   MINUTES=10                                  of make soak
+#   ARGS="-k losses"                            further arguments for test, demo and bench
+#   WORKERS=4                                   number of parallel test processes
+#   MINUTES=10                                  duration of make soak
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf) are respected.
 
 VENV  := .venv
-STAMP := $(VENV)/.installed
+OWNED := $(VENV)/.made-by-rather
+BASE  := $(VENV)/.installed
+DEV   := $(VENV)/.installed-dev
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST  := $(VENV)/bin/python -m pytest -q
 MKDOCS  := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 WORKERS ?= 2
 MINUTES ?= 60
 
-# A .venv knows its own absolute path and the PyTorch asked for: a moved folder or another TORCH= makes it anew.
+# A virtual environment contains its own absolute path, and the stamp names its PyTorch: after the folder was moved,
+# or with another TORCH=, it is created again.
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
-MADE_HERE    := $(shell sed -n 1p $(STAMP) 2>/dev/null)
-MADE_TORCH   := $(shell sed -n 2p $(STAMP) 2>/dev/null)
+MADE_HERE    := $(shell sed -n 1p $(BASE) 2>/dev/null)
+MADE_TORCH   := $(shell sed -n 2p $(BASE) 2>/dev/null)
 ifneq ($(MADE_HERE),$(CURDIR))
 FRESH := yes
 endif
@@ -29,69 +32,77 @@ FRESH := yes
 endif
 endif
 ifdef FRESH
-.PHONY: $(STAMP)
+.PHONY: $(BASE)
 endif
 
-.PHONY: help install demo test test-all test-gpu test-faults soak check docs screenshots sbom bench clean
+.PHONY: help install demo test test-wide test-all test-gpu test-faults soak check docs screenshots sbom bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     train a tiny model on this machine and watch its answers change"
+	@echo "make demo     train a tiny model on this machine and see how its answers change"
 	@echo "make test     run the test suite"
-	@echo "make test-all     and the further cells of its matrices that tests/wide.py lists"
+	@echo "make test-wide    the further cells of the test matrices, without the tests of make test"
+	@echo "make test-all     make test, then make test-wide"
 	@echo "make test-gpu     the tests that need a CUDA device"
-	@echo "make test-faults  kill a run at every place in every layout; most of an hour"
+	@echo "make test-faults  kill a run at every point in every layout; takes most of an hour"
 	@echo "make soak     break runs at random for an hour; MINUTES=10 for less"
-	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on what is installed, the docs with their links"
-	@echo "make docs     the documentation as a site: site/index.html"
-	@echo "make screenshots  the pictures of the docs, taken anew by the tests that drive a browser"
+	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on the installed packages, docs and links"
+	@echo "make docs     build the documentation site: site/index.html"
+	@echo "make screenshots  retake the pictures of the docs with the tests that drive a browser"
 	@echo "make sbom     sbom.json: a list of all installed packages (CycloneDX)"
 	@echo "make bench    list the benchmarks; make bench NAME=<one of them> runs it"
-	@echo "make install  make $(VENV) with the command 'rather' (the others do it by themselves)"
-	@echo "make clean    remove $(VENV) and the caches of the tools"
+	@echo "make install  create $(VENV) with the command 'rather' (the other targets do it when needed)"
+	@echo "make clean    remove $(VENV), if make created it, and the caches of the tools"
 
-install: $(STAMP)
+install: $(BASE)
 	@echo "Ready: $(VENV)/bin/rather --help"
 
-demo: $(STAMP)
+demo: $(BASE)
 	@$(VENV)/bin/rather demo $(ARGS)
 
-# Two at a time: most tests of processes wait for each other. Status 5: no test was chosen, by ARGS, of this half.
-test: $(STAMP)
-	@$(PYTEST) -n $(WORKERS) --no-loadscope-reorder -m "not alone" $(ARGS); first=$$?; $(PYTEST) -m alone $(ARGS); second=$$?; \
-	  case "$$first $$second" in "0 0"|"0 5"|"5 0") ;; *) exit 1 ;; esac
+# Tests marked `alone` run after the others, one at a time. Status 5: ARGS selected no test of this half.
+# $(1): options of pytest; $(2): pairs of statuses that are accepted.
+RUN_TESTS = $(PYTEST) -n $(WORKERS) --no-loadscope-reorder -m "not alone" $(1) $(ARGS); first=$$?; \
+  $(PYTEST) -m alone $(1) $(ARGS); second=$$?; case "$$first $$second" in $(2)) ;; *) exit 1 ;; esac
 
-test-all:
-	@$(MAKE) --no-print-directory test ARGS="--all $(ARGS)"
+test: $(DEV)
+	@$(call RUN_TESTS,,"0 0"|"0 5"|"5 0")
 
-test-gpu: $(STAMP)
+test-wide: $(DEV)
+	@$(call RUN_TESTS,--wide-only,"0 0"|"0 5"|"5 0"|"5 5")
+
+test-all: $(DEV)
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-wide
+
+test-gpu: $(DEV)
 	@RATHER_TEST_GPU=1 $(PYTEST) -m gpu $(ARGS)
 
-test-faults: $(STAMP)
+test-faults: $(DEV)
 	@$(PYTEST) -m "faults_all or not alone" tests/faults $(ARGS)
 
-soak: $(STAMP)
+soak: $(DEV)
 	@$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
 
-check: $(STAMP)
+check: $(DEV)
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m mypy
 	@$(VENV)/bin/python -m bandit -q -r rather -c pyproject.toml
 	@$(VENV)/bin/python .ci/audit
 	@$(MKDOCS)
 
-docs: $(STAMP)
+docs: $(DEV)
 	@$(MKDOCS)
 	@echo "site/index.html; its search needs a server: python3 -m http.server -b 127.0.0.1 -d site"
 
-screenshots: $(STAMP)
+screenshots: $(DEV)
 	@RATHER_SCREENSHOTS=1 $(PYTEST) tests/report tests/board/test_page.py
 
-sbom: $(STAMP)
+sbom: $(DEV)
 	@$(VENV)/bin/python -m cyclonedx_py environment $(VENV) --pyproject pyproject.toml --of JSON -o sbom.json
-	@echo "sbom.json: every package of $(VENV) in CycloneDX's form"
+	@echo "sbom.json: every package of $(VENV) in CycloneDX format"
 
-bench: $(STAMP)
+bench: $(DEV)
 ifdef NAME
 	@$(VENV)/bin/python bench/$(NAME).py $(ARGS)
 else
@@ -100,11 +111,19 @@ else
 	  echo "  $$(basename $$file .py): $$(sed -n '1s/^"""\(.*[^"]\)"*$$/\1/p' $$file)"; done
 endif
 
+# Nothing here deletes a virtual environment that this Makefile did not create, nor one behind a link.
+define REFUSE_FOREIGN
+if [ -L $(VENV) ] || { [ -e $(VENV) ] && [ ! -e $(OWNED) ] && [ ! -e $(BASE) ]; }; then \
+  echo "$(VENV) exists and was not created by this Makefile, so it is left as it is. Remove it yourself, or choose another folder: make VENV=.venv-rather" >&2; exit 1; \
+fi
+endef
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build site *.egg-info
+	@[ ! -e $(VENV) ] || { $(REFUSE_FOREIGN); rm -rf $(VENV); }
+	rm -rf .pytest_cache .ruff_cache .mypy_cache build site *.egg-info
 	find rather tests bench examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# An interpreter serves when it really runs (a pyenv shim may not), is 3.11 or newer and can make a venv with pip.
+# An interpreter is suitable if it runs (a pyenv shim may not), is 3.11 or newer and can create a venv with pip.
 PROBE := import sys; sys.version_info < (3, 11) and sys.exit(11); from importlib.util import find_spec; \
   all(map(find_spec, ("venv", "ensurepip"))) or sys.exit(12)
 define FIND_PYTHON
@@ -116,22 +135,31 @@ for name; do \
 done; \
 if [ -n "$$found" ]; then :; \
 elif [ -n "$$bare" ]; then \
-  echo "$$bare has no venv module: install it (Debian, Ubuntu: apt install python3-venv) or name another Python with PYTHON=." >&2; exit 1; \
+  echo "$$bare has no venv module: install it (Debian, Ubuntu: apt install python3-venv) or set PYTHON= to another Python." >&2; exit 1; \
 else \
-  echo "No Python 3.11 or newer found$${PYTHON:+ as PYTHON=$$PYTHON}$${old:+ ($$old is older)}: install one, or name it with PYTHON=/path/to/python3." >&2; exit 1; \
+  echo "No Python 3.11 or newer found$${PYTHON:+ as PYTHON=$$PYTHON}$${old:+ ($$old is older)}: install one, or set PYTHON=/path/to/python3." >&2; exit 1; \
 fi
 endef
 
 export PYTHON
-$(STAMP): pyproject.toml constraints.txt
-	@[ -z "$(FRESH)" ] && $(PIP) --version >/dev/null 2>&1 || { $(FIND_PYTHON); \
-	  echo "Making $(VENV) with $$("$$found" --version)"; "$$found" -m venv --clear $(VENV); }
-	@echo "Downloading PyTorch ($(if $(TORCH),$(TORCH),$(PINNED_TORCH): 0.15 GB without CUDA; about 3 GB with it, the default on Linux)) and 0.3 GB of other packages; 2 GB on disk without CUDA."
-	@$(if $(TORCH),:,echo "A machine without a GPU can take the small build: make install TORCH='$(PINNED_TORCH)+cpu --extra-index-url URL', with the URL of PyTorch's CPU index.")
+$(BASE): pyproject.toml constraints.txt
+	@[ -z "$(FRESH)" ] && $(PIP) --version >/dev/null 2>&1 || { $(REFUSE_FOREIGN); $(FIND_PYTHON); \
+	  echo "Creating $(VENV) with $$("$$found" --version)"; "$$found" -m venv --clear $(VENV) && touch $(OWNED); }
+	@echo "Downloading PyTorch ($(if $(TORCH),$(TORCH),$(PINNED_TORCH): 0.15 GB without CUDA; about 3 GB with it, the default on Linux)) and 0.1 GB of other packages."
+	@$(if $(TORCH),:,echo "Without a GPU, choose the small build: make install TORCH='$(PINNED_TORCH)+cpu --extra-index-url URL', with the URL of PyTorch's CPU index.")
 	@grep -v $(if $(TORCH),'^torch==','^$$') constraints.txt > $(VENV)/constraints.txt
 	@$(PIP) install --no-compile -c $(VENV)/constraints.txt $(if $(TORCH),$(TORCH),$(PINNED_TORCH))
-	@echo "Installing the other packages (a minute or two)"
-	@$(PIP) install -q --no-compile -c $(VENV)/constraints.txt -e ".[dev]"
-	@# pip compiles on one core, a third of the whole time: here on all, and not the thousands of files few ever import.
-	@$(VENV)/bin/python -m compileall -q -q -j 0 -x '/(tests?|testing|models)/' $(VENV)/lib || true
+	@echo "Installing the other packages"
+	@$(PIP) install -q --no-compile -c $(VENV)/constraints.txt -e ".[report]"
+	@$(COMPILE)
 	@printf '%s\n' '$(CURDIR)' '$(if $(TORCH),$(TORCH),$(PINNED_TORCH))' > $@
+
+$(DEV): $(BASE)
+	@echo "Installing what the tests need: 0.4 GB"
+	@$(PIP) install -q --no-compile -c $(VENV)/constraints.txt -e ".[dev]"
+	@$(COMPILE)
+	@touch $@
+
+# pip compiles on one core, which takes a third of the installation: compile on all cores, and skip the thousands of
+# files that are rarely imported.
+COMPILE = $(VENV)/bin/python -m compileall -q -q -j 0 -x '/(tests?|testing|models)/' $(VENV)/lib || true

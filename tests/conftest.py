@@ -60,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="also what tests/wide.py lists, as make test-all does"
     )
+    parser.addoption("--wide-only", action="store_true", help="only wide cells: make test-wide")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -68,10 +69,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and make test-gpu"))
     if not config.option.all:
-        wide = [item for item in items if item.get_closest_marker("wide") or is_wide(item.nodeid)]
-        config.hook.pytest_deselected(items=wide)
-        items[:] = [item for item in items if item not in set(wide)]
+        kept = [item for item in items if _is_wide(item) == config.option.wide_only]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     items.sort(key=lambda item: ORDER.index(_group(item.nodeid)))
+
+
+def _is_wide(item: pytest.Item) -> bool:
+    return item.get_closest_marker("wide") is not None or is_wide(item.nodeid)
 
 
 # Tests that share costly processes go to one worker, those with a Ray to the same one. Elsewhere a file does.

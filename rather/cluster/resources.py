@@ -443,7 +443,8 @@ def connected(
         import ray
     except ImportError as error:
         raise ConfigError(
-            "several devices need Ray: pip install ray, or start with torchrun instead"
+            "actor_train.device_mapping: several devices need Ray. Install it with "
+            "pip install 'rather[ray]', or start the run with torchrun, which needs no extra."
         ) from error
     if ray.is_initialized():
         return ray, False

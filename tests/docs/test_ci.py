@@ -1,4 +1,4 @@
-"""`.ci/run` looks for a Chromium, installs one where it can, and goes on where it cannot."""
+"""`.ci/run` looks for a Chromium, installs one if it can, and continues if it cannot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOLS = ("bash", "dirname", "id", "timeout")
 
 
 def ci(folder: Path, **programs: str) -> str:
-    """What it prints on a machine that has these programs, and a `make` that says what it was asked for."""
+    """Return the output of `.ci/run` on a machine with these programs and a `make` that echoes."""
     for tool in TOOLS:
         (folder / tool).symlink_to(shutil.which(tool) or tool)
     for name, script in {"make": "echo make $@", "sudo": 'shift; exec "$@"', **programs}.items():
@@ -35,19 +35,22 @@ def ci(folder: Path, **programs: str) -> str:
 @pytest.mark.parametrize(
     ("programs", "said"),
     [
-        ({"chromium": ""}, "make check test\n"),
-        ({"google-chrome": ""}, "make check test\n"),
+        ({"chromium": ""}, "make check test-all\n"),
+        ({"google-chrome": ""}, "make check test-all\n"),
         (
             {"apt-get": ""},
-            "No Chromium found: apt-get installs one for the tests of pages\nmake check test\n",
+            "No Chromium found: installing one with apt-get for the tests of HTML pages\n"
+            "make check test-all\n",
         ),
         (
             {"apt-get": "exit 100"},
-            "No Chromium found: apt-get installs one for the tests of pages\n"
-            "That is not possible here: the tests of pages are counted as not run\nmake check test\n",
+            "No Chromium found: installing one with apt-get for the tests of HTML pages\n"
+            "The installation failed: the tests of HTML pages will be skipped\nmake check test-all\n",
         ),
     ],
-    ids=["there", "another", "installed", "not possible"],
+    ids=["found", "another", "installed", "installation fails"],
 )
-def test_a_chromium_is_looked_for(programs: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_chromium_is_found_or_installed(
+    programs: dict[str, str], said: str, tmp_path: Path
+) -> None:
     assert ci(tmp_path, **programs) == said

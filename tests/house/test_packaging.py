@@ -1,11 +1,13 @@
-"""Ranges, pins, versions and commands agree wherever they are written down."""
+"""Version ranges, pins, versions and commands agree wherever they are written down."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tomllib
+from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -22,11 +24,21 @@ def pins() -> dict[str, Version]:
 
 
 def wanted() -> list[Requirement]:
+    """Return what the Makefile installs: the base and everything that `dev` includes."""
     project = PROJECT["project"]
-    return [
-        Requirement(text)
-        for text in project["dependencies"] + project["optional-dependencies"]["dev"]
-    ]
+    extras = project["optional-dependencies"]
+    included = Requirement(extras["dev"][0])
+    assert included.name == "rather"
+    texts = [text for name in sorted(included.extras) for text in extras[name]]
+    return [Requirement(text) for text in project["dependencies"] + texts + extras["dev"][1:]]
+
+
+def test_the_base_install_needs_no_extra() -> None:
+    base = {Requirement(text).name for text in PROJECT["project"]["dependencies"]}
+    optional = ("ray", "plotly", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+    assert not base.intersection(optional)
+    for name in ("ray", "report", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"):
+        assert PROJECT["project"]["optional-dependencies"][name], name
 
 
 def test_every_dependency_is_pinned_inside_its_range() -> None:
@@ -67,19 +79,27 @@ def test_help_names_every_target() -> None:
 
 
 def test_make_names_the_fix_when_python_is_missing() -> None:
-    """The search comes before anything is made or downloaded."""
-    command = [
-        "make",
-        "-s",
-        "-B",
-        "install",
-        "VENV=.venv-that-is-never-made",
-        "PYTHON=no-such-python",
-    ]
+    """The interpreter is searched before anything is created or downloaded."""
+    command = ["make", "-s", "-B", "install", "VENV=.venv-absent", "PYTHON=no-such-python"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "No Python 3.11 or newer found as PYTHON=no-such-python: install one" in done.stderr
-    assert not (ROOT / ".venv-that-is-never-made").exists()
+    assert not (ROOT / ".venv-absent").exists()
+
+
+@pytest.mark.parametrize("target", ["install", "clean"])
+def test_make_leaves_a_foreign_environment_alone(target: str, tmp_path: Path) -> None:
+    """`.venv` is replaced only if the Makefile created it; neither a user's own nor a link is."""
+    own, link = tmp_path / "own", tmp_path / "link"
+    own.mkdir()
+    (own / "precious").write_text("kept")
+    link.symlink_to(own)
+    for folder in (own, link):
+        command = ["make", "-s", target, f"VENV={folder}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert f"{folder} exists and was not created by this Makefile" in done.stderr
+        assert [path.name for path in own.iterdir()] == ["precious"]
 
 
 def test_ci_is_executable() -> None:

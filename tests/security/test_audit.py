@@ -28,9 +28,9 @@ def audit(folder: Path, out: str, err: str = "") -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     ("packages", "status", "said"),
     [
-        ([GOOD, UNKNOWN], 0, "1 of 2 packages compared, 0 vulnerabilities"),
+        ([GOOD, UNKNOWN], 0, "1 of 2 packages checked, 0 vulnerabilities"),
         ([GOOD, BAD], 1, "bad 1.0: CVE-2026-1, fixed in 1.1"),
-        ([UNKNOWN, UNKNOWN], 0, "nothing was compared"),
+        ([UNKNOWN, UNKNOWN], 0, "nothing was checked"),
     ],
 )
 def test_what_is_found_decides(
@@ -47,7 +47,7 @@ def test_no_network_is_one_line_and_no_failure(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 1
-    assert "cannot be reached, nothing was compared" in done.stdout
+    assert "cannot reach the list of vulnerabilities; nothing was checked" in done.stdout
 
 
 def test_a_failing_audit_is_not_a_good_one(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Measure the package: `python -m tests.house.size` prints what the house is made of.
+
+Tokens are those of `tokenize` without comments and layout, so a docstring counts as one token.
+"""
+
+from __future__ import annotations
+
+import ast
+import tokenize
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.house.source import ROOT, imports, module_name, python_files, tree
+
+LAYOUT = {
+    getattr(tokenize, name)
+    for name in ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"]
+}
+MOST_TOKENS, MOST_LINES, MOST_TOP_MODULES = 185_000, 28_000, 6
+PUBLIC_TWICE = {"DPOTrainer"}  # rather.DPOTrainer and rather.coati.DPOTrainer
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the issue of the refactor counts, over every Python file of the wheel."""
+
+    tokens: Counter[str]  # room -> tokens
+    lines: Counter[str]
+    top_modules: list[str]
+    duplicates: dict[str, list[str]]  # class name -> the modules that define it
+    arrows: set[tuple[str, str]]  # (room, the room it imports)
+    cycles: list[list[str]]
+
+    @property
+    def rooms(self) -> list[str]:
+        return sorted({room for room in self.tokens if (ROOT / "rather" / room).is_dir()})
+
+
+def measure() -> Size:
+    """Read every Python file of the package."""
+    tokens: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
+    classes: defaultdict[str, list[str]] = defaultdict(list)
+    graph: dict[str, set[str]] = {}
+    for file in python_files("rather"):
+        module = module_name(file)
+        tokens[room_of(module)] += count_tokens(file)
+        lines[room_of(module)] += file.read_text(encoding="utf-8").count("\n")
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(module)
+        found = {name for name, _ in imports(file, for_types=False) if name.startswith("rather")}
+        graph[module] = found - {module}
+    arrows = {
+        (room_of(module), room_of(target)) for module, found in graph.items() for target in found
+    }
+    packages = {module_name(file) for file in python_files("rather") if file.name == "__init__.py"}
+    return Size(
+        tokens,
+        lines,
+        sorted(file.stem for file in (ROOT / "rather").glob("*.py")),
+        {name: where for name, where in sorted(classes.items()) if len(where) > 1},
+        {(a, b) for a, b in arrows if a != b},
+        find_cycles({name: found for name, found in graph.items() if name not in packages}),
+    )
+
+
+def count_tokens(file: Path) -> int:
+    with file.open("rb") as source:
+        return sum(token.type not in LAYOUT for token in tokenize.tokenize(source.readline))
+
+
+def room_of(module: str) -> str:
+    """Return `data` for `rather.data.pack`; the package itself is `rather`."""
+    return module.split(".")[1] if "." in module else module
+
+
+def find_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return import cycles between modules, one for each edge that closes one."""
+    cycles: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            cycles.append([*path[path.index(module) :], module])
+        elif module not in done:
+            for target in sorted(graph.get(module, ())):
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, [])
+    return cycles
+
+
+def main() -> None:
+    size = measure()
+    for room, tokens in size.tokens.most_common():
+        print(f"{tokens:8,} tokens {size.lines[room]:7,} lines  {room}")
+    print(f"{size.tokens.total():8,} tokens {size.lines.total():7,} lines  (at most "
+          f"{MOST_TOKENS:,} and {MOST_LINES:,})")  # fmt: skip
+    print(f"{len(size.top_modules)} modules at the top: {', '.join(size.top_modules)}")
+    print(f"{len(size.rooms)} rooms, {len(size.arrows)} arrows between rooms and top modules")
+    print(
+        f"{len(size.cycles)} import cycles",
+        *(" -> ".join(each) for each in size.cycles),
+        sep="\n  ",
+    )
+    print(f"{len(size.duplicates)} class names defined more than once")
+    for name, where in size.duplicates.items():
+        print(f"  {name}: {', '.join(where)}")
+
+
+if __name__ == "__main__":
+    main()
