@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from rather.cluster.failure import GRACE, Failure, are_alike, first_cause
 from rather.cluster.hang import hang_error
 from rather.cluster.host import Answer
 from rather.cluster.preflight import need_of
-from rather.cluster.rank_info import Member
 from rather.cluster.resources import ResourceManager, Seat, last_line, wait_elsewhere, where
+from rather.cluster.role import RankInfo
 from rather.cluster.shares import beside, places, shares
 from rather.cluster.supervision import Supervision
 from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
@@ -65,7 +65,7 @@ class Cluster:
         world = len(self.seats)
         device = "cuda:0" if self.kind == "cuda" else "cpu"  # the only one that a process sees
         each = [
-            (self.role, self.worker_cls, self.config, Member(rank, world, device))
+            (self.role, self.worker_cls, self.config, RankInfo(rank, world, device))
             for rank in range(world)
         ]
         self._collected(
@@ -87,7 +87,7 @@ class Cluster:
     def embedding_rows(self) -> int:
         return int(self._call("embedding_rows", phase="start")[0])
 
-    def plan(self, largest_pair: int) -> int:
+    def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
         return int(min(self._call("plan", largest_pair, phase="start")))
 
     def train_step(
@@ -125,6 +125,9 @@ class Cluster:
     ) -> dict[str, float]:
         found: dict[str, float] = self._first("score", facts, policy, reference, phase="eval")
         return found
+
+    def park(self) -> bool:
+        return False
 
     def forget(self) -> None:
         """What work that ran out of memory left behind."""

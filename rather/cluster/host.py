@@ -26,7 +26,7 @@ from rather.config.redaction import redact
 
 if TYPE_CHECKING:
     from rather.cluster.preflight import Room
-    from rather.cluster.rank_info import Member
+    from rather.cluster.role import RankInfo
     from rather.cluster.worker import ActorWorker
     from rather.config.schema import DPOConfig
 
@@ -141,7 +141,7 @@ class Host:
         """Meets the other processes of the group; both roles of a process share it."""
         return self._answer(lambda: _join(meeting, kind))
 
-    def add(self, role: str, worker_cls: Any, config: DPOConfig, member: Member) -> Answer:
+    def add(self, role: str, worker_cls: Any, config: DPOConfig, member: RankInfo) -> Answer:
         """A worker for `role`; its class may have to be imported first."""
 
         def work() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from rather.cluster.local import device_kind, local_cluster
-from rather.cluster.rank_info import Member
+from rather.cluster.role import RankInfo, Role
 from rather.cluster.shares import beside
 from rather.cluster.spmd import (
     Memory,
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Role: TypeAlias = (
-    "ActorWorker | SpmdCluster | Cluster"  # the same calls, answered by one process or by many
-)
-
 
 @dataclass
 class Roles:
@@ -51,6 +47,7 @@ class Roles:
     here: bool  # in this process, whose device the driver may use
     rank: int = 0  # of this driver
     drivers: int = 1
+    gpu_memory: int = 0  # bytes of the GPU of a worker on Ray
     runs_ahead: bool = False  # the reference has devices of its own
     closing: ExitStack = field(default_factory=ExitStack)
     restart: Callable[[], Roles] | None = (
@@ -87,6 +84,17 @@ class Roles:
         with beside(folder.absolute()) if self.is_main else nullcontext() as made:
             yield Path(self.broadcast(made))
             self.max_over_drivers(0)
+
+    def move_reference(self, share: float, run_dir: Path) -> None:
+        """TR-DPO: move the reference by `share` of the way to the policy."""
+        policy, reference = self.actor_train, self.reference
+        assert reference is not None
+        if isinstance(policy, ActorWorker) and isinstance(reference, ActorWorker):
+            reference.mix_weights(policy.weights(), share)
+            return
+        with self.folder_beside(run_dir / "reference") as folder:
+            policy.write_weights(folder, "reference")
+            reference.mix_weights(folder, share)
 
     def close(self) -> None:
         self.closing.close()
@@ -127,13 +135,13 @@ def launch(
     if held:
         held.neighbour = policy
         held.set_environment()
-    watchdog = _watchdog(config, Member(), supervision, (policy, held), closing)
+    watchdog = _watchdog(config, RankInfo(), supervision, (policy, held), closing)
     return Roles(policy, held, kind, here=True, closing=closing, watchdog=watchdog)
 
 
 def _watchdog(
     config: DPOConfig,
-    member: Member,
+    member: RankInfo,
     supervision: Supervision | None,
     roles: Sequence[Role | None],
     closing: ExitStack,
@@ -248,5 +256,12 @@ def _clusters(
     closing = ExitStack()
     closing.callback(manager.close)
     return Roles(
-        policy, held, manager.kind, here=False, runs_ahead=ahead, closing=closing, restart=restart
+        policy,
+        held,
+        manager.kind,
+        here=False,
+        gpu_memory=policy.seats[0].room.device,
+        runs_ahead=ahead,
+        closing=closing,
+        restart=restart,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rather.cluster.rank_info import Member
+from rather.cluster.role import RankInfo, Role
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
@@ -16,8 +16,17 @@ from rather.errors import ConfigError
 def local_cluster(name: str, config: DPOConfig) -> ActorWorker:
     """The worker of role `name`, which answers the calls of a cluster directly."""
     role = config.actor_train if name == "actor_train" else config.reference
-    member = Member(device="cpu") if device_kind(config.platform) == "cpu" else Member()
+    member = RankInfo(device="cpu") if device_kind(config.platform) == "cpu" else RankInfo()
     return worker_class(role.worker_cls, f"{name}.worker_cls")(config, name, member)
+
+
+def as_local(role: Role, feature: str) -> ActorWorker:
+    """Return the worker of a role whose whole model is in this process; `feature` names what needs that."""
+    if not isinstance(role, ActorWorker):
+        raise ConfigError(
+            f"{feature} needs one device per policy; remove it, or start without torchrun and Ray."
+        )
+    return role
 
 
 def device_kind(platform: str) -> str:

@@ -6,8 +6,8 @@ All processes take the same steps, because each computes them from the same conf
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from rather import faults
 from rather.cluster.local import device_kind, worker_class
+from rather.cluster.oom_report import shortage
 from rather.cluster.preflight import Ledger, Room, need_of
-from rather.cluster.rank_info import Member
+from rather.cluster.role import RankInfo
 from rather.cluster.shares import beside, places, shares
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
@@ -34,7 +35,7 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def joined_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> Member:
+def joined_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
     """Meets the other processes; their number must be that of the devices in device_mapping."""
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if world != devices:
@@ -50,13 +51,13 @@ def joined_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> Member:
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=timeout)
     closing.callback(dist.destroy_process_group)
     faults.arm(config.run_dir, "driver", rank)
-    return Member(rank, world, device)
+    return RankInfo(rank, world, device)
 
 
 class Memory:
     """Of all ranks, and what the roles hold of it. Collective."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankInfo) -> None:
         self.kind = "cpu" if member.device == "cpu" else "cuda"
         self.ledger = Ledger()
         self.rooms = gathered(Room.here(member.rank, self.kind))
@@ -65,7 +66,7 @@ class Memory:
 class SpmdCluster:
     """The calls of a cluster, made by all processes at once: each does its share, and all get the whole answer."""
 
-    def __init__(self, name: str, config: DPOConfig, member: Member, memory: Memory) -> None:
+    def __init__(self, name: str, config: DPOConfig, member: RankInfo, memory: Memory) -> None:
         self.role, self.config, self.member, self.memory = name, config, member, memory
         self.worker_config = config.actor_train if name == "actor_train" else config.reference
         self.layout = layout(self.worker_config)
@@ -81,7 +82,7 @@ class SpmdCluster:
     def embedding_rows(self) -> int:
         return self.worker.embedding_rows()
 
-    def plan(self, largest_pair: int) -> int:
+    def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
         budget = torch.tensor(self.worker.plan(largest_pair), device=self.member.device)
         dist.all_reduce(budget, dist.ReduceOp.MIN)
         return int(budget)
@@ -93,17 +94,25 @@ class SpmdCluster:
         *,
         limits: Limits | None = None,
     ) -> StepResult:
-        return self.worker.train_step(
-            self._own(batches), reference, PairFacts.of_step(batches), limits
-        )
+        with _not_repeated():
+            return self.worker.train_step(
+                self._own(batches), reference, PairFacts.of_step(batches), limits
+            )
 
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
-        return self.worker.compute_log_probs(self._own(batches), places(batches))
+        with _not_repeated():
+            return self.worker.compute_log_probs(self._own(batches), places(batches))
 
     def score(
         self, facts: PairFacts, policy: Columns, reference: Columns | None
     ) -> dict[str, float]:
         return self.worker.score(facts, policy, reference)
+
+    def park(self) -> bool:
+        return False
+
+    def forget(self) -> None:
+        self.worker.forget()
 
     def peak_memory(self) -> int:
         """Of this rank."""
@@ -145,6 +154,15 @@ class SpmdCluster:
 
     def _own(self, batches: Sequence[PairBatch]) -> list[PairBatch]:
         return shares(batches, self.layout.dp)[self.layout.dp_rank(self.member.rank)]
+
+
+@contextmanager
+def _not_repeated() -> Iterator[None]:
+    """If one rank runs out of memory, the others wait in a collective: repeating its call would not help."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise shortage(error) from error
 
 
 def refusal(work: Callable[[], Any]) -> str:

@@ -25,7 +25,7 @@ from rather.cluster.deadlines import Limit
 from rather.cluster.elastic import come, own_store
 from rather.cluster.hang import ANSWER, Rank, hang_error
 from rather.cluster.host import Process
-from rather.cluster.rank_info import Member
+from rather.cluster.role import RankInfo
 from rather.cluster.stack_snapshot import Look, Pulse
 from rather.cluster.supervision import Supervision
 from rather.config.schema import DPOConfig
@@ -47,7 +47,9 @@ DEBUGGERS = ("bdb.py", "pydevd")
 class Watchdog:
     """Of this process. Deadlines are as told: a rank also waits for what the first one does alone between steps."""
 
-    def __init__(self, config: DPOConfig, member: Member, supervision: Supervision | None) -> None:
+    def __init__(
+        self, config: DPOConfig, member: RankInfo, supervision: Supervision | None
+    ) -> None:
         self.config, self.member, self.supervision = config, member, supervision
         self.pulse = Pulse()
         self.limit: Limit | None = None
@@ -129,7 +131,7 @@ class Watchdog:
 class _Others:
     """The processes that torchrun started with this one."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankInfo) -> None:
         self.rank, self.world, self.store = member.rank, member.world, own_store(PATIENCE)
         self.store.set(f"process {self.rank}", json.dumps(asdict(Process.this())))
 

@@ -17,7 +17,7 @@ from rather import faults
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import Piece, Stored, tensor_of
 from rather.cluster.oom_report import explained, explanation, sentence
-from rather.cluster.rank_info import Member
+from rather.cluster.role import RankInfo
 from rather.cluster.writing import Writer
 from rather.config.adapters import keeps_start, reference_is_policy
 from rather.config.canonical import threads_of
@@ -54,8 +54,8 @@ RECOMPUTED = {
 class ActorWorker:
     """Override `build_loss` in a subclass, and name it in `worker_cls`, to train with a loss of your own."""
 
-    def __init__(self, config: DPOConfig, role: str, member: Member | None = None) -> None:
-        self.config, self.role, self.member = config, role, member or Member()
+    def __init__(self, config: DPOConfig, role: str, member: RankInfo | None = None) -> None:
+        self.config, self.role, self.member = config, role, member or RankInfo()
         self.worker_config = config.actor_train if role == "actor_train" else config.reference
         self.device = self.member.device or device_of(self.worker_config)
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")

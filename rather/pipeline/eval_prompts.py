@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from rather.cluster.launch import Role, Roles
+from rather.cluster.launch import Roles
+from rather.cluster.role import Role
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, EvalPrompts
 from rather.data.json_rows import Bad

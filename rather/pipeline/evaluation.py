@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from rather import faults
-from rather.cluster.launch import Role
+from rather.cluster.role import Role
 from rather.data.batch import Columns, PairFacts
 from rather.data.pairs import PairDataset
 from rather.losses.metrics import Window

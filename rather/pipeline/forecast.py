@@ -57,8 +57,7 @@ def pairs_of(course: Course) -> Pairs:
 def _device_of(config: DPOConfig, roles: Roles) -> Device:
     if roles.here or roles.kind == "cpu":
         return device_here(config, roles.kind)
-    room = roles.actor_train.seats[0].room  # type: ignore[union-attr]  # on Ray, which told what it has
-    return Device(roles.kind, room.device)
+    return Device(roles.kind, roles.gpu_memory)
 
 
 def device_here(config: DPOConfig, kind: str) -> Device:

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 
 from rather import faults
-from rather.cluster.launch import Role
 from rather.cluster.oom_report import largest, sentence, shortage
+from rather.cluster.role import Role
 from rather.cluster.spmd import SpmdCluster
 from rather.data.batch import PairBatch, TokenPair
 from rather.errors import BatchTooLarge, MemoryShortage

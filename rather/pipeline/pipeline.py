@@ -12,7 +12,8 @@ import torch
 
 from rather import faults
 from rather.checkpoint.checkpoint import Checkpoint
-from rather.cluster.launch import Role, launch
+from rather.cluster.launch import launch
+from rather.cluster.role import Role
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import ActorWorker
 from rather.config.checks import device_problems, missing

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rather.cluster.launch import Role
+from rather.cluster.role import Role
 from rather.config.schema import DPOConfig
 from rather.data.batch import TokenPair
 from rather.data.prepare import Prepared

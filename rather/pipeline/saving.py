@@ -18,7 +18,8 @@ from rather import faults
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint, Draft
 from rather.checkpoint.manifest import Written
-from rather.cluster.launch import Role, Roles, mappings
+from rather.cluster.launch import Roles, mappings
+from rather.cluster.role import Role
 from rather.config.schema import DPOConfig
 from rather.errors import CheckpointError, DiskError, HangError, WorkerError
 from rather.pipeline.identity import refuse_other_run

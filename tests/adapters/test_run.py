@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.host import Host, Process
 from rather.cluster.preflight import need_of
-from rather.cluster.rank_info import Member
+from rather.cluster.role import RankInfo
 from rather.cluster.worker import ActorWorker
 from rather.commands.compare_losses_table import measure
 from rather.config.adapters import reference_is_policy
@@ -285,7 +285,7 @@ def test_roles_in_one_process_of_a_cluster_are_neighbours(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     host, config = Host({}, 1, Process.this()), config_of(shared, "hosted", {})
     for role in ("actor_train", "reference"):
-        assert host.add(role, None, config, Member(device="cpu")).failure is None
+        assert host.add(role, None, config, RankInfo(device="cpu")).failure is None
         assert host.call(role, 0, "initialize", 3).failure is None
     assert host.workers["reference"].borrowed is host.workers["actor_train"]
     assert host.workers["reference"].trainer is host.workers["actor_train"].trainer

@@ -19,8 +19,8 @@ from rather.cluster.cluster import Cluster
 from rather.cluster.hang import Rank
 from rather.cluster.host import Answer, Process
 from rather.cluster.preflight import Ledger, Room
-from rather.cluster.rank_info import Member
 from rather.cluster.resources import Seat
+from rather.cluster.role import RankInfo
 from rather.cluster.spmd import SpmdCluster
 from rather.cluster.watchdog import PHASES, Watchdog
 from rather.commands.terminal import guarded
@@ -169,7 +169,7 @@ def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(
 ) -> None:
     own = calls_of(SpmdCluster)
     assert own == set(CALLS) - {"forget"}
-    watchdog = Watchdog(config, Member(0, 2, "cpu"), None)
+    watchdog = Watchdog(config, RankInfo(0, 2, "cpu"), None)
     telling = Telling(role, watchdog)
     watchdog.watch(telling, PHASES)
     for name in own:

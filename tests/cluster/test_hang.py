@@ -21,8 +21,8 @@ from rather.cluster.cluster import Cluster
 from rather.cluster.deadlines import COMPILES, ENOUGH, FLOOR, Deadlines
 from rather.cluster.failure_report import with_one_voice
 from rather.cluster.hang import Rank, judged
-from rather.cluster.rank_info import Member
 from rather.cluster.resources import ResourceManager
+from rather.cluster.role import RankInfo
 from rather.cluster.stack_snapshot import Look, Pulse
 from rather.cluster.supervision import Supervision
 from rather.cluster.watchdog import LOOK_EVERY, PAUSE, Watchdog
@@ -195,7 +195,7 @@ def in_a_rank(
 def held_up(config: DPOConfig, rank: int, how: str, meeting: Path, stderr: Path) -> int:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     supervision = Supervision(config, Incidents(config.run_dir).add, lambda: 5)
-    watchdog = Watchdog(config, Member(rank, 2, "cpu"), supervision)
+    watchdog = Watchdog(config, RankInfo(rank, 2, "cpu"), supervision)
     watchdog.start()
     stderr.with_name("began").write_text(str(time.time()))
     with watchdog.during("actor_train.train_step", "step"):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
-from rather.cluster.rank_info import Member
+from rather.cluster.role import RankInfo
 from rather.cluster.spmd import Memory, SpmdCluster
 from rather.config.schema import ActorModelArgs, DPOConfig
 from rather.config.strategies import Layout
@@ -205,7 +205,7 @@ def test_a_checkpoint_goes_on_under_another_layout(
 
 def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
     """Trains as ranks under torchrun do: losses, the reference's log-probs afterwards, and whether it is the policy."""
-    member = Member(dist.get_rank(), dist.get_world_size(), "cpu")
+    member = RankInfo(dist.get_rank(), dist.get_world_size(), "cpu")
     memory = Memory(member)
     policy, reference = (
         SpmdCluster(name, config, member, memory) for name in ("actor_train", "reference")
