@@ -31,7 +31,7 @@ from rather.commands.plan import plan_command
 from rather.commands.recipes import recipes_app
 from rather.commands.report import report_command
 from rather.commands.sweep.command import sweep_command
-from rather.commands.terminal import ConfigPath, Overrides, guarded, print_json
+from rather.commands.terminal import ConfigPath, Imports, Overrides, guarded, print_json
 from rather.commands.terminal import settings as settings_of
 from rather.config.redaction import redact
 from rather.run_folder.signals import PATIENCE, StopRequest, leave_within
@@ -129,6 +129,7 @@ def train(
             help="A Ray cluster that is already there: host:port or auto.", show_default=False
         ),
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Train the policy. The same command goes on where an interrupted run stopped.
 
@@ -151,6 +152,7 @@ def evaluate(
             help="Weights to evaluate; the run's own result when not given.", show_default=False
         ),
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Evaluate a model on the held-out pairs against the reference, and print the metrics as JSON."""
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rather import faults
 from rather.cluster.failure import Failure
 from rather.cluster.stack_snapshot import Look, Pulse
+from rather.config import plugins
 from rather.config.redaction import redact
 
 if TYPE_CHECKING:
@@ -99,8 +100,18 @@ class Meeting:
 class Host:
     """One process. Roles are added once it runs; calls go to the worker of a role by name."""
 
-    def __init__(self, environment: Mapping[str, str], neighbours: int, driver: Process) -> None:
-        """`neighbours` count the processes that share this machine's cores, itself among them."""
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        neighbours: int,
+        driver: Process,
+        imports: Sequence[plugins.ImportedFile] = (),
+    ) -> None:
+        """`neighbours` count the processes that share this machine's cores, itself among them.
+
+        `imports` are the user's files that the driver has imported; they need not exist here.
+        """
+        self.imports = imports
         threads = max(1, (os.cpu_count() or 1) // neighbours)
         os.environ.update(
             {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **environment}
@@ -147,6 +158,7 @@ class Host:
         def work() -> None:
             from rather.cluster.local import worker_class
 
+            plugins.load_sources(self.imports)
             found = worker_class(worker_cls, f"{role}.worker_cls")
             self.workers[role] = worker = found(config, role, member)
             if role == "reference":

@@ -27,6 +27,7 @@ from rather.cluster.hang import ANSWER, Rank
 from rather.cluster.host import Answer, Host, Meeting, Process, all_gone
 from rather.cluster.preflight import Ledger, Room
 from rather.cluster.stack_snapshot import Look
+from rather.config import plugins
 from rather.config.schema import Timeouts
 from rather.errors import ConfigError, RayGone, WorkerError
 
@@ -207,7 +208,12 @@ class ResourceManager:
         for device in mapping:
             node, local = divmod(device, self.num_gpus_per_node)
             own["CUDA_VISIBLE_DEVICES"] = ids[node][local] if ids else ""
-            given = ({**own, **environment}, self.num_gpus_per_node, Process.this())
+            given = (
+                {**own, **environment},
+                self.num_gpus_per_node,
+                Process.this(),
+                plugins.loaded(),
+            )
             handles.append(self._remote(Host, node).remote(*given))
         answers = self._all(
             [handle.process.remote() for handle in handles], self.timeouts.start, "start a process"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.commands.terminal import ConfigPath, Overrides, guarded
+from rather.commands.terminal import ConfigPath, Imports, Overrides, guarded
 from rather.commands.terminal import settings as settings_of
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def compare_losses_command(
         Path | None,
         typer.Option(help="Draw every loss against the margin: an .html file.", show_default=False),
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Evaluate every loss on the same log-probs of a trained model: value, gradient, share of saturated pairs."""
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rather.commands.terminal import ConfigPath, Overrides, guarded, print_json
+from rather.commands.terminal import ConfigPath, Imports, Overrides, guarded, print_json
 from rather.commands.terminal import settings as settings_of
 from rather.errors import DiskError
 
@@ -32,6 +32,7 @@ def data_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as JSON instead of tables.")
     ] = False,
+    imports: Imports = None,
 ) -> None:
     """Prepare the pairs and show what the model will really see: every dropped row with its reason, lengths, repeats,
     contradictions, what evaluation shares with training, and whether prompts are as at inference."""

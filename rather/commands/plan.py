@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.commands.terminal import ConfigPath, Overrides, guarded, print_json
+from rather.commands.terminal import ConfigPath, Imports, Overrides, guarded, print_json
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -35,6 +35,7 @@ def plan_command(
         str | None, typer.Option(help="Kind of GPU, such as h100 or l4; else this machine's.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the forecast as JSON.")] = False,
+    imports: Imports = None,
 ) -> None:
     """Forecast memory by part, time and disk of a run, for its layout and for others, before anything starts.
 
@@ -47,6 +48,7 @@ def _plan(
     path: Path, overrides: list[str], gpus: int | None, gpu: str | None, as_json: bool
 ) -> int:
     from rather.config.load import load
+    from rather.config.plugins import load_requested
     from rather.model.sizes import sizes_of
     from rather.plan.forecast import forecast
     from rather.plan.others import best, enough_devices, ways_of
@@ -57,6 +59,7 @@ def _plan(
         else []
     )
     settings = load(path, [*overrides, *shared]).config
+    load_requested()
     device = _device(settings, gpu, gpus)
     sizes = sizes_of(settings.actor_train.model_path, settings.actor_train.model_args)
     pairs = _pairs(settings)
@@ -88,7 +91,7 @@ def _fit(own: Forecast, ways: Sequence[Way]) -> bool:
 
 def _device(config: DPOConfig, gpu: str | None, gpus: int | None) -> Device:
     from rather.cluster.local import device_kind
-    from rather.config.strategies import did_you_mean
+    from rather.config.plugins import did_you_mean
     from rather.errors import ConfigError
     from rather.pipeline.forecast import device_here
     from rather.plan.memory import Device

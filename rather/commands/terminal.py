@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rather.config import plugins
 from rather.config.redaction import hide, redact
 from rather.errors import ConfigError, DiskError, Ended, RatherError, RayGone
 from rather.tracking.json_lines import strict_json
@@ -31,6 +32,15 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Overrides, such as beta=0.05 or max_steps=200.", show_default=False),
 ]
+Imports = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--import",
+        help="Python file that registers a loss or a data format; repeatable.",
+        callback=plugins.request,
+        show_default=False,
+    ),
+]
 
 
 def settings(path: Path, overrides: list[str]) -> DPOConfig:
@@ -43,6 +53,7 @@ def settings(path: Path, overrides: list[str]) -> DPOConfig:
     hide(secret_values(loaded.config.model_dump()))
     check_paths(loaded.config, loaded.sources)
     os.environ.update(loaded.config.system_envs)
+    plugins.load_requested()
     from rather.losses.objective import from_config
 
     try:

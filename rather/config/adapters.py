@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from rather.config.strategies import did_you_mean, layout
+from rather.config.plugins import did_you_mean
+from rather.config.strategies import layout
 from rather.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from rather.config.canonical import canonical_device_problems, canonical_problem
 from rather.config.deepspeed import deepspeed_problems, deepspeed_settings, is_deepspeed
 from rather.config.parity import parity_problems
 from rather.config.pipelines import SCHEDULES
-from rather.config.strategies import did_you_mean, layout, strategy_problems
+from rather.config.plugins import did_you_mean
+from rather.config.strategies import layout, strategy_problems
 from rather.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,13 +28,6 @@ SCHEDULE_NUMBERS: dict[str, tuple[str, ...]] = {
     "inverse_sqrt": ("timescale",),
     "wsd": (*FLOOR, "num_decay_steps"),
 }
-
-
-# What rather.losses.losses knows, told here so that a typo is found together with everything else, without importing torch.
-LOSS_NAMES = (
-    "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
-    "aot_unpaired", "apo_zero", "apo_down", "discopop", "odpo", "sft", "orpo", "simpo", "cpo", "alphapo",
-)  # fmt: skip
 
 
 NAMED = ("wandb", "trackio", "mlflow", "swanlab")
@@ -201,9 +195,6 @@ def _measured(metric: str, prefixes: list[str]) -> bool:
 
 
 def _loss(config: DPOConfig) -> Iterator[Problem]:
-    for name in config.loss_names:
-        if name not in LOSS_NAMES:
-            yield Problem("pref_loss", f"unknown loss '{name}'{did_you_mean(name, LOSS_NAMES)}")
     if config.ipo and config.pref_loss not in ("sigmoid", "ipo"):
         yield Problem(
             "ipo",

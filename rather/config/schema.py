@@ -629,6 +629,9 @@ class LossKeys(Section):
     alphapo_alpha: float | None = knob(None, "Shape of alphapo's reward; 0 is SimPO's.")
     odpo_alpha: float | None = knob(None, "Scale of the margin column in odpo.", ge=0)
     discopop_tau: float | None = knob(None, "Temperature of the blend in discopop.", gt=0)
+    loss_args: dict[str, float | bool] = knob(
+        dict, "Numbers of a loss of your own that have no key here, such as {my_margin: 0.5}."
+    )
     rpo_alpha: float | None = knob(
         None, "Adds so much chosen NLL, a mean over the tokens of the step (RPO).", ge=0
     )
@@ -860,14 +863,14 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossKeys, StepKey
         """The losses asked for, in whichever of the ways to write them."""
         if self.loss_type:
             return ["sigmoid" if self.loss_type == "dpo_loss" else "simpo"]
-        return ["ipo"] if self.ipo else as_list(self.pref_loss)
+        named = ["ipo"] if self.ipo else as_list(self.pref_loss)
+        return ["sigmoid" if name == "dpo" else name for name in named]
 
     @property
     def loss_numbers(self) -> dict[str, Any]:
         """What the user set for the losses; which of them one takes, its signature says."""
-        return {
-            name: getattr(self, name) for name in LOSS_NUMBERS if getattr(self, name) is not None
-        }
+        own = {name: getattr(self, name) for name in LOSS_NUMBERS}
+        return {name: value for name, value in own.items() if value is not None} | self.loss_args
 
     @property
     def loss_modifiers(self) -> dict[str, Any]:

@@ -6,13 +6,13 @@ name, torch.distributed runs it: a name stands for degrees and a sharding stage,
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rather.config.deepspeed import deepspeed_problems, deepspeed_settings, is_deepspeed
 from rather.config.pipelines import SCHEDULES, Pipeline
+from rather.config.plugins import did_you_mean
 from rather.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -154,12 +154,6 @@ class Layout:
         if self.name.startswith(("megatron", "deepspeed", "gemini", "3d")):
             parts.append("run by torch.distributed")
         return "; ".join(parts)
-
-
-def did_you_mean(word: str, known: tuple[str, ...] | list[str]) -> str:
-    """'; did you mean ...?' when something near is known, otherwise the whole list."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
 
 
 def strategy_problems(args: StrategyArgs, *, trains: bool, devices: int) -> list[tuple[str, str]]:

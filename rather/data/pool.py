@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from rather.config import plugins
 from rather.config.redaction import looks_secret
 from rather.data.read import Chunk, Source
 from rather.data.tokenize_worker import chunk_message, receive, send
@@ -113,7 +114,7 @@ class Child:
             },
         )
         self.setup = {
-            **setup, "progress": self.progress.fileno(), "memory": limits.memory, "seconds": limits.row_seconds
+            **setup, "imports": plugins.loaded("data format"), "progress": self.progress.fileno(), "memory": limits.memory, "seconds": limits.row_seconds
         }  # fmt: skip
 
     def ask(

@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from rather.config import plugins
 from rather.data.formats import EXTRAS, Layout, TextPair, read_row
 from rather.data.json_rows import Bad
 from rather.data.messages import Turns
@@ -309,6 +310,7 @@ def main() -> None:
             signal.ITIMER_PROF, setup["seconds"]
         )  # of computing; at its end the system kills this process
 
+    plugins.load_sources(setup.get("imports", ()))
     if sys.platform == "linux":
         _limit_memory(setup["memory"])
     try:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rather.config.plugins import Registry
 from rather.data.batch import PairLogps
 
 LARGEST_EXPONENT = (
@@ -42,7 +43,7 @@ class Rule:
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-LOSSES: dict[str, Rule] = {}
+LOSSES: Registry[Rule] = Registry("loss", "rather.losses")
 
 
 def gap(chosen_and_rejected: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def loss(
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         rule = Rule(function, reference, rewards, divergence, soft_labels, whole_batch, extra)
-        LOSSES[function.__name__] = rule
+        LOSSES.add(function.__name__, rule, function.__module__)
         return function
 
     return register

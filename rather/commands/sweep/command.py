@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.commands.terminal import ConfigPath, guarded, print_json
+from rather.commands.terminal import ConfigPath, Imports, guarded, print_json
 
 if TYPE_CHECKING:
     from rather.commands.sweep.results import Result
@@ -43,6 +43,7 @@ def sweep_command(
         bool, typer.Option("--overwrite", help="Start anew where such a sweep exists.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    imports: Imports = None,
 ) -> None:
     """Train every combination of some values. The same command goes on where it was interrupted.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.commands.terminal import guarded, settings
+from rather.config import plugins
 from rather.config.schema import DPOConfig
 from rather.data.batch import TokenPair
 from rather.pipeline.pipeline import DPOPipeline
@@ -45,7 +46,12 @@ def main(arguments: Sequence[str]) -> int:
     """For a process of its own, on devices of its own: the YAML and its overrides; one line is the report."""
 
     def work() -> int:
-        print(REPORT + json.dumps(fill(settings(Path(arguments[0]), list(arguments[1:])))))
+        prefix = "--import="
+        plugins.request(
+            Path(each.removeprefix(prefix)) for each in arguments if each.startswith(prefix)
+        )
+        file, *overrides = [each for each in arguments if not each.startswith(prefix)]
+        print(REPORT + json.dumps(fill(settings(Path(file), overrides))))
         return 0
 
     return guarded(work)

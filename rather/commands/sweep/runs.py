@@ -23,6 +23,7 @@ from rather.commands.sweep.children import Children, last_words
 from rather.commands.sweep.fill import REPORT
 from rather.commands.sweep.grid import Grid, read_grid
 from rather.commands.terminal import settings
+from rather.config import plugins
 from rather.config.load import dump_yaml
 from rather.config.masking import public_values
 from rather.config.redaction import redact
@@ -231,7 +232,8 @@ class Sweep:
                 devices, console = free.get(), point.config.log_dir / CONSOLE
                 try:
                     tell(f"{point.name}: starts on {', '.join(devices)}")
-                    arguments = ["-m", "rather", "train", str(self.file), *point.overrides]
+                    arguments = ["-m", "rather", "train", *plugins.arguments(), str(self.file)]
+                    arguments += point.overrides
                     return _outcome(children.run(arguments, devices, console), console)
                 finally:
                     free.put(devices)
@@ -245,7 +247,9 @@ class Sweep:
     ) -> dict[str, Any] | None:
         console = point.config.log_dir / CONSOLE
         code = children.run(
-            ["-m", "rather.commands.sweep.fill", str(self.file), *point.overrides], devices, console
+            ["-m", "rather.commands.sweep.fill", *plugins.arguments(), str(self.file), *point.overrides],
+            devices,
+            console,
         )
         if code:
             raise ConfigError(

@@ -1,0 +1,154 @@
+"""Registries of losses and data formats, and users' own files that add to them: `--import my_loss.py`.
+
+Only the command line names such files. A YAML, an override or a run folder cannot: they may come from strangers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from rather.errors import ConfigError
+
+Entry = TypeVar("Entry")
+REGISTRIES: list[Registry[Any]] = []
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return '; did you mean ...?' if a known word is similar, otherwise the list of known words."""
+    near = difflib.get_close_matches(word, known := list(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
+
+
+class Registry(Mapping[str, Entry]):
+    """Entries of one kind by name. Each module of `package` adds its own when it is imported.
+
+    Reading the registry imports all modules of the package, so that a new file there is found without being listed.
+    """
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind, self.package = kind, package
+        self._entries: dict[str, Entry] = {}
+        self._modules: dict[str, str] = {}  # name -> the module that added it
+        self._is_complete = False
+        REGISTRIES.append(self)
+
+    def add(self, name: str, entry: Entry, module: str) -> None:
+        """Add an entry; a name that another module has taken is an error."""
+        if self._modules.setdefault(name, module) != module:
+            text = f"a {self.kind} named '{name}' is already defined in {self._modules[name]}"
+            raise ConfigError(f"{text}; choose another name.")
+        self._entries[name] = entry
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> dict[str, Entry]:
+        if not self._is_complete:
+            self._is_complete = True
+            for found in iter_modules(import_module(self.package).__path__, f"{self.package}."):
+                import_module(found.name)
+        return self._entries
+
+    def find(self, name: str, key: str) -> Entry:
+        """Return the entry with this name, or raise a ConfigError that starts with the config key."""
+        if name not in self:
+            raise ConfigError(f"{key}: unknown {self.kind} '{name}'{did_you_mean(name, self)}")
+        return self[name]
+
+    def names_from(self, module: str) -> list[str]:
+        """Return the names that a module added."""
+        return [name for name, owner in self._modules.items() if owner == module]
+
+    def source_of(self, name: str) -> str | None:
+        """Return the source text of the user's file that added an entry; None for Rather's own."""
+        owner = self._modules.get(name)
+        return next((file.source for file in _loaded if file.name == owner), None)
+
+
+class ImportedFile(NamedTuple):
+    """A user's file: the name of its module, and its text."""
+
+    name: str
+    source: str
+
+
+_requested: list[Path] = []
+_loaded: list[ImportedFile] = []
+
+
+def request(paths: Iterable[Path] | None) -> None:
+    """Remember the files that the command line names; `load_requested` runs them."""
+    _requested[:] = [path.expanduser().absolute() for path in paths or ()]
+
+
+def arguments() -> list[str]:
+    """Return the command-line arguments that make another process import the same files."""
+    return [f"--import={path}" for path in _requested]
+
+
+def load_requested() -> None:
+    """Run the requested files. A loss imports torch, so the environment must be set before."""
+    load(_requested)
+
+
+def load(paths: Iterable[Path]) -> None:
+    """Run each file once, as a module of its own."""
+    for path in paths:
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(f"--import {path}: cannot be read: {reason}.") from None
+        name = "rather_import_" + re.sub(r"\W", "_", path.stem)
+        _run(ImportedFile(name, source), str(path))
+
+
+def loaded(kind: str | None = None) -> list[ImportedFile]:
+    """Return the files that have run, or those that added a loss or a data format ('loss', 'data format')."""
+    wanted = [registry for registry in REGISTRIES if kind in (None, registry.kind)]
+    return [file for file in _loaded if any(each.names_from(file.name) for each in wanted)]
+
+
+def load_sources(files: Iterable[Iterable[str]]) -> None:
+    """Run files that `loaded` returned in another process; they need not exist on this machine."""
+    for name, source in files:
+        _run(ImportedFile(name, source), f"<{name}>")
+
+
+def _run(file: ImportedFile, path: str) -> None:
+    if file in _loaded:
+        return
+    if any(other.name == file.name for other in _loaded):
+        raise ConfigError(f"--import {path}: another imported file has the same name; rename one.")
+    module = sys.modules[file.name] = ModuleType(file.name)
+    module.__file__ = path
+    try:
+        # The one place that executes a file: whoever types the command names it.
+        exec(compile(file.source, path, "exec"), module.__dict__)  # nosec B102
+    except SyntaxError as error:
+        raise ConfigError(f"--import {path}:{error.lineno}: {error.msg}.") from None
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = [frame.lineno for frame in frames if frame.filename == path][-1]
+        text = f"--import {path}:{line}: {type(error).__name__}: {error}"
+        raise ConfigError(" ".join(text.split())) from error
+    if not any(registry.names_from(file.name) for registry in REGISTRIES):
+        raise ConfigError(
+            f"--import {path}: it registers nothing. Decorate a function with @loss() from rather.losses."
+        )
+    _loaded.append(file)
