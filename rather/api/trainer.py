@@ -618,5 +618,5 @@ def tracker_in(
     }
     names = [*config.trackers, *(["wandb"] if use_wandb and "wandb" not in config.trackers else [])]
     told = config.model_copy(update={**places, "track_with": names})
-    check_installed(told)
+    check_installed(told.trackers)
     return RunTracker(told, total_steps=0, start_step=0, metrics_position=None, quiet=True)

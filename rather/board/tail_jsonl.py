@@ -10,6 +10,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
+from rather.tracking.json_lines import current_name
+
 CHUNK = 4 << 20
 REMEMBERED = 256  # bytes before the place that was read up to: by them a file that was cut and written again is known
 Record = dict[str, Any]
@@ -122,7 +124,8 @@ class Curves:
         step = record.get("step")
         if not isinstance(step, int) or not 0 <= step < 1 << 60:
             return False
-        for name, value in record.items():
+        for stored, value in record.items():
+            name = current_name(stored)
             if name == "step" or not isinstance(value, int | float | None):
                 continue
             column = self.columns.get(name)

@@ -14,7 +14,7 @@ from rich.text import Text
 from rather.commands.terminal import guarded, print_json
 
 if TYPE_CHECKING:
-    from rather.tracking.health import Finding
+    from rather.tracking.health import HealthFinding
 
 STYLES = {"serious": "bold red", "warning": "yellow", "info": "dim"}
 
@@ -45,7 +45,7 @@ def health_command(
     raise typer.Exit(guarded(work))
 
 
-def print_findings(found: list[Finding], console: Console) -> None:
+def print_findings(found: list[HealthFinding], console: Console) -> None:
     if not found:
         console.print("nothing was found: the metrics look healthy")
         return

@@ -40,7 +40,7 @@ PER_PAIR: Mapping[str, Callable[[Scored], Tensor]] = {
     "lengths/rejected": lambda s: s.x.length[:, 1],
 }
 WITH_REFERENCE: Mapping[str, Callable[[Scored], Tensor]] = {
-    "logps/falling": lambda s: (
+    "logps/chosen_below_reference": lambda s: (
         log_ratios(s.x)[:, 0] < 0
     ).double(),  # share of chosen answers less likely than before
     "kl": lambda s: log_ratios(s.x).mean(

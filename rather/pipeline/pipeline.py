@@ -70,7 +70,7 @@ class DPOPipeline:
         self.config = config = pipeline_config
         if unnamed := [f"{key}: {text}" for key, text, _ in missing(config)]:
             raise ConfigError(unnamed)
-        check_installed(config)
+        check_installed(config.trackers)
         self.objective = from_config(config)  # a wrong number should cost no work
         faults.arm(config.run_dir, "driver", 0)
         self.named = named_checkpoint(config)

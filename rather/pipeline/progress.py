@@ -12,6 +12,7 @@ from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
 from rather.losses.metrics import Window
 from rather.pipeline.spikes import History
+from rather.tracking.json_lines import current_name
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,10 @@ class Progress:
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> Progress:
+        window = Window(**saved["window"])
+        window.sums = {current_name(name): total for name, total in window.sums.items()}
         nested = {
-            "window": Window(**saved["window"]),
+            "window": window,
             "history": History(**saved.get("history", {})),
         }
         return Progress(**{**saved, **nested})

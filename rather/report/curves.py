@@ -37,7 +37,7 @@ CURVES = (
     Curve("Margin", ("rewards/margins",), "Reward of the chosen minus reward of the rejected answer."),
     Curve("Rewards", ("rewards/chosen", "rewards/rejected"), "Beta times the log-ratio of policy and reference."),
     Curve("Log-probs", ("logps/chosen", "logps/rejected"), "Of whole answers under the policy.", "nats"),
-    Curve("Chosen answers less likely than before", ("logps/falling",),
+    Curve("Chosen answers less likely than before", ("logps/chosen_below_reference",),
           "Share of pairs. Near 100 %, the margin comes from pushing both answers down.", "", SHARE),
     Curve("Lengths", ("lengths/chosen", "lengths/rejected"), "Scored tokens of an answer.", "tokens"),
     Curve("Margin against length", ("rewards/length_correlation",),

@@ -15,6 +15,7 @@ from rather.config.redaction import redact
 from rather.errors import ConfigError
 from rather.run_folder.incidents import INCIDENTS
 from rather.run_folder.layout import DATA_REPORT, FINISHED, PLAN, RUN_REPORT, STARTS
+from rather.tracking.json_lines import current_name
 
 METRICS, HEALTH, ANSWERS = "metrics.jsonl", "health.jsonl", "answers.jsonl"
 MOST_STEPS = 1 << 53  # whole numbers up to there are themselves as floats
@@ -106,7 +107,7 @@ def columns_of(records: Iterable[dict[str, Any]]) -> Columns:
     for names, table in tables.items():
         steps = array("q", map(int, table[names.index("step") :: len(names)]))
         for place, name in enumerate(names):
-            column = columns.setdefault(name, Column())
+            column = columns.setdefault(current_name(name), Column())
             column.add(steps, table[place :: len(names)])
     return columns
 

@@ -15,7 +15,7 @@ from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, DiskError
 from rather.tracking.json_lines import strict_json
-from rather.tracking.past import IDS as TRACKER_IDS
+from rather.tracking.trackers import TRACKER_IDS
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,16 @@
-"""What a run tells: metrics.jsonl, trackers, the console and the log files. The only door to trackers.
+"""Everything a run reports: metrics.jsonl, trackers, the console, health findings and log files.
 
-metrics.jsonl is the record of the run. All the rest may fail (a full disk, a closed pipe, a server out of reach): that
-is told once, the part is switched off, the run goes on.
+metrics.jsonl is the record of the run. The rest may fail (a full disk, a closed pipe, a server out
+of reach): the failure is logged once, that part is switched off, and training continues.
 """
 
-from rather.tracking.console import ProgressView, figures
+from rather.tracking.console import ProgressView
 from rather.tracking.logs import close_logging, setup_logging, worker_log
 from rather.tracking.metrics_file import MetricsFile, Record, json_line
 from rather.tracking.run import NoTracker, RunTracker
-from rather.tracking.trackers import TRACKERS, TensorBoard, Tracker, check_installed
+from rather.tracking.trackers import TRACKERS, TensorBoard, check_installed
 
 __all__ = [
-    "TRACKERS", "MetricsFile", "NoTracker", "ProgressView", "Record", "RunTracker", "TensorBoard", "Tracker",
-    "check_installed", "close_logging", "figures", "json_line", "setup_logging", "worker_log",
+    "TRACKERS", "MetricsFile", "NoTracker", "ProgressView", "Record", "RunTracker", "TensorBoard",
+    "check_installed", "close_logging", "json_line", "setup_logging", "worker_log",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run tells on the terminal: a progress bar, or plain lines where no one watches."""
+"""The terminal view of a run: a progress bar, or plain lines if stdout is not a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from rather.tracking.metrics_file import Record
 
-FIGURES = {
+FORMATS = {
     "loss": "loss {:.4f}",
     "rewards/accuracies": "acc {:.2f}",
     "rewards/margins": "margin {:.2f}",
@@ -20,30 +20,33 @@ FIGURES = {
 
 
 class ProgressView:
-    """A progress bar on a terminal, plain lines elsewhere: no control codes ever reach a file or a pipe."""
+    """Shows a bar on a terminal and plain lines elsewhere: files and pipes get no control codes."""
 
     def __init__(self, total_steps: int, start_step: int) -> None:
-        self._total, self._start = total_steps, start_step
-        self._began = time.monotonic()
+        self._total, self._start, self._began = total_steps, start_step, time.monotonic()
         self._bar: Progress | None = None
         if sys.stdout.isatty() and not (console := Console()).is_dumb_terminal:
-            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None))
-            figures = TextColumn("{task.fields[figures]}", markup=False)
             self._bar = Progress(
-                *columns, figures, console=console, expand=True, auto_refresh=False
-            )
-            self._task = self._bar.add_task("", total=total_steps, completed=start_step, figures="")
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[summary]}", markup=False),
+                console=console, expand=True, auto_refresh=False,
+            )  # fmt: skip
+            self._task = self._bar.add_task("", total=total_steps, completed=start_step, summary="")
             self._bar.start()
 
     def log(self, step: int, metrics: Record) -> None:
-        evaluation = [key for key in metrics if key.startswith("eval/")]
-        for name in (key.removesuffix("/loss") for key in evaluation if key.endswith("/loss")):
-            self._print(f"step {step}/{self._total}  {name}  {figures(metrics, name + '/')}")
-        if evaluation:
+        sets = [name[:-5] for name in metrics if name.startswith("eval/") and name[-5:] == "/loss"]
+        for name in sets:
+            self._print(f"step {step}/{self._total}  {name}  {summary(metrics, name + '/')}")
+        if any(name.startswith("eval/") for name in metrics):
             return
-        text = "  ".join(part for part in (figures(metrics), self._eta(step)) if part)
+        text = summary(metrics)
+        if (done := step - self._start) > 0:
+            seconds = (time.monotonic() - self._began) / done * max(0, self._total - step)
+            text = f"{text}  eta {timedelta(seconds=round(seconds))}"
         if self._bar:
-            self._bar.update(self._task, completed=step, figures=text, refresh=True)
+            self._bar.update(self._task, completed=step, summary=text, refresh=True)
         else:
             self._print(f"step {step}/{self._total}  {text}")
 
@@ -57,20 +60,9 @@ class ProgressView:
         else:
             print(line, flush=True)
 
-    def _eta(self, step: int) -> str:
-        if step <= self._start:
-            return ""
-        seconds = (
-            (time.monotonic() - self._began) / (step - self._start) * max(0, self._total - step)
-        )
-        return f"eta {timedelta(seconds=round(seconds))}"
 
-
-def figures(metrics: Record, prefix: str = "") -> str:
-    """The few numbers for a person: `loss 0.6712  acc 0.58  margin 0.04  12.3 pairs/s`."""
-    shown = [
-        form.format(metrics[prefix + key])
-        for key, form in FIGURES.items()
-        if prefix + key in metrics
-    ]
+def summary(metrics: Record, prefix: str = "") -> str:
+    """Return the most important numbers: `loss 0.6712  acc 0.58  margin 0.04  12.3 pairs/s`."""
+    names = [name for name in FORMATS if prefix + name in metrics]
+    shown = [FORMATS[name].format(metrics[prefix + name]) for name in names]
     return "  ".join([*shown, *(["skipped"] if metrics.get("skipped_iter") else [])])

@@ -1,6 +1,6 @@
-"""The watch over a run: each record of metrics.jsonl is looked at once, each finding is told once.
+"""The health watch: looks at each record of metrics.jsonl once and reports each finding once.
 
-A run that goes on looks at its records again, so that nothing of this has to be in a checkpoint.
+A resumed run looks at its records again, so a checkpoint needs nothing of this.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from rather.tracking.health_history import History
-from rather.tracking.health_rules import RULES, Severity
+from rather.tracking.health_rules import RULES, MetricsHistory, Severity
 from rather.tracking.json_lines import strict_json
 
 log = logging.getLogger(__name__)
 
 HEALTH = "health.jsonl"
-SEVERITIES: tuple[Severity, ...] = ("serious", "warning", "info")
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """One line of health.jsonl."""
 
     step: int
@@ -35,78 +34,74 @@ class Finding:
 
 
 class Health:
-    """What is found in a run, by what it has told so far."""
+    """Applies the rules to the records of a run."""
 
     def __init__(self, total_steps: int, known: Iterable[str] = ()) -> None:
-        self.history, self.known = History(total_steps), set(known)
+        self.history, self.known = MetricsHistory(total_steps), set(known)
 
-    def look(self, record: Mapping[str, Any]) -> list[Finding]:
-        """What this record shows for the first time."""
+    def look(self, record: Mapping[str, Any]) -> list[HealthFinding]:
+        """Return what this record shows for the first time."""
         self.history.add(record)
         found = []
         for name, rule in RULES.items():
-            if name not in self.known and (told := rule.find(self.history)):
+            if name not in self.known and (verdict := rule.find(self.history)):
                 self.known.add(name)
-                found.append(
-                    Finding(
-                        self.history.step, name, rule.severity, told.text, told.number, told.advice
-                    )
-                )
+                number, text, advice = verdict
+                step = self.history.step
+                found.append(HealthFinding(step, name, rule.severity, text, number, advice))
         return found
 
 
-class Watch:
-    """A tracker: writes health.jsonl in the folder of a run that has done `start_step` steps."""
+class HealthWatch:
+    """A tracker that writes health.jsonl into the folder of a run that has done `start_step` steps."""
 
     def __init__(self, run_dir: Path, total_steps: int, start_step: int) -> None:
         self.file = run_dir / HEALTH
         before = read_findings(run_dir) if start_step else []
-        self.told = {
-            one.name for one in before
-        }  # also what comes again, because it was found after the checkpoint
         kept = [one for one in before if one.step <= start_step]
         self.health = Health(total_steps, (one.name for one in kept))
         kept += [one for one in data_findings(run_dir) if one.name not in self.health.known]
-        self.told |= {one.name for one in kept}  # those of the data are in the report of the data
-        self._write(kept, mode="w") if kept else self.file.unlink(missing_ok=True)
+        # Do not log again what the log has already: findings after the checkpoint come back, and
+        # those of the data are in the data report.
+        self.logged = {one.name for one in before + kept}
+        self.file.unlink(missing_ok=True)
+        self._write(kept)
         for record in _records(run_dir / "metrics.jsonl"):
-            self._tell(self.health.look(record))
+            self.log(0, record)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._tell(self.health.look(metrics))
-
-    def close(self, *, failed: bool = False) -> None:
-        """Every line is in the file already."""
-
-    def _tell(self, found: list[Finding]) -> None:
-        if not found:
-            return
-        self._write(found, mode="a")
+        found = self.health.look(metrics)
+        self._write(found)
         for one in found:
-            if one.name not in self.told:
+            if one.name not in self.logged:
                 level = logging.INFO if one.severity == "info" else logging.WARNING
                 log.log(level, "health, step %d: %s %s", one.step, one.text, one.advice)
-            self.told.add(one.name)
+        self.logged |= {one.name for one in found}
 
-    def _write(self, findings: list[Finding], *, mode: str) -> None:
-        with self.file.open(mode, encoding="utf-8") as file:
-            file.writelines(strict_json(asdict(one)) + "\n" for one in findings)
+    def close(self, *, failed: bool = False) -> None:
+        """Do nothing: every line is in the file already."""
+
+    def _write(self, findings: list[HealthFinding]) -> None:
+        if findings:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.writelines(strict_json(asdict(one)) + "\n" for one in findings)
 
 
-def read_findings(run_dir: Path) -> list[Finding]:
-    """Those of health.jsonl; of a line that a kill has torn, or another version wrote, nothing."""
-    names = set(Finding.__dataclass_fields__)
-    return [Finding(**fields) for fields in _records(run_dir / HEALTH) if fields.keys() == names]
+def read_findings(run_dir: Path) -> list[HealthFinding]:
+    """Return the lines of health.jsonl, without damaged lines and those of other versions."""
+    names = HealthFinding.__dataclass_fields__.keys()
+    records = _records(run_dir / HEALTH)
+    return [HealthFinding(**fields) for fields in records if fields.keys() == names]
 
 
 def counts(run_dir: Path) -> dict[str, int]:
-    """Findings of a run by severity, for its report."""
+    """Return the number of findings by severity."""
     found = [one.severity for one in read_findings(run_dir)]
     return {severity: found.count(severity) for severity in SEVERITIES}
 
 
-def data_findings(run_dir: Path) -> Iterator[Finding]:
-    """What was found in the pairs before the run, and is worth a warning."""
+def data_findings(run_dir: Path) -> Iterator[HealthFinding]:
+    """Yield the problems that were found in the pairs before the run, without mere information."""
     try:
         report = json.loads((run_dir / "data_report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -114,17 +109,14 @@ def data_findings(run_dir: Path) -> Iterator[Finding]:
     for one in report.get("look", {}).get("findings", ()):
         if one["severity"] != "info":
             place = "data" if one["set"] == "train" else f"data/{one['set']}"
-            text, advice = one["text"], one["advice"]
-            yield Finding(
-                0, f"{place}/{one['name']}", one["severity"], text, float(one["number"]), advice
-            )
+            fields = {name: one[name] for name in ("severity", "text", "advice")}
+            yield HealthFinding(0, f"{place}/{one['name']}", number=float(one["number"]), **fields)
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a JSONL file up to a line, or a character, that a kill has cut."""
     try:
-        lines = file.read_text(
-            encoding="utf-8", errors="replace"
-        ).splitlines()  # a kill may tear a letter, too
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines:

@@ -1,27 +1,28 @@
-"""JSON that every reader takes, and files of one record a line to which the starts of a run append."""
+"""Strict JSON for files that other programs read, and JSONL files that several starts of a run append to."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Ends of a line to Python's splitlines and to JavaScript, not to JSON.
+# These characters end a line for str.splitlines and JavaScript, but not for JSON.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON has no NaN: such a number is told as a text. Half a character, which UTF-8 has not, becomes its escape."""
-    text = json.dumps(
-        _finite(value), indent=indent, ensure_ascii=False, default=str, allow_nan=False
-    )
+    """Return `value` as JSON. JSON has no NaN: non-finite numbers become texts.
+
+    Lone surrogates, which UTF-8 cannot encode, are escaped.
+    """
+    finite = json.loads(json.dumps(value, default=_plain), parse_constant=lambda x: str(float(x)))
+    text = json.dumps(finite, indent=indent, ensure_ascii=False)
     return text.translate(_LINE_ENDS).encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def append_line(file: Path, record: Mapping[str, Any]) -> None:
-    """A line of its own also after half a line, which a kill has left."""
+    """Append one record; a kill may have left half a line, after which it starts a new line."""
     line = f"{strict_json(record)}\n".encode()
     with file.open("ab+") as out:
         if out.tell():
@@ -30,9 +31,10 @@ def append_line(file: Path, record: Mapping[str, Any]) -> None:
         out.write(line)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def current_name(metric: str) -> str:
+    """Return the name that a metric has today, given the name in a file of any version."""
+    return metric.replace("logps/falling", "logps/chosen_below_reference")
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the record of a run, and part of what a checkpoint promises: no line is lost or doubled."""
+"""metrics.jsonl: the record of a run. A checkpoint stores its length, so no line is lost or doubled."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Record = Mapping[str, float | int]
 
 
 class MetricsFile:
-    """One JSON object per line, appended; after each line the file holds whole lines only.
+    """Appends one JSON object per line; after each call the file holds whole lines only.
 
-    A line that a full disk does not take is kept and written with a later one, so that none is lost.
+    A line that a full disk does not take is kept and written with a later one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,10 +41,12 @@ class MetricsFile:
         except OSError as error:
             if not already_failing:
                 log.warning(
-                    "%s: cannot be written (%s); its lines wait.", self.path, error.strerror
-                )
+                    "%s: cannot be written (%s); new lines are kept in memory.",
+                    self.path, error.strerror,
+                )  # fmt: skip
 
     def position(self) -> int:
+        """Return the length of the file, with every line on the disk."""
         try:
             self._write()
             faults.point("metrics.sync")
@@ -57,14 +59,13 @@ class MetricsFile:
         return self._size
 
     def truncate(self, position: int) -> None:
-        """Back to the length it had at a checkpoint: what came after will be written again."""
-        if self._size < position or (
-            position and os.pread(self._descriptor, 1, position - 1) != b"\n"
-        ):
+        """Cut the file to its length at a checkpoint; the run writes the later lines again."""
+        ends_line = not position or os.pread(self._descriptor, 1, position - 1) == b"\n"
+        if self._size < position or not ends_line:
             raise CheckpointError(
-                f"{self.path}: has {self._size:,} bytes, the checkpoint was saved when a line ended at "
-                f"{position:,}: the file was cut or changed since. Put it back, or begin anew with "
-                "--overwrite or another exp_name."
+                f"{self.path}: has {self._size:,} bytes, but the checkpoint was saved when a line "
+                f"ended at {position:,}: the file was cut or changed since. Restore it, or start "
+                "from scratch with --overwrite or another exp_name."
             )
         os.ftruncate(self._descriptor, position)
         os.fsync(self._descriptor)
@@ -78,7 +79,7 @@ class MetricsFile:
         os.close(self._descriptor)
 
     def _write(self) -> None:
-        """All or nothing: a full disk takes the first half of a line, which is cut off again."""
+        """Write all or nothing: if a full disk takes half a line, that half is cut off again."""
         done = 0
         try:
             while done < len(self._unwritten):
@@ -91,12 +92,13 @@ class MetricsFile:
 
 
 def json_line(record: Record) -> str:
-    """Strict JSON, fields in the order given. JSON has no NaN: such a value is null, and the last field says
-    what it was: {"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}."""
+    """Return one line of strict JSON with the fields in the given order.
+
+    JSON has no NaN: such a value is null, and the last field says what it was, as in
+    {"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}.
+    """
     nonfinite = {key: str(value) for key, value in record.items() if not math.isfinite(value)}
-    fields: dict[str, Any] = {
-        key: None if key in nonfinite else value for key, value in record.items()
-    }
+    fields: dict[str, Any] = dict(record) | dict.fromkeys(nonfinite)
     if nonfinite:
         fields["nonfinite"] = nonfinite
     return json.dumps(fields, allow_nan=False) + "\n"

@@ -1,4 +1,4 @@
-"""One record of a run to everyone who is told it, and the forgiveness that no tracker stops a run."""
+"""RunTracker: sends each record of a run to metrics.jsonl, the trackers, the console and the health checks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rather.tracking.console import ProgressView
-from rather.tracking.health import Watch
+from rather.tracking.health import HealthWatch
 from rather.tracking.metrics_file import MetricsFile, Record
-from rather.tracking.past import Past
-from rather.tracking.trackers import TRACKERS, Tracker
+from rather.tracking.trackers import TRACKERS, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -20,8 +19,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class RunTracker:
-    """Brings each record of the run to metrics.jsonl, to the trackers of `track_with` and to the console."""
+class NoTracker:
+    """Ignores every record: for processes other than the main one, and runs without a folder."""
+
+    def go_back(self, metrics_position: int, start_step: int) -> None: ...
+
+    def log(self, record: Record) -> None: ...
+
+    def position(self) -> int:
+        return 0
+
+    def close(self, *, failed: bool = False) -> None: ...
+
+    def __enter__(self) -> NoTracker:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(failed=kind is not None)
+
+
+class RunTracker(NoTracker):
+    """Sends each record of the run to metrics.jsonl and to all who follow the run."""
 
     def __init__(
         self,
@@ -32,39 +50,38 @@ class RunTracker:
         metrics_position: int | None,
         quiet: bool = False,
     ) -> None:
-        """`metrics_position` is what `position` gave at the checkpoint that is continued; without it the file
-        begins anew. With `start_step` steps done the trackers go on with the run that they know."""
+        """Start tracking after `start_step` steps.
+
+        `metrics_position` is what `position` returned at the checkpoint to resume from; without it
+        metrics.jsonl is written from scratch. `quiet` switches the console off.
+        """
         self._metrics = MetricsFile(config.run_dir / "metrics.jsonl")
         self._config, self._total_steps, self._quiet = config, total_steps, quiet
-        self._trackers: list[_Forgiving] = []
+        self._trackers: list[_FailSafeTracker] = []
         self.go_back(metrics_position or 0, start_step)
 
     def go_back(self, metrics_position: int, start_step: int) -> None:
-        """To where a checkpoint was saved: what came after will be told again."""
+        """Return to the state of a checkpoint; later records will be logged again."""
         for tracker in self._trackers:
             tracker.close(failed=False)
         self._metrics.truncate(metrics_position)
-        config, past = self._config, Past(self._config.run_dir, start_step)
-        self._trackers = [
-            _Forgiving(name, partial(TRACKERS[name], config, past)) for name in config.trackers
-        ]
+        run, steps = TrackedRun(self._config, start_step), (self._total_steps, start_step)
+        makers: dict[str, Callable[[], Tracker]] = {
+            name: partial(TRACKERS[name], run) for name in self._config.trackers
+        }
         if not self._quiet:
-            self._trackers.append(
-                _Forgiving("console", partial(ProgressView, self._total_steps, start_step))
-            )
-        watch = partial(
-            Watch, config.run_dir, self._total_steps, start_step
-        )  # reads metrics.jsonl as it is now
-        self._trackers.append(_Forgiving("health", watch))
+            makers["console"] = partial(ProgressView, *steps)
+        makers["health"] = partial(HealthWatch, self._config.run_dir, *steps)
+        self._trackers = [_FailSafeTracker(name, make) for name, make in makers.items()]
 
     def log(self, record: Record) -> None:
-        """One record; it has a "step", and in an evaluation the other keys begin with "eval/"."""
+        """Log one record with a "step"; in an evaluation the other keys begin with "eval/"."""
         self._metrics.append(record)
         for tracker in self._trackers:
             tracker.log(int(record["step"]), record)
 
     def position(self) -> int:
-        """The length of metrics.jsonl, all of it on the disk: goes into the checkpoint."""
+        """Return the length of metrics.jsonl, with every line on the disk, for a checkpoint."""
         return self._metrics.position()
 
     def close(self, *, failed: bool = False) -> None:
@@ -75,53 +92,33 @@ class RunTracker:
     def __enter__(self) -> RunTracker:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close(failed=kind is not None)
 
-
-class NoTracker:
-    """Of a process that does not lead: its records are those of another."""
-
-    def go_back(self, metrics_position: int, start_step: int) -> None:
-        pass
-
-    def log(self, record: Record) -> None:
-        pass
-
-    def position(self) -> int:
-        return 0
-
-    def __enter__(self) -> NoTracker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class _Forgiving:
-    """A tracker whose failure is told once and switches it off; training never stops for it."""
+class _FailSafeTracker:
+    """A tracker whose failure is logged once and switches it off; training never stops for it."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self._name = name
         self._tracker: Tracker | None = None
-        with self._forgiven():
+        with self._switched_off_on_failure():
             self._tracker = make()
 
     def log(self, step: int, metrics: Record) -> None:
-        if self._tracker:
-            with self._forgiven():
+        with self._switched_off_on_failure():
+            if self._tracker:
                 self._tracker.log(step, metrics)
 
     def close(self, *, failed: bool) -> None:
-        if self._tracker:
-            with self._forgiven():
+        with self._switched_off_on_failure():
+            if self._tracker:
                 self._tracker.close(failed=failed)
 
     @contextmanager
-    def _forgiven(self) -> Iterator[None]:
+    def _switched_off_on_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             self._tracker = None
             cause = f"{type(error).__name__}: {error}"
-            log.warning("%s failed and is off from here; the run goes on (%s).", self._name, cause)
+            log.warning(
+                "%s failed and is switched off; training continues (%s).", self._name, cause
+            )

@@ -1,17 +1,19 @@
 """The trackers of `track_with`: TensorBoard, W&B, trackio, MLflow and SwanLab.
 
-Each takes the same records under the same names, and continues its own run when ours is resumed. A tracker of this
-list may raise whatever it likes: who calls it forgives. Keys come from the environment or the tracker's own login.
+Each receives the same records under the same names, and continues its own run after a resume. A
+tracker may raise any exception: its caller switches it off. API keys come from the environment or
+the tracker's own login.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import find_spec
@@ -22,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rather.config.masking import public_values
 from rather.errors import ConfigError
 from rather.tracking.metrics_file import Record
-from rather.tracking.past import Past
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
 
 log = logging.getLogger(__name__)
 
-NOTHING_ELSE = {  # no reports about errors and use, and no minutes of waiting for a server that does not answer
+# No telemetry, and no waiting for minutes if a server does not answer.
+ENVIRONMENT = {
     "WANDB_ERROR_REPORTING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -37,92 +39,148 @@ NOTHING_ELSE = {  # no reports about errors and use, and no minutes of waiting f
     "GRADIO_ANALYTICS_ENABLED": "False",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-WANDB_WAITS = {
-    "init_timeout": 30,
-    "finish_timeout": 300,
-}  # seconds; it would wait for ever at the end
-PROJECT = "rather"
-RESUMED = "resumed_after_step"  # marks a resumed run, where a tracker cannot take back the steps that come again
+WANDB_TIMEOUTS = {"init_timeout": 30, "finish_timeout": 300}  # seconds; its default is forever
+TRACKER_IDS = "trackers.json"  # file with the id that each tracker gave to the run
+RESUMED = "resumed_after_step"  # marks a resume for trackers that cannot remove repeated steps
 
 
 class Tracker(Protocol):
-    """Somewhere metrics go."""
+    """A destination of metrics."""
 
     def log(self, step: int, metrics: Record) -> None: ...
 
     def close(self, *, failed: bool = False) -> None: ...
 
 
-def check_installed(config: DPOConfig) -> None:
-    """A tracker that was asked for and is not there ends the run before anything costs."""
-    missing = [name for name in config.trackers if not _is_installed(name)]
-    if missing:
-        how = "is not installed; type pip install"
-        raise ConfigError(
-            [f"track_with: {name} {how} 'rather[{name}]', or take it out." for name in missing]
-        )
+def check_installed(trackers: Sequence[str]) -> None:
+    """Raise a ConfigError if a tracker is missing, before the run has cost anything."""
+    if missing := [name for name in trackers if not _is_installed(name)]:
+        raise ConfigError([
+            f"track_with: {name} is not installed; run pip install 'rather[{name}]', or remove it "
+            "from track_with."
+            for name in missing
+        ])  # fmt: skip
 
 
-def _is_installed(name: str) -> bool:
-    spec = find_spec(name)
-    return (
-        spec is not None and spec.origin is not None
-    )  # a folder `wandb` beside the run looks like a package, too
+def _is_installed(package: str) -> bool:
+    """Return whether a real package has this name; W&B leaves a folder `wandb` that looks like one."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+class TrackedRun:
+    """A run as its trackers see it: its names, its settings, and what they received before a resume.
+
+    Tracker ids are in the run folder, not in the checkpoint, because other trackers do not make it
+    another run.
+    """
+
+    def __init__(self, config: DPOConfig, start_step: int) -> None:
+        for name, value in ENVIRONMENT.items():  # before a tracker's package is imported
+            os.environ.setdefault(name, value)
+        self.options, self.start_step = config.tracker_kwargs, start_step
+        self.project = config.tracker_kwargs.project or "rather"
+        self.name = config.tracker_kwargs.name or config.exp_name
+        self.folder, self.settings = config.tracker_dir.absolute(), public_values(config)
+        self.database = Path(config.logging_dir).expanduser().absolute() / "mlflow.db"
+        self._metrics, self._file = config.run_dir / "metrics.jsonl", config.run_dir / TRACKER_IDS
+        self._ids: dict[str, str] = {}
+        if start_step == 0:
+            self._file.unlink(missing_ok=True)
+        elif self._file.exists():
+            try:
+                found = json.loads(self._file.read_text(encoding="utf-8"))
+                self._ids = {str(name): str(run_id) for name, run_id in found.items()}
+            except (OSError, ValueError, AttributeError) as error:  # damaged by a kill
+                log.warning("%s: cannot be read (%s); trackers start a new run", self._file, error)
+
+    def run_id(self, tracker: str) -> str | None:
+        """Return the id that the tracker gave to this run, or None."""
+        return self._ids.get(tracker)
+
+    def keep_run_id(self, tracker: str, run_id: str) -> None:
+        self._ids[tracker] = run_id
+        self._file.write_text(json.dumps(self._ids, indent=1) + "\n", encoding="utf-8")
+
+    def settings_for(self, tracker: str) -> dict[str, Any]:
+        """Return the settings to show, with a mark if the tracker knows the run already."""
+        return self.settings | ({RESUMED: self.start_step} if tracker in self._ids else {})
+
+    def records(self, first: int) -> Iterator[Record]:
+        """Yield the records from step `first` to the checkpoint.
+
+        A tracker that writes in the background may have lost them in a kill.
+        """
+        if self.start_step == 0:
+            return
+        for line in self._metrics.read_text(encoding="utf-8").splitlines():
+            fields = json.loads(line)
+            nonfinite = {name: float(text) for name, text in fields.pop("nonfinite", {}).items()}
+            if fields["step"] >= first:
+                yield fields | nonfinite
 
 
 class TensorBoard:
-    """Scalars by their metric names. What an earlier, killed run wrote from `purge_step` on is dropped."""
+    """Writes scalars; what an earlier, killed run wrote after the checkpoint is dropped."""
 
-    def __init__(self, log_dir: Path, purge_step: int) -> None:
-        from torch.utils.tensorboard import (
-            SummaryWriter,  # takes seconds, and is not always asked for
-        )
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # importing it takes seconds
 
-        self._writer = SummaryWriter(str(log_dir), purge_step=purge_step)
+        purge = run.start_step + 1 if run.start_step else 0
+        self._writer = SummaryWriter(str(run.folder), purge_step=purge)
 
     def log(self, step: int, metrics: Record) -> None:
         for name, value in _values(metrics).items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # else a kill takes the last two minutes along
+        self._writer.flush()  # otherwise a kill loses the last two minutes
 
     def close(self, *, failed: bool = False) -> None:
         self._writer.close()
 
 
-class Wandb:
-    """A run of Weights & Biases. Where its server refuses or does not answer, the run is kept here instead."""
+class _LoggedRun:
+    """A tracker whose package returns a run with `log` and `finish`."""
 
-    def __init__(self, config: DPOConfig, past: Past) -> None:
-        _send_nothing_else()
+    _run: Any
+
+    def log(self, step: int, metrics: Record) -> None:
+        self._run.log(_values(metrics), step=step)
+
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish()
+
+
+class Wandb(_LoggedRun):
+    """Weights & Biases. If its server does not answer, the run is kept in local files."""
+
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        given, known = config.tracker_kwargs, past.run_id("wandb")
+        run.folder.mkdir(parents=True, exist_ok=True)
         options = {
-            "id": known or secrets.token_hex(4),
+            "id": run.run_id("wandb") or secrets.token_hex(4),
             "resume": "allow",
             "reinit": "create_new",
-            "dir": str(_folder(config)),
-            "project": given.project or PROJECT,
-            "name": given.name or config.exp_name,
-            "tags": given.tags,
-            "notes": given.notes,
-            "config": public_values(config) | ({RESUMED: past.start_step} if known else {}),
+            "dir": str(run.folder),
+            "project": run.project,
+            "name": run.name,
+            "tags": run.options.tags,
+            "notes": run.options.notes,
+            "config": run.settings_for("wandb"),
             "allow_val_change": True,
             "settings": wandb.Settings(
-                console="off", silent=True, disable_git=True, disable_code=True, **WANDB_WAITS
+                console="off", silent=True, disable_git=True, disable_code=True, **WANDB_TIMEOUTS
             ),
         }
-        past.keep_run_id("wandb", options["id"])
-        self._run = self._begun(
-            wandb, given.mode or os.environ.get("WANDB_MODE", "online"), options
-        )
-        for record in past.records(
-            self._run.step
-        ):  # written behind; and offline each start has a file of its own
+        run.keep_run_id("wandb", options["id"])
+        mode = run.options.mode or os.environ.get("WANDB_MODE", "online")
+        self._run = self._start(wandb, mode, options)
+        # It writes in the background, and each offline start has a file of its own.
+        for record in run.records(self._run.step):
             self.log(int(record["step"]), record)
 
     @staticmethod
-    def _begun(wandb: Any, mode: str, options: dict[str, Any]) -> Any:
+    def _start(wandb: Any, mode: str, options: dict[str, Any]) -> Any:
         if mode != "online":
             return wandb.init(mode=mode, **options)
         try:
@@ -132,56 +190,44 @@ class Wandb:
             log.info("W&B shows the run at %s", run.url)
             return run
         except Exception as error:
-            place = f"{options['dir']}/wandb"
             log.warning(
-                "W&B takes nothing now (%s): the run is kept in %s; `wandb sync` sends it.",
-                error,
-                place,
-            )
-            wandb.teardown()  # else its service still holds the id
+                "W&B is not available (%s): the run is kept in %s/wandb; `wandb sync` sends it.",
+                error, options["dir"],
+            )  # fmt: skip
+            wandb.teardown()  # otherwise its service still holds the id
             return wandb.init(mode="offline", **options)
-
-    def log(self, step: int, metrics: Record) -> None:
-        self._run.log(_values(metrics), step=step)
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-class Trackio:
-    """A run of trackio: a local SQLite file, or the Space that TRACKIO_SPACE_ID names."""
+class Trackio(_LoggedRun):
+    """trackio: a local SQLite file, or the Space that TRACKIO_SPACE_ID names."""
 
-    def __init__(self, config: DPOConfig, past: Past) -> None:
-        _send_nothing_else()
+    def __init__(self, run: TrackedRun) -> None:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
-        given, known = config.tracker_kwargs, past.run_id("trackio")
-        name, project = given.name or config.exp_name, given.project or PROJECT
-        with redirect_stdout(StringIO()):  # its greetings would stand in the middle of ours
+        known, project, name = run.run_id("trackio"), run.project, run.name
+        with redirect_stdout(StringIO()):  # it prints a greeting
             resume = "allow" if known else "never"
             self._run = trackio.init(
-                project=project, name=name, config=public_values(config), resume=resume, embed=False
+                project=project, name=name, config=run.settings, resume=resume, embed=False
             )
-        last_of = partial(SQLiteStorage.get_max_step_for_run, project, name)
-        if (
-            known and self._run.id != known and last_of(known) is not None
-        ):  # it finds runs by their names
+        last_step = partial(SQLiteStorage.get_max_step_for_run, project, name)
+        # It looks runs up by name, so it may have found another one.
+        if known and self._run.id != known and last_step(known) is not None:
             raise RuntimeError(
                 f"project {project} has a newer run {name}; set tracker_kwargs.name to tell them apart"
             )
-        past.keep_run_id("trackio", self._run.id)
-        if known and not (
-            os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
-        ):
-            last = last_of(self._run.id)
-            for record in past.records(0 if last is None else last + 1):  # it writes twice a second
+        run.keep_run_id("trackio", self._run.id)
+        if not known:
+            return
+        if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
+            last = last_step(self._run.id)
+            for record in run.records(0 if last is None else last + 1):  # it writes twice a second
                 self.log(int(record["step"]), record)
-        if known:
-            self._run.log({RESUMED: past.start_step}, step=past.start_step)
-
-    def log(self, step: int, metrics: Record) -> None:
-        self._run.log(_values(metrics), step=step)
+        self._run.log({RESUMED: run.start_step}, step=run.start_step)
 
     def close(self, *, failed: bool = False) -> None:
         with redirect_stdout(StringIO()):
@@ -189,92 +235,66 @@ class Trackio:
 
 
 class MLflow:
-    """A run of MLflow: an SQLite file beside the logs, or the server that tracker_kwargs.uri names."""
+    """MLflow: an SQLite file next to the logs, or the server that tracker_kwargs.uri names."""
 
-    def __init__(self, config: DPOConfig, past: Past) -> None:
-        _send_nothing_else()
+    def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
-
-        given, known = config.tracker_kwargs, past.run_id("mlflow")
-        self._client = MlflowClient(
-            given.uri or os.environ.get("MLFLOW_TRACKING_URI") or _own_database(config)
-        )
-        if known:
-            self._client.update_run(known, "RUNNING")
-            self._client.set_tag(known, RESUMED, str(past.start_step))
-            self._id = known
-            return
-        tags = dict.fromkeys(given.tags, "") | (
-            {"mlflow.note.content": given.notes} if given.notes else {}
-        )
-        experiment = self._experiment(given.project or PROJECT)
-        self._id = self._client.create_run(
-            experiment, run_name=given.name or config.exp_name, tags=tags
-        ).info.run_id
-        past.keep_run_id("mlflow", self._id)
-        self._send_settings(dict(_flat(public_values(config))))
-
-    def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self._client.create_experiment(name))
-
-    def _send_settings(self, settings: dict[str, str]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(_plain(name), value) for name, value in settings.items()]
-        for start in range(0, len(params), 100):  # a batch takes no more
-            self._client.log_batch(self._id, params=params[start : start + 100])
+        uri = run.options.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            run.database.parent.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{run.database}"
+        self._client = client = MlflowClient(uri)
+        if known := run.run_id("mlflow"):
+            client.update_run(known, "RUNNING")
+            client.set_tag(known, RESUMED, str(run.start_step))
+            self._id = known
+            return
+        found = client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else client.create_experiment(run.project)
+        notes = {"mlflow.note.content": run.options.notes} if run.options.notes else {}
+        tags = dict.fromkeys(run.options.tags, "") | notes
+        self._id = client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
+        run.keep_run_id("mlflow", self._id)
+        params = [Param(_mlflow_name(name), value) for name, value in _flatten(run.settings)]
+        for start in range(0, len(params), 100):  # the most that a batch takes
+            client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, step: int, metrics: Record) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        values = [
-            Metric(_plain(name), float(value), now, step)
-            for name, value in _values(metrics).items()
-        ]
-        self._client.log_batch(self._id, metrics=values)
+        now, values = int(time.time() * 1000), _values(metrics).items()
+        self._client.log_batch(
+            self._id,
+            metrics=[Metric(_mlflow_name(name), float(value), now, step) for name, value in values],
+        )
 
     def close(self, *, failed: bool = False) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-class SwanLab:
-    """A run of SwanLab."""
+class SwanLab(_LoggedRun):
+    """SwanLab."""
 
-    def __init__(self, config: DPOConfig, past: Past) -> None:
-        _send_nothing_else()
+    def __init__(self, run: TrackedRun) -> None:
         import swanlab
 
-        given, known = config.tracker_kwargs, past.run_id("swanlab")
-        run_id = known or secrets.token_hex(8)
-        past.keep_run_id("swanlab", run_id)
+        run_id, settings = run.run_id("swanlab"), run.settings_for("swanlab")
+        run.keep_run_id("swanlab", run_id := run_id or secrets.token_hex(8))
+        run.folder.mkdir(parents=True, exist_ok=True)
         self._run = swanlab.init(
-            project=given.project or PROJECT,
-            name=given.name or config.exp_name,
-            description=given.notes,
-            tags=given.tags,
-            config=public_values(config) | ({RESUMED: past.start_step} if known else {}),
-            mode=given.mode,
-            log_dir=str(_folder(config) / "swanlog"),
-            id=run_id,
-            resume="allow",
-        )
-
-    def log(self, step: int, metrics: Record) -> None:
-        self._run.log(_values(metrics), step=step)
+            project=run.project, name=run.name, description=run.options.notes,
+            tags=run.options.tags, config=settings, mode=run.options.mode,
+            log_dir=str(run.folder / "swanlog"), id=run_id, resume="allow",
+        )  # fmt: skip
 
     def close(self, *, failed: bool = False) -> None:
-        if failed:
-            self._run.finish("crashed", "the run ended with an error")
-        else:
-            self._run.finish()
+        self._run.finish(*(("crashed", "the run ended with an error") if failed else ()))
 
 
-TRACKERS: Mapping[str, Callable[[DPOConfig, Past], Tracker]] = {
-    "tensorboard": lambda config, past: TensorBoard(
-        config.tracker_dir, past.start_step + 1 if past.start_step else 0
-    ),
+TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
     "wandb": Wandb,
     "trackio": Trackio,
     "mlflow": MLflow,
@@ -282,35 +302,18 @@ TRACKERS: Mapping[str, Callable[[DPOConfig, Past], Tracker]] = {
 }
 
 
-def _send_nothing_else() -> None:
-    """Before a package is imported; what the user has set stays."""
-    for name, value in NOTHING_ELSE.items():
-        os.environ.setdefault(name, value)
-
-
 def _values(metrics: Record) -> dict[str, float | int]:
     return {name: value for name, value in metrics.items() if name != "step"}
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", str(value)
+            yield f"{prefix}{name}", str(value)
 
 
-def _plain(name: str) -> str:
-    """With the characters that MLflow takes."""
+def _mlflow_name(name: str) -> str:
+    """Replace the characters that MLflow does not accept."""
     return re.sub(r"[^\w\-. /:]", "_", name)
-
-
-def _folder(config: DPOConfig) -> Path:
-    config.tracker_dir.mkdir(parents=True, exist_ok=True)
-    return config.tracker_dir.absolute()
-
-
-def _own_database(config: DPOConfig) -> str:
-    folder = Path(config.logging_dir).expanduser().absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    return f"sqlite:///{folder / 'mlflow.db'}"

@@ -1,4 +1,4 @@
-"""Every finding appears on the run that was made for it, and none on ten healthy runs; each is told once."""
+"""Every finding appears on the run made for it, and none on ten healthy runs; each is logged once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from typer.testing import CliRunner
 from rather.cli import app
 from rather.config.schema import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
-from rather.tracking.health import HEALTH, SEVERITIES, Finding, Health, Watch, counts, read_findings
-from rather.tracking.health_history import LINES, PAIRS, History, Recent
-from rather.tracking.health_rules import RULES
+from rather.tracking.health import (
+    HEALTH,
+    SEVERITIES,
+    Health,
+    HealthFinding,
+    HealthWatch,
+    counts,
+    read_findings,
+)
+from rather.tracking.health_rules import LINES, PAIRS, RULES, MetricsHistory, RecentLines
 from tests.health.cases import FOUND_IN, HEALTHY, ILL
 from tests.health.village import Village
 from tests.tiny import metrics
@@ -71,7 +78,7 @@ def test_a_healthy_run_has_no_finding(village: Village, name: str) -> None:
 
 @pytest.mark.parametrize("name", ILL)
 def test_findings_follow_from_the_metrics_alone(village: Village, name: str) -> None:
-    """So that a run which goes on finds again what was found, and nothing else."""
+    """A resumed run finds what was found before, and nothing else."""
     config = ill(village, name)
     health = Health(ILL[name].steps)
     again = [one for record in metrics(config) for one in health.look(record)]
@@ -87,7 +94,7 @@ def test_findings_are_counted_in_the_report(village: Village) -> None:
     assert report["health"]["serious"] >= 2
 
 
-def test_a_run_that_goes_on_tells_nothing_twice(
+def test_a_resumed_run_logs_no_finding_twice(
     village: Village, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = ill(village, WILD)
@@ -101,7 +108,7 @@ def test_a_run_that_goes_on_tells_nothing_twice(
     assert not [record for record in caplog.records if record.name == "rather.tracking.health"]
 
 
-# --- the watch over a file ---
+# --- the watch ---
 
 
 def line(step: int, **values: Any) -> dict[str, Any]:
@@ -113,11 +120,11 @@ def write_metrics(folder: Path, records: list[dict[str, Any]]) -> None:
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
 
 
-def test_a_finding_is_written_when_it_appears_and_said_once(
+def test_a_finding_is_written_when_it_appears_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_metrics(tmp_path, [])
-    watch = Watch(tmp_path, total_steps=100, start_step=0)
+    watch = HealthWatch(tmp_path, total_steps=100, start_step=0)
     with caplog.at_level(logging.INFO, "rather.tracking"):
         for step in range(1, 20):
             watch.log(step, line(step, loss=0.69 if step < 5 else 3.0))
@@ -128,18 +135,18 @@ def test_a_finding_is_written_when_it_appears_and_said_once(
     assert found.advice in said
 
 
-def test_after_a_cut_only_what_was_found_before_stays(
+def test_a_resume_keeps_only_findings_before_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = [line(step, loss=0.69 if step < 5 else 3.0) for step in range(1, 20)]
     write_metrics(tmp_path, [])
-    watch = Watch(tmp_path, total_steps=100, start_step=0)
+    watch = HealthWatch(tmp_path, total_steps=100, start_step=0)
     for record in records:
         watch.log(record["step"], record)
     whole = (tmp_path / HEALTH).read_text()
     write_metrics(tmp_path, records[:4])
     caplog.clear()
-    watch = Watch(tmp_path, total_steps=100, start_step=4)
+    watch = HealthWatch(tmp_path, total_steps=100, start_step=4)
     assert not (tmp_path / HEALTH).exists()
     for record in records[4:]:
         watch.log(record["step"], record)
@@ -147,16 +154,16 @@ def test_after_a_cut_only_what_was_found_before_stays(
     assert not caplog.records
 
 
-def test_a_finding_whose_line_was_lost_is_told_after_all(tmp_path: Path) -> None:
+def test_a_finding_whose_line_was_lost_is_written_again(tmp_path: Path) -> None:
     """Killed between metrics.jsonl and health.jsonl, or within a line."""
     write_metrics(tmp_path, [line(step, loss=0.69 if step < 5 else 3.0) for step in range(1, 20)])
     (tmp_path / HEALTH).write_text('{"step": 6, "name": "learn')
-    Watch(tmp_path, total_steps=100, start_step=19)
+    HealthWatch(tmp_path, total_steps=100, start_step=19)
     assert [one.name for one in read_findings(tmp_path)] == ["learning_rate_too_high"]
 
 
-def test_a_damaged_file_of_findings_stops_no_run(tmp_path: Path) -> None:
-    """A letter that a kill has torn, a line of another version, one that is no finding at all."""
+def test_a_damaged_findings_file_does_not_stop_a_run(tmp_path: Path) -> None:
+    """A cut character, a line of another version, and a line that is not a finding."""
     good = {
         "step": 1,
         "name": "a",
@@ -173,7 +180,7 @@ def test_a_damaged_file_of_findings_stops_no_run(tmp_path: Path) -> None:
     assert counts(tmp_path) == {"serious": 0, "warning": 2, "info": 0}
 
 
-def test_numbers_that_are_none_are_passed_over() -> None:
+def test_nonfinite_numbers_are_ignored() -> None:
     health = Health(100)
     for step in range(1, 30):
         nothing = {
@@ -188,18 +195,18 @@ def test_numbers_that_are_none_are_passed_over() -> None:
 def test_a_window_holds_enough_lines_and_enough_pairs_and_no_more() -> None:
     draw = random.Random(0)
     for pairs in (1, 10, 100, 1000):
-        recent, values = Recent(), [draw.random() for _ in range(600)]
+        recent, values = RecentLines(), [draw.random() for _ in range(600)]
         for value in values:
             recent.add({"pairs": pairs, "loss": value})
         size = max(LINES, math.ceil(PAIRS / pairs))
         assert len(recent.lines) == size
         assert recent.pairs == size * pairs
-        assert recent.mean("loss") == pytest.approx(sum(values[-size:]) / size)
-        assert recent.mean("grad_norm") is None
+        assert recent.get("loss") == pytest.approx(sum(values[-size:]) / size)
+        assert recent.get("grad_norm") is None
 
 
-def test_several_held_out_sets_are_judged_each_by_itself() -> None:
-    history, found = History(100), []
+def test_each_held_out_set_is_judged_separately() -> None:
+    history, found = MetricsHistory(100), []
     for step in range(1, 13):
         history.add(line(step, loss=0.69 - 0.05 * step))
         if step % 2 == 0:
@@ -213,11 +220,22 @@ def test_several_held_out_sets_are_judged_each_by_itself() -> None:
                 }
             )
             found.append(RULES["overfitting"].find(history))
-    assert set(history.held) == {"good", "bad"}
+    assert set(history.evaluations) == {"good", "bad"}
     assert found[1] is None, "one evaluation is not believed"
-    told = next(one for one in found if one)
-    assert "of bad" in told.text
-    assert told.number == pytest.approx(0.2)
+    number, text, _ = next(one for one in found if one)
+    assert "of bad" in text
+    assert number == pytest.approx(0.2)
+
+
+def test_files_with_the_old_name_of_a_metric_are_read() -> None:
+    def find(name: str, share: float) -> list[HealthFinding]:
+        health, last = Health(100), {"sft_loss": 2.0, name: share}
+        records = [line(1, sft_loss=1.0), *(line(step, **last) for step in range(2, 40))]
+        return [one for record in records for one in health.look(record)]
+
+    for name in ("logps/falling", "logps/chosen_below_reference"):
+        assert [one.name for one in find(name, 0.9)] == ["chosen_falling"]
+        assert find(name, 0.1) == []
 
 
 def test_data_findings_come_from_the_report_of_the_data(tmp_path: Path) -> None:
@@ -234,10 +252,14 @@ def test_data_findings_come_from_the_report_of_the_data(tmp_path: Path) -> None:
     ]
     (tmp_path / "data_report.json").write_text(json.dumps({"look": {"findings": found}}))
     write_metrics(tmp_path, [])
-    Watch(tmp_path, total_steps=9, start_step=0)
+    HealthWatch(tmp_path, total_steps=9, start_step=0)
     assert read_findings(tmp_path) == [
-        Finding(0, "data/truncation", "warning", "20 % are cut.", 0.2, "Raise sequence_length."),
-        Finding(0, "data/eval/leakage", "serious", "20 % are cut.", 0.2, "Raise sequence_length."),
+        HealthFinding(
+            0, "data/truncation", "warning", "20 % are cut.", 0.2, "Raise sequence_length."
+        ),
+        HealthFinding(
+            0, "data/eval/leakage", "serious", "20 % are cut.", 0.2, "Raise sequence_length."
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""One record reaches metrics.jsonl, TensorBoard and the console; a part that fails never stops the run."""
+"""One record reaches metrics.jsonl, TensorBoard and the console; a failing part never stops a run."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def config_in(folder: Path, **more: Any) -> DPOConfig:
         "exp_name": "tiny",
     }
     data = {"data_args": {"file_name": "pairs.jsonl"}}
+    more = {"track_with": "tensorboard", **more}
     return config_from_dict({**places, "pretrain": "model", "actor_train": data, **more})
 
 
@@ -52,13 +53,13 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
 
 
-def test_the_registry_has_what_the_config_takes() -> None:
+def test_the_registry_matches_the_config() -> None:
     accepted = get_args(DPOConfig.model_fields["track_with"].annotation)
     names = {name for kind in accepted for name in get_args(kind) if isinstance(name, str)}
     assert names == TRACKERS.keys()
 
 
-def test_a_record_goes_everywhere(tmp_path: Path) -> None:
+def test_a_record_reaches_every_destination(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     with run(config) as tracker:
         tracker.log(TRAIN)
@@ -69,7 +70,7 @@ def test_a_record_goes_everywhere(tmp_path: Path) -> None:
     assert scalars(config.log_dir, "eval/loss") == [(10, 0.65)]
 
 
-def test_tensorboard_moves_and_can_be_left_out(tmp_path: Path) -> None:
+def test_tensorboard_can_write_elsewhere_or_be_switched_off(tmp_path: Path) -> None:
     elsewhere = tmp_path / "board"
     with run(config_in(tmp_path, tracker_kwargs={"log_dir": str(elsewhere)})) as tracker:
         tracker.log(TRAIN)
@@ -97,7 +98,7 @@ def test_a_resume_replaces_the_steps_after_the_checkpoint(tmp_path: Path) -> Non
     assert [(line["step"], line["loss"]) for line in kept] == expected
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(
+def test_a_run_killed_before_its_first_checkpoint_starts_from_scratch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorboard.summary.writer import event_file_writer
@@ -127,7 +128,7 @@ def break_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_the_writer_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a full disk does it: inside TensorBoard's own thread, which dies of it."""
+    """Fail as a full disk does: in TensorBoard's own thread, which ends with the error."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     monkeypatch.setattr(RecordWriter, "write", broken)
@@ -141,7 +142,7 @@ def break_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "damage", [break_the_start, break_the_log, break_the_writer_thread, break_the_close]
 )
-def test_a_failing_tracker_is_told_once_and_stops_nothing(
+def test_a_failing_tracker_is_logged_once_and_does_not_stop_the_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -153,9 +154,11 @@ def test_a_failing_tracker_is_told_once_and_stops_nothing(
         for step in range(30):  # more than the queue of TensorBoard's thread holds
             tracker.log({"step": step, "loss": 0.5})
     assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 30
-    told = [record.message for record in caplog.records if "tensorboard failed" in record.message]
-    assert len(told) == 1
-    assert "No space left on device" in told[0]
+    warnings = [
+        record.message for record in caplog.records if "tensorboard failed" in record.message
+    ]
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0]
 
 
 # --- console ---
@@ -199,7 +202,7 @@ def test_the_time_left_counts_only_steps_of_this_process(
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> str:
-    """What a view writes to a real (pseudo) terminal."""
+    """Return what a view writes to a pseudo-terminal."""
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     master, slave = pty.openpty()

@@ -1,4 +1,4 @@
-"""Each tracker, with its real package, receives a killed and resumed run as one; nothing is sent anywhere."""
+"""Each tracker, with its real package, shows a killed and resumed run as one run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from rather.errors import ConfigError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking import TRACKERS, RunTracker, check_installed, json_line, trackers
-from rather.tracking.past import IDS, Past
+from rather.tracking.trackers import TRACKER_IDS, TrackedRun
 from tests.house.source import ROOT
 from tests.tiny import in_child, make_config, metrics
 from tests.train.test_resume import train
@@ -55,12 +55,12 @@ def tracked(folder: Path, kill_after: str) -> int:
     }
     os.environ.update({name: str(folder / place) for name, place in places.items()})
     code = train(folder, settings(folder), kill_after)
-    written_out()
+    finish_writing()
     return code
 
 
-def written_out() -> None:
-    """W&B writes in a process of its own, which ends with ours; a child of multiprocessing must ask for that."""
+def finish_writing() -> None:
+    """Wait for the process in which W&B writes; a multiprocessing child must ask for that."""
     if "wandb" in REAL:
         import wandb
 
@@ -69,7 +69,7 @@ def written_out() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that is killed in step 5, with steps 1 to 4 told and 3 in a checkpoint, and resumed to its end at 5."""
+    """A run killed in step 5, after a checkpoint at step 3, and resumed to its end."""
     folder = tmp_path_factory.mktemp("tracked")
     make_config(folder)
     assert in_child(tracked, folder, "5") == -9
@@ -185,8 +185,8 @@ def test_no_secret_reaches_a_tracker(folder: Path) -> None:
     assert [file for file in files if CANARY.encode() in file.read_bytes()] == []
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "swanlab"])
-def test_a_tracker_that_is_not_installed_is_told_before_anything_costs(
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow", "swanlab"])
+def test_a_missing_tracker_names_the_extra_before_anything_is_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda _: None)
@@ -196,7 +196,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_costs(
         DPOPipeline(config)
 
 
-def test_a_folder_of_that_name_is_no_package(
+def test_a_folder_is_not_an_installed_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W&B leaves a folder `wandb` where it was started."""
@@ -204,12 +204,12 @@ def test_a_folder_of_that_name_is_no_package(
     (tmp_path / "only_a_folder").mkdir()
     assert find_spec("only_a_folder") is not None
     assert not trackers._is_installed("only_a_folder")
-    check_installed(make_config(tmp_path / "run", track_with="tensorboard"))
+    check_installed(["tensorboard"])
 
 
 @needs("wandb")
 @pytest.mark.parametrize(("key", "told"), [("", "wandb login"), ("a" * 40, "connection refused")])
-def test_wandb_that_takes_nothing_is_kept_here(
+def test_wandb_without_a_server_is_kept_in_local_files(
     key: str,
     told: str,
     tmp_path: Path,
@@ -224,15 +224,15 @@ def test_wandb_that_takes_nothing_is_kept_here(
     }.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setitem(trackers.WANDB_WAITS, "init_timeout", 2)
+    monkeypatch.setitem(trackers.WANDB_TIMEOUTS, "init_timeout", 2)
     config = make_config(tmp_path, track_with="wandb")
     with RunTracker(
         config, total_steps=2, start_step=0, metrics_position=None, quiet=True
     ) as tracker:
         tracker.log({"step": 1, "loss": 0.5})
-    written_out()
+    finish_writing()
     assert told in caplog.text
-    assert "off from here" not in caplog.text
+    assert "switched off" not in caplog.text
     [file] = tmp_path.glob("logs/run/wandb/offline-run-*/*.wandb")
     rows = [
         record.history
@@ -263,7 +263,7 @@ def with_a_newer_run_of_the_name(folder: Path) -> int:
 
 
 @needs("trackio")
-def test_trackio_never_goes_on_with_another_run_of_the_name(folder: Path) -> None:
+def test_trackio_never_continues_another_run_of_the_same_name(folder: Path) -> None:
     assert in_child(with_a_newer_run_of_the_name, folder) == 0
     with sqlite3.connect(folder / "trackio-names" / "rather.db") as database:
         rows = list(database.execute("select run_id, step from metrics order by id"))
@@ -271,24 +271,28 @@ def test_trackio_never_goes_on_with_another_run_of_the_name(folder: Path) -> Non
     assert len({identity for identity, _ in rows}) == 2
 
 
-def test_lost_records_come_back_as_they_were(tmp_path: Path) -> None:
+def test_records_that_a_tracker_lost_are_read_back_exactly(tmp_path: Path) -> None:
     records = [
         {"step": 0, "eval/loss": 0.7},
         {"step": 1, "loss": float("inf")},
         {"step": 2, "loss": 0.5},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(map(json_line, records)))
-    assert list(Past(tmp_path, 2).records(1)) == records[1:]
-    assert list(Past(tmp_path, 0).records(0)) == []
+    config = make_config(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "metrics.jsonl").write_text("".join(map(json_line, records)))
+    assert list(TrackedRun(config, 2).records(1)) == records[1:]
+    assert list(TrackedRun(config, 0).records(0)) == []
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"wandb": "a', b"[]", b"\xff"])
-def test_ids_that_a_kill_has_torn_begin_a_new_run(tmp_path: Path, torn: bytes) -> None:
-    (tmp_path / IDS).write_bytes(torn)
-    past = Past(tmp_path, 2)
-    assert past.run_id("wandb") is None
-    past.keep_run_id("wandb", "b")
-    assert Past(tmp_path, 2).run_id("wandb") == "b"
+def test_a_damaged_file_of_tracker_ids_starts_a_new_run(tmp_path: Path, torn: bytes) -> None:
+    config = make_config(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / TRACKER_IDS).write_bytes(torn)
+    run = TrackedRun(config, 2)
+    assert run.run_id("wandb") is None
+    run.keep_run_id("wandb", "b")
+    assert TrackedRun(config, 2).run_id("wandb") == "b"
 
 
 def test_each_tracker_is_an_extra() -> None:
@@ -297,7 +301,7 @@ def test_each_tracker_is_an_extra() -> None:
 
 
 @needs("mlflow")
-def test_a_server_out_of_reach_stops_nothing(
+def test_an_unreachable_server_does_not_stop_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -305,7 +309,7 @@ def test_a_server_out_of_reach_stops_nothing(
         tmp_path, max_steps=2, track_with="mlflow", tracker_kwargs={"uri": "http://127.0.0.1:9"}
     )
     assert DPOPipeline(config).run() == 0
-    assert caplog.text.count("mlflow failed and is off from here") == 1
+    assert caplog.text.count("mlflow failed and is switched off") == 1
     assert [line["step"] for line in metrics(config) if "loss" in line] == [1, 2]
 
 

@@ -32,7 +32,7 @@ WANTED: dict[str, list[float]] = {  # of each pair, by hand
     "sft_loss": [2.0, 2.0, 2.0, 2.5],
     "lengths/chosen": [5, 4, 3, 8],
     "lengths/rejected": [4, 7, 2, 1],
-    "logps/falling": [0, 0, 1, 0],
+    "logps/chosen_below_reference": [0, 0, 1, 0],
     "kl": [0.0, 1.0, -1.0, 0.5],
 }
 

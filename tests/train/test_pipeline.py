@@ -60,7 +60,7 @@ def checkpoints(folder: Path) -> list[str]:
 TRAIN_KEYS = [
     "step", "epoch", "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/ties",
     "rewards/margins", "logps/chosen", "logps/rejected", "sft_loss", "lengths/chosen", "lengths/rejected",
-    "logps/falling", "kl", "rewards/length_correlation", "grad_norm", "lr", "pairs", "tokens", "skipped_iter",
+    "logps/chosen_below_reference", "kl", "rewards/length_correlation", "grad_norm", "lr", "pairs", "tokens", "skipped_iter",
     "pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait",
 ]  # fmt: skip
 
