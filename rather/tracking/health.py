@@ -53,7 +53,7 @@ class Health:
 
 
 class HealthWatch:
-    """A tracker that writes health.jsonl into the folder of a run that has done `start_step` steps."""
+    """A tracker that writes health.jsonl, from a run that has done `start_step` steps on."""
 
     def __init__(self, run_dir: Path, total_steps: int, start_step: int) -> None:
         self.file = run_dir / HEALTH

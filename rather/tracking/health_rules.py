@@ -1,4 +1,4 @@
-"""The health rules: each looks at the metrics so far and returns (number, what it means, advice) or None."""
+"""The health rules: each looks at the metrics so far and returns (number, text, advice) or None."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHORTER = (
 class RecentLines:
     """The last training lines, as many as hold enough pairs; `get` returns means over pairs.
 
-    Means are computed when a rule asks for them: with one pair per line there are hundreds of lines.
+    Means are computed when a rule asks: with one pair per line there are hundreds of lines.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class MetricsHistory:
             known.best = min(known.best, best, key=lambda each: each[0])
 
     def changes(self, name: str) -> Iterator[tuple[Line, Line | RecentLines]]:
-        """Yield (then, now) of each held-out set, with the milder of its last two, and of training."""
+        """Yield (then, now) of each held-out set (the milder of its last two) and of training."""
         for held_out in self.evaluations.values():
             if held_out.is_believed and all(name in x for x in (held_out.first, *held_out.last)):
                 yield held_out.first, min(held_out.last, key=lambda line: line[name])

@@ -1,4 +1,4 @@
-"""Strict JSON for files that other programs read, and JSONL files that several starts of a run append to."""
+"""Strict JSON for files that other programs read, and JSONL files to append to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log files that are complete however the process ends, and hold no secret."""
+"""Log files that are complete however the process ends, and contain no secrets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rather.errors import ConfigError, RatherError
 
 _ROOT = logging.getLogger("rather")
 _files: dict[Path, _LogFile] = {}
-_undo = ExitStack()  # gives back what was changed in this process
+_undo = ExitStack()  # restores what was changed in this process
 
 
 def setup_logging(log_dir: Path) -> None:
-    """From now on `rather.*` logs to <log_dir>/driver.log and, shorter, to stderr. Until `close_logging`."""
+    """Log `rather.*` to <log_dir>/driver.log and, shorter, to stderr until `close_logging`."""
     path = Path(log_dir).absolute() / "driver.log"
     if path not in _files:
         close_logging()
@@ -29,10 +29,10 @@ def setup_logging(log_dir: Path) -> None:
 
 
 def worker_log(log_dir: Path, role: str, rank: int) -> logging.Logger:
-    """The logger of one worker, with its own <role>-<rank>.log.
+    """Return the logger of one worker, which writes to <role>-<rank>.log.
 
-    In a process of its own the worker's file takes everything that `rather.*` logs there. In the driver's
-    process it takes what is said through this logger, and driver.log has that too.
+    In a process of its own the worker's file takes everything that `rather.*` logs there. In the
+    driver's process it takes what is logged through this logger, and driver.log has that too.
     """
     name = f"{role}-{rank}"
     logger = logging.getLogger(f"rather.worker.{name}")
@@ -43,11 +43,11 @@ def worker_log(log_dir: Path, role: str, rank: int) -> logging.Logger:
 
 
 def close_logging() -> None:
-    """Closes the log files and undoes the rest. An exception that is just passing is written down first."""
-    passing = sys.exception()
-    if passing is not None and not isinstance(passing, SystemExit):
+    """Write the exception that is being handled, if any, close the log files and undo the rest."""
+    error = sys.exception()
+    if error is not None and not isinstance(error, SystemExit):
         for file in _files.values():
-            file.write_crash(passing)
+            file.write_crash(error)
     _files.clear()
     _undo.close()
 
@@ -57,7 +57,7 @@ def _add_file(logger: logging.Logger, path: Path, origin: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _LogFile(path, origin)
     except OSError as error:
-        problem = f"logging_dir: {path} cannot be written ({error.strerror}); name another folder."
+        problem = f"logging_dir: {path} cannot be written ({error.strerror}); set another folder."
         raise ConfigError(problem) from error
     _attach(logger, file)
     if not _files:
@@ -74,30 +74,30 @@ def _attach(logger: logging.Logger, handler: logging.Handler) -> None:
 
 
 def _catch_crashes(file: _LogFile) -> None:
-    """Uncaught exceptions of any thread, and the stacks of a crash below Python, go into the file too."""
-    hook, thread_hook, dumping = sys.excepthook, threading.excepthook, faulthandler.is_enabled()
+    """Also write uncaught exceptions of any thread, and stacks of crashes below Python."""
 
-    def tell(error: BaseException | None) -> None:
+    def write(error: BaseException | None) -> None:
         if error is not None and not isinstance(error, SystemExit):
             file.write_crash(error)
             print(redact("".join(traceback.format_exception(error))), file=sys.stderr)
 
-    sys.excepthook = lambda _, error, __: tell(error)
-    threading.excepthook = lambda args: tell(args.exc_value)
-    assert file.stream is not None, "opened when made"
+    was_enabled = faulthandler.is_enabled()
+    assert file.stream is not None, "opened by the constructor"
     faulthandler.enable(file.stream.fileno())
-    _undo.callback(partial(faulthandler.enable, 2) if dumping else faulthandler.disable)
-    _undo.callback(setattr, threading, "excepthook", thread_hook)
-    _undo.callback(setattr, sys, "excepthook", hook)
+    _undo.callback(partial(faulthandler.enable, 2) if was_enabled else faulthandler.disable)
+    _undo.callback(setattr, threading, "excepthook", threading.excepthook)
+    _undo.callback(setattr, sys, "excepthook", sys.excepthook)
+    sys.excepthook = lambda _, error, __: write(error)
+    threading.excepthook = lambda args: write(args.exc_value)
 
 
 class _Redacting(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))  # after formatting: a traceback may hold a secret too
+        return redact(super().format(record))  # after formatting: a traceback may hold a secret
 
 
 class _LogFile(logging.FileHandler):
-    """Each record is in the file when the call returns, so the file is complete however the process ends."""
+    """Flushes each record before the call returns, so a kill loses nothing."""
 
     def __init__(self, path: Path, origin: str) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
@@ -105,28 +105,25 @@ class _LogFile(logging.FileHandler):
         self._failing = False
 
     def write_crash(self, error: BaseException) -> None:
-        """An error of ours is a sentence; any other needs its traceback."""
-        trace = (
-            None if isinstance(error, RatherError) else (type(error), error, error.__traceback__)
-        )
+        """Write one line for an error of Rather, and a traceback for any other."""
+        ours = isinstance(error, RatherError)
+        trace = None if ours else (type(error), error, error.__traceback__)
         text = f"the run ends: {type(error).__name__}: {error}"
         self.handle(logging.LogRecord("rather", logging.CRITICAL, __file__, 0, text, None, trace))
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failing:
-            print(
-                f"warning: {self.baseFilename}: lines are being lost ({sys.exception()})",
-                file=sys.stderr,
-            )
+            lost = f"warning: {self.baseFilename}: lines are being lost ({sys.exception()})"
+            print(lost, file=sys.stderr)
         self._failing = True
 
     def close(self) -> None:
-        with suppress(OSError):  # what a full disk did not take cannot be written at the end either
+        with suppress(OSError):  # a full disk does not take the rest at the end either
             super().close()
 
 
 class _Stderr(logging.Handler):
-    """Looks up sys.stderr for each line: a live progress bar takes its place, to print above itself."""
+    """Looks up sys.stderr for each line: a progress bar replaces it, to print above itself."""
 
     def __init__(self) -> None:
         super().__init__()

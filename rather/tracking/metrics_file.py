@@ -1,4 +1,4 @@
-"""metrics.jsonl: the record of a run. A checkpoint stores its length, so no line is lost or doubled."""
+"""metrics.jsonl, the record of a run. Checkpoints store its length: no line is lost or doubled."""
 
 from __future__ import annotations
 

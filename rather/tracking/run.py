@@ -1,4 +1,4 @@
-"""RunTracker: sends each record of a run to metrics.jsonl, the trackers, the console and the health checks."""
+"""RunTracker: sends each record to metrics.jsonl, the trackers, the console and the health watch."""
 
 from __future__ import annotations
 

@@ -63,13 +63,13 @@ def check_installed(trackers: Sequence[str]) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a real package has this name; W&B leaves a folder `wandb` that looks like one."""
+    """Return whether it is a real package; W&B leaves a folder `wandb` that looks like one."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 class TrackedRun:
-    """A run as its trackers see it: its names, its settings, and what they received before a resume.
+    """A run as its trackers see it: names, settings, and what they received before a resume.
 
     Tracker ids are in the run folder, not in the checkpoint, because other trackers do not make it
     another run.
@@ -218,7 +218,7 @@ class Trackio(_LoggedRun):
         # It looks runs up by name, so it may have found another one.
         if known and self._run.id != known and last_step(known) is not None:
             raise RuntimeError(
-                f"project {project} has a newer run {name}; set tracker_kwargs.name to tell them apart"
+                f"project {project} has a newer run {name}; set tracker_kwargs.name to another name"
             )
         run.keep_run_id("trackio", self._run.id)
         if not known:

@@ -1,4 +1,4 @@
-"""Every finding appears on the run made for it, and none on ten healthy runs; each is logged once."""
+"""Every finding appears on the run made for it, none on ten healthy runs; each is logged once."""
 
 from __future__ import annotations
 
