@@ -1,0 +1,370 @@
+"""The refactored engine computes the bits of commit 65f1673, and resumes that commit's checkpoints.
+
+    python -m tests.same.before_after [cells ...] [--keep FOLDER]
+
+For each cell, `rather train` runs a tiny model from a git worktree of 65f1673 and from this working tree. Metrics,
+every file of tensors in the last checkpoint, its state and the exported model must be equal to the bit. Cells marked
+with `resume` also let this tree resume the old commit's checkpoint of step 2, with the caches that the old commit
+wrote, and refuse to do so when the template, the loss or the batch has changed. A difference exits with status 1.
+
+`--keep` stores the old commit's runs in a folder and reuses them the next time, which halves the time.
+Seconds per cell on two idle cores, both trees together (plus 2 x 8 for the imports): SECONDS_PER_CELL.
+
+Two differences are intended: the metric `logps/falling` is now `logps/chosen_below_reference`, and the defaults of
+`track_with` and `report_html` changed (the cells set both keys).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import make_model, make_pairs
+
+BASE = "65f1673"
+ROOT = Path(__file__).parents[2]
+DRIVER = Path(__file__).with_name("run_jobs.py")
+SAVED_AT = 2  # the step whose checkpoint is resumed
+RENAMED = {"logps/falling": "logps/chosen_below_reference"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: what differs from COMMON (dotted keys), on how many ranks, and whether it is also resumed."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    resume: bool = False
+    refuses: dict[str, str] = field(default_factory=dict)  # override -> the field that is refused
+
+
+COMMON: dict[str, Any] = {
+    "sequence_length": 64,
+    "max_steps": 5,
+    "save_steps": SAVED_AT,
+    "eval_steps": 3,
+    "max_ckpt_to_keep": 0,
+    "track_with": None,
+    "report_html": False,
+    "actor_train.training_args.learning_rate": 1e-3,
+    "train_batch_size": 8,
+    "actor_train.max_tokens_per_microbatch_in_train": 128,
+}
+LORA = {"actor_train.model_args.lora_rank": 4}
+TR_DPO = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+REFUSALS = {
+    "global_template=chatml": "chat template",
+    "pref_loss=ipo": "loss",
+    "train_batch_size=4": "global batch",
+}
+
+
+def on_two(**strategy: Any) -> dict[str, Any]:
+    """Return the keys of a run on two devices."""
+    keys = {f"actor_train.strategy_args.{key}": value for key, value in strategy.items()}
+    return {**keys, "actor_train.device_mapping": [0, 1]}
+
+
+CELLS = {
+    "float32": Cell({"actor_train.model_args.dtype": "fp32"}, resume=True, refuses=REFUSALS),
+    "bf16": Cell({"actor_train.model_args.dtype": "bf16"}),
+    "lora": Cell(LORA, resume=True, refuses={"pref_loss=ipo": "loss"}),
+    "pissa": Cell({**LORA, "actor_train.model_args.init_lora_weights": "pissa"}),
+    "ipo": Cell({"pref_loss": "ipo"}),
+    "orpo": Cell({"pref_loss": "orpo"}),
+    "aot": Cell({"pref_loss": "aot"}),
+    "tr-dpo": Cell(TR_DPO, resume=True, refuses={"sync_ref_model=false": "synced reference"}),
+    "lean": Cell({"precision": "lean", "actor_train.model_args.dtype": "bf16"}, resume=True),
+    # The log window of three steps is open when step 2 is saved: its sums are part of the checkpoint.
+    "resume": Cell({"logging_steps": 3}, resume=True),
+    "dp2": Cell(on_two(), ranks=2),
+    "zero3": Cell(on_two(strategy_name="zero3"), ranks=2, resume=True),
+    "tp2": Cell(on_two(tp_size=2), ranks=2, resume=True),
+    "pp2": Cell(on_two(pp_size=2), ranks=2),
+    "cp2": Cell(on_two(cp_size=2), ranks=2),
+}
+
+
+# --- what is run ---
+
+
+@dataclass(frozen=True)
+class Job:
+    """One `rather train` of one tree."""
+
+    folder: Path  # holds output, caches, logs and the YAML file of the run
+    cell: Cell
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "output" / "run"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    @property
+    def yaml(self) -> Path:
+        return self.folder / "run.yaml"
+
+    def is_done(self, inputs: Path) -> bool:
+        """Tell whether the folder holds this very run, finished."""
+        return (self.run_dir / "model").exists() and self.yaml.read_text() == self.text(inputs)
+
+    def description(self, inputs: Path) -> dict[str, Any]:
+        """Write the YAML file and return the job as the driver reads it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.yaml.write_text(self.text(inputs))
+        arguments = [str(self.yaml), *self.overrides]
+        return {"arguments": arguments, "ranks": self.cell.ranks, "log": str(self.log)}
+
+    def text(self, inputs: Path) -> str:
+        """Return the YAML file of the run, as JSON, which is YAML."""
+        keys = {
+            **COMMON,
+            "exp_name": "run",
+            "output_dir": str(self.folder / "output"),
+            "logging_dir": str(self.folder / "logs"),
+            "pretrain": str(inputs / "base"),
+            "actor_train.data_args.file_name": str(inputs / "pairs.jsonl"),
+            "validation.data_args.file_name": str(inputs / "held_out.jsonl"),
+            **self.cell.keys,
+        }
+        values: dict[str, Any] = {}
+        for key, value in keys.items():
+            *parents, last = key.split(".")
+            section = values
+            for parent in parents:
+                section = section.setdefault(parent, {})
+            section[last] = value
+        return json.dumps(values, indent=1)
+
+
+def run_jobs(tree: Path, jobs: list[Job], inputs: Path) -> list[list[int]]:
+    """Run the jobs one after another with the package of `tree`; return the exit codes of each."""
+    if not jobs:
+        return []
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump([job.description(inputs) for job in jobs], file)
+        file.flush()
+        command = [sys.executable, "-P", str(DRIVER), file.name]
+        done = subprocess.run(
+            command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+    codes: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return codes
+
+
+def interrupted_copy(run: Job, folder: Path, cell: Cell, *overrides: str) -> Job:
+    """Copy a finished run to `folder`, as it would be if it had been killed after step 2."""
+    shutil.copytree(run.folder, folder)
+    copy = Job(folder, cell, overrides)
+    copy.log.unlink()
+    for path in copy.run_dir.glob("checkpoint-*"):
+        if path.name != f"checkpoint-{SAVED_AT}":
+            shutil.rmtree(path)
+    shutil.rmtree(copy.run_dir / "model")
+    (copy.run_dir / "LATEST").write_text(f"checkpoint-{SAVED_AT}\n")
+    return copy
+
+
+# --- what is compared ---
+
+
+def is_time(key: str) -> bool:
+    return key.startswith("time/") or key.endswith("_per_second")
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{RENAMED.get(k, k): v for k, v in line.items() if not is_time(k)} for line in lines]
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+
+
+def compare(got: Path, expected: Path) -> list[str]:
+    """Return one line for each difference between two run folders."""
+    found = []
+    for one, other in zip(metrics_of(got), metrics_of(expected), strict=False):
+        found += [
+            f"metrics of step {other.get('step')}: {key} is {one.get(key)!r}, was {other.get(key)!r}"
+            for key in sorted(one.keys() | other.keys())
+            if json.dumps(one.get(key)) != json.dumps(other.get(key))
+        ]
+    if len(metrics_of(got)) != len(metrics_of(expected)):
+        found.append(f"{len(metrics_of(got))} lines of metrics, were {len(metrics_of(expected))}")
+    for name in (f"checkpoint-{COMMON['max_steps']}", "model"):
+        found += compare_tensors(got / name, expected / name)
+    found += compare_state(*(path / f"checkpoint-{COMMON['max_steps']}" for path in (got, expected)))
+    for name in ("config.json", "tokenizer.json", "adapter_config.json"):
+        one, other = got / "model" / name, expected / "model" / name
+        if one.exists() != other.exists():
+            found.append(f"model/{name}: exists in one of the two")
+        elif one.exists() and json.loads(one.read_text()) != json.loads(other.read_text()):
+            found.append(f"model/{name}: differs")
+    return found
+
+
+def compare_tensors(got: Path, expected: Path) -> list[str]:
+    """Files of tensors must have the same names and bytes; where not, name the tensors that differ."""
+    ours, theirs = tensor_files(got), tensor_files(expected)
+    found = [f"{got.name}/{name}: in one of the two" for name in ours.keys() ^ theirs.keys()]
+    for name in sorted(ours.keys() & theirs.keys()):
+        if ours[name].read_bytes() == theirs[name].read_bytes():
+            continue
+        one, other = load_file(ours[name]), load_file(theirs[name])
+        unequal = [
+            key
+            for key in sorted(one.keys() | other.keys())
+            if key not in one or key not in other or not _same_bits(one[key], other[key])
+        ]
+        what = ", ".join(unequal[:4]) or "the header or the order of tensors"
+        found.append(f"{got.name}/{name}: {len(unequal)} tensors differ ({what})")
+    return found
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def compare_state(got: Path, expected: Path) -> list[str]:
+    """Everything in state.json must be equal, except `metrics_bytes`, which depends on the digits of times."""
+    one, other = (
+        dict(_leaves("", json.loads((path / "state.json").read_text()))) for path in (got, expected)
+    )
+    return [
+        f"state.json: {key} is {one.get(key)!r}, was {other.get(key)!r}"
+        for key in sorted(one.keys() | other.keys())
+        if key != ".metrics_bytes" and one.get(key) != other.get(key)
+    ]
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{path}.{RENAMED.get(key, key)}", inner)
+    else:
+        yield path, json.dumps(value)
+
+
+# --- the whole ---
+
+
+@contextmanager
+def base_tree() -> Iterator[Path]:
+    """Check the old commit out into a temporary worktree."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "base"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), BASE], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def has_base() -> bool:
+    """Tell whether the git history here has the old commit."""
+    command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{BASE}^{{commit}}"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def base_runs(names: list[str], keep: Path) -> dict[str, Job]:
+    """Return the old commit's run of each cell; those that `keep` already holds are not repeated."""
+    inputs = keep / "inputs"
+    if not (inputs / "held_out.jsonl").exists():
+        make_model(inputs / "base")
+        make_pairs(inputs / "pairs.jsonl", 40)
+        make_pairs(inputs / "held_out.jsonl", 9, seed=1)
+    jobs = {name: Job(keep / name, CELLS[name]) for name in names}
+    missing = [job for job in jobs.values() if not job.is_done(inputs)]
+    if missing:
+        with base_tree() as tree:
+            for job in missing:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            for job, codes in zip(missing, run_jobs(tree, missing, inputs), strict=True):
+                if any(codes):
+                    raise SystemExit(f"{BASE} exits with {codes}:\n{job.log.read_text()[-3000:]}")
+    return jobs
+
+
+def check(names: list[str], keep: Path, work: Path) -> dict[str, list[str]]:
+    """Run the cells from both trees; return the differences of each run."""
+    base = base_runs(names, keep)
+    runs: dict[str, tuple[Job, str]] = {}  # what is run -> the job, and the field it must refuse
+    for name in names:
+        cell = CELLS[name]
+        runs[name] = Job(work / name, cell), ""
+        if cell.resume:
+            runs[f"{name}, resumed"] = (
+                interrupted_copy(base[name], work / f"{name}-resumed", cell),
+                "",
+            )
+        for override, refused in cell.refuses.items():
+            copy = interrupted_copy(base[name], work / f"{name}-{override}", cell, override)
+            runs[f"{name}, {override}"] = copy, refused
+    codes = run_jobs(ROOT, [job for job, _ in runs.values()], keep / "inputs")
+    results: dict[str, list[str]] = {}
+    for (what, (job, refused)), code in zip(runs.items(), codes, strict=True):
+        log = job.log.read_text()
+        if refused:
+            named = f"\n  {refused}" in log and "resume.allow=[" in log
+            good = code == [4] and named
+            results[what] = [] if good else [f"not refused: exit {code}\n{log[-1500:]}"]
+        elif any(code):
+            results[what] = [f"exit {code}\n{log[-3000:]}"]
+        else:
+            results[what] = compare(job.run_dir, base[what.partition(",")[0]].run_dir)
+            if "resumed" in what and f"checkpoint-{SAVED_AT}" not in log:
+                results[what].append(f"did not resume:\n{log[-1500:]}")
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cells", nargs="*", help=f"any of {', '.join(CELLS)}; all by default")
+    parser.add_argument("--keep", type=Path, help="folder of the old commit's runs, reused")
+    options = parser.parse_args()
+    if unknown := set(options.cells) - CELLS.keys():
+        parser.error(f"unknown cells: {', '.join(sorted(unknown))}")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        keep = options.keep.resolve() if options.keep else Path(temporary) / "base"
+        results = check(options.cells or list(CELLS), keep, Path(temporary) / "head")
+    width = max(map(len, results))
+    for what, differences in results.items():
+        print(f"{what:{width}}  {'DIFFERENT' if differences else 'same bits'}")
+        print("".join(f"    {line}\n" for line in differences[:12]), end="")
+    print(f"{time.monotonic() - started:.0f} s")
+    return int(any(results.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
