@@ -30,7 +30,7 @@ from common import RESULTS, SHAPES, Shape, machine, table, told, write_facts
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rather.checkpoint.sharded_tensors import Place
+from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import ActorConfig, TrainingArgs
 from rather.config.strategies import Layout, layout
 from rather.model.attention import IMPLEMENTATION
@@ -108,7 +108,7 @@ class Held:
     in_memory: int  # bytes of weights that really exist
     peak_gib: float  # of the process that built it
     seconds: float
-    pieces: dict[str, Place]
+    pieces: dict[str, ShardSpec]
 
     @property
     def counted(self) -> int:
@@ -278,7 +278,7 @@ def whole_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
 
 
-def assert_tiled(whole: dict[str, tuple[int, ...]], ranks: Sequence[dict[str, Place]]) -> None:
+def assert_tiled(whole: dict[str, tuple[int, ...]], ranks: Sequence[dict[str, ShardSpec]]) -> None:
     """Every parameter is there, whole, without a gap and without an element that two ranks count."""
     for name, shape in whole.items():
         found = [rank[name] for rank in ranks if name in rank and prod(rank[name].sizes)]

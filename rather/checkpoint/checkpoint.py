@@ -46,11 +46,11 @@ from rather.checkpoint.manifest import (
 )
 from rather.checkpoint.sharded_tensors import (
     CHUNK,
-    Piece,
-    Stored,
-    Streamed,
-    header_of,
+    Shard,
+    ShardedFiles,
+    TensorStream,
     safetensors_file,
+    shard_header,
     tensor_of,
 )
 from rather.errors import CheckpointError, DiskError
@@ -67,7 +67,7 @@ _SLACK = (
 _ASIDE = re.compile(r"\.old-checkpoint-(0|[1-9]\d*)")
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
 
-Groups = Mapping[str, Mapping[str, Tensor | Piece]]
+Groups = Mapping[str, Mapping[str, Tensor | Shard]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Checkpoint:
         """All tensors of one group, on the CPU, bit for bit as they were saved."""
         return dict(self.stored(group))
 
-    def stored(self, group: str) -> Stored:
+    def stored(self, group: str) -> ShardedFiles:
         """The same, each read when it is asked for, whole or in part."""
         shards = self.groups.get(group)
         if not shards:
@@ -100,7 +100,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path}: holds no tensors of '{group}'; those it holds: {found}."
             )
-        return Stored(self.path / shard for shard in shards)
+        return ShardedFiles(self.path / shard for shard in shards)
 
 
 # --- saving ---
@@ -344,17 +344,18 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _safetensors(pieces: Mapping[str, Tensor | Piece]) -> Iterator[bytes | memoryview]:
+def _safetensors(pieces: Mapping[str, Tensor | Shard]) -> Iterator[bytes | memoryview]:
     tensors = {name: tensor_of(piece) for name, piece in pieces.items()}
     streams = {
-        name: Streamed(t.dtype, tuple(t.shape), partial(iter, [t])) for name, t in tensors.items()
+        name: TensorStream(t.dtype, tuple(t.shape), partial(iter, [t]))
+        for name, t in tensors.items()
     }
-    return safetensors_file(streams, header_of(pieces))
+    return safetensors_file(streams, shard_header(pieces))
 
 
-def _shards(tensors: Mapping[str, Tensor | Piece], limit: int) -> list[dict[str, Tensor | Piece]]:
+def _shards(tensors: Mapping[str, Tensor | Shard], limit: int) -> list[dict[str, Tensor | Shard]]:
     """In the given order, each shard as full as the limit allows; a tensor beyond it has its own shard."""
-    shards: list[dict[str, Tensor | Piece]] = [{}]
+    shards: list[dict[str, Tensor | Shard]] = [{}]
     room = limit
     for name, piece in tensors.items():
         size = _nbytes(tensor_of(piece))

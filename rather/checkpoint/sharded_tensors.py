@@ -1,7 +1,7 @@
-"""Tensors in pieces: which part of a whole tensor a rank holds, and any part of it read from any layout of files.
+"""Sharded tensors: which block of a tensor a rank holds, and any block of it read from any layout of files.
 
-A file of pieces is plain safetensors; its header says of each tensor that is not whole which part it is. Files are
-written as a stream, so that nothing has to be in memory at once.
+A file of shards is plain safetensors; its header gives the whole shape and the offsets of each tensor that is not
+whole. Files are written as a stream, so that nothing has to be in memory at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rather.errors import CheckpointError
 
 HEADER_KEY = "pieces"  # in the metadata of a safetensors file: JSON, name -> [whole shape, offsets]
 Numbers = tuple[int, ...]
-CHUNK = 16 << 20  # bytes in memory at a time, where tensors are streamed
+CHUNK = 16 << 20  # bytes in memory at a time while a tensor is streamed
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -38,142 +38,142 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """The part of a whole tensor of shape `whole` that begins at `offsets` and is as large as `sizes`."""
+class ShardSpec:
+    """A block of a tensor of shape `whole`: where it begins and how large it is."""
 
     whole: Numbers
     offsets: Numbers
     sizes: Numbers
 
     @staticmethod
-    def all_of(shape: Iterable[int]) -> Place:
+    def full(shape: Iterable[int]) -> ShardSpec:
+        """Return the block that is the whole tensor."""
         whole = tuple(shape)
-        return Place(whole, (0,) * len(whole), whole)
-
-    @property
-    def is_all(self) -> bool:
-        return self.sizes == self.whole
+        return ShardSpec(whole, (0,) * len(whole), whole)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+        return self.relative_to((0,) * len(self.whole))
 
-    def part(self, dim: int, first: int, size: int) -> Place:
-        """A smaller part: `size` rows of this one along `dim`."""
+    def relative_to(self, origin: Numbers) -> tuple[slice, ...]:
+        """Return the slices of this block in a tensor that begins at `origin`."""
+        begins = (o - p for o, p in zip(self.offsets, origin, strict=True))
+        return tuple(slice(o, o + n) for o, n in zip(begins, self.sizes, strict=True))
+
+    def narrow(self, dim: int, first: int, size: int) -> ShardSpec:
+        """Return a smaller block: `size` rows of this one along `dim`."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim] += first
         sizes[dim] = size
-        return Place(self.whole, tuple(offsets), tuple(sizes))
+        return ShardSpec(self.whole, tuple(offsets), tuple(sizes))
 
-    def overlap(self, other: Place) -> Place | None:
+    def overlap(self, other: ShardSpec) -> ShardSpec | None:
         spans = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
         first = tuple(max(a, b) for a, _, b, _ in spans)
         sizes = tuple(min(a + n, b + m) - f for (a, n, b, m), f in zip(spans, first, strict=True))
-        return Place(self.whole, first, sizes) if all(size > 0 for size in sizes) else None
-
-    def inside(self, outer: Place) -> tuple[slice, ...]:
-        """Where this part lies, counted from the beginning of a larger one."""
-        begins = (o - p for o, p in zip(self.offsets, outer.offsets, strict=True))
-        return tuple(slice(o, o + n) for o, n in zip(begins, self.sizes, strict=True))
+        return ShardSpec(self.whole, first, sizes) if all(size > 0 for size in sizes) else None
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor, as one rank holds it."""
+class Shard:
+    """A block of a tensor, as one rank holds it."""
 
     tensor: Tensor
-    place: Place
+    spec: ShardSpec
 
 
-class Stored(Mapping[str, Tensor]):
-    """Tensors of some safetensors files, whole or in pieces; each is read when it is asked for."""
+class ShardedFiles(Mapping[str, Tensor]):
+    """The tensors of some safetensors files, stored whole or as shards; each is read on access."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._parts: dict[str, dict[Numbers, tuple[Path, Place]]] = {}
-        self._open: dict[Path, Any] = {}
+        self._shards: dict[str, dict[Numbers, tuple[Any, ShardSpec]]] = {}
         for file in files:
             try:
-                self._add(file)
+                self._add(safe_open(file, framework="pt"))
             except (SafetensorError, ValueError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{file}: is no file of tensors ({error}).") from error
+                raise CheckpointError(
+                    f"{file}: is not a readable safetensors file ({error})."
+                ) from error
 
-    def _add(self, file: Path) -> None:
-        handle: Any = safe_open(file, framework="pt")
-        self._open[file] = handle
-        cut = json.loads((handle.metadata() or {}).get(HEADER_KEY, "{}"))
-        for name in handle.keys():  # noqa: SIM118  the handle is no mapping
-            sizes = tuple(handle.get_slice(name).get_shape())
-            whole, offsets = map(tuple, cut.get(name, (sizes, (0,) * len(sizes))))
-            self._parts.setdefault(name, {})[offsets] = (file, Place(whole, offsets, sizes))
+    def _add(self, file: Any) -> None:
+        header = json.loads((file.metadata() or {}).get(HEADER_KEY, "{}"))
+        for name in file.keys():  # noqa: SIM118  the file is not a mapping
+            sizes = tuple(file.get_slice(name).get_shape())
+            whole, offsets = map(tuple, header.get(name, (sizes, (0,) * len(sizes))))
+            shards = self._shards.setdefault(name, {})
+            shards[offsets] = (file, ShardSpec(whole, offsets, sizes))
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.read(name, Place.all_of(self.shape(name)))
+        return self.read(name, ShardSpec.full(self.shape(name)))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self._shards)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._shards)
 
     def shape(self, name: str) -> Numbers:
-        return next(iter(self._parts[name].values()))[1].whole
+        return next(iter(self._shards[name].values()))[1].whole
 
-    def read(self, name: str, place: Place) -> Tensor:
-        """One part, in memory of its own; no more than that is read."""
-        if place.whole != self.shape(name):
+    def read(self, name: str, wanted: ShardSpec) -> Tensor:
+        """Return one block in memory of its own; nothing else is read."""
+        if wanted.whole != self.shape(name):
             raise CheckpointError(
-                f"{name}: is stored as {self.shape(name)}, but {place.whole} is asked for."
+                f"{name}: has the shape {self.shape(name)} in the files, expected {wanted.whole}."
             )
-        found: Tensor | None = None
+        block: Tensor | None = None
         filled = 0
-        for file, held in self._parts[name].values():
-            common = place.overlap(held)
-            if common is None:
+        for file, stored in self._shards[name].values():
+            if (common := wanted.overlap(stored)) is None:
                 continue
-            part = self._part(file, name, common.inside(held))
-            if common.sizes == place.sizes:
-                return part.clone()  # it may be a view of the file, which somebody may overwrite
-            if found is None:
-                found = part.new_empty(place.sizes)
-            found[common.inside(place)] = part
+            part = _read_slices(file, name, common.relative_to(stored.offsets))
+            if common.sizes == wanted.sizes:
+                return part.clone()  # it may be a view of the file, which may be overwritten
+            if block is None:
+                block = part.new_empty(wanted.sizes)
+            block[common.relative_to(wanted.offsets)] = part
             filled += part.numel()
-        if found is None and 0 in place.sizes:
-            file, _ = next(iter(self._parts[name].values()))
-            return self._part(file, name, tuple(slice(0, 0) for _ in place.sizes)).new_empty(
-                place.sizes
+        if block is None and 0 in wanted.sizes:  # an empty block: only its dtype is read
+            file, _ = next(iter(self._shards[name].values()))
+            return _read_slices(file, name, (slice(0, 0),) * len(wanted.sizes)).new_empty(
+                wanted.sizes
             )
-        if found is None or filled != found.numel():
-            raise CheckpointError(f"{name}: parts of it are in none of the files.")
-        return found
+        if block is None or filled != block.numel():
+            raise CheckpointError(f"{name}: some of its shards are missing from the files.")
+        return block
 
-    def _part(self, file: Path, name: str, slices: tuple[slice, ...]) -> Tensor:
-        handle = self._open[file]
-        part: Tensor = handle.get_slice(name)[slices] if slices else handle.get_tensor(name)
-        return part
-
-    def streamed(self, name: str, dtype: torch.dtype) -> Streamed:
-        """A whole tensor in another dtype, some rows at a time."""
-        place = Place.all_of(self.shape(name))
-        if not place.whole:
-            return Streamed(dtype, place.whole, lambda: iter([self[name].to(dtype)]))
-        rows = max(1, CHUNK // (4 * max(1, prod(place.whole[1:]))))
+    def stream(self, name: str, dtype: torch.dtype) -> TensorStream:
+        """Return a whole tensor in another dtype, some rows at a time."""
+        spec = ShardSpec.full(self.shape(name))
+        if not spec.whole:
+            return TensorStream(dtype, (), lambda: iter([self[name].to(dtype)]))
+        count = spec.whole[0]
+        rows = max(1, CHUNK // (4 * max(1, prod(spec.whole[1:]))))
 
         def parts() -> Iterator[Tensor]:
-            for first in range(0, place.whole[0], rows):
-                yield self.read(name, place.part(0, first, min(rows, place.whole[0] - first))).to(
-                    dtype
-                )
+            for first in range(0, count, rows):
+                part = spec.narrow(0, first, min(rows, count - first))
+                yield self.read(name, part).to(dtype)
 
-        return Streamed(dtype, place.whole, parts)
+        return TensorStream(dtype, spec.whole, parts)
+
+
+def _read_slices(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
+    part: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+    return part
 
 
 @dataclass(frozen=True)
-class Streamed:
-    """A tensor to write: its parts one after another, made when their turn comes."""
+class TensorStream:
+    """A tensor to write: its parts in order, each made when it is needed."""
 
     dtype: torch.dtype
     shape: Numbers
     parts: Callable[[], Iterator[Tensor]]
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorStream:
+        return TensorStream(tensor.dtype, tuple(tensor.shape), lambda: iter([tensor]))
 
     @property
     def nbytes(self) -> int:
@@ -181,10 +181,13 @@ class Streamed:
 
 
 def safetensors_file(
-    tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
+    tensors: Mapping[str, TensorStream], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
-    """The file of these tensors, in pieces. The library's writer gives no hash on the way and no OSError, and its
-    in-memory form doubles a shard. Wide types first: each tensor is aligned to its width."""
+    """Yield the bytes of a safetensors file of these tensors.
+
+    The library's own writer hashes nothing on the way and raises no OSError, and its in-memory form doubles a shard.
+    Wide dtypes come first, so that each tensor is aligned to its width.
+    """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
@@ -205,19 +208,22 @@ def safetensors_file(
                 yield data[start : start + CHUNK]
 
 
-class Here(Mapping[str, Tensor]):
-    """The parts of whole or stored tensors that belong to this rank. `places` has the name that a key begins with."""
+class LocalShards(Mapping[str, Tensor]):
+    """The shards of whole or stored tensors that belong to this rank.
 
-    def __init__(self, source: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
-        self._source, self._places = source, places
+    `specs` are those of parameters; `<parameter>.<kind>` (a moment of the optimizer) is sharded as its parameter.
+    """
+
+    def __init__(self, source: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> None:
+        self._source, self._specs = source, specs
 
     def __getitem__(self, key: str) -> Tensor:
-        place = self._places.get(key) or self._places.get(key.rpartition(".")[0])
-        if place is None or key.endswith(".step"):
+        spec = self._specs.get(key) or self._specs.get(key.rpartition(".")[0])
+        if spec is None or key.endswith(".step"):  # a step is a scalar
             return self._source[key]
-        if isinstance(self._source, Stored):
-            return self._source.read(key, place)
-        return self._source[key][place.slices]
+        if isinstance(self._source, ShardedFiles):
+            return self._source.read(key, spec)
+        return self._source[key][spec.slices]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source)
@@ -226,15 +232,15 @@ class Here(Mapping[str, Tensor]):
         return len(self._source)
 
 
-def header_of(pieces: Mapping[str, Piece | Tensor]) -> dict[str, str]:
-    """What a file's metadata says of its pieces; nothing where all are whole."""
+def shard_header(shards: Mapping[str, Shard | Tensor]) -> dict[str, str]:
+    """Return the metadata of a file of shards; none if all of its tensors are whole."""
     cut = {
-        name: [piece.place.whole, piece.place.offsets]
-        for name, piece in pieces.items()
-        if isinstance(piece, Piece) and not piece.place.is_all
+        name: [shard.spec.whole, shard.spec.offsets]
+        for name, shard in shards.items()
+        if isinstance(shard, Shard) and shard.spec.sizes != shard.spec.whole
     }
     return {HEADER_KEY: json.dumps(cut)} if cut else {}
 
 
-def tensor_of(piece: Piece | Tensor) -> Tensor:
-    return piece.tensor if isinstance(piece, Piece) else piece
+def tensor_of(shard: Shard | Tensor) -> Tensor:
+    return shard.tensor if isinstance(shard, Shard) else shard

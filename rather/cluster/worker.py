@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rather import faults
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import Piece, Stored, tensor_of
+from rather.checkpoint.sharded_tensors import Shard, ShardedFiles, tensor_of
 from rather.cluster.oom_report import explained, explanation, sentence
 from rather.cluster.role import RankInfo
 from rather.cluster.writing import Writer
@@ -345,7 +345,7 @@ class ActorWorker:
         found = weights if isinstance(weights, Mapping) else stored(weights, group)
         self.trainer.mix_weights(found, share)
 
-    def state(self) -> tuple[dict[str, dict[str, Tensor | Piece]], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
         return self.trainer.state()
 
     def numbers(self) -> dict[str, Any]:
@@ -469,6 +469,6 @@ class ActorWorker:
             )
 
 
-def stored(folder: Path, group: str) -> Stored:
+def stored(folder: Path, group: str) -> ShardedFiles:
     """The tensors that all ranks have written to a folder under one name."""
-    return Stored(sorted(folder.glob(f"{group}-*.safetensors")))
+    return ShardedFiles(sorted(folder.glob(f"{group}-*.safetensors")))

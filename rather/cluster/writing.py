@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rather import faults
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import Piece, tensor_of
+from rather.checkpoint.sharded_tensors import Shard, tensor_of
 from rather.cluster.preflight import GIB, free_memory
 
-State = dict[str, dict[str, Tensor | Piece]]
+State = dict[str, dict[str, Tensor | Shard]]
 
 
 class Writer:
@@ -87,12 +87,12 @@ class Writer:
         return self.wanted == "on"
 
 
-def _copied(tensors: dict[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
+def _copied(tensors: dict[str, Tensor | Shard]) -> dict[str, Tensor | Shard]:
     """On the host, with what they are copied from let go of one by one."""
-    found: dict[str, Tensor | Piece] = {}
+    found: dict[str, Tensor | Shard] = {}
     for name in list(tensors):
         piece = tensors.pop(name)
         tensor = tensor_of(piece).detach()
         copy = tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
-        found[name] = Piece(copy, piece.place) if isinstance(piece, Piece) else copy
+        found[name] = Shard(copy, piece.spec) if isinstance(piece, Shard) else copy
     return found

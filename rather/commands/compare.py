@@ -146,12 +146,12 @@ def best(name: str, curve: Curve) -> tuple[float, int]:
 
 def compare_weights(a: Path, b: Path) -> dict[str, Any] | None:
     """The exported models tensor by tensor, however they are cut into files; None where one has none yet."""
-    from rather.checkpoint.sharded_tensors import Stored
+    from rather.checkpoint.sharded_tensors import ShardedFiles
     from rather.model.files import weight_files
 
     if not all((folder / "model" / "config.json").is_file() for folder in (a, b)):
         return None
-    first, second = (Stored(weight_files(folder / "model")) for folder in (a, b))
+    first, second = (ShardedFiles(weight_files(folder / "model")) for folder in (a, b))
     names = sorted({*first, *second})
     differing = [name for name in names if not _equal(first, second, name)]
     told: dict[str, Any] = {

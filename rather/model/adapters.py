@@ -28,7 +28,12 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rather.checkpoint.sharded_tensors import Place, Stored, Streamed, safetensors_file
+from rather.checkpoint.sharded_tensors import (
+    ShardedFiles,
+    ShardSpec,
+    TensorStream,
+    safetensors_file,
+)
 from rather.config.adapters import PISSA
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.errors import CheckpointError, ConfigError
@@ -257,10 +262,10 @@ def as_it_began(model: nn.Module) -> Iterator[None]:
 class Source:
     """The weights of a model with an adapter by their names in it: of the base's files, and of the adapter's.
 
-    Asked as `Stored` is. PiSSA takes what its adapter begins with out of the base.
+    Asked as `ShardedFiles` is. PiSSA takes what its adapter begins with out of the base.
     """
 
-    def __init__(self, base: Stored, config: LoraConfig, args: ModelArgs, seed: int) -> None:
+    def __init__(self, base: ShardedFiles, config: LoraConfig, args: ModelArgs, seed: int) -> None:
         self.base, self.config, self.seed = base, config, seed
         path = args.adapter_name_or_path
         self.saved = _saved(adapter_folder(path), base) if path is not None else None
@@ -285,7 +290,7 @@ class Source:
             match[2]
         ]
 
-    def read(self, name: str, place: Place) -> Tensor:
+    def read(self, name: str, place: ShardSpec) -> Tensor:
         if match := _MATRIX.fullmatch(name):
             return self._begun(match[1])[match[2]][place.slices].clone()
         if self.changes_base and name.endswith(".base_layer.weight"):
@@ -411,23 +416,23 @@ def _difference(name: str, now: Tensor, began: Tensor | None) -> Tensor:
     return now
 
 
-def _whole(tensor: Tensor) -> Streamed:
-    return Streamed(tensor.dtype, tuple(tensor.shape), lambda: iter([tensor]))
+def _whole(tensor: Tensor) -> TensorStream:
+    return TensorStream(tensor.dtype, tuple(tensor.shape), lambda: iter([tensor]))
 
 
 # --- into the base ---
 
 
-def merged(base: Stored, adapter: Path, dtype: torch.dtype) -> dict[str, Streamed]:
+def merged(base: ShardedFiles, adapter: Path, dtype: torch.dtype) -> dict[str, TensorStream]:
     """The base with an adapter in it, in the base's names: computed in float32, a weight at a time, when written."""
     config, saved = saved_config(adapter), _saved(adapter, base)
     return {name: _merged(name, base, config, saved, dtype) for name in sorted(base)}
 
 
-def _saved(adapter: Path, base: Stored) -> Stored:
+def _saved(adapter: Path, base: ShardedFiles) -> ShardedFiles:
     """The matrices of an adapter; those of another model are refused."""
     try:
-        saved = Stored([adapter / WEIGHTS])
+        saved = ShardedFiles([adapter / WEIGHTS])
     except CheckpointError as error:
         raise ConfigError(f"adapter_name_or_path: {error}") from error
     changed = {_module_of(own) or own for own in (name.removeprefix(_PEFT) for name in saved)}
@@ -445,13 +450,13 @@ def _module_of(name: str) -> str | None:
 
 
 def _merged(
-    name: str, base: Stored, config: LoraConfig, saved: Stored, dtype: torch.dtype
-) -> Streamed:
+    name: str, base: ShardedFiles, config: LoraConfig, saved: ShardedFiles, dtype: torch.dtype
+) -> TensorStream:
     if _PEFT + name in saved:
-        return saved.streamed(_PEFT + name, dtype)
+        return saved.stream(_PEFT + name, dtype)
     module = _PEFT + name.removesuffix(".weight")
     if f"{module}.lora_A.weight" not in saved:
-        return base.streamed(name, dtype)
+        return base.stream(name, dtype)
 
     def parts() -> Iterator[Tensor]:
         a, b = (saved[f"{module}.lora_{matrix}.weight"].float() for matrix in "AB")
@@ -462,7 +467,7 @@ def _merged(
             ]
         yield weight.to(dtype)
 
-    return Streamed(dtype, base.shape(name), parts)
+    return TensorStream(dtype, base.shape(name), parts)
 
 
 def _scale(config: LoraConfig) -> float:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rather import faults
-from rather.checkpoint.sharded_tensors import Stored, Streamed, safetensors_file
+from rather.checkpoint.sharded_tensors import ShardedFiles, TensorStream, safetensors_file
 from rather.config.paths import is_local
 from rather.config.schema import ModelArgs
 from rather.errors import DiskError
@@ -57,14 +57,16 @@ def whole_model(
     return temporary
 
 
-def export_stored(model: Any, stored: Stored, tokenizer: Any, folder: Path, card: str) -> None:
+def export_stored(
+    model: Any, stored: ShardedFiles, tokenizer: Any, folder: Path, card: str
+) -> None:
     """The same from weights that several ranks have written to files; of `model` only its configs are read.
 
     They are streamed: no more than some rows of one weight are in memory.
     """
     dtype = model.config.dtype
     weights = {
-        name.removeprefix("causal_lm."): stored.streamed(name, dtype) for name in sorted(stored)
+        name.removeprefix("causal_lm."): stored.stream(name, dtype) for name in sorted(stored)
     }
     publish(_streamed(model, weights, tokenizer, folder), folder, card)
 
@@ -112,7 +114,7 @@ def merged_model(
     """The weights of a base with an adapter merged in, not yet published as `folder`; of `model` its configs are read."""
     from rather.model.adapters import merged
 
-    weights = merged(Stored(weight_files(base)), adapter, model.config.dtype)
+    weights = merged(ShardedFiles(weight_files(base)), adapter, model.config.dtype)
     return _streamed(model, weights, tokenizer, folder, largest)
 
 
@@ -123,7 +125,7 @@ def adapter_beside(folder: Path) -> Path:
 
 def _streamed(
     model: Any,
-    weights: Mapping[str, Streamed],
+    weights: Mapping[str, TensorStream],
     tokenizer: Any,
     folder: Path,
     largest: int | None = None,
@@ -166,9 +168,9 @@ def _or_nothing(temporary: Path, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_weights(folder: Path, weights: Mapping[str, Streamed], largest: int | None) -> None:
+def _write_weights(folder: Path, weights: Mapping[str, TensorStream], largest: int | None) -> None:
     """One file, or several with the index that transformers reads."""
-    shards: list[dict[str, Streamed]] = [{}]
+    shards: list[dict[str, TensorStream]] = [{}]
     for name, weight in weights.items():
         if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + weight.nbytes > (
             largest or LARGEST_FILE

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rather.checkpoint.sharded_tensors import Place
+from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
 from rather.optim.adamw import Lean, Split, State, Update, Wide
@@ -46,7 +46,7 @@ class Optimizer:
     lean does unless told. `compute` is what float32 parameters are used in, where that is narrower.
     """
 
-    rows: Mapping[str, Place] | None = (
+    rows: Mapping[str, ShardSpec] | None = (
         None  # of whole parameters, those whose moments lie here; all if None
     )
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rather.checkpoint.sharded_tensors import Here, Place
+from rather.checkpoint.sharded_tensors import LocalShards, ShardSpec
 from rather.config.strategies import LANES
 from rather.data.batch import Columns, PairBatch
 from rather.errors import ConfigError
@@ -90,7 +90,7 @@ class RowOptimizer(Optimizer):
     A rank updates its rows and gets those of the others. The norm is that of the whole gradient, as in one process.
     """
 
-    rows: Mapping[str, Place]
+    rows: Mapping[str, ShardSpec]
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, *args: Any, **options: Any
@@ -125,7 +125,7 @@ class RowOptimizer(Optimizer):
     def load(
         self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], updates: int
     ) -> None:
-        super().load(Here(masters, self.rows), Here(moments, self.rows), updates)
+        super().load(LocalShards(masters, self.rows), LocalShards(moments, self.rows), updates)
         self._share()
 
     @torch.no_grad()
@@ -137,9 +137,9 @@ class RowOptimizer(Optimizer):
                     dist.broadcast(rows, rank)
 
 
-def rows_of(shape: Sequence[int], rank: int, ranks: int) -> Place:
+def rows_of(shape: Sequence[int], rank: int, ranks: int) -> ShardSpec:
     """Some rows of a parameter, whose weights begin where a vector of the whole begins."""
     unit = WHOLE_VECTORS // gcd(WHOLE_VECTORS, prod(shape[1:]))
     each = -(-shape[0] // (ranks * unit)) * unit
     first = min(rank * each, shape[0])
-    return Place.all_of(shape).part(0, first, min(each, shape[0] - first))
+    return ShardSpec.full(shape).narrow(0, first, min(each, shape[0] - first))

@@ -21,7 +21,7 @@ from transformers.utils.import_utils import is_bitsandbytes_available
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rather.checkpoint.sharded_tensors import Place, Stored
+from rather.checkpoint.sharded_tensors import ShardedFiles, ShardSpec
 from rather.config.paths import is_local
 from rather.config.schema import ModelArgs, RoleConfig
 from rather.config.strategies import Layout
@@ -146,7 +146,7 @@ def _adapted(name: str, causal_lm: Any, args: ModelArgs, start: Start) -> Any:
     from rather.model.adapters import Source, adapter_config, inject  # PEFT takes seconds to import
 
     with _opening(f"model '{name}': its weights"):
-        stored = Stored(weight_files(model_folder(name, args.revision)))
+        stored = ShardedFiles(weight_files(model_folder(name, args.revision)))
     inject(causal_lm, args, keeps_start=start.kept)
     return Source(stored, adapter_config(args), args, start.seed)
 
@@ -160,7 +160,7 @@ def _fill_adapter(
         key = long_name.removeprefix("causal_lm.")
         new = ".lora_" in key or ".modules_to_save." in key
         if new or (taken and key.endswith(taken)):
-            value = _read(name, source, key, Place.all_of(parameter.shape))
+            value = _read(name, source, key, ShardSpec.full(parameter.shape))
             if exact and parameter.requires_grad:
                 policy.exact[long_name] = value.float().to(device)
             parameter.data = value.to(device, dtype)
@@ -192,7 +192,7 @@ def load_divided(
     dtype = torch.float32 if trains and shards(mesh) else compute
     folder = model_folder(name, args.revision)
     with _opening(f"model '{name}': its weights"), _parameters_without_memory():
-        stored = Stored(weight_files(folder))
+        stored = ShardedFiles(weight_files(folder))
         causal_lm: Any = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
@@ -247,7 +247,7 @@ def _fill(
             setattr(module, where, filled)
 
 
-def _read(name: str, stored: Any, key: str, place: Place) -> Tensor:
+def _read(name: str, stored: Any, key: str, place: ShardSpec) -> Tensor:
     if key not in stored or stored.shape(key) != place.whole:
         found = f"has the shape {stored.shape(key)}" if key in stored else "is not there"
         raise ConfigError(

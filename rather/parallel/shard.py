@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from rather.checkpoint.sharded_tensors import Place
+from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.model.layers import layers_of
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
@@ -103,7 +103,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def places(policy: Divided, mesh: Mesh) -> dict[str, Place]:
+def places(policy: Divided, mesh: Mesh) -> dict[str, ShardSpec]:
     """Which part of each whole parameter this rank holds; names and shapes are those of the undivided model."""
     return {
         name: _place(name, parameter, policy, mesh) for name, parameter in policy.named_parameters()
@@ -124,14 +124,14 @@ def counted(policy: Divided, mesh: Mesh) -> set[str]:
     return names
 
 
-def _place(name: str, parameter: Tensor, policy: Divided, mesh: Mesh) -> Place:
+def _place(name: str, parameter: Tensor, policy: Divided, mesh: Mesh) -> ShardSpec:
     dim, whole = policy.tp_dims.get(name), list(parameter.shape)
     if dim is None:
-        place = Place.all_of(whole)
+        place = ShardSpec.full(whole)
     else:
         whole[dim] = policy.tp_sizes[name]
         own = part(whole[dim], mesh.rank("tp"), mesh.size("tp"))
-        place = Place.all_of(whole).part(dim, own.start, own.stop - own.start)
+        place = ShardSpec.full(whole).narrow(dim, own.start, own.stop - own.start)
     if not isinstance(parameter, DTensor):
         return place
     shards, mine = parameter.device_mesh.size(1), parameter.device_mesh.get_local_rank("shards")
@@ -139,6 +139,6 @@ def _place(name: str, parameter: Tensor, policy: Divided, mesh: Mesh) -> Place:
         rows = parameter.shape[0]
         each = -(-rows // shards)  # FSDP2 cuts as torch.chunk does
         first = min(mine * each, rows)
-        place = place.part(0, first, min(each, rows - first))
+        place = place.narrow(0, first, min(each, rows - first))
     assert tuple(local(parameter).shape) == place.sizes, (name, place)
     return place

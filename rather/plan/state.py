@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import snapshot_download
 
-from rather.checkpoint.sharded_tensors import Stored
+from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.paths import is_local
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs, RoleConfig, as_list
 from rather.config.strategies import Layout, layout
@@ -131,7 +131,7 @@ def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
     """Numbers in the adapter that a role asks for, by the shapes of the base; at least so many."""
     if args.adapter_name_or_path is not None:
         with suppress(OSError, RatherError):
-            saved = Stored(
+            saved = ShardedFiles(
                 [Path(args.adapter_name_or_path).expanduser() / "adapter_model.safetensors"]
             )
             return sum(prod(saved.shape(name)) for name in saved)
@@ -164,7 +164,7 @@ def stored_shapes(name: str, revision: str | None) -> dict[str, tuple[int, ...]]
             else snapshot_download(name, revision=revision, local_files_only=True)
         )
         tied = _json(folder / "config.json").get("tie_word_embeddings", False)
-        stored = Stored(weight_files(folder))
+        stored = ShardedFiles(weight_files(folder))
     except (OSError, ValueError, RatherError):  # loading tells why
         return None
     return {key: stored.shape(key) for key in stored if not (tied and key == "lm_head.weight")}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rather import faults
-from rather.checkpoint.sharded_tensors import Here, Piece, Place
+from rather.checkpoint.sharded_tensors import LocalShards, Shard, ShardSpec
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.losses.metrics import Scored, weighted_sums
 from rather.losses.objective import PairLoss
@@ -233,12 +233,12 @@ class RankTrainer:
                 part = local(parameter)
                 part.copy_(torch.lerp(part.float(), own[name].to(part.device).float(), share))
 
-    def state(self) -> tuple[dict[str, dict[str, Tensor | Piece]], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
         """Tensors by group, and numbers: all that a later step depends on. Of several ranks, each tells its pieces."""
         assert self.optimizer is not None
         optimizer = self.optimizer
         masters = {name: master.cpu() for name, master in optimizer.masters.items()}
-        groups: dict[str, dict[str, Tensor | Piece]] = {
+        groups: dict[str, dict[str, Tensor | Shard]] = {
             "model": self._pieces(masters),
             "optimizer": self._pieces(optimizer.moments(), optimizer.rows),
             "rng": {} if any(self.mesh.places.values()) else dict(_rng_state()),
@@ -259,7 +259,7 @@ class RankTrainer:
     def load_state(
         self, groups: Mapping[str, Mapping[str, Tensor]], numbers: dict[str, Any]
     ) -> None:
-        """`groups` hold whole tensors; those of `pieces.Stored` are read part by part as this rank needs them."""
+        """`groups` hold whole tensors; those of `ShardedFiles` are read part by part as this rank needs them."""
         assert self.optimizer is not None
         self.optimizer.load(
             self._here(groups["model"]), self._here(groups["optimizer"]), numbers["updates"]
@@ -278,7 +278,7 @@ class RankTrainer:
             name: local(parameter.detach()) for name, parameter in self.policy.named_parameters()
         }
 
-    def weight_pieces(self) -> dict[str, Tensor | Piece]:
+    def weight_pieces(self) -> dict[str, Tensor | Shard]:
         """The weights that are this rank's to store; with them, what an adapter began with, where that is kept."""
         begun = {
             name: local(p.detach())
@@ -288,22 +288,26 @@ class RankTrainer:
         return self._pieces({**self.weights(), **begun} if begun else self.weights())
 
     def _pieces(
-        self, tensors: Mapping[str, Tensor], rows: Mapping[str, Place] | None = None
-    ) -> dict[str, Tensor | Piece]:
+        self, tensors: Mapping[str, Tensor], rows: Mapping[str, ShardSpec] | None = None
+    ) -> dict[str, Tensor | Shard]:
         """`rows`: where tensors are parts of parameters that lie whole on each rank."""
         if self.mesh.world == 1:
             return dict(tensors)
         own = rows or places(self.policy, self.mesh)
-        found: dict[str, Tensor | Piece] = {}
+        found: dict[str, Tensor | Shard] = {}
         for key, tensor in tensors.items():
             name = key if key in own else key.rpartition(".")[0]
-            place = own[name] if tensor.ndim == len(own[name].whole) else Place.all_of(tensor.shape)
+            place = (
+                own[name] if tensor.ndim == len(own[name].whole) else ShardSpec.full(tensor.shape)
+            )
             if (rows or name in self._counted) and tensor.numel():
-                found[key] = Piece(tensor, place)
+                found[key] = Shard(tensor, place)
         return found
 
     def _here(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return source if self.mesh.world == 1 else Here(source, places(self.policy, self.mesh))
+        return (
+            source if self.mesh.world == 1 else LocalShards(source, places(self.policy, self.mesh))
+        )
 
     def _gathered(self, batches: Sequence[PairBatch], pairs: int | None) -> dict[str, Tensor]:
         """Columns of all pairs of the step, on every rank."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import Piece, Place
+from rather.checkpoint.sharded_tensors import Shard, ShardSpec
 
 GROUPS = 3
 os.fsync = lambda _: (
@@ -40,10 +40,10 @@ def save_by_ranks(run_dir: Path, step: int, content: float) -> None:
         written = {}
         for rank in range(2):
             halves = {
-                f"layer.{i}": Piece(torch.full((8,), content), Place((16,), (8 * rank,), (8,)))
+                f"layer.{i}": Shard(torch.full((8,), content), ShardSpec((16,), (8 * rank,), (8,)))
                 for i in range(GROUPS)
             }
-            doubled = {name: Piece(half.tensor * 2, half.place) for name, half in halves.items()}
+            doubled = {name: Shard(half.tensor * 2, half.spec) for name, half in halves.items()}
             written |= checkpoint.write_groups(
                 folder, {"model": halves, "optimizer": doubled}, rank=rank
             )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import Piece, Place
+from rather.checkpoint.sharded_tensors import Shard, ShardSpec
 from rather.cluster import writing
 from rather.cluster.worker import ActorWorker
 from rather.errors import DiskError, NonFiniteError
@@ -197,7 +197,9 @@ def two_writers(draft: checkpoint.Draft, way: str) -> checkpoint.Written:
     for rank in range(2):
         half = torch.full((4,), float(rank))
         writer = writing.Writer("actor_train", rank, 2, way, logging.getLogger("test"))
-        writer.write(draft.folder, {"model": {"w": Piece(half, Place((8,), (4 * rank,), (4,)))}})
+        writer.write(
+            draft.folder, {"model": {"w": Shard(half, ShardSpec((8,), (4 * rank,), (4,)))}}
+        )
         half.fill_(9.0)
     return checkpoint.collected(
         draft.folder, ["actor_train-00000", "actor_train-00001"], LONG, lambda: False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rather.checkpoint.sharded_tensors import Piece, Place
+from rather.checkpoint.sharded_tensors import Shard, ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pack import pack
@@ -187,9 +187,9 @@ def whole(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
     found: dict[str, int] = {}
     for pieces in parts:
         for name, piece in pieces.items():
-            own = piece if isinstance(piece, Piece) else Piece(piece, Place.all_of(piece.shape))
-            into = tensors.setdefault(name, own.tensor.new_empty(own.place.whole))
-            into[own.place.slices] = own.tensor
+            own = piece if isinstance(piece, Shard) else Shard(piece, ShardSpec.full(piece.shape))
+            into = tensors.setdefault(name, own.tensor.new_empty(own.spec.whole))
+            into[own.spec.slices] = own.tensor
             found[name] = found.get(name, 0) + own.tensor.numel()
     assert found == {name: tensor.numel() for name, tensor in tensors.items()}
     return tensors
@@ -216,9 +216,9 @@ def differences(got: Outcome, expected: Outcome) -> tuple[float, float, float]:
     return losses, norms, weights
 
 
-def _detached(piece: Tensor | Piece) -> Tensor | Piece:
-    if isinstance(piece, Piece):
-        return Piece(piece.tensor.detach().clone(), piece.place)
+def _detached(piece: Tensor | Shard) -> Tensor | Shard:
+    if isinstance(piece, Shard):
+        return Shard(piece.tensor.detach().clone(), piece.spec)
     return piece.detach().clone()
 
 

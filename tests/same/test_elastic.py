@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import Piece
+from rather.checkpoint.sharded_tensors import Shard
 from rather.config.strategies import Layout
 from rather.parallel.apply import build_mesh, divide
 from rather.parallel.shard import STAGES
@@ -91,8 +91,8 @@ def resume(layout: Layout, path: Path, make: Make = trainer_on) -> Resumed:
     return copied[0], copied[1], numbers, losses
 
 
-def _copied(piece: Tensor | Piece) -> Tensor | Piece:
-    return Piece(piece.tensor.clone(), piece.place) if isinstance(piece, Piece) else piece.clone()
+def _copied(piece: Tensor | Shard) -> Tensor | Shard:
+    return Shard(piece.tensor.clone(), piece.spec) if isinstance(piece, Shard) else piece.clone()
 
 
 def on(layout: Layout, work: Any, path: Path, make: Make = trainer_on) -> list[Any]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, FalconForCausalLM
 
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import Stored
+from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.schema import ModelArgs
 from rather.config.strategies import Layout
 from rather.data.pack import pack
@@ -148,7 +148,7 @@ def write(folder: Path, layout: Layout, pieces: Path, target: Path) -> None:
     if dist.get_rank() == 0:
         export.LARGEST_FILE = 20_000
         model: Any = policy.stages[0].causal_lm if isinstance(policy, Stages) else policy.causal_lm  # type: ignore[union-attr]
-        stored = Stored(sorted(pieces.iterdir()))
+        stored = ShardedFiles(sorted(pieces.iterdir()))
         export_stored(model, stored, AutoTokenizer.from_pretrained(folder), target, "card")
 
 
@@ -223,7 +223,7 @@ def memory(
             model: Any = policy.causal_lm
             export_stored(
                 model,
-                Stored(sorted(pieces.iterdir())),
+                ShardedFiles(sorted(pieces.iterdir())),
                 AutoTokenizer.from_pretrained(folder),
                 target,
                 "card",

@@ -127,7 +127,7 @@ def test_a_pickled_adapter(
             *command
         )
     (adapter / WEIGHTS).write_bytes(pickled)
-    assert "adapter_model.safetensors: is no file of tensors" in refused("train", file)
+    assert "adapter_model.safetensors: is not a readable safetensors file" in refused("train", file)
     for name in (CONFIG, PICKLED):
         shutil.copy(adapter / name, model / name)
     assert "holds an adapter" in refused("train", config())
