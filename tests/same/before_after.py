@@ -2,16 +2,18 @@
 
     python -m tests.same.before_after [cells ...] [--keep FOLDER]
 
-For each cell, `rather train` runs a tiny model from a git worktree of 65f1673 and from this working tree. Metrics,
-every file of tensors in the last checkpoint, its state and the exported model must be equal to the bit. Cells marked
-with `resume` also let this tree resume the old commit's checkpoint of step 2, with the caches that the old commit
-wrote, and refuse to do so when the template, the loss or the batch has changed. A difference exits with status 1.
+For each cell, `rather train` runs a tiny model from a git worktree of 65f1673 and from this working
+tree. Metrics, every file of tensors in the last checkpoint, its state and the exported model must
+be equal to the bit. Cells marked with `resume` also let this tree resume the old commit's
+checkpoint of step 2, with the caches that the old commit wrote, and refuse to do so when the
+template, the loss or the batch has changed. A difference exits with status 1.
 
-`--keep` stores the old commit's runs in a folder and reuses them the next time, which halves the time.
-Seconds per cell on two idle cores, both trees together (plus 2 x 8 for the imports): SECONDS_PER_CELL.
+`--keep` stores the old commit's runs in a folder and reuses them the next time, which halves the
+time. A run takes about 2 s in one process and 5 s on two ranks (the table shows the seconds of
+each), plus 8 s for the imports of each tree: 2 minutes for all cells on two idle cores.
 
-Two differences are intended: the metric `logps/falling` is now `logps/chosen_below_reference`, and the defaults of
-`track_with` and `report_html` changed (the cells set both keys).
+Two differences are intended: the metric `logps/falling` is now `logps/chosen_below_reference`, and
+the defaults of `track_with` and `report_html` changed (the cells set both keys).
 """
 
 from __future__ import annotations
@@ -39,12 +41,18 @@ BASE = "65f1673"
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("run_jobs.py")
 SAVED_AT = 2  # the step whose checkpoint is resumed
-RENAMED = {"logps/falling": "logps/chosen_below_reference"}
+
+
+def current_name(key: str) -> str:
+    """Return today's name of a metric, also of `eval/<metric>`."""
+    return key.replace("logps/falling", "logps/chosen_below_reference")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: what differs from COMMON (dotted keys), on how many ranks, and whether it is also resumed."""
+    """One run: what differs from COMMON (dotted keys), on how many ranks, and whether it is also
+    resumed.
+    """
 
     keys: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
@@ -87,9 +95,10 @@ CELLS = {
     "ipo": Cell({"pref_loss": "ipo"}),
     "orpo": Cell({"pref_loss": "orpo"}),
     "aot": Cell({"pref_loss": "aot"}),
-    "tr-dpo": Cell(TR_DPO, resume=True, refuses={"sync_ref_model=false": "synced reference"}),
+    "tr-dpo": Cell(TR_DPO, resume=True, refuses={"ref_model_mixup_alpha=0.5": "synced reference"}),
     "lean": Cell({"precision": "lean", "actor_train.model_args.dtype": "bf16"}, resume=True),
-    # The log window of three steps is open when step 2 is saved: its sums are part of the checkpoint.
+    # The log window of three steps is open when step 2 is saved: its sums are part of the
+    # checkpoint.
     "resume": Cell({"logging_steps": 3}, resume=True),
     "dp2": Cell(on_two(), ranks=2),
     "zero3": Cell(on_two(strategy_name="zero3"), ranks=2, resume=True),
@@ -155,8 +164,8 @@ class Job:
         return json.dumps(values, indent=1)
 
 
-def run_jobs(tree: Path, jobs: list[Job], inputs: Path) -> list[list[int]]:
-    """Run the jobs one after another with the package of `tree`; return the exit codes of each."""
+def run_jobs(tree: Path, jobs: list[Job], inputs: Path) -> list[tuple[list[int], float]]:
+    """Run the jobs with the package of `tree`; return the exit codes and seconds of each."""
     if not jobs:
         return []
     environment = {
@@ -174,8 +183,7 @@ def run_jobs(tree: Path, jobs: list[Job], inputs: Path) -> list[list[int]]:
         done = subprocess.run(
             command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True
         )
-    codes: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
-    return codes
+    return [(codes, seconds) for codes, seconds in json.loads(done.stdout.splitlines()[-1])]
 
 
 def interrupted_copy(run: Job, folder: Path, cell: Cell, *overrides: str) -> Job:
@@ -200,7 +208,7 @@ def is_time(key: str) -> bool:
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{RENAMED.get(k, k): v for k, v in line.items() if not is_time(k)} for line in lines]
+    return [{current_name(k): v for k, v in line.items() if not is_time(k)} for line in lines]
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -212,7 +220,7 @@ def compare(got: Path, expected: Path) -> list[str]:
     found = []
     for one, other in zip(metrics_of(got), metrics_of(expected), strict=False):
         found += [
-            f"metrics of step {other.get('step')}: {key} is {one.get(key)!r}, was {other.get(key)!r}"
+            f"metrics, step {other.get('step')}: {key} is {one.get(key)!r}, was {other.get(key)!r}"
             for key in sorted(one.keys() | other.keys())
             if json.dumps(one.get(key)) != json.dumps(other.get(key))
         ]
@@ -220,7 +228,9 @@ def compare(got: Path, expected: Path) -> list[str]:
         found.append(f"{len(metrics_of(got))} lines of metrics, were {len(metrics_of(expected))}")
     for name in (f"checkpoint-{COMMON['max_steps']}", "model"):
         found += compare_tensors(got / name, expected / name)
-    found += compare_state(*(path / f"checkpoint-{COMMON['max_steps']}" for path in (got, expected)))
+    found += compare_state(
+        *(path / f"checkpoint-{COMMON['max_steps']}" for path in (got, expected))
+    )
     for name in ("config.json", "tokenizer.json", "adapter_config.json"):
         one, other = got / "model" / name, expected / "model" / name
         if one.exists() != other.exists():
@@ -231,7 +241,7 @@ def compare(got: Path, expected: Path) -> list[str]:
 
 
 def compare_tensors(got: Path, expected: Path) -> list[str]:
-    """Files of tensors must have the same names and bytes; where not, name the tensors that differ."""
+    """Files of tensors must have the same names and bytes; otherwise name the tensors that differ."""
     ours, theirs = tensor_files(got), tensor_files(expected)
     found = [f"{got.name}/{name}: in one of the two" for name in ours.keys() ^ theirs.keys()]
     for name in sorted(ours.keys() & theirs.keys()):
@@ -255,7 +265,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def compare_state(got: Path, expected: Path) -> list[str]:
-    """Everything in state.json must be equal, except `metrics_bytes`, which depends on the digits of times."""
+    """Everything in state.json must be equal, except `metrics_bytes`, which depends on the digits
+    of times.
+    """
     one, other = (
         dict(_leaves("", json.loads((path / "state.json").read_text()))) for path in (got, expected)
     )
@@ -269,7 +281,7 @@ def compare_state(got: Path, expected: Path) -> list[str]:
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _leaves(f"{path}.{RENAMED.get(key, key)}", inner)
+            yield from _leaves(f"{path}.{current_name(key)}", inner)
     else:
         yield path, json.dumps(value)
 
@@ -297,7 +309,7 @@ def has_base() -> bool:
 
 
 def base_runs(names: list[str], keep: Path) -> dict[str, Job]:
-    """Return the old commit's run of each cell; those that `keep` already holds are not repeated."""
+    """Return the old commit's run of each cell; runs found in `keep` are not repeated."""
     inputs = keep / "inputs"
     if not (inputs / "held_out.jsonl").exists():
         make_model(inputs / "base")
@@ -309,42 +321,61 @@ def base_runs(names: list[str], keep: Path) -> dict[str, Job]:
         with base_tree() as tree:
             for job in missing:
                 shutil.rmtree(job.folder, ignore_errors=True)
-            for job, codes in zip(missing, run_jobs(tree, missing, inputs), strict=True):
+            for job, (codes, _) in zip(missing, run_jobs(tree, missing, inputs), strict=True):
                 if any(codes):
                     raise SystemExit(f"{BASE} exits with {codes}:\n{job.log.read_text()[-3000:]}")
     return jobs
 
 
-def check(names: list[str], keep: Path, work: Path) -> dict[str, list[str]]:
-    """Run the cells from both trees; return the differences of each run."""
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one run of this tree."""
+
+    good: str  # what it should do: "same bits" or "refused"
+    seconds: float
+    differences: list[str]
+
+
+def check(names: list[str], keep: Path, work: Path) -> dict[str, Outcome]:
+    """Run the cells from both trees and compare them."""
     base = base_runs(names, keep)
-    runs: dict[str, tuple[Job, str]] = {}  # what is run -> the job, and the field it must refuse
+    runs: dict[str, tuple[Job, Path, str]] = {}  # -> job, the run to equal, the field to refuse
     for name in names:
-        cell = CELLS[name]
-        runs[name] = Job(work / name, cell), ""
+        cell, before = CELLS[name], base[name]
+        runs[name] = Job(work / name, cell), before.run_dir, ""
         if cell.resume:
-            runs[f"{name}, resumed"] = (
-                interrupted_copy(base[name], work / f"{name}-resumed", cell),
-                "",
-            )
+            copy = interrupted_copy(before, work / f"{name}-resumed", cell)
+            runs[f"{name}, resumed"] = copy, before.run_dir, ""
         for override, refused in cell.refuses.items():
-            copy = interrupted_copy(base[name], work / f"{name}-{override}", cell, override)
-            runs[f"{name}, {override}"] = copy, refused
-    codes = run_jobs(ROOT, [job for job, _ in runs.values()], keep / "inputs")
-    results: dict[str, list[str]] = {}
-    for (what, (job, refused)), code in zip(runs.items(), codes, strict=True):
-        log = job.log.read_text()
+            copy = interrupted_copy(before, work / f"{name}-{override}", cell, override)
+            runs[f"{name}, {override}"] = copy, before.run_dir, refused
+    done = run_jobs(ROOT, [job for job, _, _ in runs.values()], keep / "inputs")
+    outcomes = {}
+    for (what, (job, before_dir, refused)), (codes, seconds) in zip(
+        runs.items(), done, strict=True
+    ):
         if refused:
-            named = f"\n  {refused}" in log and "resume.allow=[" in log
-            good = code == [4] and named
-            results[what] = [] if good else [f"not refused: exit {code}\n{log[-1500:]}"]
-        elif any(code):
-            results[what] = [f"exit {code}\n{log[-3000:]}"]
+            outcomes[what] = Outcome("refused", seconds, check_refusal(job, codes, refused))
         else:
-            results[what] = compare(job.run_dir, base[what.partition(",")[0]].run_dir)
-            if "resumed" in what and f"checkpoint-{SAVED_AT}" not in log:
-                results[what].append(f"did not resume:\n{log[-1500:]}")
-    return results
+            found = check_run(job, codes, before_dir, resumed=what.endswith("resumed"))
+            outcomes[what] = Outcome("same bits", seconds, found)
+    return outcomes
+
+
+def check_refusal(job: Job, codes: list[int], field: str) -> list[str]:
+    log = job.log.read_text()
+    if codes == [4] and f"\n  {field}" in log and "resume.allow=[" in log:
+        return []
+    return [f"not refused: exit {codes}\n{log[-1500:]}"]
+
+
+def check_run(job: Job, codes: list[int], expected: Path, *, resumed: bool) -> list[str]:
+    log = job.log.read_text()
+    if any(codes):
+        return [f"exit {codes}\n{log[-3000:]}"]
+    if resumed and f"checkpoint-{SAVED_AT}" not in log:
+        return [f"did not resume:\n{log[-1500:]}"]
+    return compare(job.run_dir, expected)
 
 
 def main() -> int:
@@ -359,11 +390,12 @@ def main() -> int:
         keep = options.keep.resolve() if options.keep else Path(temporary) / "base"
         results = check(options.cells or list(CELLS), keep, Path(temporary) / "head")
     width = max(map(len, results))
-    for what, differences in results.items():
-        print(f"{what:{width}}  {'DIFFERENT' if differences else 'same bits'}")
-        print("".join(f"    {line}\n" for line in differences[:12]), end="")
+    for what, outcome in results.items():
+        verdict = "DIFFERENT" if outcome.differences else outcome.good
+        print(f"{what:{width}}  {verdict:9}  {outcome.seconds:5.1f} s")
+        print("".join(f"    {line}\n" for line in outcome.differences[:12]), end="")
     print(f"{time.monotonic() - started:.0f} s")
-    return int(any(results.values()))
+    return int(any(outcome.differences for outcome in results.values()))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Run `rather train` several times with one import of torch; a script for `tests.same.before_after`.
+"""Run `rather train` several times with one import of torch; a script for
+`tests.same.before_after`.
 
     python -P tests/same/run_jobs.py jobs.json
 
-It imports whichever `rather` PYTHONPATH points to and nothing from the tests, so that it can run an older
-version of the package. Each job gets new processes, forked from this one: one process, or as many ranks as the
-job asks for, each with the environment that torchrun would give it. The exit codes are printed as JSON.
+It imports whichever `rather` PYTHONPATH points to and nothing from the tests, so that it can run an
+older version of the package. Each job gets new processes, forked from this one: one process, or as
+many ranks as the job asks for, each with the environment that torchrun would give it. Exit codes
+and seconds are printed as JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +34,11 @@ def main() -> None:
     print(json.dumps([run(job) for job in jobs]))
 
 
-def run(job: dict[str, Any]) -> list[int]:
-    """Run one job and return the exit code of each of its processes."""
+def run(job: dict[str, Any]) -> tuple[list[int], float]:
+    """Run one job; return the exit code of each of its processes, and the seconds it took."""
     import torch.distributed as dist
 
+    started = time.monotonic()
     common: dict[str, str] = {}
     if job["ranks"] > 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -55,7 +59,7 @@ def run(job: dict[str, Any]) -> list[int]:
         children[-1].start()
     for child in children:
         child.join()
-    return [child.exitcode or 0 for child in children]
+    return [child.exitcode or 0 for child in children], time.monotonic() - started
 
 
 def train(job: dict[str, Any], environment: dict[str, str]) -> None:
