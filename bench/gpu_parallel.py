@@ -58,7 +58,7 @@ from rather.parallel.load import DTYPES, load_divided, load_policy
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import STAGES
 from rather.parallel.tensor import check_split
-from rather.train.rank_trainer import RankTrainer, Whole
+from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 
 BUDGET = 1024  # tokens of a micro-batch; of the yardstick's twice as many
 SCALE = 0.25  # of the lengths: sequences of up to 512 tokens
@@ -164,7 +164,7 @@ def trainer_of(way: Way, work: Work) -> RankTrainer:
     whole = isinstance(divided, PolicyModel)
     if "tp" in way.axes and whole:
         check_split(divided.causal_lm.config, mesh, sequence_parallel=way.layout.sequence_parallel)
-    runner = Whole(divided, STAGES[way.layout.stage]) if whole else None
+    runner = WholeModelRunner(divided, STAGES[way.layout.stage]) if whole else None
     optimizer = _optimizer(divided, DTYPES[work.dtype])
     return RankTrainer(divided, _loss(), optimizer, mesh=mesh, runner=runner)
 

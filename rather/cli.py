@@ -266,7 +266,7 @@ def _dry_run(pipeline: Any) -> int:
     pipeline.initialize()
     first = next(pipeline.steps())
     typer.echo(
-        f"{len(pipeline.data.train)} pairs, {pipeline.total_steps} steps of {pipeline.order.batch} pairs; the first "
+        f"{len(pipeline.data.train)} pairs, {pipeline.total_steps} steps of {pipeline.source.order.batch} pairs; the first "
         f"packs {first.tokens} tokens into {len(first.policy)} micro-batches. "
         "Nothing was trained; only the data cache was written."
     )

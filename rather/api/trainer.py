@@ -43,10 +43,10 @@ from rather.parallel.apply import build_mesh, divide
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
-from rather.pipeline.evaluation import joined
+from rather.pipeline.evaluation import concatenate
 from rather.pipeline.sanity_checks import refuse_columns
 from rather.tracking import NoTracker, RunTracker, check_installed
-from rather.train.rank_trainer import RankTrainer, StepResult, Whole
+from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,11 @@ class DPOTrainer:
             divided = divide(
                 whole, mesh, placing, compute=compute, recompute=placing.recompute or "none"
             )
-        runner = Whole(divided, STAGES[placing.stage]) if isinstance(divided, PolicyModel) else None
+        runner = (
+            WholeModelRunner(divided, STAGES[placing.stage])
+            if isinstance(divided, PolicyModel)
+            else None
+        )
         return RankTrainer(divided, self.loss, mesh=mesh, runner=runner, count_zeros=trains)
 
     # --- losses ---
@@ -262,8 +266,8 @@ class DPOTrainer:
 
     def _judge(self, result: StepResult, total_steps: int | None) -> None:
         """on_nonfinite and max_nonfinite_steps, as in a run."""
-        if result.held != "nonfinite":
-            self.nonfinite = self.nonfinite if result.held else 0
+        if result.skip_reason != "nonfinite":
+            self.nonfinite = self.nonfinite if result.skip_reason else 0
             return
         self.nonfinite += 1
         told = (
@@ -410,7 +414,7 @@ class DPOTrainer:
         every, window = PairFacts.joined(facts), Window()
         self._refuse_columns("evaluation", every)
         sums = rank.score(
-            every, joined(policy), joined(reference) if reference else None
+            every, concatenate(policy), concatenate(reference) if reference else None
         )  # some losses sort all pairs
         window.add(sums, pairs=len(every.weight), tokens=0)
         return window.means()

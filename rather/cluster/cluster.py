@@ -28,7 +28,7 @@ from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleCo
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.errors import BatchTooLarge, ConfigError, DiskError, HangError, RatherError, WorkerLost
-from rather.train.nonfinite import Limits
+from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Cluster:
         batches: Sequence[PairBatch],
         reference: Columns | None,
         *,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult:
         facts = PairFacts.of_step(batches)
         own = shares(batches, self.layout.dp)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rather.config.schema import RoleConfig
 from rather.data.batch import Columns, PairBatch, PairFacts
-from rather.train.nonfinite import Limits
+from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
 
 
@@ -51,7 +51,7 @@ class Role(Protocol):
         batches: Sequence[PairBatch],
         reference: Columns | None,
         *,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult: ...
 
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns: ...

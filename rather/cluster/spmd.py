@@ -25,7 +25,7 @@ from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.errors import ConfigError, DiskError
-from rather.train.nonfinite import Limits
+from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class SpmdCluster:
         batches: Sequence[PairBatch],
         reference: Columns | None,
         *,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult:
         with _not_repeated():
             return self.worker.train_step(

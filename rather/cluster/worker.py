@@ -40,8 +40,8 @@ from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
 from rather.plan.measured import Peak
 from rather.plan.speed import worth_compiling
-from rather.train.nonfinite import Limits
-from rather.train.rank_trainer import RankTrainer, Runner, StepResult, Whole
+from rather.train.nonfinite import StepLimits
+from rather.train.rank_trainer import RankTrainer, Runner, StepResult, WholeModelRunner
 
 RECOMPUTED = {
     "none": "kept",
@@ -151,7 +151,7 @@ class ActorWorker:
     def _runner(self, policy: PolicyModel) -> Runner:
         if self.layout.canonical:
             return Canonical(policy, self.mesh, self.device)
-        return Whole(policy, STAGES[self.layout.stage])
+        return WholeModelRunner(policy, STAGES[self.layout.stage])
 
     def _loaded(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
         (name, args), lean = self.source, self.config.precision == "lean"
@@ -267,7 +267,7 @@ class ActorWorker:
         batches: Sequence[PairBatch],
         reference: Columns | None,
         facts: PairFacts | None = None,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult:
         """`reference`, `facts` and `limits` are those of the whole step, the micro-batches this rank's own."""
         try:

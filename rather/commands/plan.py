@@ -115,12 +115,12 @@ def _pairs(config: DPOConfig) -> Pairs:
     from rather.data.prepare import prepare
     from rather.errors import RatherError
     from rather.pipeline.forecast import pairs_of
-    from rather.pipeline.steps import Course
+    from rather.pipeline.steps import PreparedSteps
     from rather.plan.forecast import assumed_pairs
 
     try:
         check_paths(config)
-        return pairs_of(Course.of(config, prepare(config)))
+        return pairs_of(PreparedSteps.of(config, prepare(config)))
     except RatherError as error:
         return assumed_pairs(config, str(error).splitlines()[0])
 

@@ -24,7 +24,7 @@ from rather.data.sandboxed import encoder_of
 from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.model.generate import Answer
-from rather.pipeline.evaluation import BrokenOff
+from rather.pipeline.evaluation import Interrupted
 from rather.tracking.json_lines import strict_json
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Answers:
         """It has moved."""
         self._reference = None
 
-    def forget_untold(self) -> None:
+    def forget_unlogged(self) -> None:
         """Lines of evaluations that metrics.jsonl no longer tells: they come again."""
         if not self.file.exists():
             return
@@ -127,7 +127,7 @@ class Answers:
         found: list[Answer] = []
         for first in range(0, len(self.ids), AT_ONCE):
             if stopped():
-                raise BrokenOff
+                raise Interrupted
             found += self._fitting(role, self.ids[first : first + AT_ONCE])
         role.release()
         return [self._cut(answer) for answer in found]

@@ -1,4 +1,4 @@
-"""Evaluation sets, whole: weighted by pairs, no remainder dropped."""
+"""Evaluation of whole sets: weighted by pairs, no remainder dropped."""
 
 from __future__ import annotations
 
@@ -11,32 +11,41 @@ from rather.cluster.role import Role
 from rather.data.batch import Columns, PairFacts
 from rather.data.pairs import PairDataset
 from rather.losses.metrics import Window
-from rather.pipeline.reference_stream import Asking
+from rather.pipeline.oom import OutOfMemoryRetry
+from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import EVALUATION_CHUNK, Packing
 
 
-class BrokenOff(Exception):
-    """The run was asked to end meanwhile."""
+class Interrupted(Exception):
+    """The run was asked to stop during an evaluation."""
 
 
 class Evaluation:
-    """A reference that stays frozen is asked once in a run. `stopped` is asked between chunks."""
+    """Evaluates whole sets. A reference that stays frozen is asked once in a run.
+
+    `stopped` is asked between chunks, and ends an evaluation with Interrupted.
+    """
 
     stopped: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
-        self, policy: Role, asking: Asking, packing: Packing, sets: Mapping[str, PairDataset]
+        self,
+        policy: Role,
+        reference: ReferenceStream,
+        packing: Packing,
+        retry: OutOfMemoryRetry,
+        sets: Mapping[str, PairDataset],
     ) -> None:
-        self.policy, self.asking, self.packing, self.sets = policy, asking, packing, sets
-        self.memory = asking.memory
+        self.policy, self.reference, self.packing = policy, reference, packing
+        self.retry, self.sets = retry, sets
         self._reference: dict[str, list[Columns]] = {}
 
-    def record(self) -> dict[str, float | int]:
-        """The metrics of all sets; empty without any set."""
+    def record(self, step: int) -> dict[str, float | int]:
+        """Return the metrics of all sets."""
         faults.point("evaluate")
         record: dict[str, float | int] = {}
         for name, dataset in self.sets.items():
-            facts, policy, reference = self._columns(name, dataset)
+            facts, policy, reference = self._columns(name, dataset, step)
             window = Window()
             window.add(self.policy.score(facts, policy, reference), pairs=len(dataset), tokens=0)
             prefix = f"eval/{name}/" if name else "eval/"
@@ -46,30 +55,30 @@ class Evaluation:
         return record
 
     def forget_reference(self) -> None:
-        """It has moved."""
+        """Discard the reference log-probs: the reference has changed."""
         self._reference.clear()
 
     def _columns(
-        self, name: str, dataset: PairDataset
+        self, name: str, dataset: PairDataset, number: int
     ) -> tuple[PairFacts, Columns, Columns | None]:
-        """Facts and log-probs of a whole set, a few numbers a pair: some losses sort it."""
+        """Return facts and log-probs of a whole set, a few numbers per pair: some losses sort it."""
         facts: list[PairFacts] = []
         policy: list[Columns] = []
         known = self._reference.setdefault(name, [])
-        for number, first in enumerate(range(0, len(dataset), EVALUATION_CHUNK)):
+        for chunk, first in enumerate(range(0, len(dataset), EVALUATION_CHUNK)):
             if self.stopped():
-                raise BrokenOff
+                raise Interrupted
             pairs = dataset.take(range(first, min(first + EVALUATION_CHUNK, len(dataset))))
-            step = self.packing.to_evaluate(pairs)
+            step = self.packing.to_evaluate(pairs, number)
             facts.append(PairFacts.of_step(step.policy))
-            ask = self.policy.compute_log_probs
-            policy.append(self.memory.without_gradients(self.policy, pairs, step.policy, ask))
+            compute = self.policy.compute_log_probs
+            policy.append(self.retry.without_gradients(self.policy, step, compute))
             faults.point("evaluate.reference")
-            if number == len(known) and (columns := self.asking.columns(step)):
+            if chunk == len(known) and (columns := self.reference.columns(step)):
                 known.append(columns)
-        return PairFacts.joined(facts), joined(policy), joined(known) if known else None
+        return PairFacts.joined(facts), concatenate(policy), concatenate(known) if known else None
 
 
-def joined(parts: Sequence[Columns]) -> Columns:
-    """Of pairs one after another."""
+def concatenate(parts: Sequence[Columns]) -> Columns:
+    """Join the columns of consecutive pairs."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

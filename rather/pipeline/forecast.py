@@ -14,14 +14,14 @@ from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.model.sizes import sizes_of
-from rather.pipeline.steps import Course
+from rather.pipeline.steps import PreparedSteps
 from rather.plan.forecast import SAMPLE, Forecast, Pairs, compiles, forecast
 from rather.plan.memory import Device
 from rather.plan.speed import GPUS, listed_speed
 
 
 def forecast_of(
-    config: DPOConfig, course: Course, roles: Roles, *, reference: bool
+    config: DPOConfig, source: PreparedSteps, roles: Roles, *, reference: bool
 ) -> Forecast | None:
     """None where the model's config tells no sizes: loading it says why. `reference`: whether its model is loaded."""
     args = config.actor_train.model_args
@@ -29,7 +29,7 @@ def forecast_of(
         sizes = sizes_of(config.actor_train.model_path, args)
     except ConfigError:
         return None
-    pairs, device = pairs_of(course), _device_of(config, roles)
+    pairs, device = pairs_of(source), _device_of(config, roles)
     name, speed = gpu_here(device.kind), None
     if name:
         speed = listed_speed(
@@ -38,17 +38,17 @@ def forecast_of(
     return forecast(config, sizes, device, pairs, speed, reference=reference)
 
 
-def pairs_of(course: Course) -> Pairs:
+def pairs_of(source: PreparedSteps) -> Pairs:
     """Those of the first steps stand for all."""
-    train, evals = course.data.train, course.data.evals
+    train, evals = source.data.train, source.data.evals
     files = {dataset.file.path for dataset in (train, *evals.values())}
-    steps = range(min(SAMPLE, course.total_steps))
+    steps = range(min(SAMPLE, source.total_steps))
     return Pairs(
         count=len(train),
         held_out=sum(map(len, evals.values())),
-        steps=course.total_steps,
-        epochs=course.epoch_at(course.total_steps),
-        sample=[course.pairs_after(step) for step in steps],
+        steps=source.total_steps,
+        epochs=source.epoch_at(source.total_steps),
+        sample=[source.pairs_after(step) for step in steps],
         largest=int(train.tokens.max()),
         data_bytes=sum(path.stat().st_size for path in files),
     )

@@ -1,146 +1,145 @@
-"""Guard: what becomes of a step whose numbers are none, or far from those before. Its weights were not touched.
+"""Guard: decides what happens after a step with NaN, Inf or a spike. The workers have not applied such a step.
 
-Every driver judges by the same numbers, so all come to the same decision.
+Every driver decides by the same numbers, so all drivers decide the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from rather.checkpoint.checkpoint import Checkpoint
-from rather.config.schema import DPOConfig
+from rather.config.schema import SpikeArgs
 from rather.errors import NonFiniteError
 from rather.pipeline.progress import Progress
 from rather.pipeline.saving import Saving
-from rather.pipeline.steps import Course, Step
+from rather.pipeline.steps import Step, StepSource
 from rather.run_folder.incidents import Incidents
-from rather.train.nonfinite import NOTHING_PASSES, Limits, Trouble
+from rather.train.nonfinite import NOTHING_PASSES, StepLimits
 from rather.train.rank_trainer import StepResult
 
 log = logging.getLogger(__name__)
 
 MOST_PAIRS = 256  # listed in one incident
-FIX = "Look at the pairs and layers in incidents.jsonl; lower the learning rate, or train in bf16 or fp32."
+FIX = (
+    "Look at the pairs and layers in incidents.jsonl; lower the learning rate, or train in bf16 or "
+    "fp32."
+)
 
 
 class Guard:
-    """on_nonfinite, max_nonfinite_steps and spike."""
+    """Applies on_nonfinite, max_nonfinite_steps and spike."""
 
-    def __init__(self, config: DPOConfig, course: Course, incidents: Incidents) -> None:
-        self.config, self.course, self.incidents = config, course, incidents
+    def __init__(
+        self,
+        on_nonfinite: str,
+        max_nonfinite_steps: int,
+        spike: SpikeArgs | None,
+        source: StepSource,
+        incidents: Incidents,
+    ) -> None:
+        self.on_nonfinite, self.spike = on_nonfinite, spike
+        self.max_nonfinite_steps = min(
+            max_nonfinite_steps, source.total_steps or max_nonfinite_steps
+        )
+        self.source, self.incidents = source, incidents
 
     @property
-    def goes_back(self) -> bool:
-        spike = self.config.spike
-        return self.config.on_nonfinite == "rollback" or (
-            spike is not None and spike.action == "rollback"
-        )
+    def rolls_back(self) -> bool:
+        return "rollback" in (self.on_nonfinite, self.spike and self.spike.action)
 
-    def wants_checkpoint(self, progress: Progress, saving: Saving) -> bool:
-        """To go back to: of the start, also from another run's checkpoint, and of what a rollback left to remember."""
-        went_back = progress.step in (to for to, _ in progress.rollbacks[-1:])
-        return self.goes_back and (went_back or not saving.has_own)
+    def needs_checkpoint(self, progress: Progress, saving: Saving) -> bool:
+        """Return whether to save before the first step, so that there is a checkpoint to return to."""
+        just_rolled_back = progress.step in (to for to, _ in progress.rollbacks[-1:])
+        return self.rolls_back and (just_rolled_back or not saving.has_own)
 
-    def limits(self, progress: Progress, step: Step) -> Limits | None:
-        """What the workers hold loss and gradient norm against before they take the step."""
-        if step.number in progress.left_out:
+    def limits(self, progress: Progress, step: Step) -> StepLimits | None:
+        """Return the loss and gradient norm above which the workers do not apply the step."""
+        if step.number in progress.steps_to_skip:
             return NOTHING_PASSES
-        spike = self.config.spike
+        spike = self.spike
         return progress.history.limits(spike) if spike and spike.action != "log" else None
 
-    def passes(self, progress: Progress, step: Step, result: StepResult) -> bool:
-        """Whether the run goes on from this step; else it goes back. Raises where it must end."""
-        if step.number in progress.left_out:
-            log.info("step %d is left out: the run went back because of it", step.number)
+    def accepts(self, progress: Progress, step: Step, result: StepResult) -> bool:
+        """Return whether training continues after this step; if not, it rolls back. Raises if the run must end."""
+        if step.number in progress.steps_to_skip:
+            log.info("Step %d is skipped: it caused a rollback.", step.number)
             return True
-        if result.trouble:
-            return self._skips(progress, step, result, result.trouble)
-        if result.held != "overflow":
+        if result.nonfinite:
+            return self._accepts_nonfinite(progress, step, result)
+        if result.skip_reason != "overflow":
             progress.nonfinite = 0
-        return self._is_calm(progress, step, result)
+        return self._accepts_spike(progress, step, result)
 
-    def _skips(self, progress: Progress, step: Step, result: StepResult, trouble: Trouble) -> bool:
-        action, most = (
-            self.config.on_nonfinite,
-            min(self.config.max_nonfinite_steps, self.course.total_steps),
-        )
+    def _accepts_nonfinite(self, progress: Progress, step: Step, result: StepResult) -> bool:
+        found, action, most = result.nonfinite, self.on_nonfinite, self.max_nonfinite_steps
+        assert found is not None
         progress.nonfinite += 1
-        told = f"step {step.number}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}"
-        self.incidents.add(
-            "nonfinite",
-            step.number,
-            action=action,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            ranks=trouble.ranks,
-            layers=trouble.layers,
-            layers_lost=trouble.layers_lost,
-            **self._listed(step, trouble.pairs),
-        )
-        log.warning("%s; the step was not taken, the weights are untouched", told)
+        # If only the sum of the gradients is not finite, any pair of the step may be the cause.
+        places = found.pairs or range(len(step.pairs))
+        facts: dict[str, Any] = {
+            "action": action,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "ranks": found.ranks,
+            "layers": found.layers,
+            "layers_lost": found.layers_lost,
+            "found": "pairs" if found.pairs else "step",
+            "pair_count": len(places),
+            "pairs": self.source.describe_pairs(step, places[:MOST_PAIRS]),
+        }
+        self.incidents.add("nonfinite", step.number, **facts)
+        text = f"step {step.number}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}"
+        log.warning("%s; the step was not applied, the weights are unchanged", text)
         if action == "stop":
-            raise NonFiniteError(
-                f"{told} (on_nonfinite: stop); the weights were not touched. {FIX}"
-            )
+            raise NonFiniteError(f"{text} (on_nonfinite: stop); the weights are unchanged. {FIX}")
         if action == "skip" and progress.nonfinite >= most:
             raise NonFiniteError(
-                f"{told}, the last of {most} such steps in a row (max_nonfinite_steps). {FIX}"
+                f"{text}, the last of {most} such steps in a row (max_nonfinite_steps). {FIX}"
             )
         return action != "rollback"
 
-    def _is_calm(self, progress: Progress, step: Step, result: StepResult) -> bool:
-        spike = self.config.spike
-        if spike is None:
+    def _accepts_spike(self, progress: Progress, step: Step, result: StepResult) -> bool:
+        if self.spike is None:
             return True
-        limits = progress.history.limits(spike)
-        progress.history.add(result.loss, result.grad_norm, spike.window)
-        if result.held == "overflow" or not limits.exceeded(result.loss, result.grad_norm):
+        limits = progress.history.limits(self.spike)
+        progress.history.add(result.loss, result.grad_norm, self.spike.window)
+        if result.skip_reason == "overflow" or not limits.exceeded(result.loss, result.grad_norm):
             return True
-        numbers = {"loss": result.loss, "grad_norm": result.grad_norm}
-        usual = {"loss_limit": limits.loss, "grad_norm_limit": limits.grad_norm}
-        self.incidents.add("spike", step.number, action=spike.action, **numbers, **usual)
-        taken = "taken" if spike.action == "log" else "not taken"
-        told = (step.number, result.loss, limits.loss, result.grad_norm, limits.grad_norm, taken)
-        log.warning(
-            "step %d: a spike: loss %.4g (limit %.4g), gradient norm %.4g (limit %.4g); it was %s",
-            *told,
+        self.incidents.add(
+            "spike",
+            step.number,
+            action=self.spike.action,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            loss_limit=limits.loss,
+            grad_norm_limit=limits.grad_norm,
         )
-        return spike.action != "rollback"
+        log.warning(
+            "step %d: a spike: loss %.4g (limit %.4g), gradient norm %.4g (limit %.4g); the step was %s",
+            *(step.number, result.loss, limits.loss, result.grad_norm, limits.grad_norm),
+            "applied" if self.spike.action == "log" else "not applied",
+        )
+        return self.spike.action != "rollback"
 
-    def _listed(self, step: Step, places: Sequence[int]) -> dict[str, Any]:
-        """Pairs as their owner knows them. Where only the sum of gradients is no number, it may be any of the step."""
-        listed = list(places or range(len(step.pairs)))
-        train, files = self.course.data.train, self.course.data.report["train"]["files"]
-        rows = self.course.order.step(step.number - 1)
-        sources, numbers = train.column("source")[rows], train.column("number")[rows]
-        named = []
-        for place in listed[:MOST_PAIRS]:
-            own = {"id": step.pairs[place].id} if step.pairs[place].id else {}
-            file = files[sources[place]]
-            named.append({**own, "file": file["path"], file["unit"]: int(numbers[place])})
-        return {"found": "pairs" if places else "step", "pair_count": len(listed), "pairs": named}
-
-    def gone_back(
+    def roll_back(
         self, saving: Saving, progress: Progress, step: Step
     ) -> tuple[Checkpoint, Progress]:
-        """To the newest good checkpoint. The step that led back is left out when it comes again."""
+        """Restore the newest good checkpoint. The step that caused it is skipped when it comes again."""
         newest = saving.newest()
         if newest is None or newest.step in (to for to, _ in progress.rollbacks):
-            where = (
-                f"step {newest.step}, to which it went back before"
+            reason = (
+                f"the run already rolled back to step {newest.step}, the newest checkpoint"
                 if newest
-                else "anywhere: no checkpoint is good"
+                else "no checkpoint is good"
             )
-            raise NonFiniteError(f"step {step.number}: the run cannot go back to {where}. {FIX}")
-        before = [*progress.rollbacks, [newest.step, step.number]]
+            raise NonFiniteError(f"step {step.number}: cannot roll back: {reason}. {FIX}")
+        rollbacks = [*progress.rollbacks, [newest.step, step.number]]
         self.incidents.add("rollback", step.number, to=newest.step)
         log.warning(
-            "step %d: back to step %d; it will be left out when it comes again",
-            step.number,
-            newest.step,
+            "step %d: rolling back to step %d; step %d will be skipped when it comes again",
+            *(step.number, newest.step, step.number),
         )
         restored = saving.restore(newest)
-        restored.rollbacks = before
+        restored.rollbacks = rollbacks
         return newest, restored

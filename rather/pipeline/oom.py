@@ -1,7 +1,4 @@
-"""Smaller micro-batches where memory falls short: the results are the same. For a role of one rank only.
-
-Of several ranks one that runs out of memory leaves the others in a collective: there it ends the run.
-"""
+"""Retry work that ran out of memory in smaller micro-batches: the results are the same."""
 
 from __future__ import annotations
 
@@ -12,55 +9,57 @@ from typing import TypeVar
 
 import torch
 
-from rather import faults
 from rather.cluster.oom_report import largest, sentence, shortage
 from rather.cluster.role import Role
-from rather.cluster.spmd import SpmdCluster
-from rather.data.batch import PairBatch, TokenPair
+from rather.data.batch import PairBatch
 from rather.errors import BatchTooLarge, MemoryShortage
-from rather.pipeline.steps import Packing
+from rather.pipeline.steps import Packing, Step
 from rather.run_folder.incidents import Incidents
 
 log = logging.getLogger(__name__)
 
-SMALLEST_BUDGET = 512  # tokens of a micro-batch that running out of memory leads to
+SMALLEST_BUDGET = 512  # tokens; micro-batches are not made smaller than this
 
 T = TypeVar("T")
 Batches = Sequence[PairBatch]
 
 
-class Memory:
-    """Repeats work that ran out of memory, in smaller pieces."""
+class OutOfMemoryRetry:
+    """Repeats work with smaller micro-batches, and remembers the size that fitted in `packing`."""
 
     def __init__(self, packing: Packing, incidents: Incidents) -> None:
         self.packing, self.incidents = packing, incidents
 
-    def without_gradients(
-        self,
-        worker: Role,
-        pairs: Sequence[TokenPair],
-        batches: Batches,
-        work: Callable[[Batches], T],
-    ) -> T:
-        """`work` on pairs that the worker's role only looks at."""
-        role, most = worker.worker_config, self.packing.without_gradients_tokens
-        pack = partial(self.packing.without_gradients, pairs, role)
-        result, most[worker.role] = self.fitting(
-            worker, batches, self.packing.most_tokens(role), pack, work
-        )
+    def train(self, worker: Role, step: Step, work: Callable[[Batches], T]) -> T:
+        """Return what `work` makes of the step's micro-batches for training."""
+        budget = self.packing.train_tokens
+        assert budget is not None
+        pack = partial(self.packing.policy, step.pairs)
+        result, self.packing.train_tokens = self._fit(worker, step, step.policy, budget, pack, work)
         return result
 
-    def fitting(
+    def without_gradients(self, worker: Role, step: Step, work: Callable[[Batches], T]) -> T:
+        """Return what `work` makes of the micro-batches that this role only evaluates."""
+        role, batches = worker.worker_config, step.policy
+        if worker.role == "reference":
+            batches = step.reference
+        pack = partial(self.packing.without_gradients, step.pairs, role)
+        budget = self.packing.most_tokens(role)
+        result, fitted = self._fit(worker, step, batches, budget, pack, work)
+        self.packing.without_gradients_tokens[worker.role] = fitted
+        return result
+
+    def _fit(
         self,
         worker: Role,
+        step: Step,
         batches: Batches,
         budget: int,
         pack: Callable[[int], Batches],
         work: Callable[[Batches], T],
     ) -> tuple[T, int]:
-        """What `work` gives, and the budget with which it did: `pack` makes the micro-batches of a smaller one."""
-        if isinstance(worker, SpmdCluster):
-            return work(batches), budget
+        """Return the result and the budget that was small enough."""
+        problem: MemoryShortage
         while True:
             try:
                 return work(batches), budget
@@ -68,29 +67,25 @@ class Memory:
                 problem = shortage(error)
             except BatchTooLarge as error:
                 problem = error
-            worker.forget()  # here, where the exception no longer holds what filled the memory
-            batches, budget = self._smaller(worker, batches, budget, pack, problem)
+            # Outside the except block: the exception no longer keeps alive what filled the memory.
+            worker.forget()
+            tokens = largest(batches)
+            packed_earlier = tokens > budget  # prefetched, for a larger budget
+            wanted = budget if packed_earlier else tokens // 2
+            packed = pack(wanted) if wanted >= SMALLEST_BUDGET else batches
+            if largest(packed) >= tokens:  # a single pair fills the micro-batch
+                raise problem
+            batches = packed
+            if not packed_earlier:
+                budget = wanted
+                self._report(worker, step, problem, tokens, wanted)
 
-    def _smaller(
-        self,
-        worker: Role,
-        batches: Batches,
-        budget: int,
-        pack: Callable[[int], Batches],
-        problem: MemoryShortage,
-    ) -> tuple[Batches, int]:
-        tokens = largest(batches)
-        stale = tokens > budget  # packed ahead, for an older budget
-        wanted = budget if stale else tokens // 2
-        packed = pack(wanted) if wanted >= SMALLEST_BUDGET else batches
-        if largest(packed) >= tokens:  # one pair fills it
-            raise problem
-        if stale:
-            return packed, budget
+    def _report(
+        self, worker: Role, step: Step, problem: Exception, tokens: int, budget: int
+    ) -> None:
         said = sentence(problem)
-        facts = {"role": worker.role, "said": said, "tokens": tokens, "budget": wanted}
-        self.incidents.add("out_of_memory", faults.step(), **facts)
+        facts = {"role": worker.role, "said": said, "tokens": tokens, "budget": budget}
+        self.incidents.add("out_of_memory", step.number, **facts)
         log.warning(
-            "%s: %s From now on micro-batches have up to %d tokens.", worker.role, said, wanted
+            "%s: %s From now on micro-batches have up to %d tokens.", worker.role, said, budget
         )
-        return packed, wanted

@@ -19,16 +19,15 @@ import numpy as np
 from rather import faults
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles
-from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns, PairBatch, TokenPair
 from rather.losses.objective import PairLoss
 from rather.model.budget import PARKING_PAYS
 from rather.parallel.load import compute_dtype
-from rather.pipeline.oom import Memory
+from rather.pipeline.oom import OutOfMemoryRetry
 from rather.pipeline.prefetch import ahead
 from rather.pipeline.sanity_checks import ROUNDING, refuse_foreign_tokens
-from rather.pipeline.steps import EVALUATION_CHUNK, Answered, Course, Packing, Step
+from rather.pipeline.steps import EVALUATION_CHUNK, Packing, PreparedSteps, ReferenceStep, Step
 from rather.pipeline.timeline import Timeline
 from rather.reference.logps import ReferenceLogps
 from rather.run_folder.layout import reference_log
@@ -38,29 +37,37 @@ log = logging.getLogger(__name__)
 MANY_PAIRS = 100_000  # to look for them in the cache takes seconds (20 us each)
 
 
-class Asking:
-    """Reference log-probs of the steps of a run; none where the loss has no reference."""
+class ReferenceStream:
+    """Attaches reference log-probs to the steps of a run; None if the loss has no reference.
+
+    With `logps` the log-probs are cached: under torchrun the main driver reads and writes the cache, and the other
+    drivers compute along with it. Without, every driver computes the log-probs of its own steps.
+    """
 
     def __init__(
         self,
         config: DPOConfig,
-        objective: PairLoss,
         roles: Roles,
-        course: Course,
         packing: Packing,
         timeline: Timeline,
-        memory: Memory,
+        retry: OutOfMemoryRetry,
+        *,
+        source: PreparedSteps | None = None,
+        objective: PairLoss | None = None,
     ) -> None:
-        self.config, self.roles, self.course = config, roles, course
-        self.packing, self.timeline, self.memory = packing, timeline, memory
-        asks = roles.reference is not None and roles.is_main  # the others are told
-        self.logps = ReferenceLogps(config, objective, self._ask) if asks else None
-        if self.logps and not roles.here:
-            self.logps.device = "cpu"  # what comes from other processes
-        self._loaded = False
-        self._turn = threading.Lock()  # the reference may run ahead
-        if not roles.reference and config.reference.model_fields_set:
-            log.info("the loss compares with no reference: the section `reference` is not used")
+        self.config, self.roles, self.packing = config, roles, packing
+        self.timeline, self.retry = timeline, retry
+        self.logps: ReferenceLogps | None = None
+        self._follows = False  # computes what the main driver asks for
+        self._loaded = True
+        self._turn = threading.Lock()  # prefetching and evaluation both ask the reference
+        if source and objective:
+            self._loaded, self.source = False, source
+            self._follows = roles.reference is not None and not roles.is_main
+            if roles.reference and roles.is_main:
+                self.logps = ReferenceLogps(config, objective, self._ask)
+                if not roles.here:
+                    self.logps.device = "cpu"  # log-probs come from other processes
 
     # --- before the first step ---
 
@@ -72,7 +79,7 @@ class Asking:
         known.open(reference_log(self.config, newest))
         if self.config.reference.cache.recheck or self.config.eval_prompts or known.is_empty:
             return True
-        data, rows = self.course.data, self.course.rows_after(newest.step if newest else 0)
+        data, rows = self.source.data, self.source.rows_after(newest.step if newest else 0)
         if len(rows) > MANY_PAIRS:
             log.info("reference: looking for %d pairs in %s", len(rows), known.folder)
         for dataset, wanted in [
@@ -90,8 +97,8 @@ class Asking:
     def load(self) -> None:
         """The model, where the loss has a reference."""
         if self.roles.reference:
-            self.roles.reference.initialize(self.course.total_steps)
-            refuse_foreign_tokens(self.config, self.course.data, self.roles.reference)
+            self.roles.reference.initialize(self.source.total_steps)
+            refuse_foreign_tokens(self.config, self.source.data, self.roles.reference)
             self._loaded = True
 
     def parking(self) -> Callable[[], bool] | None:
@@ -99,9 +106,9 @@ class Asking:
         config, reference = self.config, self.roles.reference
         if not self._loaded or config.reference.offload != "auto" or config.sync_ref_model:
             return None
-        batches = self.packing.without_gradients(self.course.pairs_after(0), config.reference)
+        batches = self.packing.without_gradients(self.source.pairs_after(0), config.reference)
         pays = sum(batch.real_tokens for batch in batches) > PARKING_PAYS
-        return reference.park if pays and isinstance(reference, ActorWorker) else None
+        return reference.park if reference and pays else None
 
     def recheck(self, step: int) -> None:
         """Known values of some pairs, drawn by the seed, against the model."""
@@ -117,10 +124,10 @@ class Asking:
         self.roles.broadcast(None)
 
     def _known_pairs(self, known: ReferenceLogps, step: int, count: int) -> list[TokenPair]:
-        rows = np.random.default_rng(self.config.seed).permutation(self.course.rows_after(step))
+        rows = np.random.default_rng(self.config.seed).permutation(self.source.rows_after(step))
         pairs: list[TokenPair] = []
         for first in range(0, len(rows), EVALUATION_CHUNK):
-            taken = self.course.data.train.take(rows[first : first + EVALUATION_CHUNK])
+            taken = self.source.data.train.take(rows[first : first + EVALUATION_CHUNK])
             pairs += [pair for pair in taken if known.knows([pair])]
             if len(pairs) >= count:
                 break
@@ -128,22 +135,20 @@ class Asking:
 
     # --- step by step ---
 
-    def with_reference(self, steps: Iterable[Step], done: int) -> Generator[Answered, None, None]:
-        """Each of the steps after the first `done` with the reference log-probs of its pairs.
+    def with_reference(
+        self, steps: Iterable[Step], done: int
+    ) -> Generator[ReferenceStep, None, None]:
+        """Yield each step after the first `done` with the reference log-probs of its pairs.
 
         On devices of its own the reference works one step ahead, but never past a step after which it moves.
         """
         if not self.roles.runs_ahead:
-            yield from map(self._answered, steps)
+            yield from map(self._answer, steps)
             return
-        every = (
-            self.config.ref_model_sync_steps
-            if self.config.sync_ref_model
-            else self.course.total_steps
-        )
-        remaining, until_it_moves = iter(steps), every - done % every
+        every = self.config.ref_model_sync_steps if self.config.sync_ref_model else None
+        remaining, until_it_moves = iter(steps), every and every - done % every
         while True:
-            group = (self._answered(step) for step in islice(remaining, until_it_moves))
+            group = (self._answer(step) for step in islice(remaining, until_it_moves))
             count = 0
             with closing(ahead(group, 1)) as ready:
                 for count, answered in enumerate(ready, 1):  # noqa: B007 - counts what came
@@ -153,16 +158,16 @@ class Asking:
             until_it_moves = every
 
     def columns(self, step: Step) -> Columns | None:
+        """Return the reference log-probs of a step's pairs."""
         if self.roles.reference is None:
             return None
-        if self.logps is None:
+        if self._follows:
             return self._computes_until_told()
-        ask = partial(self.logps.columns, step.pairs)
+        work = partial(self.logps.columns, step.pairs) if self.logps else self._computed
         with self._turn:
-            columns = self.memory.without_gradients(
-                self.roles.reference, step.pairs, step.reference, ask
-            )
-            self.roles.broadcast(dict(columns))
+            columns = self.retry.without_gradients(self.roles.reference, step, work)
+            if self.logps:
+                self.roles.broadcast(dict(columns))
             return columns
 
     def keep(self) -> None:
@@ -172,29 +177,17 @@ class Asking:
 
     def follow_policy(self) -> None:
         """TR-DPO: the reference moves towards the policy."""
-        policy, reference, share = (
-            self.roles.actor_train,
-            self.roles.reference,
-            self.config.ref_model_mixup_alpha,
-        )
-        assert reference is not None
         faults.point("follow")
-        if isinstance(policy, ActorWorker) and isinstance(reference, ActorWorker):
-            reference.mix_weights(policy.weights(), share)
-            return
-        assert not isinstance(policy, ActorWorker)
-        with self.roles.folder_beside(self.config.run_dir / "reference") as folder:
-            policy.write_weights(folder, "reference")
-            reference.mix_weights(folder, share)
+        self.roles.move_reference(self.config.ref_model_mixup_alpha, self.config.run_dir)
 
-    def _answered(self, step: Step) -> Answered:
+    def _answer(self, step: Step) -> ReferenceStep:
         faults.at_step(step.number)
         with self.timeline.span("reference", "log-probs", step.number) as span:
             columns = self.columns(step)
             if self.logps and self.roles.runs_ahead:
                 with self._turn:  # what a step was told is written down before the next one asks
                     self.logps.keep()
-        return Answered(step, columns, span.seconds)
+        return ReferenceStep(step, columns, span.seconds)
 
     def _ask(self, batches: Sequence[PairBatch]) -> Columns:
         self.roles.broadcast(batches)
@@ -230,7 +223,7 @@ class Asking:
     def report(self) -> dict[str, Any] | None:
         return self.logps.report() if self.logps else None
 
-    def tell_counts(self) -> None:
+    def log_counts(self) -> None:
         if self.logps:
             counts = self.logps.counts
             told = (counts.pairs_from_cache, counts.pairs_computed, counts.forwards)

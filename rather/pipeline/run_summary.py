@@ -15,8 +15,8 @@ from rather.config.schema import DPOConfig
 from rather.data.show import token_view
 from rather.errors import HangError, RayGone, WorkerLost
 from rather.pipeline.forecast import compared, forecast_of
-from rather.pipeline.reference_stream import Asking
-from rather.pipeline.steps import Course
+from rather.pipeline.reference_stream import ReferenceStream
+from rather.pipeline.steps import PreparedSteps
 from rather.pipeline.timeline import Tally
 from rather.plan.forecast import Forecast
 from rather.report.starts import note_start
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 PAIRS_SHOWN = 3  # in data_report.json, token by token
 
 
-class Notes:
+class RunSummary:
     """Of the driver that leads; the others write nothing."""
 
-    def __init__(self, config: DPOConfig, roles: Roles, course: Course) -> None:
-        self.config, self.roles, self.course = config, roles, course
+    def __init__(self, config: DPOConfig, roles: Roles, source: PreparedSteps) -> None:
+        self.config, self.roles, self.source = config, roles, source
         self.plan: Forecast | None = None
 
     def forecast(self, *, reference: bool) -> None:
@@ -40,7 +40,7 @@ class Notes:
         if not self.roles.is_main:
             return
         with _forgiven("the forecast"):
-            self.plan = forecast_of(self.config, self.course, self.roles, reference=reference)
+            self.plan = forecast_of(self.config, self.source, self.roles, reference=reference)
         if self.plan:
             log.log(logging.INFO if self.plan.fits else logging.WARNING, "%s", self.plan.line())
 
@@ -48,21 +48,21 @@ class Notes:
         """The config, without which nobody could go on; and what is known before this start's first step."""
         if not self.roles.is_main:
             return
-        data = dict(self.course.data.report)
+        data = dict(self.source.data.report)
         with _forgiven("the look at the first pairs"):
-            data["shown"] = token_view(self.course.data.train, tokenizer, PAIRS_SHOWN)
+            data["shown"] = token_view(self.source.data.train, tokenizer, PAIRS_SHOWN)
         write_run_files(self.config, data)
         if self.plan:
             write_run_report(self.config.run_dir, self.plan.as_json(), PLAN)
-        note_start(self.config, self.roles.kind, step, self.course.total_steps)
+        note_start(self.config, self.roles.kind, step, self.source.total_steps)
 
-    def report(self, step: int, tally: Tally, asking: Asking) -> None:
+    def report(self, step: int, tally: Tally, stream: ReferenceStream) -> None:
         """What this start of the run took, for people and scripts."""
         if not self.roles.is_main:
             return
         run_dir = self.config.run_dir
         with _forgiven(RUN_REPORT):
-            report: dict[str, Any] = {"steps": step, **tally.report(), "reference": asking.report()}
+            report: dict[str, Any] = {"steps": step, **tally.report(), "reference": stream.report()}
             report["health"] = counts(run_dir)
             write_run_report(run_dir, report)
             if self.plan:

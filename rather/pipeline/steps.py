@@ -1,12 +1,12 @@
-"""The steps of a run: which pairs each of them takes, and how these are packed for the two roles."""
+"""The steps of a run: which pairs each of them takes, and how they are packed for the two roles."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +32,17 @@ class Step:
     pairs: Sequence[TokenPair]
     policy: Sequence[PairBatch]
     reference: Sequence[PairBatch]
-    number: int = 0  # of the optimizer step, from 1
+    number: int = 0  # of the optimizer step, starting at 1
+    is_last: bool = False  # the run ends after this step
+    ends_epoch: bool = False  # an evaluation is due after this step
+    position: Mapping[str, Any] | None = None  # stored in checkpoints; see StepSource.steps
 
     @property
     def tokens(self) -> int:
         return sum(pair.tokens for pair in self.pairs)
 
 
-class Answered(NamedTuple):
+class ReferenceStep(NamedTuple):
     """A step with the reference log-probs of its pairs, and the seconds that these took."""
 
     step: Step
@@ -47,41 +50,68 @@ class Answered(NamedTuple):
     seconds: float
 
 
+class StepSource(Protocol):
+    """Where the steps of a run come from."""
+
+    @property
+    def total_steps(self) -> int | None:
+        """The number of steps, or None if only `Step.is_last` tells when the pairs end."""
+
+    def steps(self, done: int, position: Mapping[str, Any] | None) -> Iterator[Step]:
+        """Yield the steps after the first `done`, numbered from `done + 1`, in order.
+
+        `position` is the `Step.position` of step `done` as a checkpoint stored it (JSON values only), or None if that
+        step had none. The pipeline iterates in a background thread, a few steps ahead of training, so this must not
+        call a collective. It is called again, with an earlier step, when a run rolls back.
+        """
+
+    def epoch_at(self, step: int) -> float:
+        """Return how many epochs `step` finished steps are, for the metrics."""
+
+    def describe_pairs(self, step: Step, places: Sequence[int]) -> list[dict[str, Any]]:
+        """Return file and row (or whatever identifies a pair) of some pairs of a step, for incidents.jsonl."""
+
+
 @dataclass(frozen=True)
-class Course:
-    """The pairs of a run, and the order in which its steps visit them."""
+class PreparedSteps:
+    """The steps of a run over tokenised data files: a StepSource. Each step is a pure function of its number."""
 
     data: Prepared
     order: Order
     total_steps: int
+    packing: Packing | None = None  # known once the roles have started
 
     @staticmethod
-    def of(config: DPOConfig, data: Prepared) -> Course:
+    def of(config: DPOConfig, data: Prepared) -> PreparedSteps:
         groups = data.train.groups if config.group_responses else None
         order = Order(tuple(data.train.parts), config.global_batch(), config.data_seed, groups)
         pairs = order.pairs_in(0)
         if pairs == 0:
-            raise DataError(
-                "actor_train.data_args.weights: they leave 0 pairs of each file; raise them."
-            )
+            raise DataError("actor_train.data_args.weights leave 0 pairs of each file; raise them.")
         if pairs < order.batch:
             log.warning(
-                "%d pairs are fewer than one step takes (%d): each epoch is one small step",
+                "There are fewer pairs (%d) than a step takes (%d): each epoch is one small step.",
                 pairs,
                 order.batch,
             )
-        epochs, limit = (
-            config.actor_train.training_args.num_train_epochs,
-            config.max_steps or math.inf,
-        )
-        return Course(data, order, order.steps(epochs, limit))
+        epochs = config.actor_train.training_args.num_train_epochs
+        return PreparedSteps(data, order, order.steps(epochs, config.max_steps or math.inf))
+
+    def steps(self, done: int, position: Mapping[str, Any] | None = None) -> Iterator[Step]:
+        assert self.packing is not None
+        for number in range(done + 1, self.total_steps + 1):
+            yield replace(
+                self.packing.to_train(self.pairs_after(number - 1), number),
+                is_last=number == self.total_steps,
+                ends_epoch=self.order.ends_epoch(number),
+            )
 
     def pairs_after(self, steps: int) -> Sequence[TokenPair]:
-        """Those of the step that comes after so many."""
+        """Return the pairs of the step that follows `steps` finished ones."""
         return self.data.train.take(self.order.step(steps))
 
     def rows_after(self, step: int) -> NDArray[np.int64]:
-        """Training pairs of the steps that are left."""
+        """Return the training pairs that the remaining steps visit."""
         visited = np.zeros(len(self.data.train), bool)
         for number in range(step, self.total_steps):
             visited[self.order.step(number)] = True
@@ -90,48 +120,55 @@ class Course:
     def epoch_at(self, step: int) -> float:
         return round(self.order.epoch_at(step), 4)
 
+    def describe_pairs(self, step: Step, places: Sequence[int]) -> list[dict[str, Any]]:
+        train, files = self.data.train, self.data.report["train"]["files"]
+        rows = self.order.step(step.number - 1)
+        sources, numbers = train.column("source")[rows], train.column("number")[rows]
+        described = []
+        for place in places:
+            own = {"id": step.pairs[place].id} if step.pairs[place].id else {}
+            file = files[sources[place]]
+            described.append({**own, "file": file["path"], file["unit"]: int(numbers[place])})
+        return described
 
-@dataclass(frozen=True)
+
+@dataclass
 class Packing:
-    """Pairs -> micro-batches, by the layout and the sizes of each role and the kind of its devices."""
+    """Packs pairs into micro-batches, by the layout and the sizes of each role."""
 
     config: DPOConfig
     kind: str  # of the devices: cpu or cuda
-    here: bool  # the devices are those of this process
-    without_gradients_tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # by role, where memory has set a limit
+    here: bool  # the devices belong to this process
+    train_tokens: int | None = None  # of a micro-batch with gradients; lowered when memory runs out
+    without_gradients_tokens: dict[str, int] = field(default_factory=dict)  # by role, likewise
 
-    def to_train(self, pairs: Sequence[TokenPair], budget: int, number: int) -> Step:
-        return self._step(pairs, self.policy(pairs, budget), number)
+    def to_train(self, pairs: Sequence[TokenPair], number: int) -> Step:
+        assert self.train_tokens is not None
+        return self._step(pairs, self.policy(pairs, self.train_tokens), number)
 
-    def to_evaluate(self, pairs: Sequence[TokenPair]) -> Step:
-        return self._step(pairs, self.without_gradients(pairs, self.config.actor_train))
+    def to_evaluate(self, pairs: Sequence[TokenPair], number: int = 0) -> Step:
+        batches = self.without_gradients(pairs, self.config.actor_train)
+        return self._step(pairs, batches, number)
 
     def policy(self, pairs: Sequence[TokenPair], budget: int) -> list[PairBatch]:
-        """With gradients, in micro-batches of up to `budget` tokens."""
-        return pack(
-            pairs, budget, ladder=LADDER[self.kind], ranks=layout(self.config.actor_train).bins
-        )
+        """Return micro-batches of up to `budget` tokens, to train on."""
+        bins = layout(self.config.actor_train).bins
+        return pack(pairs, budget, ladder=LADDER[self.kind], ranks=bins)
 
     def most_tokens(self, role: RoleConfig) -> int:
-        """Of a micro-batch without activations to keep: twice the tokens of training fit."""
+        """Return the size of a micro-batch without gradients: twice the tokens of training fit."""
         name = "actor_train" if role.trains else "reference"
-        told = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.kind]
-        return self.without_gradients_tokens.get(name, told)
+        configured = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.kind]
+        return self.without_gradients_tokens.get(name, configured)
 
     def without_gradients(
         self, pairs: Sequence[TokenPair], role: RoleConfig, budget: int | None = None
     ) -> list[PairBatch]:
-        budget = budget or self.most_tokens(role)
-        return pack(
-            pairs, budget, role.infer_batch_size, ladder=LADDER[self.kind], ranks=layout(role).bins
-        )
+        most, ladder = budget or self.most_tokens(role), LADDER[self.kind]
+        return pack(pairs, most, role.infer_batch_size, ladder=ladder, ranks=layout(role).bins)
 
-    def _step(self, pairs: Sequence[TokenPair], policy: list[PairBatch], number: int = 0) -> Step:
+    def _step(self, pairs: Sequence[TokenPair], policy: list[PairBatch], number: int) -> Step:
         reference = self.without_gradients(pairs, self.config.reference)
         if self.here:
-            policy, reference = (
-                [batch.pinned() for batch in batches] for batches in (policy, reference)
-            )
+            policy, reference = ([b.pinned() for b in batches] for batches in (policy, reference))
         return Step(pairs, policy, reference, number)

@@ -16,12 +16,13 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from errno import ENOSPC
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from rather.pipeline.steps import Answered, Step
+from rather.pipeline.steps import ReferenceStep, Step
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +40,23 @@ class Timeline:
 
     def __init__(self, *, in_turn: bool) -> None:
         self.in_turn = in_turn
-        self.times, self.tally = Times(), Tally()
+        self.times, self.tally = StepTimes(), Tally()
         self._trace: Trace | None = None
+
+    def packed(self, steps: Iterator[Step], done: int) -> Iterator[Step]:
+        """Yield the same steps, and record how long each took to make."""
+        for number in count(done + 1):
+            try:
+                with self.span("data", "pack", number):
+                    step = next(steps)
+            except StopIteration:
+                return
+            yield step
 
     @contextmanager
     def drawn(self, file: Path | None) -> Iterator[None]:
         """From the first step to the last; without a file nothing is drawn."""
-        self.times, self.tally = Times(), Tally()
+        self.times, self.tally = StepTimes(), Tally()
         with closing(Trace(file)) if file else nullcontext() as self._trace:
             yield
 
@@ -60,7 +71,7 @@ class Timeline:
         if self._trace:
             self._trace.add(track, name, step, span)
 
-    def awaited(self, steps: Iterator[Answered]) -> Generator[Answered, None, None]:
+    def awaited(self, steps: Iterator[ReferenceStep]) -> Generator[ReferenceStep, None, None]:
         """The same steps; training stands still until each is there."""
         while True:
             self._step_began = time.perf_counter()
@@ -77,7 +88,7 @@ class Timeline:
                 self.tally.spend("reference", answered.seconds)
             yield answered
 
-    def count(self, step: Step) -> None:
+    def finish_step(self, step: Step) -> None:
         """The step that was awaited last is done."""
         seconds = time.perf_counter() - self._step_began
         self.times.steps += 1
@@ -86,7 +97,7 @@ class Timeline:
 
 
 @dataclass
-class Times:
+class StepTimes:
     """Seconds since the last log line. The reference may work while the policy trains, or before."""
 
     reference: float = 0.0

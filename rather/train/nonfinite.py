@@ -19,7 +19,7 @@ MOST_LAYERS = 5
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """Up to which loss and norm of the gradient a step is taken."""
 
     loss: float = math.inf
@@ -29,11 +29,11 @@ class Limits:
         return loss > self.loss or grad_norm > self.grad_norm
 
 
-NOTHING_PASSES = Limits(-math.inf, -math.inf)
+NOTHING_PASSES = StepLimits(-math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
-class Trouble:
+class NonFiniteReport:
     """Where numbers of a step are none. Empty `pairs`: only gradients are, and those of all pairs are added up."""
 
     pairs: list[int]  # by their place in the step
@@ -45,7 +45,7 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Seen:
+class GradientWatcher:
     """What a rank saw of its pairs in a step; on the device, so that nobody waits for it."""
 
     policy: Tensor  # [pairs, 2] log-probs
@@ -70,7 +70,9 @@ class Seen:
         return sorted(int(place) for batch in whole for place in batch.pair_P.tolist())
 
 
-def trouble_of(pairs: list[int], norms: Mapping[str, float], *, alone: bool) -> Trouble:
+def nonfinite_report(
+    pairs: list[int], norms: Mapping[str, float], *, alone: bool
+) -> NonFiniteReport:
     """Of what all ranks found, each in its own part. Collective, unless alone."""
     found: list[Any] = [(pairs, norms)]
     if not alone:
@@ -79,7 +81,7 @@ def trouble_of(pairs: list[int], norms: Mapping[str, float], *, alone: bool) -> 
     layers = _summed(each for _, each in found)
     lost = [name for name, norm in layers.items() if not math.isfinite(norm)]
     worst = lost[::-1] or sorted(layers, key=lambda name: layers[name], reverse=True)
-    return Trouble(
+    return NonFiniteReport(
         pairs=sorted({place for places, _ in found for place in places}),
         ranks=[rank for rank, (places, _) in enumerate(found) if places],
         layers={name: layers[name] for name in worst[:MOST_LAYERS]},

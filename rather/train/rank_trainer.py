@@ -28,7 +28,13 @@ from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Stage, announce, counted, local, places, settle
 from rather.parallel.stages import Stages
-from rather.train.nonfinite import Limits, Reason, Seen, Trouble, trouble_of
+from rather.train.nonfinite import (
+    GradientWatcher,
+    NonFiniteReport,
+    Reason,
+    StepLimits,
+    nonfinite_report,
+)
 
 Objective = Callable[[PairBatch, Columns], Tensor]
 
@@ -41,16 +47,16 @@ class StepResult:
     policy: Tensor  # [pairs, 2] log-probs before the update
     grad_norm: float
     lr: float
-    held: Reason | None  # why the step was not taken: nothing was touched
+    skip_reason: Reason | None  # why the step was not applied; None if it was
     zeros_in_grad: int | None
-    trouble: Trouble | None = None  # where numbers are none
+    nonfinite: NonFiniteReport | None = None  # where NaN or Inf was found
     by_batch: Sequence[
         Mapping[str, float]
     ] = ()  # the same sums of each micro-batch, where a loss has them
 
     @property
     def skipped(self) -> int:
-        return int(self.held is not None)
+        return int(self.skip_reason is not None)
 
     @property
     def loss(self) -> float:
@@ -74,7 +80,7 @@ class Runner(Protocol):
         """Gives parameters that lie on several ranks of the runner the sum of their gradients."""
 
 
-class Whole:
+class WholeModelRunner:
     """The Runner of a model that lies whole, or in shards, on its rank."""
 
     def __init__(self, policy: PolicyModel, stage: Stage = "ddp") -> None:
@@ -120,9 +126,11 @@ class RankTrainer:
         self.count_zeros = count_zeros
         self.parked: Parked | None = None
         self.device = device_of(policy)
-        self.runner: Runner = runner or (policy if isinstance(policy, Stages) else Whole(policy))
+        self.runner: Runner = runner or (
+            policy if isinstance(policy, Stages) else WholeModelRunner(policy)
+        )
         self._counted = counted(policy, self.mesh)
-        self._speaks = (
+        self._is_primary = (
             self.mesh.rank("cp") == 0 and self.mesh.rank("tp") == 0
         )  # for ranks with the same pairs
 
@@ -149,7 +157,7 @@ class RankTrainer:
         batches: Sequence[PairBatch],
         reference: Columns | None,
         facts: PairFacts | None = None,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult:
         """One optimizer step: sum of weighted losses / sum of weights over all micro-batches, then one update.
 
@@ -164,7 +172,7 @@ class RankTrainer:
         scale = self.optimizer.scale
         rows: list[Mapping[str, Tensor]] = []
         policy = torch.zeros_like(facts.length)
-        seen = Seen(policy, torch.zeros_like(facts.length))
+        seen = GradientWatcher(policy, torch.zeros_like(facts.length))
         slopes: dict[str, Tensor] = {}
         if self.loss.whole_batch:
             sums, logps, slopes = self._slopes(batches, facts, known, total)
@@ -191,11 +199,13 @@ class RankTrainer:
         faults.point("backward.done")
         self._complete_gradients()
         result = self._update(
-            rows or [self._no_sums(facts, known)], policy, len(batches), limits or Limits()
+            rows or [self._no_sums(facts, known)], policy, len(batches), limits or StepLimits()
         )
-        if result.held == "nonfinite":
+        if result.skip_reason == "nonfinite":
             losses = [] if slopes else [row["loss"] for row in rows]
-            result = replace(result, trouble=self._trouble(seen.lost_pairs(batches, losses)))
+            result = replace(
+                result, nonfinite=self._nonfinite_report(seen.lost_pairs(batches, losses))
+            )
         self.optimizer.zero_grad()
         return result
 
@@ -321,7 +331,7 @@ class RankTrainer:
         table = torch.zeros(
             len(names), self._pairs(places_here, pairs), 2, dtype=torch.float64, device=self.device
         )
-        if parts is not None and self._speaks:
+        if parts is not None and self._is_primary:
             table[:, places_here.to(self.device)] = torch.stack(
                 [torch.cat([part[name].detach() for part in parts]) for name in names]
             )
@@ -368,7 +378,7 @@ class RankTrainer:
         return Scored(x, self.loss(x), self.loss.rewards(x))
 
     def _update(
-        self, rows: Sequence[Mapping[str, Tensor]], policy: Tensor, batches: int, limits: Limits
+        self, rows: Sequence[Mapping[str, Tensor]], policy: Tensor, batches: int, limits: StepLimits
     ) -> StepResult:
         """Clip and step, unless these numbers, which all ranks have alike, speak against it."""
         optimizer = self.optimizer
@@ -388,16 +398,16 @@ class RankTrainer:
         found = int(zeros) if self.count_zeros else None
         by_batch = [row for row in each if row["weight"]]
         result = StepResult(named, logps, grad_norm, lr, None, found, by_batch=by_batch)
-        held = self._held(result, limits)
-        if held is None:
+        reason = self._skip_reason(result, limits)
+        if reason is None:
             faults.point("optimizer")
             optimizer.step(grad_norm)
             faults.point("optimizer.done")
-        if optimizer.loss_scale and held in (None, "overflow"):
-            optimizer.loss_scale.overflowed() if held else optimizer.loss_scale.succeeded()
-        return replace(result, held=held)
+        if optimizer.loss_scale and reason in (None, "overflow"):
+            optimizer.loss_scale.overflowed() if reason else optimizer.loss_scale.succeeded()
+        return replace(result, skip_reason=reason)
 
-    def _held(self, result: StepResult, limits: Limits) -> Reason | None:
+    def _skip_reason(self, result: StepResult, limits: StepLimits) -> Reason | None:
         """Why the step must not be taken. A smaller loss scale helps a gradient of float16, and no loss."""
         assert self.optimizer is not None
         scale = self.optimizer.loss_scale
@@ -407,9 +417,9 @@ class RankTrainer:
             return "overflow" if scale and scale.value > 1 else "nonfinite"
         return "spike" if limits.exceeded(result.loss, result.grad_norm) else None
 
-    def _trouble(self, lost_pairs: list[int]) -> Trouble:
+    def _nonfinite_report(self, lost_pairs: list[int]) -> NonFiniteReport:
         assert self.optimizer is not None
-        return trouble_of(
+        return nonfinite_report(
             lost_pairs, self.optimizer.norms(self._counted), alone=self.mesh.world == 1
         )
 
@@ -428,7 +438,7 @@ class RankTrainer:
         norm, zeros = self.optimizer.grad_norm(self._counted), self._zeros_in_gradients()
         if alone:
             return torch.cat([torch.stack([norm.to(known.device), zeros]), known])
-        own = known if self._speaks else torch.zeros_like(known)
+        own = known if self._is_primary else torch.zeros_like(known)
         vector = torch.cat([torch.stack([norm.to(known.device).square(), zeros]), own])
         dist.all_reduce(vector)
         vector[0].sqrt_()

@@ -26,7 +26,7 @@ from rather.model.policy import PolicyModel
 from rather.parallel.apply import build_mesh
 from rather.parallel.load import Start, load_divided, load_policy
 from rather.parallel.shard import STAGES
-from rather.train.rank_trainer import RankTrainer, Whole
+from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.padded import random_pairs
 from tests.same import test_elastic as elastic
 from tests.same.canonical import (
@@ -92,7 +92,9 @@ def divided(folder: str, case: Case) -> tuple[Outcome, Tensor, int]:
     policy = load_divided(
         folder, args_of(case), "cpu", mesh, layout, trains=True, start=Start(5, case.kept)
     )
-    runner = Whole(policy, STAGES[layout.stage]) if isinstance(policy, PolicyModel) else None
+    runner = (
+        WholeModelRunner(policy, STAGES[layout.stage]) if isinstance(policy, PolicyModel) else None
+    )
     trainer = make_trainer(SETUP, mesh, policy, runner)  # type: ignore[arg-type]
     outcome = train(trainer, SETUP)
     outcome.weights = {
@@ -150,7 +152,7 @@ def in_half(folder: str, layout: dict[str, Any]) -> tuple[set[Any], set[Any], li
         wide: {p.dtype for p in policy.parameters() if p.requires_grad == wide}
         for wide in (False, True)
     }
-    trainer = make_trainer(SETUP, mesh, policy, Whole(policy, STAGES[wanted.stage]))
+    trainer = make_trainer(SETUP, mesh, policy, WholeModelRunner(policy, STAGES[wanted.stage]))
     return held[False], held[True], train(trainer, SETUP).losses
 
 
@@ -174,7 +176,9 @@ def adapted(folder: str, kind: str, layout: Layout) -> RankTrainer:
         policy = load_policy(folder, args, "cpu", start=start)
     else:
         policy = load_divided(folder, args, "cpu", mesh, layout, trains=True, start=start)
-    runner = Whole(policy, STAGES[layout.stage]) if isinstance(policy, PolicyModel) else None
+    runner = (
+        WholeModelRunner(policy, STAGES[layout.stage]) if isinstance(policy, PolicyModel) else None
+    )
     return make_trainer(elastic.SETUP, mesh, policy, runner)
 
 

@@ -18,7 +18,7 @@ from rather.checkpoint.sharded_tensors import Shard
 from rather.config.strategies import Layout
 from rather.parallel.apply import build_mesh, divide
 from rather.parallel.shard import STAGES
-from rather.train.rank_trainer import RankTrainer, Whole
+from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.same.canonical import Setup, make_policy, make_trainer, train, whole
 from tests.same.pool import pool
 
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, Layout] = {
 def trainer_on(layout: Layout) -> RankTrainer:
     mesh = build_mesh(layout, "cpu")
     policy = divide(make_policy(SETUP), mesh, layout, compute=torch.float32)
-    runner = None if layout.pp > 1 else Whole(policy, STAGES[layout.stage])  # type: ignore[arg-type]
+    runner = None if layout.pp > 1 else WholeModelRunner(policy, STAGES[layout.stage])  # type: ignore[arg-type]
     return make_trainer(SETUP, mesh, policy, runner)  # type: ignore[arg-type]
 
 

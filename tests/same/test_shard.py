@@ -14,7 +14,7 @@ from rather.data.pack import pack
 from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Sharding, Stage, shard
-from rather.train.rank_trainer import RankTrainer, Whole
+from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.same.canonical import (
     VARIANTS,
     Outcome,
@@ -36,7 +36,7 @@ Sizes = dict[str, int]
 def sharded(sizes: Sizes, stage: Stage, setup: Setup, **changes: Any) -> RankTrainer:
     mesh, policy = Mesh.build(**sizes), make_policy(setup)
     shard(policy, mesh, Sharding(stage, **changes))
-    return make_trainer(setup, mesh, policy, Whole(policy, stage))
+    return make_trainer(setup, mesh, policy, WholeModelRunner(policy, stage))
 
 
 def run(sizes: Sizes, stage: Stage, setup: Setup, changes: dict[str, Any] | None = None) -> Outcome:

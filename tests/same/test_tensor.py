@@ -15,7 +15,7 @@ from rather.parallel.context import spread_tokens
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Sharding, Stage, shard
 from rather.parallel.tensor import check_split, split_model
-from rather.train.rank_trainer import Whole
+from rather.train.rank_trainer import WholeModelRunner
 from tests.model.test_families import FAMILIES, SMALL
 from tests.same.against_whole import worst_difference
 from tests.same.canonical import (
@@ -51,7 +51,7 @@ def run(
     arrange_layers(policy)
     if mesh.size("dp") * mesh.size("cp") > 1:
         shard(policy, mesh, Sharding(stage))
-    return train(make_trainer(setup, mesh, policy, Whole(policy, stage)), setup)
+    return train(make_trainer(setup, mesh, policy, WholeModelRunner(policy, stage)), setup)
 
 
 @BOTH_WAYS

@@ -28,8 +28,8 @@ from rather.parallel.shard import STAGES, local
 from rather.parallel.stages import Stages
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.incidents import Incidents
-from rather.train.nonfinite import NOTHING_PASSES, Limits
-from rather.train.rank_trainer import RankTrainer, StepResult, Whole
+from rather.train.nonfinite import NOTHING_PASSES, StepLimits
+from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
 from tests.padded import random_pairs
 from tests.same.canonical import Setup, make_loss, make_policy, make_step, make_trainer, pairs_of
 from tests.same.pool import pool
@@ -57,12 +57,14 @@ def trainer_of(layout: Layout) -> RankTrainer:
         return make_trainer(SETUP)
     mesh = build_mesh(layout, "cpu")
     divided: Any = divide(make_policy(SETUP), mesh, layout, compute=torch.float32, recompute="none")
-    runner = divided if isinstance(divided, Stages) else Whole(divided, STAGES[layout.stage])
+    runner = (
+        divided if isinstance(divided, Stages) else WholeModelRunner(divided, STAGES[layout.stage])
+    )
     return make_trainer(SETUP, mesh, divided, runner)
 
 
 def struck(
-    layout: Layout, folder: Path, fault: str, limits: Limits | None = None
+    layout: Layout, folder: Path, fault: str, limits: StepLimits | None = None
 ) -> dict[str, Any]:
     """Three steps of one rank, of which the second is struck, or held by its limits. What it told, and what it left."""
     patch = pytest.MonkeyPatch()
@@ -77,7 +79,7 @@ def struck(
 
 def three_steps(
     trainer: RankTrainer,
-    limits: Limits | None = None,
+    limits: StepLimits | None = None,
     second: AbstractContextManager[object] | None = None,
 ) -> dict[str, Any]:
     """What they told and left; `limits` and what is in force during it are of the second."""
@@ -103,7 +105,7 @@ def assert_untouched(before: dict[str, Tensor], after: dict[str, Tensor]) -> Non
 
 
 def assert_only_the_second_is_skipped(found: dict[str, Any], reason: str) -> None:
-    assert [result.held for result in found["results"]] == [None, reason, None]
+    assert [result.skip_reason for result in found["results"]] == [None, reason, None]
     assert_untouched(found["states"][1], found["states"][2])
     for one, other in ((0, 1), (2, 3)):  # the others moved every weight
         before, after = found["states"][one], found["states"][other]
@@ -121,12 +123,12 @@ def test_one_process_skips_and_names_the_pairs(tmp_path: Path, phase: str) -> No
     assert math.isnan(result.loss) is (phase == "forward")
     assert math.isnan(result.grad_norm)
     second = make_step(pairs_of(SETUP)[1], 1).dealt[0][1]  # visit 2 is the second micro-batch
-    assert result.trouble
-    assert result.trouble.pairs == sorted(second.pair_P.tolist())
-    assert result.trouble.ranks == [0]
-    assert next(iter(result.trouble.layers)) == "model.norm.weight"  # nearest to the loss
-    assert len(result.trouble.layers) == 5
-    assert result.trouble.layers_lost == len(list(make_policy(SETUP).parameters()))
+    assert result.nonfinite
+    assert result.nonfinite.pairs == sorted(second.pair_P.tolist())
+    assert result.nonfinite.ranks == [0]
+    assert next(iter(result.nonfinite.layers)) == "model.norm.weight"  # nearest to the loss
+    assert len(result.nonfinite.layers) == 5
+    assert result.nonfinite.layers_lost == len(list(make_policy(SETUP).parameters()))
 
 
 LAYOUTS = {
@@ -146,16 +148,16 @@ def test_all_ranks_skip_together(tmp_path: Path, name: str, phase: str) -> None:
     for each in found:
         assert_only_the_second_is_skipped(each, "nonfinite")
     first, second = (each["results"][1] for each in found)
-    assert str(first.trouble) == str(
-        second.trouble
+    assert str(first.nonfinite) == str(
+        second.nonfinite
     )  # every rank tells the same; NaN is not equal to itself
-    assert first.trouble.ranks == [1]
+    assert first.nonfinite.ranks == [1]
     dealt = make_step(pairs_of(SETUP)[1], LAYOUTS[name].dp).dealt[-1]
-    assert first.trouble.pairs == sorted(
+    assert first.nonfinite.pairs == sorted(
         dealt[0].pair_P.tolist()
     )  # the first micro-batch of the last dp rank
-    assert first.trouble.layers
-    assert all(math.isnan(norm) for norm in first.trouble.layers.values())
+    assert first.nonfinite.layers
+    assert all(math.isnan(norm) for norm in first.nonfinite.layers.values())
 
 
 @contextmanager
@@ -201,18 +203,18 @@ def test_an_infinite_gradient_is_skipped(dtype: torch.dtype) -> None:
     before = state_of(trainer)
     with one_infinite(trainer):
         result = trainer.train_step(batches, reference)
-    assert result.held == "nonfinite"
+    assert result.skip_reason == "nonfinite"
     assert_overflow_is_told(result)
     assert_untouched(before, state_of(trainer))
-    assert trainer.train_step(batches, reference).held is None
+    assert trainer.train_step(batches, reference).skip_reason is None
     assert optimizer.updates == 1
 
 
 def assert_overflow_is_told(result: StepResult) -> None:
     assert math.isfinite(result.loss)
     assert not math.isfinite(result.grad_norm)
-    assert result.trouble
-    assert result.trouble.layers_lost == 1
+    assert result.nonfinite
+    assert result.nonfinite.layers_lost == 1
 
 
 def test_limits_hold_a_step_on_all_ranks(tmp_path: Path) -> None:
@@ -236,16 +238,16 @@ def test_a_loss_that_is_no_number_counts_although_its_gradient_is_one() -> None:
     batches = pack(random_pairs(3, 60), 10**6)
     result = trainer.train_step(batches, {"sum": torch.zeros(3, 2)})
     assert math.isfinite(result.grad_norm)
-    assert result.held == "nonfinite"
-    assert result.trouble
-    assert result.trouble.pairs == [
+    assert result.skip_reason == "nonfinite"
+    assert result.nonfinite
+    assert result.nonfinite.pairs == [
         0,
         1,
         2,
     ]  # those of the micro-batch: no log-prob and no slope is lost
-    assert result.trouble.layers_lost == 0
-    assert sorted(result.trouble.layers.values(), reverse=True) == list(
-        result.trouble.layers.values()
+    assert result.nonfinite.layers_lost == 0
+    assert sorted(result.nonfinite.layers.values(), reverse=True) == list(
+        result.nonfinite.layers.values()
     )
     assert_untouched(before, state_of(trainer))
 
@@ -344,7 +346,7 @@ def test_pairs_are_named_by_their_own_ids(shared: Path, fault: Any, tmp_path: Pa
 def test_stop_ends_the_run(shared: Path, fault: Any) -> None:
     fault(nan_at(3))
     with pytest.raises(
-        NonFiniteError, match=r"step 3: loss nan.*on_nonfinite: stop.*weights were not touched"
+        NonFiniteError, match=r"step 3: loss nan.*on_nonfinite: stop.*weights are unchanged"
     ) as stop:
         run(shared, "nan-stop", on_nonfinite="stop")
     assert stop.value.exit_code == 6
@@ -406,7 +408,7 @@ def test_a_second_rollback_to_the_same_step_ends_the_run(shared: Path, fault: An
     fault(nan_at(3), nan_at(4))
     with pytest.raises(
         NonFiniteError,
-        match="step 4: the run cannot go back to step 2, to which it went back before",
+        match="step 4: cannot roll back: the run already rolled back to step 2",
     ):
         run(shared, "nan-loop", on_nonfinite="rollback", save_steps=2)
 

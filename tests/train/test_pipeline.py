@@ -219,7 +219,7 @@ def test_early_stopping_ends_the_run_for_good(
         assert [line["step"] for line in lines if "lr" in line] == [1, 2, 3]
         assert evaluations(lines) == [0, 1, 2, 3]
         assert checkpoints(config.run_dir) == ["checkpoint-3"]
-        assert "stopping early: eval/loss has not improved since step 1" in caplog.text
+        assert "Early stopping: eval/loss has not improved since step 1" in caplog.text
         model = config.run_dir / "model" / "model.safetensors"
         trained = open_checkpoint(config.run_dir / "checkpoint-3").tensors("model")
         assert all(torch.equal(w, trained[f"causal_lm.{k}"]) for k, w in load_file(model).items())
@@ -234,7 +234,8 @@ def test_an_unknown_metric_is_named_with_those_that_exist(shared: Path) -> None:
         shared, exp_name="no-metric", save_best=True, metric_for_best_model="eval/rewards/accuracy"
     )
     with pytest.raises(
-        ConfigError, match=r"no 'eval/rewards/accuracy'; there are .*eval/rewards/accuracies"
+        ConfigError,
+        match=r"'eval/rewards/accuracy' is not a metric of this run; it has .*eval/rewards/accuracies",
     ):
         DPOPipeline(config).run()
 

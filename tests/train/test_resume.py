@@ -158,7 +158,7 @@ def test_another_precision_goes_on_and_is_told(
     assert DPOPipeline(make_config(folder, **{**changes, "max_steps": 6})).run() == 0
     with caplog.at_level(logging.INFO):
         assert DPOPipeline(make_config(folder, **{**changes, dtype: "bf16"})).run() == 0
-    assert "dtype was fp32 up to here and is bf16 from now on" in caplog.text
+    assert "dtype was fp32 until now and is bf16 from here on" in caplog.text
     lines, whole = (outcome(folder, name)[0] for name in ("precision", "whole"))
     assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
     assert lines[-1]["eval/loss"] == pytest.approx(whole[-1]["eval/loss"], rel=0.05)

@@ -13,8 +13,8 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, SpikeArgs
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.spikes import History
-from rather.train.nonfinite import Limits
+from rather.pipeline.progress import SpikeHistory
+from rather.train.nonfinite import StepLimits
 from tests.tiny import make_config, metrics
 from tests.train.test_nonfinite import assert_untouched, incidents, weights
 
@@ -31,9 +31,9 @@ def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_limits_are_so_many_deviations_above_the_mean() -> None:
-    history, rule = History(), SpikeArgs(window=4, sigma=2.0)
+    history, rule = SpikeHistory(), SpikeArgs(window=4, sigma=2.0)
     for loss, norm in ((1.0, 10.0), (3.0, 10.0)):
-        assert history.limits(rule) == Limits()  # half a window must be there
+        assert history.limits(rule) == StepLimits()  # half a window must be there
         history.add(loss, norm, rule.window)
     limits = history.limits(rule)
     assert limits.loss == pytest.approx(2.0 + 2.0 * 1.0)
@@ -44,7 +44,7 @@ def test_limits_are_so_many_deviations_above_the_mean() -> None:
 
 
 def test_a_history_is_as_long_as_its_window_and_holds_numbers_only() -> None:
-    history = History()
+    history = SpikeHistory()
     for loss in range(7):
         history.add(float(loss), 1.0, 4)
     history.add(math.nan, 1.0, 4)
@@ -53,7 +53,7 @@ def test_a_history_is_as_long_as_its_window_and_holds_numbers_only() -> None:
 
 
 def test_a_level_that_stays_high_is_no_spike_for_ever() -> None:
-    history, rule = History(), SpikeArgs(window=8, sigma=3.0)
+    history, rule = SpikeHistory(), SpikeArgs(window=8, sigma=3.0)
     for i in range(8):
         history.add(1.0 + 0.01 * (i % 2), 1.0, rule.window)
     spikes = []

@@ -114,7 +114,7 @@ def test_a_loss_that_is_no_number_never_reaches_the_weights(dtype: torch.dtype) 
     trainer = trainer_of(dtype, own_loss(broken))
     before = everything(trainer)
     result = trainer.train_step(pack(pairs, 10**6), {"sum": torch.zeros(2, 2)})
-    assert (result.held, result.skipped) == ("nonfinite", 1)
+    assert (result.skip_reason, result.skipped) == ("nonfinite", 1)
     assert same(everything(trainer), before)
     assert trainer.optimizer
     assert trainer.optimizer.gradients() == []
@@ -168,10 +168,10 @@ def test_float16_that_no_scale_can_help() -> None:
     """A gradient may need a smaller scale, down to 1; a loss that is none needs something else, and at once."""
     batches, reference = pack(pairs_of(2), 10**6), {"sum": torch.zeros(2, 2)}
     trainer = trainer_of(torch.float16, own_loss(steep))
-    held = [trainer.train_step(batches, reference).held for _ in range(18)]
+    held = [trainer.train_step(batches, reference).skip_reason for _ in range(18)]
     assert held == ["overflow"] * 16 + ["nonfinite"] * 2
     trainer = trainer_of(torch.float16, own_loss(broken))
-    assert trainer.train_step(batches, reference).held == "nonfinite"
+    assert trainer.train_step(batches, reference).skip_reason == "nonfinite"
     assert trainer.optimizer
     assert trainer.optimizer.loss_scale
     assert trainer.optimizer.loss_scale.value == 2.0**16

@@ -14,7 +14,7 @@ from rather.config import plugins
 from rather.config.schema import DPOConfig
 from rather.data.batch import TokenPair
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.steps import EVALUATION_CHUNK
+from rather.pipeline.steps import EVALUATION_CHUNK, PreparedSteps
 
 REPORT = "sweep reference: "  # begins the line that tells the cost; libraries may print after it
 
@@ -22,21 +22,23 @@ REPORT = "sweep reference: "  # begins the line that tells the cost; libraries m
 def fill(config: DPOConfig) -> dict[str, Any] | None:
     """What it cost, as a run reports it; None where the run asks no reference. The micro-batches are the run's own."""
     with closing(DPOPipeline(config)) as pipeline:
-        known = pipeline.asking.logps
+        known = pipeline.reference_logps
         if known is None:
             return None
         pipeline.initialize()
         with closing(known):
             for pairs in _groups(pipeline):
-                pipeline.asking.columns(pipeline.packing.to_evaluate(pairs))
+                pipeline.reference_stream.columns(pipeline.packing.to_evaluate(pairs))
                 known.keep()
             return known.report()
 
 
 def _groups(pipeline: DPOPipeline) -> Iterator[Sequence[TokenPair]]:
     """The pairs of each step, then those of the evaluation, as the run will ask for them."""
-    for done in range(pipeline.total_steps):
-        yield pipeline.course.pairs_after(done)
+    source = pipeline.source
+    assert isinstance(source, PreparedSteps)
+    for done in range(source.total_steps):
+        yield source.pairs_after(done)
     for held in pipeline.data.evals.values():
         for first in range(0, len(held), EVALUATION_CHUNK):
             yield held.take(range(first, min(first + EVALUATION_CHUNK, len(held))))
