@@ -88,8 +88,9 @@ class Saving:
         return newest if self.roles.is_main or path is None else checkpoint.reopen(path)
 
     def is_finished(self, newest: Checkpoint) -> bool:
-        ended = self.total_steps is not None and newest.step >= self.total_steps
-        ended = ended or newest.state["progress"]["stopped_early"]
+        # If the number of steps is unknown, only the end of the pairs leaves the file FINISHED.
+        early = newest.state["progress"]["stopped_early"]
+        ended = newest.step >= (self.total_steps or 0) or early
         return ended and (self.config.run_dir / FINISHED).exists()
 
     def restore(self, newest: Checkpoint) -> Progress:
