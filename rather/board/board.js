@@ -1,9 +1,9 @@
 "use strict";
-/* The board: asks its own server, and puts all that comes from runs into the page as text. */
+/* The board: asks its own server, and inserts everything that comes from runs as text, never as markup. */
 (() => {
-  const EVERY = 2000;  // milliseconds between two looks at the runs
-  const ASK_AGAIN = 300;  // and between two questions about a pair that is being computed
-  const ENDED = "The board has ended: start `rather board` again.";
+  const EVERY = 2000;  // milliseconds between two requests for the list of runs
+  const ASK_AGAIN = 300;  // and between two requests for a pair that is being computed
+  const ENDED = "The board has stopped: start `rather board` again.";
   const FIRST_METRICS = ["loss", "rewards/accuracies", "rewards/margins"];
   const given = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
@@ -13,7 +13,7 @@
   let drawnVersions = null, shownVersion = null;
   const rows = new Map();  // id of a run -> the elements of its row
 
-  history.replaceState(null, "", location.pathname + location.hash);  // the token need not stand in the address bar
+  history.replaceState(null, "", location.pathname + location.hash);  // the token need not be in the address bar
 
   function element(tag, properties = {}, ...children) {
     const made = document.createElement(tag);
@@ -37,11 +37,12 @@
   }
 
   const wait = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+  const counted = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
   const is = (value) => value !== null && value !== undefined;
   const number = (value) => (is(value) ? String(Number(value.toPrecision(4))) : "");
   const share = (value) => (is(value) ? value.toFixed(3) : "");
   const minus = (a, b) => (is(a) && is(b) ? a - b : null);  // a NaN comes as null, which JavaScript would count as 0
-  const plain = (value) => (is(value) ? value.toFixed(3).replace("-", "−") : "no number");
+  const plain = (value) => (is(value) ? value.toFixed(3).replace("-", "−") : "not finite");
   const signed = (value) => (value >= 0 && is(value) ? "+" : "") + plain(value);
   const last = (path) => path.split("/").filter(Boolean).pop() || "";
 
@@ -69,8 +70,8 @@
   function cellsOf(run) {
     const notes = [];
     if (run.problem) notes.push(run.problem);
-    if (run.health) notes.push(`${run.health} findings`);
-    if (run.incidents) notes.push(`${run.incidents} incidents`);
+    if (run.health) notes.push(counted(run.health, "finding"));
+    if (run.incidents) notes.push(counted(run.incidents, "incident"));
     const ago = is(run.changed) ? `${duration(Math.max(0, Date.now() / 1000 - run.changed))} ago` : "";
     return {
       state: run.state, step: is(run.step) ? `${run.step}${is(run.total) ? ` of ${run.total}` : ""}` : "", loss: number(run.loss), accuracy: share(run.accuracy),
@@ -109,7 +110,7 @@
     });
     const value = (run) => (sort.key === "notes" ? (run.health || 0) + (run.incidents || 0) : run[sort.key]);
     const rank = (a, b) => {
-      if (!is(a) || !is(b)) return is(a) ? -1 : is(b) ? 1 : 0;  // what has no value comes last either way
+      if (!is(a) || !is(b)) return is(a) ? -1 : is(b) ? 1 : 0;  // rows without a value come last either way
       const order = typeof a === "string" ? a.localeCompare(b, undefined, { numeric: true }) : a - b;
       return sort.down ? -order : order;
     };
@@ -137,37 +138,37 @@
     $("shown").textContent = shown.length < runs.length ? `${shown.length} of ${runs.length} shown` : "";
   }
 
-  /* One row is in the order of Tab; the arrows lead to the others. */
+  /* One row is in the tab order; the arrow keys lead to the others. */
   function reachable(line) {
     for (const control of $("rows").querySelectorAll("[tabindex='0']")) control.tabIndex = -1;
     for (const control of line.querySelectorAll("input, button")) control.tabIndex = 0;
   }
 
-  function say() {
+  function showStatus() {
     const counts = new Map();
     for (const run of runs) counts.set(run.state, (counts.get(run.state) || 0) + 1);
     const parts = [...counts].sort().map(([state, count]) => `${count} ${state}`);
-    const text = runs.length ? `${runs.length} runs in ${last(given.folder)}: ${parts.join(", ")}` : `No run in ${given.folder} yet.`;
+    const text = runs.length ? `${counted(runs.length, "run")} in ${last(given.folder)}: ${parts.join(", ")}` : `No run in ${given.folder} yet.`;
     if ($("status").textContent !== text) $("status").textContent = text;
     $("status").title = given.folder;
   }
 
-  async function look() {
+  async function poll() {
     for (;;) {
       if (!document.hidden) {
         try {
           take((await ask("/api/runs")).runs);
           await refresh();
         } catch (error) {
-          tell(error);
+          showError(error);
         }
       }
       await wait(EVERY);
     }
   }
 
-  function tell(error) {
-    drawnVersions = shownVersion = null;  // what failed is tried again
+  function showError(error) {
+    drawnVersions = shownVersion = null;  // retry what failed
     $("status").textContent = error.message;
   }
 
@@ -188,18 +189,18 @@
       selected = [opened];
     }
     list();
-    say();
+    showStatus();
   }
 
   function choose(id, on) {
     if (on && selected.length >= given.most) {
-      $("compared").textContent = `${given.most} runs at most are compared; take one out first.`;
+      $("compared").textContent = `At most ${given.most} runs can be compared; remove one first.`;
       list();
       return;
     }
     selected = on ? [...selected, id] : selected.filter((each) => each !== id);
     list();
-    refresh().catch(tell);
+    refresh().catch(showError);
   }
 
   function open(id) {
@@ -207,7 +208,7 @@
     opened = id;
     selected = [id];
     list();
-    refresh().catch(tell);
+    refresh().catch(showError);
   }
 
   const runOf = (id) => runs.find((run) => run.id === id);
@@ -248,8 +249,8 @@
     const charts = $("charts");
     while (charts.children.length <= place) {
       const name = `chart-${charts.children.length}`;
-      charts.append(element("figure", { className: "chart", "aria-labelledby": name, "aria-describedby": `${name}-told` },
-        element("figcaption", {}, element("strong", { id: name }), element("span", { id: `${name}-told` })),
+      charts.append(element("figure", { className: "chart", "aria-labelledby": name, "aria-describedby": `${name}-about` },
+        element("figcaption", {}, element("strong", { id: name }), element("span", { id: `${name}-about` })),
         element("div", { className: "plot" }),
         element("details", {}, element("summary", {}, "Numbers", element("span", { className: "unseen" })), element("div"))));
     }
@@ -258,13 +259,13 @@
 
   function drawChart(place, metric, answers) {
     const chart = chartAt(place), figure = figureOf(metric, answers);
-    const [name, told] = chart.querySelectorAll("figcaption > *");
+    const [name, caption] = chart.querySelectorAll("figcaption > *");
     name.textContent = metric;
     const newest = figure.data.filter((trace) => trace.x.length).map((trace) => {
       const known = trace.y.filter(is);
-      return `${trace.name} ${known.length ? number(known[known.length - 1]) : "no number"} at step ${trace.x[trace.x.length - 1]}`;
+      return `${trace.name} ${known.length ? number(known[known.length - 1]) : "not finite"} at step ${trace.x[trace.x.length - 1]}`;
     });
-    told.textContent = newest.length > 4 ? `${newest.length} lines` : newest.join("; ") || "no run here has it";
+    caption.textContent = newest.length > 4 ? `${newest.length} lines` : newest.join("; ") || "no selected run has this metric";
     chart.querySelector("summary span").textContent = ` of ${metric}`;
     chart.querySelector("details > div").replaceChildren(numbersOf(metric, figure));
     rather.draw(chart.querySelector(".plot"), figure);
@@ -286,10 +287,10 @@
       chosen.length ? ask("/api/curves", { run: chosen, metric: metrics }) : {},
       chosen.length > 1 ? ask("/api/differences", { run: chosen }) : null,
     ]);
-    if (versions !== drawnVersions) return;  // something newer is on its way
-    const damaged = chosen.filter((id) => answers[id].damaged).map((id) => `${runOf(id).name}: ${answers[id].damaged} damaged lines are left out`);
+    if (versions !== drawnVersions) return;  // a newer request is under way
+    const damaged = chosen.filter((id) => answers[id].damaged).map((id) => `${runOf(id).name}: ${counted(answers[id].damaged, "damaged line")} left out`);
     const names = chosen.map((id) => runOf(id).name);
-    $("compared").textContent = [names.join(", ") || "Choose a run in the list.", ...damaged].join("; ");
+    $("compared").textContent = [names.join(", ") || "Select a run in the list.", ...damaged].join("; ");
     $("charts").hidden = !chosen.length;
     showDifferences(names, differing);
     if (!chosen.length) return;
@@ -306,7 +307,7 @@
 
   function showDifferences(names, differing) {
     if (differing === null) {
-      $("different").replaceChildren(element("p", { className: "muted" }, "Choose two runs or more by their boxes: the settings on which they differ stand here side by side."));
+      $("different").replaceChildren(element("p", { className: "muted" }, "Select two or more runs: the settings that differ appear here side by side."));
       return;
     }
     const lines = differing.differences.map(([key, values]) => [key, ...values.map((value) => (value === null || value === "null" ? "not set" : value))]);
@@ -321,27 +322,27 @@
     const version = opened === null ? "" : `${opened}${runOf(opened).story}`;
     if (version === shownVersion) return;
     shownVersion = version;
-    $("inspected").textContent = opened === null ? "none is open" : runOf(opened).name;
+    $("inspected").textContent = opened === null ? "none" : runOf(opened).name;
     if (opened === null) {
-      $("opened").replaceChildren(element("p", { className: "muted" }, "Open a run by its name in the list."));
+      $("opened").replaceChildren(element("p", { className: "muted" }, "Click the name of a run in the list to open it."));
       return;
     }
-    const told = await ask("/api/run", { run: opened });
+    const found = await ask("/api/run", { run: opened });
     if (version !== shownVersion) return;
     const run = runOf(opened);
-    const parts = [element("h3", {}, run.name), element("p", {}, `${run.state}; ${run.model || "model not known"}; folder ${told.folder}`)];
+    const parts = [element("h3", {}, run.name), element("p", {}, `${run.state}; ${run.model || "unknown model"}; folder ${found.folder}`)];
     if (run.report) parts.push(element("p", {}, element("a", { href: `/report?run=${run.id}`, target: "_blank", rel: "noopener" }, "Report of this run")));
-    for (const problem of told.problems) parts.push(element("p", { className: "damaged" }, problem));
-    parts.push(element("h3", {}, "Findings"), findings(told.health.lines));
-    parts.push(element("h3", {}, "Incidents"), incidents(told.incidents));
-    parts.push(element("h3", {}, "Answers"), ...answersOf(told.answers.lines));
-    const settings = Object.entries(told.config).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]);
+    for (const problem of found.problems) parts.push(element("p", { className: "damaged" }, problem));
+    parts.push(element("h3", {}, "Findings"), findings(found.health.lines));
+    parts.push(element("h3", {}, "Incidents"), incidents(found.incidents));
+    parts.push(element("h3", {}, "Answers"), ...answersOf(found.answers.lines));
+    const settings = Object.entries(found.config).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]);
     parts.push(element("details", {}, element("summary", {}, "Settings"), table("All settings", ["key", "value"], settings)));
     $("opened").replaceChildren(...parts);
   }
 
   function findings(lines) {
-    if (!lines.length) return element("p", { className: "muted" }, "None.");
+    if (!lines.length) return element("p", { className: "muted" }, "No problems found.");
     const items = lines.map((line) => element("li", {},
       element("strong", { className: String(line.severity) }, `${line.severity}, step ${line.step}: ${line.name}`),
       element("br"), String(line.text || ""), line.advice ? element("br") : null, line.advice ? String(line.advice) : null));
@@ -353,11 +354,11 @@
     const cells = lines.slice().reverse().map(({ time, kind, step, ...facts }) => [
       time || "", step ?? "", kind || "", Object.entries(facts).map(([name, fact]) => `${name}: ${typeof fact === "object" ? JSON.stringify(fact) : fact}`).join("; "),
     ]);
-    return table(leftOut ? `The last ${lines.length} incidents, ${leftOut} earlier ones are in the file` : "Incidents, newest first", ["time", "step", "kind", "what"], cells);
+    return table(leftOut ? `The last ${lines.length} incidents; ${leftOut} earlier ones are in the file` : "Incidents, newest first", ["time", "step", "kind", "what"], cells);
   }
 
   function answersOf(lines) {
-    if (!lines.length) return [element("p", { className: "muted" }, "None: eval_prompts names the prompts to be answered.")];
+    if (!lines.length) return [element("p", { className: "muted" }, "None. Set eval_prompts to get answers.")];
     const steps = [...new Set(lines.map((line) => line.step))];
     const box = element("select", { id: "answers-step" }, ...steps.map((step) => element("option", { value: step, selected: step === steps[steps.length - 1] }, String(step))));
     const place = element("div");
@@ -377,7 +378,7 @@
 
   /* --- pairs --- */
 
-  let question = 0;  // answers to earlier ones come too late
+  let question = 0;  // answers to earlier ones are ignored
 
   function forgetPair() {
     question += 1;
@@ -424,7 +425,7 @@
   function move(by) {
     const most = Number($("index").max || Infinity);
     $("index").value = Math.min(most, Math.max(0, Number($("index").value) + by));
-    showPair().catch(tell);
+    showPair().catch(showError);
   }
 
   async function find(start) {
@@ -434,13 +435,13 @@
     offerSets(answer.sets);
     const hits = answer.hits.map((hit) => {
       const button = element("button", { type: "button" }, `Pair ${hit.index}${hit.id ? ` (${hit.id})` : ""}`);
-      button.addEventListener("click", () => { $("index").value = hit.index; showPair().catch(tell); });
+      button.addEventListener("click", () => { $("index").value = hit.index; showPair().catch(showError); });
       return element("li", {}, button, " ", element("span", { className: "muted" }, `… ${hit.prompt.slice(-100)} `), hit.chosen);
     });
-    const parts = [element("p", {}, hits.length ? `${hits.length} pairs found` : "No pair found"), element("ul", { className: "findings" }, ...hits)];
+    const parts = [element("p", {}, hits.length ? `${counted(hits.length, "pair")} found` : "No pair found"), element("ul", { className: "findings" }, ...hits)];
     if (answer.next !== null) {
-      const more = element("button", { type: "button" }, `Search on from pair ${answer.next}`);
-      more.addEventListener("click", () => find(answer.next).catch(tell));
+      const more = element("button", { type: "button" }, `Continue from pair ${answer.next}`);
+      more.addEventListener("click", () => find(answer.next).catch(showError));
       parts.push(more);
     }
     $("hits").replaceChildren(...parts);
@@ -453,7 +454,7 @@
   function renderPair(answer) {
     const { chosen, rejected } = answer.sides;
     const first = Math.min(answer.prompt_tokens, ...[chosen.scored[0], rejected.scored[0]].filter(is));
-    const readout = element("p", { className: "readout muted" }, "Point at a token, or reach one with Tab and the arrows.");
+    const readout = element("p", { className: "readout muted" }, "Point at a token, or use Tab and the arrow keys.");
     const lists = Object.fromEntries(Object.entries(answer.sides).map(([name, side]) => [name, tokenList(name, side, first, readout)]));
     const scale = element("div", { className: "scale" });
     const numbers = element("details", {}, element("summary", {}, "Numbers of all tokens"), element("div"));
@@ -597,14 +598,14 @@
   }
   const submitted = (action) => (event) => { event.preventDefault(); action(); };
   $("filter").addEventListener("input", list);
-  $("metric").addEventListener("change", () => drawIfNew().catch(tell));
+  $("metric").addEventListener("change", () => drawIfNew().catch(showError));
   $("keys").addEventListener("click", () => $("help").showModal());
-  $("ask").addEventListener("submit", submitted(() => showPair().catch(tell)));
-  $("find").addEventListener("submit", submitted(() => find(0).catch(tell)));
-  $("set").addEventListener("change", () => { $("index").value = 0; showPair().catch(tell); });
+  $("ask").addEventListener("submit", submitted(() => showPair().catch(showError)));
+  $("find").addEventListener("submit", submitted(() => find(0).catch(showError)));
+  $("set").addEventListener("change", () => { $("index").value = 0; showPair().catch(showError); });
   $("previous").addEventListener("click", () => move(-1));
   $("next").addEventListener("click", () => move(1));
 
-  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", look);
-  else look();
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", poll);
+  else poll();
 })();

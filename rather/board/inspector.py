@@ -1,38 +1,35 @@
-"""The pair inspector: log-probs of each token of a pair by the reference, the policy as it began, and as trained.
+"""The pair inspector: log-probs of each token of a pair under the reference, the initial and the trained policy.
 
-One thread answers, newest question first, and holds the models of one run at a time. Nothing is written into the run.
+One thread at a time computes, and the models of one run at a time are in memory. Nothing is written to the run.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Lock, Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rather.board.runs import CONFIG, FINISHED
+from rather.board.runs import stamp
 from rather.config.redaction import redact
 from rather.errors import RatherError
+from rather.report.folder import CONFIG, FINISHED
 
 if TYPE_CHECKING:
     from rather.board.session import Session
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 16
 MOST_KEPT = 32  # answers: one of 32,768 tokens a side takes 10 MB
-PATIENCE = 30.0  # seconds: whoever waits asks again all the time, and who has gone away does not
-FRESH = 30.0  # seconds in which an answer stands, though its run has saved since: it may save faster than models load
+FRESH = 30.0  # seconds an answer stays valid although its run has saved since: it may save faster than models load
 
-Stamp = tuple[int, ...]
-Answer = dict[str, Any]
+Stamp = tuple[object, ...]
 
 
 class Question(NamedTuple):
-    """About a pair by its number or, with `search`, about which pairs hold a text."""
+    """A pair by its number or, with `search`, which pairs contain a text."""
 
     run_dir: Path
     dataset: str
@@ -41,110 +38,84 @@ class Question(NamedTuple):
 
 
 class Known(NamedTuple):
-    answer: Answer
-    stamp: Stamp  # of the run, when it was opened for this
+    answer: dict[str, Any]
+    stamp: Stamp  # of the run when it was opened
     time: float
 
 
 def stamp_of(run_dir: Path) -> Stamp:
-    """Changes with the newest weights of a run, and with its config."""
-    times = []
-    for name in ("LATEST", FINISHED, CONFIG):
-        try:
-            times.append((run_dir / name).stat().st_mtime_ns)
-        except OSError:
-            times.append(0)
-    return tuple(times)
+    """Return what changes with the newest weights of a run, and with its config."""
+    return tuple(stamp(run_dir / name) for name in ("LATEST", FINISHED, CONFIG))
 
 
 class Inspector:
-    """`ask` returns at once: what is known of the answer, or what is being done for it."""
+    """`ask` returns at once: an answer, or what is being done for it. The page asks again until it is done.
+
+    So no queue is needed: while one question is computed, the others wait in their pages, and a page that
+    was closed asks no more.
+    """
 
     def __init__(
         self, open_session: Callable[[Path, Callable[[str], None]], Session] | None = None
     ) -> None:
         self._open = open_session or _session
-        self._waiting: OrderedDict[Question, float] = OrderedDict()  # when each was last asked
-        self._answers: OrderedDict[Question, Known] = OrderedDict()
-        self._changed = Condition()
-        self._doing: tuple[Question, str] | None = None
-        self._thread: Thread | None = None
+        self._answers: dict[Question, Known] = {}
+        self._lock = Lock()
+        self._current: Question | None = None
+        self._doing = ""
         self._session: tuple[Path, Stamp, Session] | None = None
 
-    def ask(self, question: Question) -> Answer:
-        with self._changed:
+    def ask(self, question: Question) -> dict[str, Any]:
+        with self._lock:
             known = self._answers.pop(question, None)
             if known and (
                 monotonic() - known.time < FRESH or known.stamp == stamp_of(question.run_dir)
             ):
                 if (
                     known.answer["state"] == "done"
-                ):  # what was refused is tried when it is asked again
+                ):  # a refused question is tried again when asked again
                     self._answers[question] = known
                 return known.answer
-            if self._doing and self._doing[0] == question:
-                return {"state": "working", "doing": self._doing[1]}
-            self._waiting[question] = monotonic()
-            self._waiting.move_to_end(question)
-            if len(self._waiting) > MOST_WAITING:
-                self._waiting.popitem(last=False)
-            if self._thread is None:
-                self._thread = Thread(target=self._work, name="inspector", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-            return {"state": "working", "doing": "waiting for its turn"}
+            if self._current is None:
+                self._current, self._doing = question, "opening the run"
+                Thread(target=self._compute, args=(question,), daemon=True).start()
+            own = self._current == question
+            return {"state": "working", "doing": self._doing if own else "waiting for its turn"}
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._waiting))
-                question, asked = self._waiting.popitem()
-                if (
-                    monotonic() - asked > PATIENCE
-                ):  # for nobody, it may cost the models of the run that is looked at
-                    continue
-                self._doing = question, "opening the run"
-            stamp = stamp_of(question.run_dir)
-            answer = self._answered(question, stamp)
-            with self._changed:
-                self._doing = None
-                self._answers[question] = Known(answer, stamp, monotonic())
-                if len(self._answers) > MOST_KEPT:
-                    self._answers.popitem(last=False)
-
-    def _answered(self, question: Question, stamp: Stamp) -> Answer:
-        began = monotonic()
+    def _compute(self, question: Question) -> None:
+        stamp, began = stamp_of(question.run_dir), monotonic()
         try:
             session = self._session_of(question.run_dir, stamp)
             if question.search is None:
-                told = session.pair(question.dataset, question.place)
+                found = session.pair(question.dataset, question.place)
             else:
-                told = session.search(question.dataset, question.search, question.place)
-            return {"state": "done", **told, "seconds": monotonic() - began}
+                found = session.search(question.dataset, question.search, question.place)
+            answer = {"state": "done", **found, "seconds": monotonic() - began}
         except RatherError as error:
-            return {"state": "refused", "why": redact(str(error))}
+            answer = {"state": "refused", "why": redact(str(error))}
         except Exception as error:  # libraries raise anything on a folder that they cannot use
             log.warning("the pairs of %s cannot be shown", question.run_dir, exc_info=True)
-            return {"state": "refused", "why": redact(f"{type(error).__name__}: {error}")}
+            answer = {"state": "refused", "why": redact(f"{type(error).__name__}: {error}")}
+        with self._lock:
+            self._current = None
+            self._answers[question] = Known(answer, stamp, monotonic())
+            if len(self._answers) > MOST_KEPT:
+                del self._answers[next(iter(self._answers))]
 
     def _session_of(self, run_dir: Path, stamp: Stamp) -> Session:
-        if self._session and self._session[:2] == (run_dir, stamp):
-            return self._session[2]
-        if self._session:
+        if self._session and self._session[:2] != (run_dir, stamp):
             self._session[2].close()
             self._session = None
-        session = self._open(run_dir, self._tell)
-        self._session = run_dir, stamp, session
-        return session
+        if self._session is None:
+            self._session = run_dir, stamp, self._open(run_dir, self._set_doing)
+        return self._session[2]
 
-    def _tell(self, doing: str) -> None:
-        with self._changed:
-            if self._doing:
-                self._doing = self._doing[0], doing
+    def _set_doing(self, doing: str) -> None:
+        self._doing = doing
 
 
-def _session(run_dir: Path, tell: Callable[[str], None]) -> Session:
-    tell("loading PyTorch")
+def _session(run_dir: Path, progress: Callable[[str], None]) -> Session:
+    progress("loading PyTorch")
     from rather.board.session import Session
 
-    return Session(run_dir, tell)
+    return Session(run_dir, progress)

@@ -1,4 +1,4 @@
-"""The runs under a folder: what the list shows of each, its curves, its findings, and in what its config differs."""
+"""The runs under a folder: a row of the list for each, its curves, its findings, and how configs differ."""
 
 from __future__ import annotations
 
@@ -9,71 +9,61 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from rather.board.tail_jsonl import Curves, Record, newest_records, records
-from rather.report import thinned
+from rather.report import downsample
+from rather.report.folder import (
+    ANSWERS,
+    CONFIG,
+    DATA_REPORT,
+    FINISHED,
+    HEALTH,
+    INCIDENTS,
+    METRICS,
+    REPORT_PAGE,
+    RUN_REPORT,
+    STARTS,
+    MetricsFile,
+    newest_records,
+    read_object,
+    records,
+)
 from rather.run_folder import control
 
-METRICS, CONFIG, REPORT = "metrics.jsonl", "config.yaml", "report.html"
-FINISHED, RUN_REPORT, STARTS = (
-    ".finished",
-    "report.json",
-    "starts.jsonl",
-)  # rather.run_folder.layout's: torch is behind it
-STORIES = ("incidents.jsonl", "health.jsonl", "answers.jsonl")
-MARKS = {
-    METRICS,
-    control.LOCK,
-    FINISHED,
-    "LATEST",
-    "data_report.json",
-}  # one of them makes a folder that of a run
-DEPTH = 4  # folders between the one that is named and a run
+EVENTS = (INCIDENTS, HEALTH, ANSWERS)
+MARKS = {METRICS, control.LOCK, FINISHED, "LATEST", DATA_REPORT}  # one of them makes a run folder
+DEPTH = 4  # folders between the given one and a run
 LISTED = re.compile(r"^(?:pretrain|pref_loss|loss_type|ipo):.*(?:\n[ -].*)*", re.MULTILINE)
-LARGEST_CONFIG = 1 << 20  # bytes, as of a config that is loaded
-POINTS = 1000  # of a line that is drawn
+LARGEST_CONFIG = 1 << 20  # bytes, the limit of `rather train` as well
+POINTS = 1000  # of a drawn line
 MOST_KEPT = 20_000_000  # points of all runs in memory, 16 bytes each
-LAST_STORIES = 500  # lines shown of each kind
+LAST_EVENTS = 500  # lines shown of each file of EVENTS
 
 
-class Problem(Exception):
-    """A file that cannot be read as what it should be; told as one sentence."""
+class FolderProblem(Exception):
+    """A file of a run folder cannot be read as what it should be; the message is one sentence."""
 
 
-@dataclass
-class Summary:
-    """What the list shows of one run, as of the stamps of its files."""
-
-    stamps: tuple[Any, ...] = ()
-    row: dict[str, Any] = field(default_factory=dict)
-
-
-class Story(NamedTuple):
-    lines: list[Record]
-    damaged: int
-    left_out: int
-
-
-class Runs:
-    """Of all runs under a folder. A run is known by its id: what a request says never becomes a path."""
+class RunList:
+    """All runs under a folder. A run is known by its id: what a request says never becomes a path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._found: dict[str, Path] = {}
-        self._summaries: dict[str, Summary] = {}
-        self._curves: OrderedDict[str, Curves] = OrderedDict()
-        self._turn = Lock()
+        self._rows: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._curves: OrderedDict[str, MetricsFile] = OrderedDict()
+        self._lock = Lock()
 
     def rows(self) -> list[dict[str, Any]]:
-        """All runs as they are now, by name."""
-        with self._turn:
-            self._found = {run_id(self.folder, path): path for path in find_runs(self.folder)}
+        """Return all runs as they are now, by name."""
+        with self._lock:
+            self._found = {
+                digest(path.relative_to(self.folder)): path for path in find_runs(self.folder)
+            }
             return [self._row(run, path) for run, path in self._found.items()]
 
     def path(self, run: str) -> Path | None:
@@ -82,50 +72,38 @@ class Runs:
         return self._found.get(run)
 
     def _row(self, run: str, path: Path) -> dict[str, Any]:
-        summary = self._summaries.setdefault(run, Summary())
-        stamps = tuple(
-            _stamp(path / name) for name in (METRICS, RUN_REPORT, STARTS, CONFIG, *STORIES)
-        )
-        if stamps != summary.stamps:
-            summary.stamps, summary.row = stamps, _row_of(path)
-        holder = control.holder(path)
+        files = (METRICS, RUN_REPORT, STARTS, CONFIG, *EVENTS)
+        stamps = tuple(stamp(path / name) for name in files)
+        if run not in self._rows or self._rows[run][0] != stamps:
+            self._rows[run] = stamps, _row_of(path)
         name = path.relative_to(self.folder).as_posix() if path != self.folder else path.name
-        row = {
-            "id": run,
-            "name": name,
-            **summary.row,
-            "state": _state(path, summary.row, running=holder is not None),
-        }
-        row["report"] = (path / REPORT).is_file()
-        # A line of metrics changes the first alone: what people are reading of the run stays as it is.
-        row["version"] = _digest(stamps, row["state"])
-        row["story"] = _digest(stamps[3:], row["state"], row["report"])
+        row = {"id": run, "name": name, **self._rows[run][1]}
+        row |= {"state": _state(path, row), "report": (path / REPORT_PAGE).is_file()}
+        # A new line of metrics changes only `version`: what people are reading about the run stays open.
+        row["version"] = digest(stamps, row["state"])
+        row["story"] = digest(stamps[3:], row["state"], row["report"])
         return row
 
-    # --- one run ---
-
-    def curves(
-        self, run: str, path: Path, metrics: Sequence[str], points: int = POINTS
-    ) -> dict[str, Any]:
-        """The asked metrics, long lines thinned, and the names of all there are."""
-        known = self._kept(run, path)
-        with known.turn:
-            known.update()
-            drawn = {metric: known.lines(metric) for metric in metrics}
+    def curves(self, run: str, path: Path, metrics: Sequence[str]) -> dict[str, Any]:
+        """Return the requested metrics, training and held-out, and the names of all metrics."""
+        known = self._metrics_file(run, path)
+        with known.lock:
+            columns = known.update()
             lines = {
                 metric: {
-                    name: thinned(column.steps, column.values, points)
-                    for name, column in found.items()
+                    name: downsample(*columns[name], POINTS)
+                    for name in sorted(columns, key=lambda name: (name != metric, name))
+                    if name == metric or is_held_out(name, metric)
                 }
-                for metric, found in drawn.items()
+                for metric in metrics
             }
-            names = sorted(name for name in known.columns if not name.startswith("eval/"))
+            names = sorted(name for name in columns if not name.startswith("eval/"))
             return {"lines": lines, "metrics": names, "damaged": known.file.damaged}
 
-    def _kept(self, run: str, path: Path) -> Curves:
-        """The columns of a run; those that nobody has asked for longest are given up where there are too many."""
-        with self._turn:
-            known = self._curves.setdefault(run, Curves(path / METRICS))
+    def _metrics_file(self, run: str, path: Path) -> MetricsFile:
+        """Return the columns of a run; the least recently used ones are dropped if there are too many points."""
+        with self._lock:
+            known = self._curves.setdefault(run, MetricsFile(path / METRICS))
             self._curves.move_to_end(run)
             while (
                 len(self._curves) > 1
@@ -135,54 +113,59 @@ class Runs:
             return known
 
     def details(self, path: Path) -> dict[str, Any]:
-        """What a run tells besides numbers: incidents, findings, answers, and what is wrong with its folder."""
+        """Return config, incidents, findings and answers of a run, and what is wrong with its folder."""
         problems = []
-        told: dict[str, Any] = {"folder": str(path), "config": {}}
+        found: dict[str, Any] = {"folder": str(path), "config": {}}
         try:
-            told["config"] = read_config(path)
-        except Problem as problem:
+            found["config"] = read_config(path)
+        except FolderProblem as problem:
             problems.append(str(problem))
-        for name in STORIES:
-            story = _story(path / name)
-            told[name.removesuffix(".jsonl")] = story._asdict()
-            if story.damaged:
-                problems.append(f"{name}: {story.damaged} lines are damaged and left out")
-        return {**told, "problems": problems}
+        for name in EVENTS:
+            lines, damaged = records(path / name)
+            left_out = max(0, len(lines) - LAST_EVENTS)
+            found[name.removesuffix(".jsonl")] = {"lines": lines[left_out:], "left_out": left_out}
+            if damaged:
+                problems.append(f"{name}: {damaged} damaged lines are left out")
+        return {**found, "problems": problems}
+
+
+def is_held_out(name: str, metric: str) -> bool:
+    """Return whether `name` is eval/<metric> or eval/<set>/<metric>."""
+    return name == f"eval/{metric}" or (
+        name.startswith("eval/") and name.split("/", 2)[2:] == [metric]
+    )
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Run folders, at most DEPTH deep and not inside each other; links are not followed."""
+    """Return run folders, at most DEPTH deep and not inside each other; links are not followed."""
     return sorted(_runs_in(folder, DEPTH))
 
 
-def _runs_in(folder: Path, deep: int) -> Iterator[Path]:
+def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
-            inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+            inside = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
     except OSError:
         return
-    marks = MARKS & {name for name, _ in inside}
+    marks = MARKS & inside.keys()
     within: list[Path] = []
-    if deep and marks <= {
+    if depth and marks <= {
         control.LOCK
-    }:  # of a run that has just begun, or of a sweep, whose runs lie in it
-        folders = [name for name, is_folder in inside if is_folder and not name.startswith(".")]
-        within = [run for name in folders for run in _runs_in(folder / name, deep - 1)]
+    }:  # a lock alone: a new run, or a sweep that contains its runs
+        folders = [name for name, is_folder in inside.items() if is_folder and name[0] != "."]
+        within = [run for name in folders for run in _runs_in(folder / name, depth - 1)]
     yield from within or ([folder] if marks else [])
 
 
-def run_id(folder: Path, path: Path) -> str:
-    return hashlib.blake2b(os.fsencode(path.relative_to(folder)), digest_size=6).hexdigest()
+# --- a row of the list ---
 
 
-# --- the line of a run in the list ---
-
-
-def _digest(*facts: object) -> str:
+def digest(*facts: object) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
+def stamp(file: Path) -> tuple[int, int] | None:
+    """Return size and time of a file; None if it is missing."""
     with suppress(OSError):
         status = file.stat()
         return status.st_size, status.st_mtime_ns
@@ -192,35 +175,32 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 def _row_of(path: Path) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(("step", "total", "loss", "accuracy", "held_out"))
     problems = []
-    try:
-        row |= _newest_numbers(path / METRICS)
-    except Problem as problem:
-        problems.append(str(problem))
-    try:
-        row |= _listed_settings(path)
-    except Problem as problem:
-        problems.append(str(problem))
-    row |= {name.removesuffix(".jsonl"): len(records(path / name)[0]) for name in STORIES[:2]}
+    for part in (_newest_numbers, _model_and_loss):
+        try:
+            row |= part(path)
+        except FolderProblem as problem:
+            problems.append(str(problem))
+    row |= {name.removesuffix(".jsonl"): len(records(path / name)[0]) for name in EVENTS[:2]}
     with suppress(OSError):
         starts, _ = newest_records(path / STARTS)
         row["total"] = _number(starts[0].get("total_steps")) if starts else None
     return row | _times(path) | {"problem": "; ".join(problems)}
 
 
-def _newest_numbers(file: Path) -> dict[str, Any]:
+def _newest_numbers(path: Path) -> dict[str, Any]:
     try:
-        found, damaged = newest_records(file)
+        found, damaged = newest_records(path / METRICS)
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise Problem(f"{file.name} cannot be read ({error.strerror})") from error
+        raise FolderProblem(f"{METRICS} cannot be read ({error.strerror})") from error
     if damaged:
-        raise Problem(f"{file.name}: {damaged} of its last lines are damaged")
+        raise FolderProblem(f"{METRICS}: {damaged} of its last lines are damaged")
     trained = next((record for record in found if "loss" in record), {})
     held_out = next((record for record in found if "eval/loss" in record), {})
-    steps = [record["step"] for record in found[:1] if isinstance(record.get("step"), int)]
+    step = found[0].get("step") if found else None
     return {
-        "step": steps[0] if steps else None,
+        "step": step if isinstance(step, int) else None,
         "loss": _number(trained.get("loss")),
         "accuracy": _number(trained.get("rewards/accuracies")),
         "held_out": _number(held_out.get("eval/rewards/accuracies")),
@@ -231,40 +211,33 @@ def _number(value: Any) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _listed_settings(path: Path) -> dict[str, Any]:
-    """Model and loss. Only their lines are read as YAML: all of 200 configs would take seconds."""
+def _model_and_loss(path: Path) -> dict[str, Any]:
+    """Parse only the lines of these keys: all of 200 configs would take seconds."""
     text = _config_text(path)
-    if text is None:
-        return {"model": "", "loss_type": ""}
-    found: dict[str, Any] = {}
-    for block in LISTED.findall(text):
-        found |= _mapping(block)
+    found = _settings("".join(f"{block}\n" for block in LISTED.findall(text)))
     model = found.get("pretrain")
     if model is None:
-        model = flat(_mapping(text)).get("actor_train.model_args.model_name_or_path")
+        model = _settings(text).get("actor_train.model_args.model_name_or_path")
     loss = found.get("loss_type") or ("ipo" if found.get("ipo") else found.get("pref_loss"))
-    named = loss if isinstance(loss, list) else [loss or ""]
-    return {"model": str(model or ""), "loss_type": " + ".join(map(str, named))}
+    names = loss if isinstance(loss, list) else [loss or ""]
+    return {"model": str(model or ""), "loss_type": " + ".join(map(str, names))}
 
 
 def _times(path: Path) -> dict[str, Any]:
-    """When the run last wrote a line, and for how long its last start has been going or went."""
-    last, began = _stamp(path / METRICS), _stamp(path / CONFIG)
-    seconds = (last[1] - began[1]) / 1e9 if last and began else None
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        report = path / RUN_REPORT
-        if not began or report.stat().st_mtime_ns >= began[1]:  # else of the start before
-            told = _number(json.loads(report.read_text(encoding="utf-8"))["seconds"])
-            seconds = max(told or 0.0, seconds or 0.0)
+    """Return when the run last wrote a line, and the duration of its last start."""
+    last, began, report = (stamp(path / name) for name in (METRICS, CONFIG, RUN_REPORT))
+    seconds = (last[1] - began[1]) / 1e9 if last and began else 0.0
+    if report and (not began or report[1] >= began[1]):  # else it is from the start before
+        seconds = max(seconds, _number(read_object(path / RUN_REPORT).get("seconds")) or 0.0)
     return {
         "changed": last[1] / 1e9 if last else None,
-        "seconds": seconds if seconds and seconds > 0 else None,
+        "seconds": seconds if seconds > 0 else None,
     }
 
 
-def _state(path: Path, row: Mapping[str, Any], *, running: bool) -> str:
-    """running: a process holds its lock. ended: it left a model. stopped: saved, to go on. failed: neither."""
-    if running:
+def _state(path: Path, row: Mapping[str, Any]) -> str:
+    """running: its lock is held. ended: it exported a model. stopped: saved, can be resumed. failed: neither."""
+    if control.holder(path):
         return "running"
     if row["problem"]:
         return "damaged"
@@ -278,41 +251,36 @@ def _state(path: Path, row: Mapping[str, Any], *, running: bool) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Every key, such as actor_train.data_args.file_name, with its value."""
-    text = _config_text(path)
-    return {} if text is None else flat(_mapping(text))
+    """Return every key, such as actor_train.data_args.file_name, with its value; {} without a config."""
+    return _settings(_config_text(path))
 
 
-def _config_text(path: Path) -> str | None:
-    file = path / CONFIG
+def _config_text(path: Path) -> str:
     try:
-        if file.stat().st_size > LARGEST_CONFIG:
-            raise Problem(f"{CONFIG} is larger than a config can be")
-        return file.read_text(encoding="utf-8")
+        if (path / CONFIG).stat().st_size > LARGEST_CONFIG:
+            raise FolderProblem(f"{CONFIG} is larger than a config can be")
+        return (path / CONFIG).read_text(encoding="utf-8")
     except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise Problem(f"{CONFIG} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise Problem(f"{CONFIG} is not text") from error
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise FolderProblem(f"{CONFIG} cannot be read as text") from error
 
 
-def _mapping(text: str) -> dict[str, Any]:
+def _settings(text: str) -> dict[str, Any]:
     try:
+        # Aliases can expand to billions of values; no run writes them. The C loader overflows its stack on deep lists.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise Problem(
-                f"{CONFIG} has aliases, which no run writes"
-            )  # they can unfold to billions of values
-        found = yaml.safe_load(text)
+            raise FolderProblem(f"{CONFIG} contains aliases")
+        found = yaml.safe_load(text) if text else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise Problem(f"{CONFIG} is not YAML") from error
+        raise FolderProblem(f"{CONFIG} is not YAML") from error
     if not isinstance(found, dict):
-        raise Problem(f"{CONFIG} holds no settings")
-    return found
+        raise FolderProblem(f"{CONFIG} contains no settings")
+    return flat(found)
 
 
 def flat(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    """Return {"a.b": 1} for {"a": {"b": 1}}."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{above}{name}"
@@ -321,19 +289,16 @@ def flat(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | None]]]:
-    """Each key on which configs differ, with the value in each; None where one does not have it."""
-    keys = list(dict.fromkeys(key for config in configs for key in config))
-    found = [
-        (key, [_shown(config[key]) if key in config else None for config in configs])
-        for key in keys
+    """Return each key on which configs differ, with its value in each; None if one does not have it."""
+    texts = [
+        {
+            key: value if isinstance(value, str) else json.dumps(value, default=str)
+            for key, value in config.items()
+        }
+        for config in configs
     ]
-    return [(key, values) for key, values in found if len(set(values)) > 1]
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _story(file: Path) -> Story:
-    lines, damaged = records(file)
-    return Story(lines[-LAST_STORIES:], damaged, max(0, len(lines) - LAST_STORIES))
+    rows = [
+        (key, [each.get(key) for each in texts])
+        for key in dict.fromkeys(key for each in texts for key in each)
+    ]
+    return [row for row in rows if len(set(row[1])) > 1]

@@ -1,4 +1,4 @@
-"""What the page of the board begins with; board.js fills it."""
+"""The HTML skeleton of the board; board.js fills it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COLUMNS = {
 }
 KEYS = (
     ("/", "filter the runs"),
-    ("↑ ↓", "the run above or below, in the list"),
-    ("Enter", "open the run; Space on its box compares it"),
-    ("← →", "the token before or after, in an answer"),
+    ("↑ ↓", "previous or next run in the list"),
+    ("Enter", "open the run; Space on its checkbox compares it"),
+    ("← →", "previous or next token of an answer"),
     ("↑ ↓", "the other answer, at the same token"),
-    ("n p", "the next or the previous pair"),
-    ("?", "this help"),
-    ("Esc", "close it"),
+    ("n p", "next or previous pair"),
+    ("?", "show this help"),
+    ("Esc", "close this help"),
 )
 
 
@@ -43,7 +43,7 @@ def _keys() -> str:
 
 
 BODY = f"""
-<p id="status" role="status">Reading the runs.</p>
+<p id="status" role="status">Loading the runs.</p>
 
 <section aria-labelledby="runs">
 <h2 id="runs">Runs</h2>
@@ -54,7 +54,7 @@ BODY = f"""
 <button type="button" id="keys" aria-keyshortcuts="?">Keys</button>
 </div>
 <div class="scroll runs" role="region" aria-label="List of runs" tabindex="0">
-<table><caption class="unseen">All runs of the folder; the boxes choose what is compared</caption>
+<table><caption class="unseen">All runs of the folder; check the boxes of runs to compare</caption>
 <thead><tr>{_headings()}</tr></thead><tbody id="rows"></tbody></table>
 </div>
 </section>
@@ -79,7 +79,7 @@ BODY = f"""
 <section aria-labelledby="pairs">
 <h2 id="pairs">Pairs</h2>
 <p class="muted">Each token of an answer, coloured by how much more or less likely the policy makes it than the
-reference does. The first pair of a run takes a while: its models are loaded.</p>
+reference does. The first pair of a run takes a while because its models are loaded.</p>
 <p>Run: <strong id="inspected"></strong></p>
 <form id="ask" class="tools">
 <label for="set">Set</label><select id="set"><option>train</option></select>

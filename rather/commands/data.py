@@ -1,4 +1,4 @@
-"""`rather data`: what the model will really see, in the terminal, as a page or as JSON."""
+"""`rather data`: what the model will see, in the terminal, as a page or as JSON."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def data_command(
     ] = False,
     imports: Imports = None,
 ) -> None:
-    """Prepare the pairs and show what the model will really see: every dropped row with its reason, lengths, repeats,
-    contradictions, what evaluation shares with training, and whether prompts are as at inference."""
+    """Prepare the pairs and show what the model will see: dropped rows with reasons, lengths, repeats, contradictions,
+    evaluation prompts that are also in train, and prompts that differ at inference."""
 
     def work() -> int:
         settings = settings_of(config, overrides or [])
@@ -57,21 +57,17 @@ def data_command(
         else:
             print_report(report, console)
             print_look(report["look"], console)
-        if show and not as_json:
-            show_pairs(prepared.train, tokenizer, show, console)
+            if show:
+                show_pairs(prepared.train, tokenizer, show, console)
         if save:
             for folder in save_pairs(prepared, save, tokenizer.decode):
                 typer.echo(f"tokenised pairs are in {folder}", err=as_json)
         if html:
-            _write(html, data_page(report, settings.exp_name))
+            try:
+                html.write_text(data_page(report, settings.exp_name), encoding="utf-8")
+            except OSError as error:
+                raise DiskError(f"--html {html}: cannot be written ({error.strerror}).") from error
             typer.echo(f"the page is in {html}", err=as_json)
         return 0
 
     raise typer.Exit(guarded(work))
-
-
-def _write(file: Path, content: str) -> None:
-    try:
-        file.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise DiskError(f"--html {file}: cannot be written ({error.strerror}).") from error

@@ -14,10 +14,12 @@ def report_command(
     run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
     out: Annotated[
         Path | None,
-        typer.Option(help="The file; else report.html in the folder.", show_default=False),
+        typer.Option(
+            help="Output file; default: report.html in the run folder.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Write the report of a run, one HTML file that needs nothing else, from what lies in its folder."""
+    """Write the report of a run: one self-contained HTML file, made from the run folder."""
 
     def work() -> int:
         from rather.errors import ConfigError

@@ -82,16 +82,6 @@ class Cache:
         log.warning("%s: the tokenised pairs or their report are damaged, and are made anew", path)
         return None
 
-    def look(self, address: str) -> str | None:
-        """What was found in the sets of this address, as JSON."""
-        try:
-            return self._path(address, "look.json").read_text("utf-8")
-        except (OSError, ValueError):
-            return None
-
-    def keep_look(self, address: str, found: Any) -> None:
-        _write(self._path(address, "look.json"), found)
-
     def _path(self, address: str, suffix: str) -> Path:
         return self.folder / f"{address[:32]}.{suffix}"
 

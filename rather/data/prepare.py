@@ -26,13 +26,12 @@ from rather.config.checks import data_parallel
 from rather.config.parity import check_even
 from rather.config.schema import DataArgs, DPOConfig
 from rather.data.cache import BatchWriter, Cache, file_sha, text_sha
-from rather.data.findings import look
+from rather.data.findings import examine, mix
 from rather.data.formats import Layout
-from rather.data.near_duplicates import mixed
 from rather.data.pairs import PairDataset, PairFile
 from rather.data.pool import Limits, tokenised
 from rather.data.progress import bar
-from rather.data.prompt_check import Comparison, framed_anyway
+from rather.data.prompt_check import PromptCheck, check_own_template
 from rather.data.read import Chunk, Source, chunks, find_sources
 from rather.data.report import (
     TOO_LONG,
@@ -111,9 +110,7 @@ def prepare(
     check_even(config, len(train), data_parallel(config))
     report["train"] |= {**figures(train), "used": len(train)}
     report["warnings"] += _warnings(config, train, report["train"])
-    report["look"] = look(
-        train, evals, report, Cache(config.data_cache_dir(actor.data_args)), console
-    )
+    report["look"] = examine(train, evals, report)
     return Prepared(train, evals, report)
 
 
@@ -141,7 +138,7 @@ def held_out(pairs: PairDataset, split: float | int, seed: int) -> tuple[PairDat
 def _mixed(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     """A different order of the same hashes for every seed."""
     with np.errstate(over="ignore"):
-        return mixed(values + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15))
+        return mix(values + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _warnings(config: DPOConfig, train: PairDataset, told: dict[str, Any]) -> Iterator[str]:
@@ -333,7 +330,7 @@ class _Builder:
         )
         before, first = np.cumsum([0, *sizes]).tolist(), None
         template = recipe.template
-        prompts = Comparison(
+        prompts = PromptCheck(
             self.tokenizer.loaded, f"chat template {template.name}" if template else "the tokenizer"
         )
         with bar(self.console, "tokenising", before[-1]) as advance, BatchWriter(target) as writer:
@@ -351,7 +348,7 @@ class _Builder:
         counts.note_repeats(PairFile(target))
         if template is None and first:
             prompts = (
-                framed_anyway(self.tokenizer.loaded, setup, first, sources, self.limits) or prompts
+                check_own_template(self.tokenizer.loaded, setup, first, sources, self.limits) or prompts
             )
         told = (
             {"name": template.name, "sha256": text_sha(template.text)}

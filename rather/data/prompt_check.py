@@ -1,9 +1,10 @@
-"""The prompt that training sees against the one that generation starts from: a model answers what it was taught."""
+"""Compares the prompt that training sees with the prompt that generation starts from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,84 +18,76 @@ from rather.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-AROUND, SHOWN, EXAMPLES = 6, 40, 3
+AROUND, SHOWN, EXAMPLES = (
+    6,
+    40,
+    3,
+)  # tokens around a difference, most tokens of it, differences kept
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Tokens as text: what both have before and after, and what stands between."""
-
-    source: int
-    number: int
-    before: list[str]
-    training: list[str]
-    inference: list[str]
-    after: list[str]
-
-
-@dataclass
-class Comparison:
+class PromptCheck:
     """Some prompts of each part of the data, as trained and as `apply_chat_template` gives them."""
 
-    tokenizer: PreTrainedTokenizerBase
-    by: str  # what makes the prompt at inference
-    compared: int = 0
-    different: int = 0
-    examples: list[Difference] = field(default_factory=list)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, by: str) -> None:
+        """`by` names what makes the prompt at inference."""
+        self.tokenizer, self.by = tokenizer, by
+        self.compared = self.different = 0
+        self.examples: list[dict[str, Any]] = []
 
     def add(self, result: Result, prompts: Iterable[tuple[int, Ids]]) -> None:
         batch = pa.ipc.open_stream(result.table).read_next_batch()
         numbers = batch.column("number").to_pylist()
         for number, inference in prompts:
-            if number not in numbers:  # it gave no pair
+            if number not in numbers:  # the row gave no pair
                 continue
             training: Ids = batch.column("prompt")[numbers.index(number)].as_py()
             self.compared += 1
             if training != inference:
                 self.different += 1
-                self._keep(self._difference(result.chunk.source, number, training, inference))
+                self._keep(result.chunk.source, number, training, inference)
 
-    def _keep(self, found: Difference) -> None:
-        """The first of each kind."""
-        kinds = [(one.training, one.inference) for one in self.examples]
-        if len(self.examples) < EXAMPLES and (found.training, found.inference) not in kinds:
-            self.examples.append(found)
-
-    def _difference(self, source: int, number: int, training: Ids, inference: Ids) -> Difference:
+    def _keep(self, source: int, number: int, training: Ids, inference: Ids) -> None:
+        """Keep the first example of each kind of difference, with the tokens around it as text."""
         start = _common(training, inference)
         left, right = training[start:], inference[start:]
         end = _common(left[::-1], right[::-1])
-        before, after = training[max(0, start - AROUND) : start], left[len(left) - end :][:AROUND]
-        parts = (before, left[: len(left) - end], right[: len(right) - end], after)
-        return Difference(source, number, *(self._texts(ids) for ids in parts))
+        found = {
+            "before": training[max(0, start - AROUND) : start],
+            "training": left[: len(left) - end],
+            "inference": right[: len(right) - end],
+            "after": left[len(left) - end :][:AROUND],
+        }
+        texts = {name: self._texts(ids) for name, ids in found.items()}
+        kinds = [(one["training"], one["inference"]) for one in self.examples]
+        if len(kinds) < EXAMPLES and (texts["training"], texts["inference"]) not in kinds:
+            self.examples.append({"source": source, "number": number, **texts})
 
     def _texts(self, ids: Ids) -> list[str]:
-        """Of many the first and the last."""
+        """Return the text of each token; of many, only the first and the last ones."""
         if len(ids) > SHOWN:
             return [*self._texts(ids[: SHOWN // 2]), " ... ", *self._texts(ids[-SHOWN // 2 :])]
         return [str(self.tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
 
     def to_json(self) -> dict[str, Any]:
-        told = {"by": self.by, "compared": self.compared, "different": self.different}
-        return {**told, "examples": [asdict(one) for one in self.examples]}
+        return {name: getattr(self, name) for name in ("by", "compared", "different", "examples")}
 
 
-def framed_anyway(
+def check_own_template(
     tokenizer: PreTrainedTokenizerBase,
     setup: dict[str, Any],
     first: Result,
     sources: list[Source],
     limits: Limits,
-) -> Comparison | None:
-    """Of pairs trained as plain text, where the tokenizer has a template that frames the same prompts at inference.
+) -> PromptCheck | None:
+    """Compare pairs trained as plain text with the template that the tokenizer itself would apply at inference.
 
-    In a child of its own: rendering under limits is what makes a template of others safe.
+    The template is rendered in a child process: only there it is limited in time and memory.
     """
     try:
         own = own_template(tokenizer)
         if own is None:
             return None
-        found = Comparison(tokenizer, "the tokenizer's own chat template")
+        found = PromptCheck(tokenizer, "the tokenizer's own chat template")
         again = {**setup, "recipe": {**setup["recipe"], "template": asdict(own)}}
         for _, head, _ in tokenised([first.chunk], again, sources, 1, limits):
             found.add(first, head["prompts"])
@@ -104,5 +97,7 @@ def framed_anyway(
 
 
 def _common(left: Ids, right: Ids) -> int:
-    shortest = min(len(left), len(right))
-    return next((i for i in range(shortest) if left[i] != right[i]), shortest)
+    """Return how many tokens both begin with."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    )

@@ -351,7 +351,8 @@ class DPOPipeline:
         writes = self.run_dir is not None and self.roles.is_main
         if writes:
             mark_unfinished(self.config.run_dir)
-        with LiveReport(self.config, leads=writes and self.is_from_config) as self.page:
+        wanted = writes and self.is_from_config and self.config.report_html
+        with LiveReport(self.config.run_dir, wanted=wanted) as self.page:
             trace = trace_file(self.config, newest) if writes else None
             if writes:
                 self.tracker = RunTracker(

@@ -19,7 +19,7 @@ from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import PreparedSteps
 from rather.pipeline.timeline import Tally
 from rather.plan.forecast import Forecast
-from rather.report.starts import note_start
+from rather.report.starts import record_start
 from rather.run_folder.layout import PLAN, RUN_REPORT, write_run_files, write_run_report
 from rather.tracking.health import counts
 
@@ -54,7 +54,7 @@ class RunSummary:
         write_run_files(self.config, data)
         if self.plan:
             write_run_report(self.config.run_dir, self.plan.as_json(), PLAN)
-        note_start(self.config, self.roles.kind, step, self.source.total_steps)
+        record_start(self.config, self.roles.kind, step, self.source.total_steps)
 
     def report(self, step: int, tally: Tally, stream: ReferenceStream) -> None:
         """What this start of the run took, for people and scripts."""

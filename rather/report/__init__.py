@@ -1,17 +1,17 @@
 """report.html and the building blocks of every HTML page: documents, tables and plotly charts."""
 
-from rather.report.charts import chart, lines, plotly_bundle
-from rather.report.document import as_json, escape, page, slug, table
-from rather.report.downsample import thinned
+from rather.report.charts import chart, downsample, lines, plotly_bundle
+from rather.report.document import LEVELS, as_json, escape, page, slug, table
 
 __all__ = [
+    "LEVELS",
     "as_json",
     "chart",
+    "downsample",
     "escape",
     "lines",
     "page",
     "plotly_bundle",
     "slug",
     "table",
-    "thinned",
 ]

@@ -2,132 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rather.report import chart, lines, thinned
-from rather.report.folder import Column, Columns
+from rather.report import chart, downsample, lines
+from rather.report.folder import MetricColumns
 
-SIDES = {"chosen": "solid", "rejected": "dash"}
-ANSWERS = (
-    ("tokens", "Length of answers", "Mean tokens of the answers to eval_prompts."),
-    (
-        "repetition",
+DASHES = {"chosen": "solid", "rejected": "dash"}
+ANSWERS = {
+    "tokens": ("Length of answers", "Mean tokens of the answers to eval_prompts."),
+    "repetition": (
         "Repetition in answers",
-        "Share of four-token runs that came before in the same answer.",
+        "Share of four-token sequences that occurred before in the same answer.",
     ),
-    ("ended", "Answers that end", "Share of answers that end by themselves, before the limit."),
-)
+    "ended": ("Answers that end", "Share of answers that end by themselves, before the limit."),
+}
 PARTS = {"time/train": "training", "time/reference": "reference", "time/wait": "waiting"}
 
 
 class Curve(NamedTuple):
     name: str
     metrics: tuple[str, ...]  # two for chosen and rejected
-    told: str
-    unit: str = ""
-    layout: dict[str, Any] = {}  # noqa: RUF012 - read only
+    text: str
+    axis: dict[str, Any] = {}  # noqa: RUF012 - read only
 
 
-SHARE = {"yaxis": {"range": [-0.02, 1.02], "tickformat": ".0%"}}
+SHARE = {"range": [-0.02, 1.02], "tickformat": ".0%"}
 CURVES = (
-    Curve("Loss", ("loss",), "Mean over pairs. Held-out rising while training falls is memorising."),
+    Curve("Loss", ("loss",), "Mean over pairs. Held-out rising while training falls means memorising."),
     Curve("Accuracy", ("rewards/accuracies",),
-          "Share of pairs whose chosen answer has the greater reward; a tie counts as 0.", "", SHARE),
+          "Share of pairs whose chosen answer has the greater reward; a tie counts as 0.", SHARE),
     Curve("Margin", ("rewards/margins",), "Reward of the chosen minus reward of the rejected answer."),
     Curve("Rewards", ("rewards/chosen", "rewards/rejected"), "Beta times the log-ratio of policy and reference."),
-    Curve("Log-probs", ("logps/chosen", "logps/rejected"), "Of whole answers under the policy.", "nats"),
-    Curve("Chosen answers less likely than before", ("logps/chosen_below_reference",),
-          "Share of pairs. Near 100 %, the margin comes from pushing both answers down.", "", SHARE),
-    Curve("Lengths", ("lengths/chosen", "lengths/rejected"), "Scored tokens of an answer.", "tokens"),
+    Curve("Log-probs", ("logps/chosen", "logps/rejected"), "Nats of whole answers under the policy."),
+    Curve("Chosen answers less likely than under the reference", ("logps/chosen_below_reference",),
+          "Share of pairs. Near 100 %, the margin comes from pushing both answers down.", SHARE),
+    Curve("Lengths", ("lengths/chosen", "lengths/rejected"), "Scored tokens of an answer."),
     Curve("Margin against length", ("rewards/length_correlation",),
-          "Correlation of margin and length difference. Far above 0, the policy learns to write more.", "",
-          {"yaxis": {"range": [-1.02, 1.02]}}),
-    Curve("Gradient norm", ("grad_norm",), "Before clipping, of the last step of a log line."),
-    Curve("Learning rate", ("lr",), "Of the last step of a log line.", "", {"yaxis": {"exponentformat": "e"}}),
-    Curve("Speed", ("pairs_per_second",), "With everything a step needs: data, reference, training.", "pairs / s"),
+          "Correlation of margin and length difference. Far above 0, the policy learns to write more.",
+          {"range": [-1.02, 1.02]}),
+    Curve("Gradient norm", ("grad_norm",), "Before clipping, in the last step of a log line."),
+    Curve("Learning rate", ("lr",), "In the last step of a log line.", {"exponentformat": "e"}),
+    Curve("Speed", ("pairs_per_second",), "Pairs per second, with data, reference and training."),
 )  # fmt: skip
 
 
-def curves(columns: Columns) -> str:
-    drawn = [text for curve in CURVES if (text := _chart(curve, columns))]
-    return (
-        f'<div class="grid">{"".join(drawn)}</div>'
-        if drawn
-        else "<p>No step has been logged yet.</p>"
-    )
+def curves(columns: MetricColumns) -> str:
+    charts = []
+    for curve in CURVES:
+        if traces := list(_traces(curve.metrics, columns)):
+            layout = {
+                "xaxis": {"title": {"text": "step"}},
+                "yaxis": curve.axis,
+                "showlegend": len(traces) > 1,
+            }
+            charts.append(chart({"data": traces, "layout": layout}, curve.name, curve.text))
+    grid = f'<div class="grid">{"".join(charts)}</div>'
+    return grid if charts else "<p>No step has been logged yet.</p>"
 
 
-def held_out(columns: Columns) -> list[str]:
-    """The evaluation sets by the prefix of their metrics: eval/, or eval/<name>/ of several."""
-    return sorted(
-        name.removesuffix("loss")
-        for name in columns
-        if name.startswith("eval/") and name.endswith("/loss")
-    )
+def held_out_sets(columns: MetricColumns) -> dict[str, str]:
+    """Return the names of the evaluation sets by the prefix of their metrics: eval/, or eval/<name>/."""
+    losses = (name for name in columns if name.startswith("eval/") and name.endswith("/loss"))
+    prefixes = sorted(name.removesuffix("loss") for name in losses)
+    return {prefix: f"held-out {prefix[5:-1]}".strip() for prefix in prefixes}
 
 
-def told_set(prefix: str) -> str:
-    name = prefix.removeprefix("eval/").removesuffix("/")
-    return f"held-out {name}" if name else "held-out"
-
-
-def step_times(columns: Columns) -> str:
-    """Where the seconds of a step went, one part on another."""
-    known = {told: columns[name] for name, told in PARTS.items() if name in columns}
+def step_times(columns: MetricColumns) -> str:
+    """Return a chart of how each step spent its time, stacked."""
+    known = {name: columns[metric] for metric, name in PARTS.items() if metric in columns}
     if not known:
         return ""
-    figure = lines({told: _points(column) for told, column in known.items()}, y="seconds a step")
+    figure = lines(known, y="seconds per step")
     for trace in figure["data"]:
         trace |= {"stackgroup": "parts", "line": {"width": 0.5}}
-    told = "Means of each log line. A reference on devices of its own works beside training."
-    return chart(figure, "Time of a step", told)
+    text = "Means of each log line. A reference on its own devices works in parallel with training."
+    return chart(figure, "Time of a step", text)
 
 
-def answer_curves(columns: Columns) -> str:
-    """Of the answers to eval_prompts, the policy's beside the reference's."""
-    drawn = []
-    for metric, name, told in ANSWERS:
-        sides = {
-            side: columns.get(f"eval/answers/{side}/{metric}") for side in ("policy", "reference")
-        }
-        series = {side: _points(column) for side, column in sides.items() if column}
-        if series:
-            drawn.append(chart(lines(series), name, told))
-    return f'<div class="grid">{"".join(drawn)}</div>'
+def answer_curves(columns: MetricColumns) -> str:
+    """Return charts about the answers to eval_prompts, policy and reference together."""
+    charts = []
+    for metric, (name, text) in ANSWERS.items():
+        sides = {side: f"eval/answers/{side}/{metric}" for side in ("policy", "reference")}
+        if series := {side: columns[key] for side, key in sides.items() if key in columns}:
+            charts.append(chart(lines(series), name, text))
+    return f'<div class="grid">{"".join(charts)}</div>'
 
 
-def _chart(curve: Curve, columns: Columns) -> str:
-    traces = list(_traces(curve.metrics, columns))
-    if not traces:
-        return ""
-    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": curve.unit}}}
-    for name, more in curve.layout.items():
-        layout[name] = layout[name] | more
-    figure = {"data": traces, "layout": {**layout, "showlegend": len(traces) > 1}}
-    return chart(figure, curve.name, curve.told)
-
-
-def _traces(metrics: Iterable[str], columns: Columns) -> Iterator[dict[str, Any]]:
-    """Training in the first colour, held-out sets in the next ones; rejected answers dashed."""
-    for number, prefix in enumerate(["", *held_out(columns)]):
+def _traces(metrics: tuple[str, ...], columns: MetricColumns) -> Iterator[dict[str, Any]]:
+    """Yield training in the first colour and held-out sets in the next ones; rejected answers are dashed."""
+    sets = {"": "training", **held_out_sets(columns)}
+    for number, (prefix, name) in enumerate(sets.items()):
         for metric in (metric for metric in metrics if prefix + metric in columns):
             side = metric.rpartition("/")[2]
-            name = told_set(prefix) if prefix else "training"
-            steps, values = _points(columns[prefix + metric])
+            x, y = downsample(*columns[prefix + metric])
+            line = {"color": f"var(--series-{number % 8 + 1})", "dash": DASHES.get(side, "solid")}
             yield {
                 "type": "scatter",
-                "name": f"{name}, {side}" if side in SIDES else name,
+                "name": f"{name}, {side}" if side in DASHES else name,
                 "mode": "lines+markers" if prefix else "lines",
-                "x": steps,
-                "y": values,
-                "line": {
-                    "color": f"var(--series-{number % 8 + 1})",
-                    "dash": SIDES.get(side, "solid"),
-                    "width": 1.8,
-                },
+                "x": x,
+                "y": y,
+                "line": {**line, "width": 1.8},
             }
-
-
-def _points(column: Column) -> tuple[list[int], list[float | None]]:
-    return thinned(column.steps, column.values)

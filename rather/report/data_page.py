@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rather.data.finding_texts import by_set, percent
-from rather.data.report import GROUPS, MEANINGS
-from rather.data.statistics import bar_labels
-from rather.report import chart, escape, page, plotly_bundle, table
+from rather.data.findings import bars, number_rows
+from rather.data.show import inference_line, report_rows, short
+from rather.report import LEVELS, chart, escape, page, plotly_bundle, table
 
-COLOURS = {"serious": "bad", "warning": "warn", "info": "muted"}
 KINDS = {
     "same_pair": "the same pair",
-    "near_pair": "nearly the same pair",
-    "near_prompt": "nearly the same prompt",
     "swapped": "preferred the other way round",
     "both_ways": "its chosen answer is rejected there",
     "leaked_prompt": "the same prompt in train",
     "leaked_pair": "the same pair in train",
-    "near_leaked_prompt": "nearly the same prompt in train",
 }
 STYLE = """<style>
 .tokens mark, .tokens del, .tokens ins { color: inherit; border-radius: 3px; text-decoration: none; }
@@ -31,151 +26,110 @@ pre.tokens > * { border-right: 1px solid var(--line); }
 
 
 def data_page(report: Mapping[str, Any], name: str) -> str:
-    """A whole document."""
+    """Return a whole document."""
     body = f'<h2 id="data">What the model will see</h2>{section(report)}'
     return page(f"Data of {name}", body, scripts=[plotly_bundle()])
 
 
 def section(report: Mapping[str, Any]) -> str:
-    """The body, without a heading of its own. Data that was refused has only its table of rows."""
-    look = report.get("look")
-    parts = [_findings(look["findings"], report["warnings"])] if look else []
-    if look:
-        parts += [_charts(look["sets"]["train"]), _lengths(look["sets"])]
-        parts += [_numbers(look), _examples(look["examples"]), _inference(look["inference"])]
-    parts += [_rows(report), _shown(report.get("shown", []))]
-    return STYLE + "".join(parts)
+    """Return the body, without a heading of its own. Data that was refused has only its table of rows."""
+    parts = [STYLE]
+    if look := report.get("look"):
+        parts += [
+            _findings(look["findings"], report["warnings"]),
+            _charts(look["sets"]["train"]["lengths"]),
+            "<h3>Repeats, contradictions, leakage, length</h3>",
+            table("Numbers of each set", ["what", *look["sets"]], number_rows(look)),
+            _examples(look["examples"]),
+            _inference(look["inference"]),
+        ]
+    rows = [(f"{name}: {what}", count, text) for name, what, count, text, _ in report_rows(report)]
+    parts.append(
+        "<h3>Rows</h3>" + table("What became of the rows", ["what", "count", "detail"], rows)
+    )
+    return "".join(parts) + _pairs(report.get("shown", []))
 
 
 def _findings(findings: Sequence[Mapping[str, Any]], warnings: Sequence[str]) -> str:
     if not findings and not warnings:
-        return "<p>Nothing was found that speaks against training on these pairs.</p>"
-    told = [
-        f'<li><strong class="{COLOURS[one["severity"]]}">{escape(one["severity"])}</strong> {escape(one["text"])} '
-        f'<span class="muted">{escape(one["advice"])}</span></li>'
-        for one in findings
-    ]
-    told += [f'<li><strong class="warn">warning</strong> {escape(one)}</li>' for one in warnings]
-    return f"<h3>Findings</h3><ul>{''.join(told)}</ul>"
+        return "<p>No problems found.</p>"
+    items = [(one["severity"], one["text"], one["advice"]) for one in findings]
+    items += [("warning", text, "") for text in warnings]
+    lines = "".join(
+        f'<li><strong class="{LEVELS[severity]}">{escape(severity)}</strong> {escape(text)} '
+        f'<span class="muted">{escape(advice)}</span></li>'
+        for severity, text, advice in items
+    )
+    return f"<h3>Findings</h3><ul>{lines}</ul>"
 
 
-def _charts(train: Mapping[str, Any]) -> str:
-    prompts = _bars({"prompts": train["lengths"]["prompt"]})
-    answers = _bars({side: train["lengths"][side] for side in ("chosen", "rejected")})
-    bias = train["length_bias"]
-    told = f"Chosen is longer in {percent(bias['chosen_longer'])} of the pairs."
+def _charts(lengths: Mapping[str, Any]) -> str:
+    answers = {side: lengths[side] for side in ("chosen", "rejected")}
     return (
         '<h3>Lengths</h3><div class="grid">'
-        + chart(prompts, "Prompt lengths", "Training pairs by the tokens of their prompt.")
-        + chart(answers, "Answer lengths", f"Training pairs by the tokens of each answer. {told}")
+        + _bar_chart("Prompt lengths", "the tokens of their prompt", {"prompts": lengths["prompt"]})
+        + _bar_chart("Answer lengths", "the tokens of each answer", answers)
         + "</div>"
     )
 
 
-def _bars(spreads: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    longest = max(spreads.values(), key=lambda spread: len(spread["edges"]))
-    labels = bar_labels(longest)
-    traces = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": labels,
-            "y": [*one["counts"], *[0] * (len(labels) - len(one["counts"]))],
-        }
-        for name, one in spreads.items()
-    ]
-    axes = {
+def _bar_chart(name: str, what: str, spreads: Mapping[str, Mapping[str, Any]]) -> str:
+    labels, counts = bars(spreads)
+    layout = {
         "xaxis": {"title": {"text": "tokens"}, "type": "category"},
         "yaxis": {"title": {"text": "pairs"}},
+        "showlegend": len(counts) > 1,
+        "barmode": "group",
     }
-    return {"data": traces, "layout": {**axes, "showlegend": len(traces) > 1, "barmode": "group"}}
-
-
-def _lengths(sets: Mapping[str, Any]) -> str:
-    rows = [
-        (f"{name}: {part}", one["median"], one["p95"], one["longest"])
-        for name, told in sets.items()
-        for part, one in told["lengths"].items()
-    ]
-    return table("Tokens", ["what", "median", "95 % up to", "longest"], rows)
-
-
-def _numbers(look: Mapping[str, Any]) -> str:
-    numbers = table("Numbers of each set", ["what", *look["sets"]], by_set(look))
-    return f"<h3>Repeats, contradictions, leakage, length</h3>{numbers}"
+    traces = [{"type": "bar", "name": each, "x": labels, "y": y} for each, y in counts.items()]
+    return chart({"data": traces, "layout": layout}, name, f"Training pairs by {what}.")
 
 
 def _examples(examples: Sequence[Mapping[str, Any]]) -> str:
     if not examples:
         return ""
+    # A report of an earlier version may name kinds that are no longer counted.
     rows = [
-        (_short(one["place"]), one["set"], KINDS[one["kind"]], _short(one["like"]))
+        (short(one["place"]), one["set"], KINDS.get(one["kind"], one["kind"]), short(one["like"]))
         for one in examples
     ]
-    places = table("First places", ["pair", "set", "what", "as"], rows)
+    places = table("First places", ["pair", "set", "what", "like"], rows)
     return f"<details><summary>Where</summary>{places}</details>"
 
 
-def _short(place: str) -> str:
-    return place.rsplit("/", 1)[-1]
-
-
-def _inference(told: Mapping[str, Any]) -> str:
-    if not told["compared"]:
+def _inference(check: Mapping[str, Any]) -> str:
+    if not check["compared"]:
         return ""
-    same = told["compared"] - told["different"]
-    text = f"{same} of {told['compared']} prompts that were compared begin as {told['by']} writes them at inference."
-    shown = "".join(
-        f'<p class="muted">{escape(_short(one["place"]))}: <del>training</del> and <ins>inference</ins></p>'
-        f'<pre class="tokens">{_marked(one["before"], "span")}{_marked(one["training"], "del")}'
-        f"{_marked(one['inference'], 'ins')}{_marked(one['after'], 'span')}</pre>"
-        for one in told["examples"]
+    tags = {"before": "span", "training": "del", "inference": "ins", "after": "span"}
+    examples = "".join(
+        f'<p class="muted">{escape(short(one["place"]))}: <del>training</del> and <ins>inference</ins></p>'
+        f'<pre class="tokens">{"".join(_mark(one[part], tag) for part, tag in tags.items())}</pre>'
+        for one in check["examples"]
     )
-    return f'<h3>Prompts at inference</h3><div class="tokens"><p>{escape(text)}</p>{shown}</div>'
+    line = escape(inference_line(check))
+    return f'<h3>Prompts at inference</h3><div class="tokens"><p>{line}</p>{examples}</div>'
 
 
-def _marked(tokens: Iterable[str], tag: str) -> str:
+def _mark(tokens: Iterable[str], tag: str) -> str:
     return "".join(f"<{tag}>{escape(token)}</{tag}>" for token in tokens)
 
 
-def _rows(report: Mapping[str, Any]) -> str:
-    rows: list[tuple[object, ...]] = []
-    for name, told in {"train": report["train"], **report["evals"]}.items():
-        set_name = name if name == "train" else f"eval {name}".strip()
-        rows.append(
-            (
-                f"{set_name}: pairs kept",
-                told["pairs"],
-                f"of {told['rows']:,} rows" if "rows" in told else "",
-            )
-        )
-        for group in GROUPS:
-            for kind, entry in told.get(group, {}).items():
-                rows.append((f"{set_name}: {group}: {kind}", entry["count"], MEANINGS[kind]))
-    return "<h3>Rows</h3>" + table("What became of the rows", ["what", "count", "meaning"], rows)
-
-
-def _shown(pairs: Sequence[Mapping[str, Any]]) -> str:
+def _pairs(pairs: Sequence[Mapping[str, Any]]) -> str:
     if not pairs:
         return ""
-    return "<h3>Pairs as tokens</h3><p>Scored tokens are <mark>marked</mark>.</p>" + "".join(
-        map(_pair, pairs)
-    )
-
-
-def _pair(pair: Mapping[str, Any]) -> str:
-    sides = "".join(
-        f"<div><h5>{escape(name)}: {one['tokens']} tokens, {one['scored']} scored</h5>"
-        f'<pre class="tokens">{_tokens(one["shown"])}{_rest(one)}</pre></div>'
-        for name, one in pair["sides"].items()
-    )
-    return f'<article class="card"><h4>{escape(pair["name"])}</h4><div class="grid">{sides}</div></article>'
-
-
-def _tokens(shown: Iterable[tuple[str, bool]]) -> str:
-    return "".join(_marked([text], "mark" if scored else "span") for text, scored in shown)
-
-
-def _rest(side: Mapping[str, Any]) -> str:
-    left = side["tokens"] - len(side["shown"])
-    return f" and {left} more tokens" if left else ""
+    cards = ["<h3>Pairs as tokens</h3><p>Scored tokens are <mark>marked</mark>.</p>"]
+    for pair in pairs:
+        sides = ""
+        for name, one in pair["sides"].items():
+            tokens = "".join(
+                _mark([text], "mark" if marked else "span") for text, marked in one["shown"]
+            )
+            left = one["tokens"] - len(one["shown"])
+            more = f" and {left} more tokens" if left else ""
+            heading = f"{escape(name)}: {one['tokens']} tokens, {one['scored']} scored"
+            sides += f'<div><h5>{heading}</h5><pre class="tokens">{tokens}{more}</pre></div>'
+        name = escape(pair["name"])
+        cards.append(
+            f'<article class="card"><h4>{name}</h4><div class="grid">{sides}</div></article>'
+        )
+    return "".join(cards)

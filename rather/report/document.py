@@ -1,4 +1,4 @@
-"""The frame of a page: styles and scripts inside, no request to anywhere, nothing from data taken as markup."""
+"""The frame of a page: styles and scripts are inside it, it requests nothing, and data never becomes markup."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 NUMBER = ' class="number"'
+LEVELS = {"serious": "bad", "warning": "warn", "info": "muted"}  # severity -> class of page.css
 HEADING = re.compile(r'<h2 id="([^"]+)"[^>]*>(.*?)</h2>', re.DOTALL)
 DOCUMENT = """<!DOCTYPE html>
 <html lang="en">
@@ -50,10 +51,10 @@ def page(
     data: Any = None,
     linked: Sequence[str] = (),
 ) -> str:
-    """A whole document. `body` is HTML whose data went through `escape`; its parts begin with `<h2 id=...>`.
+    """Return a whole document. `body` is HTML whose data went through `escape`; its parts begin with `<h2 id=...>`.
 
-    `scripts` are JavaScript sources, set after the body; a page with charts has plotly_bundle() among them, or its
-    address on the same server in `linked`. `data` is what they read: JSON.parse(document.getElementById("data")...).
+    `scripts` are JavaScript sources, placed after the body; a page with charts has plotly_bundle() among them, or
+    its address on the same server in `linked`. Scripts read `data` from the element with the id "data".
     """
     frame = _asset("page.js")
     tail = [f'<script src="{escape(address)}"></script>' for address in linked]
@@ -71,44 +72,42 @@ def page(
 
 
 def escape(value: object) -> str:
-    """Text for between tags and inside quoted attributes."""
+    """Return the text for use between tags and inside quoted attributes."""
     return escape_html(str(value), quote=True)
 
 
 def as_json(value: Any) -> str:
-    """JSON for inside a script element: nothing in it can close the element, a NaN is null, a date of YAML a text."""
-    text = json.dumps(
-        _finite(value), allow_nan=False, ensure_ascii=True, separators=(",", ":"), default=str
-    )
+    """Return JSON for use inside a script element: nothing in it can close the element, and a NaN becomes null."""
+    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def slug(name: str) -> str:
-    """'Rewards and margins' as an id: rewards-and-margins."""
+    """Return a name as an id: 'Rewards and margins' -> rewards-and-margins."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "part"
 
 
 def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Every cell escaped; the first of a row is its heading; columns with numbers stand to the right."""
+    """Return a table with escaped cells; the first cell of a row is its heading; numbers align to the right."""
     rows = [list(row) for row in rows]
-    right = [any(map(_is_number, column)) for column in zip(*rows, strict=True)] or [False] * len(
-        headings
-    )
-    sides = ["", *(NUMBER if numbers else "" for numbers in right[1:])]
+    sides = [
+        NUMBER if place and any(_is_number(row[place]) for row in rows) else ""
+        for place in range(len(headings))
+    ]
     head = "".join(
         f'<th scope="col"{side}>{escape(each)}</th>'
         for each, side in zip(headings, sides, strict=True)
     )
-    lines = []
+    body = ""
     for first, *rest in rows:
-        cells = "".join(
-            f"<td{side}>{_cell(cell)}</td>" for cell, side in zip(rest, sides[1:], strict=True)
-        )
-        lines.append(f'<tr><th scope="row">{_cell(first)}</th>{cells}</tr>')
-    # What scrolls must be reachable by keyboard.
+        cells = zip(rest, sides[1:], strict=True)
+        body += f'<tr><th scope="row">{_cell(first)}</th>'
+        body += "".join(f"<td{side}>{_cell(cell)}</td>" for cell, side in cells) + "</tr>"
+    # A region that scrolls must be reachable by keyboard.
     return (
         f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        "</table></div>"
     )
 
 
@@ -131,7 +130,7 @@ def _finite(value: Any) -> Any:
 
 
 def _contents(body: str) -> str:
-    """Links to the parts of a page that has several."""
+    """Return links to the parts of a page that has several."""
     found = HEADING.findall(body)
     if len(found) < 3:
         return ""
@@ -140,17 +139,13 @@ def _contents(body: str) -> str:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Only these scripts run, and nothing is asked of another machine, whatever data may have brought into the page."""
-    hashes = " ".join(f"'sha256-{_digest(source)}'" for source in scripts)
+    """Return a policy under which only these scripts run and no other machine is contacted, whatever data contains."""
+    digests = (hashlib.sha256(source.encode()).digest() for source in scripts)
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
         f"default-src 'none'; script-src 'self' {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
-
-
-@cache
-def _digest(source: str) -> str:
-    return base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 
 
 @cache

@@ -1,17 +1,17 @@
 "use strict";
-/* Theme and charts of every page. `rather.draw(element, figure)` draws one, again after each change of the theme. */
+/* Theme and charts of every page. `rather.draw(element, figure)` draws a chart, and again after each theme change. */
 const rather = (() => {
   const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const KEY = "rather-theme";
   const drawn = new Map();
-  const colours = new Map();  // of this theme: to ask for one costs a layout of the whole page
+  const colours = new Map();  // of the current theme: looking one up costs a layout of the whole page
 
   function remembered() {
     try { return localStorage.getItem(KEY); } catch { return null; }  // a page from a file may have no storage
   }
   function remember(theme) {
-    try { localStorage.setItem(KEY, theme); } catch { /* then it holds for this page only */ }
+    try { localStorage.setItem(KEY, theme); } catch { /* then it applies to this page only */ }
   }
   const theme = () => root.dataset.theme || (dark.matches ? "dark" : "light");
 

@@ -1,4 +1,4 @@
-"""report.html, written from the run folder alone: when an evaluation is done, every few minutes, and at the end."""
+"""Writes report.html from the run folder alone: after evaluations, every few minutes, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-from rather.config.schema import DPOConfig
 from rather.report import curves, escape, page, parts, plotly_bundle, slug
-from rather.report.folder import Folder
-from rather.run_folder.layout import REPORT_PAGE
+from rather.report.charts import NO_PLOTLY, has_plotly
+from rather.report.folder import REPORT_PAGE, Folder
 
 log = logging.getLogger(__name__)
 
-FIRST, EVERY = 20.0, 300.0  # seconds to the first one, and between two where nothing is evaluated
+FIRST, EVERY = (
+    20.0,
+    300.0,
+)  # seconds until the first report, and between two if nothing is evaluated
 SHARE = 0.01  # of the run's time, at most
 
 
 class LiveReport:
-    """While a run goes on. A report that cannot be written is told once; training never stops for it."""
+    """Writes the report during a run. A report that cannot be written costs one warning and never stops training."""
 
-    def __init__(self, config: DPOConfig, *, leads: bool) -> None:
-        self._run_dir, self._on = config.run_dir, leads and config.report_html
+    def __init__(self, run_dir: Path, *, wanted: object) -> None:
+        """`wanted` is False, or report_html (true or auto) on the driver that writes files."""
+        self._run_dir, self._on = run_dir, bool(wanted)
         self._last = time.monotonic()
         self._next = self._last + FIRST
+        if self._on and not has_plotly():
+            self._on = False
+            log.info("%s is not written: %s", REPORT_PAGE, NO_PLOTLY)
 
     def log(self, *, evaluated: bool) -> None:
         now = time.monotonic()
@@ -49,18 +54,19 @@ class LiveReport:
         except Exception as error:
             self._on = False
             cause = f"{type(error).__name__}: {error}"
-            log.warning("%s failed and is off from here; the run goes on (%s).", REPORT_PAGE, cause)
+            log.warning(
+                "%s failed and is off from now on; the run continues (%s).", REPORT_PAGE, cause
+            )
 
 
 def write_report(run_dir: Path, out: Path | None = None, *, state: str) -> Path:
-    """Whole or not at all: a reader never sees half of one. `state` is of a run that has not finished."""
+    """Write the report atomically. `state` describes a run that has not finished."""
     out = out or run_dir / REPORT_PAGE
     text = report_page(Folder.of(run_dir), state)
-    unfinished = out.with_name(
-        f".{out.name}.{os.getpid()}.part"
-    )  # `rather report` may write beside the run
+    # `rather report` and the run may write at the same time.
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        # A path or an answer may hold half a character, which UTF-8 has not.
+        # Texts may contain lone surrogates, which UTF-8 cannot encode.
         unfinished.write_text(text, encoding="utf-8", errors="replace")
         os.replace(unfinished, out)
     finally:
@@ -77,26 +83,25 @@ SECTIONS: dict[str, Callable[[Folder], str]] = {
     "Incidents": parts.incidents,
     "Settings": parts.settings,
     "Machine": parts.machine,
-    "The same again": parts.again,
+    "Reproduce this run": parts.reproduce,
 }
 
 
 def report_page(run: Folder, state: str) -> str:
-    sections = {title: _part(part, run) for title, part in SECTIONS.items()}
-    tiles = _part(partial(parts.tiles, state="finished" if run.finished else state), run)
-    body = tiles + "\n".join(
-        f'<section aria-labelledby="{(anchor := slug(title))}"><h2 id="{anchor}">{title}</h2>{text}</section>'
-        for title, text in sections.items()
-        if text
-    )
+    state = "finished" if run.finished else state
+    body = _part(lambda run: parts.tiles(run, state), run)
+    for title, part in SECTIONS.items():
+        if text := _part(part, run):
+            anchor = slug(title)
+            body += f'<section aria-labelledby="{anchor}"><h2 id="{anchor}">{title}</h2>{text}</section>\n'
     return page(run.name, body, scripts=[plotly_bundle()])
 
 
 def _part(part: Callable[[Folder], str], run: Folder) -> str:
-    """A file with other content than a run writes costs the part that tells of it, never the rest."""
+    """Return a part of the page; a damaged file costs only the part that shows it."""
     try:
         return part(run)
     except Exception as error:
-        log.debug("a part of %s cannot be told", REPORT_PAGE, exc_info=True)
+        log.debug("a part of %s cannot be shown", REPORT_PAGE, exc_info=True)
         cause = escape(f"{type(error).__name__}: {error}")
-        return f'<p class="bad">A file of the run folder is damaged, so this cannot be told ({cause}).</p>'
+        return f'<p class="bad">A file of the run folder is damaged, so this cannot be shown ({cause}).</p>'

@@ -1,4 +1,4 @@
-"""The pair inspector: its numbers are those of a padded computation, and what it cannot show it says."""
+"""The pair inspector: its numbers equal a padded computation, and it says what it cannot show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rather.board import inspector as inspectors
 from rather.board import session as sessions
 from rather.board.inspector import Inspector, Question, stamp_of
-from rather.board.session import Session, pieces
+from rather.board.session import Session
 from rather.checkpoint import checkpoint
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, DataError
@@ -90,7 +90,7 @@ def test_numbers_are_those_of_a_padded_computation(trained: dict[str, DPOConfig]
     assert tree(config.run_dir) == files  # nothing was written there
 
 
-def test_a_run_that_goes_on_is_shown_as_of_its_checkpoint(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_shown_from_its_checkpoint(tmp_path: Path) -> None:
     """With an adapter, whose checkpoint holds only that; the exported model merges the same."""
     adapter = {"lora_rank": 2, "init_lora_weights": "gaussian"}
     config = run(tmp_path, max_steps=3, save_steps=2, actor_train__model_args=adapter)
@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_is_shown_as_of_its_checkpoint(tmp_path: Path) -> Non
         check(session, {"reference": base, "before": base, "after": merged}, "held-out", 0)
 
 
-def test_a_reference_of_its_own_and_one_that_moves(tmp_path: Path) -> None:
+def test_a_separate_reference_and_one_that_moves(tmp_path: Path) -> None:
     other = make_model(tmp_path / "other", seed=5)
     config = run(
         tmp_path,
@@ -168,7 +168,7 @@ def test_a_loss_without_a_reference_is_compared_with_its_start(tmp_path: Path) -
 def test_search(trained: dict[str, DPOConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(trained["first"].run_dir, quiet)
     held_out = session.dataset("held-out").take(range(9))
-    texts = [" ".join(map(session._decoded, (p.prompt, p.chosen, p.rejected))) for p in held_out]
+    texts = [" ".join(map(session.decode, (p.prompt, p.chosen, p.rejected))) for p in held_out]
     word = texts[7].split()[3]
     found = session.search("held-out", word.upper(), 0)
     expected = [index for index, text in enumerate(texts) if word in text]
@@ -184,7 +184,7 @@ def test_search(trained: dict[str, DPOConfig], monkeypatch: pytest.MonkeyPatch) 
     assert (slow["hits"], slow["next"]) == ([], 6)
 
 
-def test_what_cannot_be_shown_is_said(
+def test_errors_of_a_session(
     trained: dict[str, DPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(trained["first"].run_dir, quiet)
@@ -203,20 +203,11 @@ def test_what_cannot_be_shown_is_said(
     (tmp_path / "config.yaml").write_text(
         text.replace("trust_remote_code: false", "trust_remote_code: true")
     )
-    with pytest.raises(ConfigError, match="no code that came with a model is run"):
+    with pytest.raises(ConfigError, match="does not run code that came with a model"):
         Session(tmp_path, quiet)
     monkeypatch.setattr(sessions, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match=r"2 models of .* need 0\.0 GiB of memory"):
         session.pair("train", 0)
-
-
-def test_text_of_tokens_is_that_of_the_whole() -> None:
-    """A character of several tokens belongs to the one that completes it."""
-    text = "naïve 😀 — 漢字 end"
-    ids = list(text.encode())
-    found = list(pieces(ids, lambda some: bytes(some).decode("utf-8", "replace")))
-    assert "".join(found) == text
-    assert len(found) == len(ids)
 
 
 # --- the thread ---
@@ -248,7 +239,7 @@ def until(ready: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen within a minute")
 
 
-def test_newest_question_first_and_one_run_at_a_time() -> None:
+def test_one_question_and_one_run_at_a_time() -> None:
     events: list[str] = []
     made: dict[Path, Fake] = {}
 
@@ -258,21 +249,38 @@ def test_newest_question_first_and_one_run_at_a_time() -> None:
 
     inspector = Inspector(opened)
     a, b = Path("a"), Path("b")
-    questions = [Question(run, "train", place) for run, place in ((a, 0), (b, 1), (a, 2), (a, 13))]
-    assert inspector.ask(questions[0])["state"] == "working"
+    first, other, failing = (
+        Question(run, "train", place) for run, place in ((a, 0), (b, 1), (a, 13))
+    )
+    assert inspector.ask(first) == {"state": "working", "doing": "opening the run"}
     until(lambda: events == ["a 0 begins"])
-    for question in questions[1:]:
+    for question in (other, failing):
         assert inspector.ask(question) == {"state": "working", "doing": "waiting for its turn"}
-    inspector.ask(questions[2])  # asked again: the newest
     made[a].may.set()
+    until(lambda: inspector.ask(first)["state"] == "done")
+    assert events == ["a 0 begins"]  # nobody asked for the others again, so they cost nothing
+    until(lambda: inspector.ask(failing)["state"] == "refused")
+    inspector.ask(other)
     until(lambda: b in made)
     made[b].may.set()
-    until(lambda: inspector.ask(questions[1])["state"] == "done")
-    assert events == ["a 0 begins", "a 2 begins", "a 13 begins", "a closed", "b 1 begins"]
-    assert [inspector.ask(question)["state"] for question in questions[:3]] == ["done"] * 3
-    refused = inspector.ask(questions[3])
-    assert refused == {"state": "refused", "why": "RuntimeError: a library's own [hidden]"}
-    assert inspector.ask(questions[3])["state"] == "working"  # tried again
+    until(lambda: inspector.ask(other)["state"] == "done")
+    assert events == ["a 0 begins", "a 13 begins", "a closed", "b 1 begins"]
+    assert [inspector.ask(question)["state"] for question in (first, other)] == ["done"] * 2
+
+
+def test_a_refused_question_is_tried_again() -> None:
+    fake = Fake(Path("a"), [])
+    fake.may.set()
+    inspector = Inspector(lambda *_: fake)  # type: ignore[arg-type, return-value]
+    question, answers = Question(Path("a"), "train", 13), []
+
+    def refused() -> bool:
+        answers.append(inspector.ask(question))
+        return answers[-1]["state"] == "refused"
+
+    until(refused)
+    assert answers[-1]["why"] == "RuntimeError: a library's own [hidden]"
+    assert inspector.ask(question)["state"] == "working"
 
 
 def test_a_run_that_saves_while_its_models_load_is_answered(
@@ -294,21 +302,3 @@ def test_a_run_that_saves_while_its_models_load_is_answered(
     assert inspector.ask(question)["state"] == "working"
     until(lambda: inspector.ask(question)["state"] == "done")
     assert events[1:] == [f"{tmp_path} closed", f"{tmp_path} 0 begins"]
-
-
-def test_a_question_that_nobody_waits_for_costs_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    fake = Fake(Path("a"), events)
-    inspector = Inspector(lambda *_: fake)  # type: ignore[arg-type, return-value]
-    first, left, last = (
-        Question(Path(run), "train", place) for run, place in (("a", 0), ("b", 1), ("a", 2))
-    )
-    inspector.ask(first)
-    until(lambda: len(events) == 1)
-    inspector.ask(left)
-    monkeypatch.setattr(inspectors, "PATIENCE", -1.0)
-    fake.may.set()
-    until(lambda: not inspector._waiting)
-    monkeypatch.undo()
-    until(lambda: inspector.ask(last)["state"] == "done")
-    assert events == ["a 0 begins", "a 2 begins"]

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what is drawn and said, by mouse and by keyboard, live, in both themes and widths."""
+"""The page in a real Chromium: drawing and texts, mouse and keyboard, live updates, both themes and widths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rather.board.serve import Board
 from rather.board.session import Session
-from rather.commands.board import door
+from rather.commands.board import private_page
 from rather.config.schema import DPOConfig
 from tests.board.conftest import ANSWER, FINDING, add_line
 from tests.browser import (
@@ -64,8 +64,8 @@ def row_of(page: Page, name: str) -> str:
     ).inner_text()
 
 
-def test_a_browser_comes_in_by_the_page_that_leads_here(open_page: OpenPage, board: Board) -> None:
-    with door(board.address) as address:
+def test_a_browser_enters_by_the_private_page(open_page: OpenPage, board: Board) -> None:
+    with private_page(board.address) as address:
         page = open_page(address)
     assert page.url == f"http://127.0.0.1:{board.server_port}/"
     page.reload()
@@ -77,7 +77,7 @@ def test_curves_comparison_filter_and_findings(open_page: OpenPage, board: Board
     assert "token" not in page.url
     assert page.inner_text("#status").endswith(": 2 ended")
     page.get_by_role("button", name="first", exact=True).click()
-    sees(page, "#chart-0-told", re.compile("training 0.6877 at step 5"))
+    sees(page, "#chart-0-about", re.compile("training 0.6877 at step 5"))
     points = drawn_points(page)  # plotly leaves out a point between two that lie on its line
     assert points[:2] == [5, 3]
     assert len(points) == 8  # four charts, training and held-out
@@ -205,7 +205,7 @@ def test_a_run_without_weights_says_so(
     sees(page, "#doing", re.compile("no trained weights yet"))
 
 
-def test_new_lines_are_seen(
+def test_new_lines_appear(
     open_page: OpenPage, serve: Serve, trained: dict[str, DPOConfig], tmp_path: Path
 ) -> None:
     """Also a torn line, which counts when it is whole, and a run that begins."""
@@ -216,7 +216,7 @@ def test_new_lines_are_seen(
     with file.open("a") as out:
         out.write('{"step": 6, "loss": 0.5, "rewards/accuracies": 1.0}\n{"step": 7, "lo')
     sees(page, "#rows .step", "6 of 5")
-    sees(page, "#chart-0-told", re.compile("training 0.5 at step 6"))
+    sees(page, "#chart-0-about", re.compile("training 0.5 at step 6"))
     assert drawn_points(page)[0] == 6
     with file.open("a") as out:
         out.write('ss": 0.25}\n')
@@ -230,7 +230,7 @@ def test_new_lines_are_seen(
 @pytest.mark.parametrize(
     ("size", "theme"), [(WIDE, "light"), (NARROW, "dark")], ids=["wide", "narrow"]
 )
-def test_every_look(open_page: OpenPage, board: Board, size: tuple[int, int], theme: str) -> None:
+def test_both_themes_and_widths(open_page: OpenPage, board: Board, size: tuple[int, int], theme: str) -> None:
     """Begun in one theme and switched to the other, with two runs compared and a pair shown."""
     page = opened(open_page, board, size, theme)
     page.get_by_role("button", name="first", exact=True).click()
@@ -264,7 +264,7 @@ def test_text_of_runs_is_never_markup(open_page: OpenPage, serve: Serve, tmp_pat
     assert bad in page.inner_text("#opened")
 
 
-def test_what_a_damaged_folder_and_a_diverged_model_tell_is_shown(
+def test_a_damaged_folder_and_a_diverged_model_are_shown(
     open_page: OpenPage,
     serve: Serve,
     trained: dict[str, DPOConfig],
@@ -293,13 +293,13 @@ def test_what_a_damaged_folder_and_a_diverged_model_tell_is_shown(
     sees(
         page,
         "#verdict",
-        re.compile("chosen answer by no number nats .* margin 0.000 before, no number after"),
+        re.compile("chosen answer by not finite nats .* margin 0.000 before, not finite after"),
     )
     label = page.locator("#pair [role='option']").first.get_attribute("aria-label") or ""
     assert label.startswith(
-        '" b": log-ratio no number after, +0.000 before; log-prob −1.000 by the reference, no num'
+        '" b": log-ratio not finite after, +0.000 before; log-prob −1.000 by the reference, not fin'
     )
-    assert page.inner_text("#status").startswith("1 runs in ")
+    assert page.inner_text("#status").startswith("1 run in ")
 
 
 def test_the_panel_of_a_run_stays_while_it_writes_metrics(
@@ -310,7 +310,7 @@ def test_the_panel_of_a_run_stays_while_it_writes_metrics(
     page.get_by_text("Settings", exact=True).click()
     add_line(tmp_path / "live" / "metrics.jsonl", {"step": 6, "loss": 0.5})
     sees(page, "#rows .step", "6 of 5")
-    sees(page, "#chart-0-told", re.compile("training 0.5 at step 6"))
+    sees(page, "#chart-0-about", re.compile("training 0.5 at step 6"))
     assert page.locator("#opened details[open]").count() == 1
     (tmp_path / "live" / ".finished").unlink()
     sees(page, "#opened > p:nth-of-type(1)", re.compile("^failed; "))

@@ -1,4 +1,4 @@
-"""The server: who is answered and what, and that nothing of a request or of a folder can break it."""
+"""The server: who gets an answer, what it contains, and that no request and no folder can break it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from rather.board import runs as board_runs
 from rather.board.serve import ROUTES, Board
-from rather.board.tail_jsonl import Column, Curves, Growing
 from rather.cli import app
 from rather.config.schema import DPOConfig
+from rather.report import plotly_bundle
+from rather.report.folder import JsonLines, MetricColumn, MetricsFile
 from rather.run_folder import control
-from rather.run_folder import layout as run_folder
 from tests.board.conftest import FINDING, INCIDENT, add_line, asked, get, rows
 from tests.house.source import ROOT
 
@@ -52,7 +52,7 @@ def write_run(folder: Path, lines: int = 3, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_nothing_is_told_without_the_token(board: Board, path: str) -> None:
+def test_nothing_is_answered_without_the_token(board: Board, path: str) -> None:
     for headers in (
         {"Accept": "*/*"},
         {"Authorization": "Bearer wrong"},
@@ -116,7 +116,7 @@ def test_no_host_and_two_hosts_are_refused(board: Board, lines: str) -> None:
         assert b" 421 " in connection.recv(1 << 16).split(b"\r\n")[0]
 
 
-def test_an_address_that_is_none(serve: Serve, tmp_path: Path) -> None:
+def test_an_invalid_address(serve: Serve, tmp_path: Path) -> None:
     board = serve(tmp_path)
     with socket.create_connection(("127.0.0.1", board.server_port), timeout=30) as connection:
         headers = f"Host: 127.0.0.1:{board.server_port}\r\nAuthorization: Bearer {board.token}\r\n"
@@ -150,7 +150,7 @@ def test_strange_queries_are_refused(board: Board) -> None:
     assert get(board, "/api/runs?" + "&".join(f"a{i}=1" for i in range(200)))[0].status == 400
 
 
-def test_headers_let_nothing_in_or_out(board: Board) -> None:
+def test_security_headers(board: Board) -> None:
     answer, body = get(board, "/")
     policy = answer.getheader("Content-Security-Policy") or ""
     assert "default-src 'none'" in policy
@@ -170,10 +170,10 @@ def test_headers_let_nothing_in_or_out(board: Board) -> None:
     )
 
 
-# --- what is told ---
+# --- what is answered ---
 
 
-def test_the_list_tells_what_the_runs_did(board: Board, trained: dict[str, DPOConfig]) -> None:
+def test_the_list_shows_what_the_runs_did(board: Board, trained: dict[str, DPOConfig]) -> None:
     found = rows(board)
     assert set(found) == {"first", "second"}
     last = [
@@ -209,14 +209,7 @@ def test_a_run_and_its_differences(board: Board) -> None:
     assert {key for key, _ in differ} == {"exp_name", "beta"}
 
 
-def test_names_of_files_are_those_of_the_run_folder() -> None:
-    assert board_runs.FINISHED == run_folder.FINISHED
-    assert board_runs.RUN_REPORT == run_folder.RUN_REPORT
-    assert board_runs.REPORT == run_folder.REPORT_PAGE
-    assert board_runs.STARTS == run_folder.STARTS
-
-
-def test_what_cannot_be_shown_is_answered_too(
+def test_a_folder_that_cannot_be_shown_gets_an_error_reply(
     serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nested so deep that it can be read and not be written again; dates are texts."""
@@ -234,7 +227,7 @@ def test_what_cannot_be_shown_is_answered_too(
     assert rows(board)["run"]["incidents"] == 1
 
 
-def test_versions_tell_what_has_changed(serve: Serve, tmp_path: Path) -> None:
+def test_versions_change_with_their_files(serve: Serve, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     board = serve(tmp_path)
     versions = [(rows(board)["run"]["version"], rows(board)["run"]["story"])]
@@ -266,7 +259,7 @@ def test_the_time_of_the_last_start(serve: Serve, tmp_path: Path) -> None:
     assert rows(board)["run"]["seconds"] == 30
 
 
-def test_a_config_that_names_no_loss(serve: Serve, tmp_path: Path) -> None:
+def test_a_config_without_a_loss(serve: Serve, tmp_path: Path) -> None:
     (write_run(tmp_path / "run") / "config.yaml").write_text("pretrain: base\n")
     assert rows(serve(tmp_path))["run"]["loss_type"] == ""
 
@@ -324,7 +317,7 @@ def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None
     write_run(tmp_path / "good")
     board = serve(tmp_path)
     found = rows(board)
-    named = {"binary": "is not text", "no yaml": "is not YAML", "list": "no settings", "bomb": "aliases",
+    named = {"binary": "cannot be read as text", "no yaml": "is not YAML", "list": "contains no settings", "bomb": "aliases",
              "garbage": "2 of its last lines are damaged", "folder": "cannot be read"}  # fmt: skip
     for name, problem in named.items():
         assert found[name]["state"] == "damaged", name
@@ -347,7 +340,7 @@ def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None
 
 def test_only_whole_lines_count(tmp_path: Path) -> None:
     file = write_run(tmp_path / "run") / "metrics.jsonl"
-    curves = Curves(file)
+    curves = MetricsFile(file)
     curves.update()
     assert list(curves.columns["loss"].steps) == [1, 2, 3]
     with file.open("a") as out:
@@ -361,10 +354,10 @@ def test_only_whole_lines_count(tmp_path: Path) -> None:
     assert curves.file.damaged == 0
 
 
-def test_a_run_that_goes_back_to_its_checkpoint_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_back_is_read_again(tmp_path: Path) -> None:
     """Cut and longer again before the next look: by its size alone nobody would know."""
     file = write_run(tmp_path / "run", lines=9) / "metrics.jsonl"
-    curves = Curves(file)
+    curves = MetricsFile(file)
     curves.update()
     kept = file.read_bytes().split(b"\n")[:4]
     again = [
@@ -381,12 +374,12 @@ def test_a_run_that_goes_back_to_its_checkpoint_is_read_anew(tmp_path: Path) -> 
 
 
 def test_only_new_bytes_are_read(tmp_path: Path) -> None:
-    file = Growing(write_run(tmp_path / "run") / "metrics.jsonl")
+    file = JsonLines(write_run(tmp_path / "run") / "metrics.jsonl")
     assert len(list(file.new())) == 3
-    place = file.place
+    place = file.position
     add_line(file.path, {"step": 4, "loss": 1.0})
     assert [record["step"] for record in file.new()] == [4]
-    assert file.place > place
+    assert file.position > place
     assert list(file.new()) == []
 
 
@@ -420,7 +413,7 @@ def test_200_runs_and_100_000_points(serve: Serve, tmp_path: Path) -> None:
     assert again < 3
 
 
-def test_curves_that_nobody_looks_at_are_given_up(
+def test_the_least_recently_used_curves_are_dropped(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(board_runs, "MOST_KEPT", 100)
@@ -433,16 +426,16 @@ def test_curves_that_nobody_looks_at_are_given_up(
 
 
 def test_points_are_counted_while_another_thread_adds_a_metric(tmp_path: Path) -> None:
-    curves = Curves(tmp_path / "metrics.jsonl")
+    curves = MetricsFile(tmp_path / "metrics.jsonl")
 
     class Adds(array):  # type: ignore[type-arg]
         def __len__(self) -> int:
-            curves.columns[f"metric {len(curves.columns)}"] = Column(
+            curves.columns[f"metric {len(curves.columns)}"] = MetricColumn(
                 array("q", [1]), array("d", [1.0])
             )
             return 1
 
-    curves.columns["loss"] = Column(Adds("q"), array("d"))
+    curves.columns["loss"] = MetricColumn(Adds("q"), array("d"))
     assert curves.points == 1
 
 
@@ -477,14 +470,19 @@ def test_command(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     runner = CliRunner()
     done = runner.invoke(app, ["board", str(tmp_path), "--no-browser"])
     assert done.exit_code == 0, done.output
-    assert ": 1 runs at http://127.0.0.1:" in done.output
+    assert ": 1 run at http://127.0.0.1:" in done.output
     assert not opened
     assert runner.invoke(app, ["board", str(tmp_path)]).exit_code == 0
     (page,) = opened
     assert not page.parent.exists()
     taken = runner.invoke(app, ["board", str(tmp_path), "--port", str(board.server_port)])
     assert taken.exit_code == 2
-    assert "leave it out for a free one" in taken.output
+    assert "omit it for a free one" in taken.output
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    plotly_bundle.cache_clear()
+    without = runner.invoke(app, ["board", str(tmp_path), "--no-browser"])
+    assert without.exit_code == 2
+    assert "pip install 'rather[report]'" in without.output
     missing = runner.invoke(app, ["board", str(tmp_path / "nowhere")])
     assert missing.exit_code == 2
-    assert "is no folder" in missing.output
+    assert "not a folder" in missing.output

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rather.report import as_json, chart, escape, lines, page, plotly_bundle, slug, table, thinned
+from rather.report import (
+    as_json,
+    chart,
+    downsample,
+    escape,
+    lines,
+    page,
+    plotly_bundle,
+    slug,
+    table,
+)
 from tests.browser import NARROW, OpenPage, drawn_points, figures, overflow, stays_here, wait_until
 
 if TYPE_CHECKING:
@@ -80,7 +90,7 @@ def noisy(count: int) -> list[float | None]:
 
 
 def test_short_lines_stay_as_they_are() -> None:
-    assert thinned([1, 2, 3], [0.1, None, 0.3], most=3) == ([1, 2, 3], [0.1, None, 0.3])
+    assert downsample([1, 2, 3], [0.1, None, 0.3], most=3) == ([1, 2, 3], [0.1, None, 0.3])
 
 
 @pytest.mark.parametrize("most", [10, 300, 1000])
@@ -88,7 +98,7 @@ def test_long_lines_keep_their_ends_extremes_and_order(most: int) -> None:
     values = noisy(100_000)
     values[4_711], values[77_777] = 9.0, -9.0
     steps = list(range(1, 100_001))
-    x, y = thinned(steps, values, most)
+    x, y = downsample(steps, values, most)
     assert len(x) == len(y) <= most
     assert x == sorted(set(x))
     assert (x[0], x[-1]) == (1, 100_000)
@@ -96,10 +106,10 @@ def test_long_lines_keep_their_ends_extremes_and_order(most: int) -> None:
     assert {9.0, -9.0} <= set(y)
 
 
-def test_a_thinned_line_covers_the_same_area() -> None:
+def test_a_downsample_line_covers_the_same_area() -> None:
     """Of every hundredth of the line, lowest and highest differ by less than the width of a drawn line."""
     values = [value for value in noisy(50_000) if value is not None]
-    x, y = thinned(range(50_000), values)
+    x, y = downsample(range(50_000), values)
     for start in range(0, 50_000, 500):
         kept = [
             value
@@ -114,7 +124,7 @@ def test_gaps_of_a_long_line_are_kept() -> None:
     values = noisy(10_000)
     values[5_000], values[6_000] = None, math.nan
     values[7_000:8_000] = [math.inf] * 1000
-    x, y = thinned(range(10_000), values, 400)
+    x, y = downsample(range(10_000), values, 400)
     assert len(x) <= 400
     assert {5_000, 6_000} <= set(x)
     in_the_gap = [value for step, value in zip(x, y, strict=True) if 7_000 <= step < 8_000]
@@ -125,7 +135,7 @@ def test_gaps_of_a_long_line_are_kept() -> None:
 def test_thinning_is_quick() -> None:
     values = noisy(100_000)
     began = time.process_time()
-    thinned(range(100_000), values)
+    downsample(range(100_000), values)
     assert time.process_time() - began < 1
 
 

@@ -1,4 +1,4 @@
-"""report.html of a real run that was resumed: what it says is what the folder holds, and a browser draws it."""
+"""report.html of a real, resumed run: it says what the folder holds, and a browser draws it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from typer.testing import CliRunner, Result
 from rather.cli import app
 from rather.config.redaction import HIDDEN
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report import write
-from rather.report.folder import Folder, columns_of, without_secrets
-from rather.report.starts import command, note_start
+from rather.report import folder as folder_names
+from rather.report import plotly_bundle, write
+from rather.report.folder import Folder, MetricColumns, MetricsFile, without_secrets
+from rather.report.starts import command, record_start
 from rather.report.write import LiveReport, report_page, write_report
-from rather.run_folder import control
+from rather.run_folder import control, layout
 from tests.browser import (
     NARROW,
     WIDE,
@@ -109,7 +111,7 @@ def rows(text: str, caption: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-def test_curves_are_those_of_the_metrics(run_dir: Path, text: str) -> None:
+def test_curves_show_the_metrics(run_dir: Path, text: str) -> None:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     training, held_out = (
         [line for line in records if ("eval/loss" in line) == wanted] for wanted in (False, True)
@@ -130,7 +132,7 @@ def test_curves_are_those_of_the_metrics(run_dir: Path, text: str) -> None:
     assert {"time-of-a-step", "speed", "prompt-lengths"} <= drawn.keys()
 
 
-def test_one_report_of_both_starts(text: str) -> None:
+def test_one_report_covers_both_starts(text: str) -> None:
     assert "<dd>12 of 12</dd>" in text
     assert "<dd>all ties \N{RIGHTWARDS ARROW} " in text
     assert "<dd>finished</dd>" in text
@@ -181,7 +183,7 @@ def test_no_secret_and_no_markup_from_data(text: str) -> None:
     assert f"&lt;b&gt;{HIDDEN}&lt;/b&gt;" in text
 
 
-def test_texts_are_redacted_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_redacted_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOP_API_KEY", SECRET)
     told = {"a": ["see http://host", "me@host", {"b": SECRET, "c": 1}], "d": f"x{SECRET}y", "e": ""}
     assert without_secrets(told) == {
@@ -191,7 +193,7 @@ def test_texts_are_redacted_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
-def test_it_can_be_made_again_from_the_folder(run_dir: Path, text: str, tmp_path: Path) -> None:
+def test_it_can_be_rewritten_from_the_folder(run_dir: Path, text: str, tmp_path: Path) -> None:
     out = tmp_path / "again.html"
     done = invoke("report", run_dir, "--out", out)
     assert done.exit_code == 0, done.output
@@ -203,13 +205,13 @@ def test_it_can_be_made_again_from_the_folder(run_dir: Path, text: str, tmp_path
 def test_a_folder_without_a_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
     done = invoke("report", tmp_path)
     assert done.exit_code == 2
-    assert "holds no run" in done.output
+    assert "not a run folder" in done.output
     unwritable = invoke("report", run_dir, "--out", tmp_path / "missing" / "a.html")
     assert unwritable.exit_code == 2
     assert "cannot be written" in unwritable.output
 
 
-def test_a_folder_of_which_little_is_left(run_dir: Path, tmp_path: Path) -> None:
+def test_a_folder_with_few_files(run_dir: Path, tmp_path: Path) -> None:
     """And a last line that a kill has torn."""
     metrics = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
     (tmp_path / "metrics.jsonl").write_text(metrics + '{"step": 13, "lo', encoding="utf-8")
@@ -220,7 +222,7 @@ def test_a_folder_of_which_little_is_left(run_dir: Path, tmp_path: Path) -> None
     assert "No step has been logged yet." in report_page(Folder.of(tmp_path), "running")
 
 
-def test_a_damaged_file_costs_its_part_alone(run_dir: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_costs_only_its_part(run_dir: Path, tmp_path: Path) -> None:
     metrics = (run_dir / "metrics.jsonl").read_bytes()
     strange = [b'{"step": NaN}', b'{"step": 1e400}', b'{"step": 5, "loss": 1' + b"0" * 400 + b"}", b"\xff\xfe",
                b'{"step": 5, "nonfinite": 3}', b'{"step": 5, "nonfinite": {"loss": "x"}}']  # fmt: skip
@@ -230,7 +232,7 @@ def test_a_damaged_file_costs_its_part_alone(run_dir: Path, tmp_path: Path) -> N
         ("answers", {"prompt": []}),
         ("starts", {"settings": 3}),
     ):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line), encoding="utf-8")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
     (tmp_path / "incidents.jsonl").mkdir()
     for name in ("data_report", "plan", "report"):
         (tmp_path / f"{name}.json").write_text(
@@ -243,22 +245,22 @@ def test_a_damaged_file_costs_its_part_alone(run_dir: Path, tmp_path: Path) -> N
     assert told.keys() - damaged == {"curves", "incidents"}
 
 
-def test_half_a_character_is_no_reason_to_write_none(run_dir: Path, tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_replaced(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
     (tmp_path / "health.jsonl").write_text(
-        json.dumps({**FINDING, "text": "half \ud83d"}), encoding="utf-8"
+        json.dumps({**FINDING, "text": "half \ud83d"}) + "\n", encoding="utf-8"
     )
     assert "half ?" in write_report(tmp_path, state="running").read_text(encoding="utf-8")
 
 
-def test_the_folder_one_stands_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run_dir)
     page = report_page(Folder.of(Path()), "running")
     assert f"<title>{run_dir.name}</title>" in page
     assert f"exp_name={run_dir.name}-again" in page
 
 
-def test_two_that_write_at_once(
+def test_two_writers_at_once(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`rather report` while the run writes its own: each has a file of its own until it is whole."""
@@ -276,7 +278,7 @@ def test_two_that_write_at_once(
     assert os.listdir(tmp_path) == ["report.html"]
 
 
-def test_device_hours_are_those_of_each_start(run_dir: Path) -> None:
+def test_device_hours_count_the_devices_of_each_start(run_dir: Path) -> None:
     run = Folder.of(run_dir)
     run.starts[1]["environment"]["devices"] = 3
     pairs, speed = run.metrics["pairs"], run.metrics["pairs_per_second"]
@@ -290,7 +292,7 @@ def test_device_hours_are_those_of_each_start(run_dir: Path) -> None:
     assert cost["Devices"] == ["3"]
 
 
-def test_a_start_that_cannot_be_told_does_not_end_the_run(
+def test_a_start_that_cannot_be_recorded_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(tmp_path)
@@ -298,12 +300,12 @@ def test_a_start_that_cannot_be_told_does_not_end_the_run(
     monkeypatch.setattr(
         "sys.argv", ["rather", "train", "caf\udce9.yaml"]
     )  # a name in Latin-1, as Python reads it
-    note_start(config, "cpu", 0, 5)
+    record_start(config, "cpu", 0, 5)
     (start,) = Folder.of(_with_metrics(config.run_dir)).starts
     assert start["command"] == "rather train 'caf\udce9.yaml'"
     monkeypatch.setattr("sys.argv", [])
-    note_start(config, "cpu", 0, 5)
-    assert "this start is not told there" in caplog.text
+    record_start(config, "cpu", 0, 5)
+    assert "this start was not recorded" in caplog.text
 
 
 def _with_metrics(folder: Path) -> Path:
@@ -311,23 +313,60 @@ def _with_metrics(folder: Path) -> Path:
     return folder
 
 
-def test_numbers_that_are_none_are_gaps() -> None:
-    column = columns_of(
-        [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None, "nonfinite": {"loss": "inf"}}]
-    )["loss"]
+def columns_of(folder: Path, *records: dict[str, Any]) -> MetricColumns:
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return MetricsFile(file).update()
+
+
+def test_nonfinite_values_are_read_from_their_texts(tmp_path: Path) -> None:
+    second = {"step": 2, "loss": None, "nonfinite": {"loss": "inf"}}
+    column = columns_of(tmp_path, {"step": 1, "loss": 0.5}, second)["loss"]
     assert (list(column.steps), list(column.values)) == ([1, 2], [0.5, float("inf")])
 
 
-def test_lines_that_tell_more_come_between_those_that_tell_less() -> None:
+def test_lines_may_have_different_metrics(tmp_path: Path) -> None:
     more = {"step": 2, "loss": 2.0, "more": 7.0}
-    columns = columns_of(
-        [{"step": 1, "loss": 3.0}, more, {"step": 3, "loss": 1.0}, {"step": "x"}, {}]
-    )
-    assert (list(columns["loss"].steps), list(columns["loss"].values)) == (
-        [1, 2, 3],
-        [3.0, 2.0, 1.0],
-    )
-    assert (list(columns["more"].steps), list(columns["more"].values)) == ([2], [7.0])
+    last = {"step": 3, "loss": 1.0}
+    columns = columns_of(tmp_path, {"step": 1, "loss": 3.0}, more, last, {"step": "x"}, {})
+    assert [list(each) for each in columns["loss"]] == [[1, 2, 3], [3.0, 2.0, 1.0]]
+    assert [list(each) for each in columns["more"]] == [[2], [7.0]]
+
+
+def test_the_old_name_of_a_metric_is_read(tmp_path: Path) -> None:
+    old = {"step": 1, "logps/falling": 0.5, "eval/logps/falling": 0.25}
+    new = {"step": 2, "logps/chosen_below_reference": 0.75}
+    columns = columns_of(tmp_path, old, new)
+    assert list(columns["logps/chosen_below_reference"].values) == [0.5, 0.75]
+    assert set(columns) == {"logps/chosen_below_reference", "eval/logps/chosen_below_reference"}
+    title = "chosen-answers-less-likely-than-under-the-reference"
+    assert figures(report_page(Folder.of(tmp_path), "running"))[title]["data"][0]["y"] == [
+        0.5,
+        0.75,
+    ]
+
+
+def test_file_names_are_those_of_the_run_folder() -> None:
+    """The reader has its own constants, because the board must start without torch."""
+    for name in ("FINISHED", "RUN_REPORT", "DATA_REPORT", "PLAN", "REPORT_PAGE", "STARTS"):
+        assert getattr(folder_names, name) == getattr(layout, name)
+
+
+def test_without_plotly_no_report_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    plotly_bundle.cache_clear()
+    with caplog.at_level(logging.INFO), LiveReport(tmp_path, wanted="auto"):
+        pass
+    assert [each.getMessage() for each in caplog.records] == [
+        "report.html is not written: plotly is not installed; `pip install 'rather[report]'` adds it"
+    ]
+    done = invoke("report", tmp_path)
+    assert done.exit_code == 2
+    assert "pip install 'rather[report]'" in done.output
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_hundred_thousand_lines(tmp_path: Path) -> None:
@@ -338,7 +377,7 @@ def test_a_hundred_thousand_lines(tmp_path: Path) -> None:
     assert (drawn["x"][0], drawn["x"][-1], drawn["y"][0]) == (1, 100_000, 1.0)
 
 
-def test_the_command_that_it_names_gives_the_same_numbers(run_dir: Path, text: str) -> None:
+def test_the_reproduction_command_gives_the_same_numbers(run_dir: Path, text: str) -> None:
     line = re.search(r"<pre>(rather train .*?)</pre>", text)
     assert line
     program, *arguments = shlex.split(html.unescape(line[1]))
@@ -361,7 +400,7 @@ def test_the_command_that_it_names_gives_the_same_numbers(run_dir: Path, text: s
     assert (there / "starts.jsonl").exists()
 
 
-def test_settings_that_were_changed_on_the_way_are_named(run_dir: Path) -> None:
+def test_settings_changed_by_a_resumed_run_are_named(run_dir: Path) -> None:
     run = Folder.of(run_dir)
     run.starts[0]["settings"]["max_steps"]["value"] = 6
     assert "max_steps was changed when the run was resumed" in report_page(run, "stopped")
@@ -375,7 +414,7 @@ def test_a_report_that_cannot_be_written_costs_one_warning(
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
     assert [each.getMessage()[:40] for each in caplog.records] == [
-        "report.html failed and is off from here;"
+        "report.html failed and is off from now o"
     ]
     assert (config.run_dir / "model").exists()
     assert not list(config.run_dir.glob(".report*"))
@@ -409,7 +448,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
 def test_writing_takes_less_than_a_hundredth_of_the_time(
     written: list[Any], tmp_path: Path
 ) -> None:
-    live = LiveReport(make_config(tmp_path), leads=True)
+    live = LiveReport(tmp_path, wanted=True)
     clock: Any = write.time
     for second in range(10_000):
         clock.now += 1.0
@@ -422,7 +461,7 @@ def test_without_evaluations_it_is_written_every_few_minutes(
     written: list[Any], tmp_path: Path
 ) -> None:
     clock: Any = write.time
-    with LiveReport(make_config(tmp_path), leads=True) as live:
+    with LiveReport(tmp_path, wanted=True) as live:
         for _ in range(3600):
             clock.now += 1.0
             live.log(evaluated=False)
@@ -431,7 +470,7 @@ def test_without_evaluations_it_is_written_every_few_minutes(
 
 def test_a_run_that_fails_says_so(written: list[Any], tmp_path: Path) -> None:
     def fails() -> None:
-        with LiveReport(make_config(tmp_path), leads=True):
+        with LiveReport(tmp_path, wanted=True):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -439,17 +478,14 @@ def test_a_run_that_fails_says_so(written: list[Any], tmp_path: Path) -> None:
     assert [state for _, state in written] == ["failed"]
 
 
-def test_who_writes_none(written: list[Any], tmp_path: Path) -> None:
-    for live in (
-        LiveReport(make_config(tmp_path), leads=False),
-        LiveReport(make_config(tmp_path, report_html=False), leads=True),
-    ):
+def test_a_report_that_is_not_wanted_is_not_written(written: list[Any], tmp_path: Path) -> None:
+    for live in (LiveReport(tmp_path, wanted=False),):
         with live:
             pass
     assert not written
 
 
-def test_it_is_there_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_written_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "FIRST", 0.0)
     monkeypatch.setattr(write, "SHARE", 1e9)
     states = []

@@ -1,4 +1,4 @@
-"""What a look at the pairs finds: hand-made sets with exactly so many of each problem."""
+"""Findings about pairs: hand-made sets with a known number of each problem."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from rich.console import Console
 
 from rather.config.schema import DPOConfig
 from rather.data import cache
-from rather.data import findings as module
-from rather.data import near_duplicates as near
-from rather.data import statistics as look_numbers
+from rather.data.findings import BARS, bars
 from rather.data.prepare import Prepared, prepare
 from rather.data.show import print_look, print_report, token_texts
 from rather.data.template import TEMPLATES, load_tokenizer
@@ -27,21 +25,14 @@ from rather.report.data_page import data_page
 Config = Callable[..., DPOConfig]
 Write = Callable[..., Path]
 
-SAME_PAIRS, NEAR_PAIRS, NEAR_PROMPTS, SWAPPED, BOTH_WAYS = 3, 2, 4, 2, 3
-LEAKED, NEARLY_LEAKED, FRESH = 3, 2, 5
+SAME_PAIRS, SWAPPED, BOTH_WAYS = 3, 2, 3
+LEAKED, FRESH = 3, 7
 DRAW = random.Random(0)
 WORDS = ["".join(DRAW.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(400)]
 
 
 def text(words: int = 40) -> str:
     return " ".join(DRAW.choices(WORDS, k=words))
-
-
-def changed(words: str) -> str:
-    """One word of forty is another."""
-    parts = words.split()
-    parts[len(parts) // 2] = "island"
-    return " ".join(parts)
 
 
 def fresh() -> dict[str, Any]:
@@ -54,10 +45,6 @@ def hand_made() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     rows = list(base)
     for i in range(SAME_PAIRS):
         rows.append({key: f"  {value.upper()} \n" for key, value in base[i].items()})
-    for i in range(NEAR_PAIRS):
-        rows.append({key: changed(value) for key, value in base[4 + i].items()})
-    for i in range(NEAR_PROMPTS):
-        rows.append({**fresh(), "prompt": changed(base[8 + i]["prompt"])})
     for i in range(SWAPPED):
         one = base[14 + i]
         rows.append({**one, "chosen": one["rejected"], "rejected": one["chosen"]})
@@ -66,7 +53,6 @@ def hand_made() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     rows.append({"prompt": text(), "responses": [text(), text(), text()], "ranks": [1, 2, 3]})
     held = [{**fresh(), "prompt": base[i]["prompt"].title()} for i in range(LEAKED - 1)]
     held += [base[22]]
-    held += [{**fresh(), "prompt": changed(base[24 + i]["prompt"])} for i in range(NEARLY_LEAKED)]
     return rows, held + [fresh() for _ in range(FRESH)]
 
 
@@ -74,8 +60,8 @@ ROWS, HELD = hand_made()
 
 
 @pytest.fixture(scope="module")
-def sick(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    folder = tmp_path_factory.mktemp("sick")
+def flawed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder = tmp_path_factory.mktemp("flawed")
     files = {}
     for name, rows in (("train", ROWS), ("held", HELD)):
         files[name] = folder / f"{name}.jsonl"
@@ -101,64 +87,47 @@ def findings(made: Prepared) -> dict[str, dict[str, Any]]:
     return {f"{one['name']} {one['set']}": one for one in look_of(made)["findings"]}
 
 
-def test_exactly_so_many_of_each_problem(sick: Prepared) -> None:
-    train = look_of(sick)["sets"]["train"]
+def test_exactly_so_many_of_each_problem(flawed: Prepared) -> None:
+    train = look_of(flawed)["sets"]["train"]
     assert train["pairs"] == len(ROWS) + 2  # a ranking of three gives three pairs
     assert train["repeats"] == {
-        "prompts": 30 + NEAR_PAIRS + NEAR_PROMPTS + 1,
+        "prompts": 30 + 1,
         "prompts_again": SAME_PAIRS + SWAPPED + BOTH_WAYS + 2,
         "pairs_again": SAME_PAIRS,
-        "near_prompts": NEAR_PAIRS + NEAR_PROMPTS,
-        "near_pairs": NEAR_PAIRS,
-        "compared": train["pairs"],
     }
     assert train["contradictions"] == {"swapped": 2 * SWAPPED, "both_ways": 2 * BOTH_WAYS}
-    assert look_of(sick)["leaks"]["eval held"] == {
+    assert look_of(flawed)["leaks"]["eval held"] == {
         "prompts": len(HELD),
         "same_prompts": LEAKED,
-        "near_prompts": NEARLY_LEAKED,
         "pairs": len(HELD),
         "same_pairs": 1,
     }
 
 
-def test_examples_name_both_places(sick: Prepared) -> None:
+def test_examples_name_both_places(flawed: Prepared) -> None:
     places: dict[str, list[tuple[str, str]]] = {}
-    for one in look_of(sick)["examples"]:
+    for one in look_of(flawed)["examples"]:
         places.setdefault(one["kind"], []).append((Path(one["place"]).name, Path(one["like"]).name))
     assert places["same_pair"] == [
         (f"train.jsonl:{31 + i}", f"train.jsonl:{1 + i}") for i in range(SAME_PAIRS)
     ]
-    assert places["near_pair"] == [
-        (f"train.jsonl:{34 + i}", f"train.jsonl:{5 + i}") for i in range(NEAR_PAIRS)
-    ]
-    assert ("train.jsonl:15", "train.jsonl:40") in places["swapped"]
+    assert ("train.jsonl:15", "train.jsonl:34") in places["swapped"]
     assert places["both_ways"] == [
-        (f"train.jsonl:{19 + i}", f"train.jsonl:{42 + i}") for i in range(BOTH_WAYS)
+        (f"train.jsonl:{19 + i}", f"train.jsonl:{36 + i}") for i in range(BOTH_WAYS)
     ]
     assert places["leaked_pair"] == [("held.jsonl:3", "train.jsonl:23")]
-    assert places["near_leaked_prompt"] == [
-        ("held.jsonl:4", "train.jsonl:25"),
-        ("held.jsonl:5", "train.jsonl:26"),
-    ]
 
 
-def test_findings_say_the_number_and_what_to_do(sick: Prepared) -> None:
-    found = findings(sick)
-    assert (
-        "50 % of the prompts of eval held are also in train (3 the same"
-        in found["leakage eval held"]["text"]
-    )
+def test_findings_say_the_number_and_what_to_do(flawed: Prepared) -> None:
+    found = findings(flawed)
+    leaked = "30 % of the prompts of eval held are also in train, and 1 of its 10 pairs"
+    assert leaked in found["leakage eval held"]["text"]
     assert found["leakage eval held"]["severity"] == "serious"
     assert found["contradictory_pairs train"]["number"] == round(2 * SWAPPED / (len(ROWS) + 2), 4)
-    assert {
-        "duplicate_pairs train",
-        "near_duplicate_pairs train",
-        "answers_both_ways train",
-    } <= set(found)
+    assert {"duplicate_pairs train", "answers_both_ways train"} <= set(found)
     assert "length_bias train" not in found
     assert all(one["advice"].endswith(".") for one in found.values())
-    severities = [one["severity"] for one in look_of(sick)["findings"]]
+    severities = [one["severity"] for one in look_of(flawed)["findings"]]
     assert severities == sorted(severities, key=["serious", "warning", "info"].index)
 
 
@@ -173,24 +142,7 @@ def test_a_healthy_set_has_no_findings(config: Config, write: Write, console: Co
         console=console,
     )
     assert look_of(made)["findings"] == []
-    assert "Nothing was found" in data_page(made.report, "run")
-
-
-def test_the_numbers_are_kept_and_not_counted_again(
-    config: Config, write: Write, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = config(write(ROWS), sequence_length=2048)
-    made = prepare(settings, console=console)
-
-    def no_work(*_: object) -> None:
-        raise AssertionError("counted again")
-
-    monkeypatch.setattr(module, "numbers", no_work)
-    assert prepare(settings, console=console).report == made.report
-    [kept] = made.train.file.path.parent.glob("*.look.json")
-    kept.write_text("{damaged")
-    with pytest.raises(AssertionError, match="counted again"):
-        prepare(settings, console=console)
+    assert "No problems found." in data_page(made.report, "run")
 
 
 def test_tokens_of_an_older_cache_are_made_again(
@@ -209,18 +161,6 @@ def test_tokens_of_an_older_cache_are_made_again(
     assert look_of(prepare(settings, console=console))["sets"]["train"]["pairs"] == 5
 
 
-def test_above_a_limit_near_ones_are_looked_for_in_a_sample(
-    sick: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(look_numbers, "NEAR_PAIRS", 20)
-    found = look_numbers.numbers({"train": sick.train}, lambda _: None)
-    repeats = found.sets["train"].repeats
-    assert repeats.compared <= 20
-    assert repeats.pairs_again == SAME_PAIRS
-    [said] = [one for one in module.findings(found) if one.name == "sampled"]
-    assert f"among {repeats.compared} of the {len(sick.train)} pairs" in said.text
-
-
 def test_length_bias_by_hand(config: Config, write: Write, console: Console) -> None:
     rows = [
         {"prompt": f"{i} {text(5)}", "chosen": text(30), "rejected": text(6)} for i in range(40)
@@ -237,25 +177,29 @@ def test_length_bias_by_hand(config: Config, write: Write, console: Console) -> 
     assert bias["difference"] == float(np.median(chosen - rejected))
     found = findings(made)["length_bias train"]
     assert found["severity"] == "serious"
-    assert "taking the longer answer is right in 83 %" in found["text"]
+    assert 'accuracy of "pick the longer answer": 83 %' in found["text"]
 
 
-def test_bars_hold_every_pair(sick: Prepared) -> None:
-    lengths = look_of(sick)["sets"]["train"]["lengths"]
+def test_bars_hold_every_pair(flawed: Prepared) -> None:
+    lengths = look_of(flawed)["sets"]["train"]["lengths"]
     for part, spread in lengths.items():
-        n = sick.train.lengths(part)
+        n = flawed.train.lengths(part)
         width = spread["edges"][1]
         by_hand = [int(((n >= edge) & (n < edge + width)).sum()) for edge in spread["edges"][:-1]]
         assert spread["counts"] == [*by_hand, int((n >= spread["edges"][-1]).sum())]
         assert spread["longest"] == n.max()
-        assert len(spread["counts"]) <= look_numbers.BARS
+        assert len(spread["counts"]) <= BARS
     assert lengths["chosen"]["edges"][1] == lengths["rejected"]["edges"][1]
-    labels = look_numbers.bar_labels({"edges": [0, 50, 100], "longest": 149})
-    assert labels == ["0-49", "50-99", "100-149"]
-    assert look_numbers.bar_labels({"edges": [0, 50, 100], "longest": 150})[-1] == "100 and more"
+    spread = {"edges": [0, 50, 100], "longest": 149, "counts": [1, 2, 3]}
+    shorter = {"edges": [0, 50], "longest": 60, "counts": [4, 5]}
+    assert bars({"a": spread, "b": shorter}) == (
+        ["0-49", "50-99", "100-149"],
+        {"a": [1, 2, 3], "b": [4, 5, 0]},
+    )
+    assert bars({"a": {**spread, "longest": 150}})[0][-1] == "100 and more"
 
 
-def test_truncation_is_told(config: Config, write: Write, console: Console) -> None:
+def test_truncation_is_reported(config: Config, write: Write, console: Console) -> None:
     rows = [fresh() for _ in range(8)] + [{**fresh(), "chosen": text(300)} for _ in range(2)]
     cut = config(write(rows), sequence_length=900, data={"overlong": "truncate_response"})
     made = prepare(cut, console=console)
@@ -267,72 +211,6 @@ def test_truncation_is_told(config: Config, write: Write, console: Console) -> N
     )
     made = prepare(config(write(rows), sequence_length=900), console=console)
     assert look_of(made)["truncation"]["train"]["dropped"] == 2
-
-
-def mutated(ids: list[int], share: float) -> list[int]:
-    return [DRAW.randrange(1000) if DRAW.random() < share else token for token in ids]
-
-
-class Lists:
-    """A set that has only prompts."""
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        self.texts = texts
-
-    def tokens_of(self, _: str, rows: Any) -> tuple[Any, Any]:
-        some = [self.texts[row] for row in rows]
-        return np.array([token for one in some for token in one], np.int32), np.cumsum(
-            [0, *map(len, some)]
-        )
-
-    def lengths(self, _: str) -> Any:
-        return np.array([len(one) for one in self.texts])
-
-
-def test_near_texts_are_those_that_counting_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is no likeness, and almost all that are one, against the sets of all runs compared with all."""
-    texts = [[DRAW.randrange(1000) for _ in range(DRAW.randint(1, 60))] for _ in range(150)]
-    texts += [mutated(one, share) for one in texts[:100] for share in (0.01, 0.04)]
-    pairs: Any = Lists(texts)
-    rows = np.arange(len(texts))
-    index = near.Index.of_prompts(pairs, rows, near.NO_FRAME, lambda _: None)
-    edges = near.alike(index.inner(), pairs, pairs, "prompt", near.NO_FRAME)
-    runs = [{tuple([*one, -1, -1][i : i + 3]) for i in range(len(one))} for one in texts]
-    real = {
-        (b, a)
-        for b in range(len(texts)) for a in range(b)
-        if len(runs[a] & runs[b]) >= near.ALIKE * len(runs[a] | runs[b])
-    }  # fmt: skip
-    found = {(int(b), int(a)) for b, a in edges}
-    assert found <= real
-    repeated = {b for b, _ in real}
-    assert len(repeated) > 100
-    assert len({b for b, _ in found}) >= 0.97 * len(repeated)
-    half = near.Index.of_prompts(pairs, rows[150:], near.NO_FRAME, lambda _: None)
-    other = near.Index.of_prompts(pairs, rows[:150], near.NO_FRAME, lambda _: None)
-    across = near.alike(half.across(other), pairs, pairs, "prompt", near.NO_FRAME)
-    monkeypatch.setattr(near, "TOKENS", 300)  # some texts at a time
-    again = near.Index.of_prompts(pairs, rows, near.NO_FRAME, lambda _: None)
-    assert np.array_equal(again.keys, index.keys)
-    assert np.array_equal(near.alike(again.inner(), pairs, pairs, "prompt", near.NO_FRAME), edges)
-    wanted = {b for b, a in real if b >= 150 > a}
-    assert len(set(across[:, 0].tolist())) >= 0.97 * len(wanted)
-
-
-def test_a_common_system_prompt_makes_no_questions_alike(
-    config: Config, write: Write, console: Console
-) -> None:
-    system = {"role": "system", "content": text(60)}
-    rows = [
-        {**fresh(), "prompt": [system, {"role": "user", "content": f"Where is {word}?"}]}
-        for word in WORDS[:40]
-    ]
-    for row in rows:
-        row |= {
-            side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")
-        }
-    made = prepare(config(write(rows), sequence_length=1024), console=console)
-    assert look_of(made)["sets"]["train"]["repeats"]["near_prompts"] == 0
 
 
 def inference(made: Prepared) -> dict[str, Any]:
@@ -397,16 +275,16 @@ def test_a_template_bomb_is_not_rendered_for_a_comparison(
 
 
 def test_the_terminal_shows_bars_findings_and_tokens_that_differ(
-    sick: Prepared, config: Config, write: Write, console: Console
+    flawed: Prepared, config: Config, write: Write, console: Console
 ) -> None:
-    print_report(sick.report, console)
-    print_look(look_of(sick), console)
+    print_report(flawed.report, console)
+    print_look(look_of(flawed), console)
     bos = config(write(ROWS[:3]), "plain", sequence_length=1024, data={"template": "chatml"})
     print_look(look_of(prepare(bos, console=console)), console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "█" in shown
-    assert "serious: 50 % of the prompts of eval held are also in train" in shown
-    assert "0 of 2 prompts begin as chat template chatml writes them" in shown
+    assert "serious: 30 % of the prompts of eval held are also in train" in shown
+    assert "0 of 2 compared prompts begin as chat template chatml writes them" in shown
     assert "training   '<s>' '<|im_start|>'" in shown
 
 
@@ -417,6 +295,18 @@ def test_texts_of_tokens_join_to_the_text(folders: dict[str, Path], written: str
     texts = token_texts(ids, tokenizer)
     assert len(texts) == len(ids)
     assert "".join(texts) == f"<|im_start|>{written * 20}<|im_end|>"
+
+
+def test_a_character_of_several_tokens_belongs_to_the_last() -> None:
+    class Bytes:
+        @staticmethod
+        def decode(ids: list[int], **_: object) -> str:
+            return bytes(ids).decode("utf-8", "replace")
+
+    written = "naïve 😀 — 漢字 end" * 4
+    texts = token_texts(list(written.encode()), Bytes())
+    assert "".join(texts) == written
+    assert len(texts) == len(written.encode())
 
 
 def test_real_pairs(team_data: Path, tmp_path: Path, console: Console) -> None:
@@ -437,7 +327,7 @@ def test_real_pairs(team_data: Path, tmp_path: Path, console: Console) -> None:
     told = findings(made)["length_bias train"]
     assert told["severity"] == "serious"
     assert told["number"] > 0.8
-    assert "taking the shorter answer" in told["text"]
+    assert "pick the shorter answer" in told["text"]
     assert inference(made) == {"by": "chat template native", "compared": inference(made)["compared"], "different": 0,
                                "examples": []}  # fmt: skip
     assert inference(made)["compared"] == 4
@@ -449,7 +339,7 @@ def test_real_pairs(team_data: Path, tmp_path: Path, console: Console) -> None:
 def test_inference_prompts_are_those_of_transformers(
     write: Write, config: Config, console: Console, folders: dict[str, Path]
 ) -> None:
-    """The prompt that is compared with is rendered by our own code in a child; transformers gives the same."""
+    """The prompt that is compared with is rendered by Rather in a child process; transformers gives the same."""
     template = TEMPLATES["qwen3"]
     made = prepare(
         config(write(ROWS[:4]), sequence_length=1024, data={"template": "qwen3"}), console=console
