@@ -215,7 +215,7 @@ def _held(
         parameters=sum(prod(place.sizes) for place in own.values()),
         weights=sum(_bytes(local(parameter)) for parameter in weights.values()),
         gradients=4 * sum(sums),
-        optimizer=sum(_beside(state) for state in optimizer._states.values()),
+        optimizer=optimizer.state_bytes(),
         largest_unit=max(sizes, default=0),
         gathered=sum(sizes) if kept else sum(sorted(sizes)[-3:]),
         in_memory=sum(
@@ -241,16 +241,6 @@ def _unit_sizes(divided: nn.Module) -> list[int]:
             COMPUTE.itemsize * sum(p.numel() for p in unit.parameters() if id(p) not in inner)
         )
     return sizes
-
-
-def _beside(state: Any) -> int:
-    """Bytes of what the optimizer keeps beside a parameter."""
-    kept = [
-        value
-        for value in vars(state).values()
-        if isinstance(value, Tensor) and value is not state.parameter
-    ]
-    return sum(_bytes(tensor) for tensor in kept if tensor.ndim)
 
 
 def _bytes(tensor: Tensor) -> int:

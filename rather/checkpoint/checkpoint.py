@@ -1,17 +1,19 @@
-"""Checkpoints: atomic, hashed, free of pickle. Safetensors and JSON only, so nothing in one can run code.
+"""Checkpoints: atomic, hashed, without pickle. Safetensors and JSON only, so nothing in one can run
+code.
 
     <run_dir>/LATEST                          the name of the newest checkpoint
     <run_dir>/checkpoint-<step>/
-        <group>-00001.safetensors ...         tensors by group (model, optimizer, rng, ...), cut into shards
-        <group>-00003-00001.safetensors ...   the same of rank 3 of several, each of which writes what it holds
+        <group>-00001.safetensors ...         tensors by group (model, optimizer, rng, ...)
+        <group>-00003-00001.safetensors ...   those of rank 3, if several ranks write their shards
         state.json                            counters, data position, open log sums, identity, ...
-        manifest.json                         size and SHA-256 of every file; its own digest is the last field
+        manifest.json                         size and SHA-256 of every file; its own digest last
 
-A checkpoint is written under another name and renamed when all of it is on the disk: one that can be seen is
-complete. What happens to it later is found by the hashes: safetensors alone loads a flipped bit silently.
+A checkpoint is written under a temporary name and renamed when all of it is on the disk: a visible
+checkpoint is complete. The hashes find later damage: safetensors alone loads a flipped bit
+silently.
 
-Ranks write pieces of tensors (rather.checkpoint.sharded_tensors), and any part of any tensor can be read from the pieces: a run saved under
-one layout goes on under any other, and nobody holds a whole model.
+Any block of any tensor can be read from the shards (rather.checkpoint.sharded_tensors): a run saved
+under one layout resumes under any other, and no rank holds a whole model.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ log = logging.getLogger(__name__)
 
 LATEST = "LATEST"
 DEFAULT_SHARD_BYTES = 4 << 30
-LOOK_EVERY = 0.02  # seconds between two looks for what others have written
+POLL_SECONDS = 0.02  # between two checks for the parts that other writers add
 _SLACK = (
     1 << 20
-)  # room for headers, state, manifest and folder entries, beyond the tensors themselves
+)  # bytes for headers, state, manifest and folder entries, in addition to the tensors
 
 _ASIDE = re.compile(r"\.old-checkpoint-(0|[1-9]\d*)")
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
@@ -81,7 +83,7 @@ class Checkpoint:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The files of each group of tensors."""
+        """Return the files of each group of tensors."""
         found: dict[str, list[str]] = {}
         for name in self.files:
             if match := SHARD.fullmatch(name):
@@ -89,16 +91,16 @@ class Checkpoint:
         return found
 
     def tensors(self, group: str) -> dict[str, Tensor]:
-        """All tensors of one group, on the CPU, bit for bit as they were saved."""
+        """Return all tensors of one group, on the CPU, bit for bit as they were saved."""
         return dict(self.stored(group))
 
     def stored(self, group: str) -> ShardedFiles:
-        """The same, each read when it is asked for, whole or in part."""
+        """Return the tensors of one group, each read on access, whole or in part."""
         shards = self.groups.get(group)
         if not shards:
             found = ", ".join(sorted(self.groups)) or "none"
             raise CheckpointError(
-                f"{self.path}: holds no tensors of '{group}'; those it holds: {found}."
+                f"{self.path}: has no tensor group '{group}'; its groups are: {found}."
             )
         return ShardedFiles(self.path / shard for shard in shards)
 
@@ -115,25 +117,26 @@ def save(
     ranks: Callable[[Path], Written] | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Path:
-    """Writes checkpoint-<step>; when it returns, the checkpoint is on the disk and LATEST names it.
+    """Write checkpoint-<step>; on return it is on the disk and LATEST names it.
 
-    `state` takes what JSON gives back unchanged: dicts with string keys, lists, strings, integers, booleans,
-    None and floats (exact; NaN and infinities too, in Python's spelling, for only Rather reads the file).
-    `ranks` makes each of several ranks `write_groups` into the given folder, and returns what they have written.
+    `state` may hold what JSON returns unchanged: dicts with string keys, lists, strings, integers,
+    booleans, None and floats (exact; also NaN and infinities in Python's spelling, since only
+    Rather reads the file). `ranks` makes each of several ranks `write_groups` into the given
+    folder, and returns what they have written.
     """
-    needed = sum(_nbytes(tensor_of(t)) for tensors in groups.values() for t in tensors.values())
+    needed = sum(tensor_of(t).nbytes for tensors in groups.values() for t in tensors.values())
     draft = begin(Path(run_dir), step, needed)
 
     def write() -> Written:
         written = dict(ranks(draft.folder)) if ranks else {}
         return written | write_groups(draft.folder, groups, max_shard_bytes=max_shard_bytes)
 
-    return draft.completed(write, state)
+    return draft.complete(write, state)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint in its temporary folder. What was good before stays good throughout."""
+    """A checkpoint in its temporary folder. Earlier checkpoints stay intact whatever happens."""
 
     run_dir: Path
     step: int
@@ -147,8 +150,8 @@ class Draft:
     def final(self) -> Path:
         return self.run_dir / f"checkpoint-{self.step}"
 
-    def completed(self, write: Callable[[], Written], state: Mapping[str, Any]) -> Path:
-        """`write` fills the folder with tensors; state and manifest are added, and it gets its name."""
+    def complete(self, write: Callable[[], Written], state: Mapping[str, Any]) -> Path:
+        """Write the tensors with `write`, add state and manifest, and publish the checkpoint."""
 
         def fill() -> None:
             _must_survive_json(state, "state")
@@ -156,11 +159,12 @@ class Draft:
             written[STATE] = _write(self.folder / STATE, [json.dumps(state, indent=1).encode()])
             _write(self.folder / MANIFEST, [manifest_bytes(self.step, written)])
 
-        return self.published(fill)
+        return self.publish(fill)
 
-    def published(self, fill: Callable[[], None]) -> Path:
+    def publish(self, fill: Callable[[], None]) -> Path:
+        """Fill the folder, rename it to its final name and let LATEST name it."""
         aside = self.run_dir / f".old-checkpoint-{self.step}"
-        with self.or_nothing():
+        with self.removed_on_error():
             fill()
             faults.point("save.sync")
             _sync_folder(self.folder)
@@ -178,36 +182,37 @@ class Draft:
         return self.final
 
     @contextmanager
-    def or_nothing(self) -> Iterator[None]:
-        """What goes wrong here leaves no folder; an error of the disk is told with its numbers."""
+    def removed_on_error(self) -> Iterator[None]:
+        """Remove the folder on any error; report a disk error with the bytes needed and free."""
         try:
             yield
         except OSError as error:
             shutil.rmtree(self.folder, ignore_errors=True)
-            raise DiskError(self.no_room(error.strerror or str(error))) from error
+            raise DiskError(self.disk_message(error.strerror or str(error))) from error
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def no_room(self, cause: str) -> str:
+    def disk_message(self, cause: str) -> str:
         try:
             free = shutil.disk_usage(self.run_dir).free
-        except OSError:  # the folder may be what cannot be reached
+        except OSError:  # the folder itself may be unreachable
             free = 0
         return (
-            f"{self.final}: could not be written ({cause}); it needs {self.needed + _SLACK:,} bytes and {free:,} are "
-            "free. Make room, lower max_ckpt_to_keep, or move output_dir; the checkpoints saved before are untouched."
+            f"{self.final}: could not be written ({cause}); it needs {self.needed + _SLACK:,} "
+            f"bytes and {free:,} are free. Free some space, lower max_ckpt_to_keep, or move "
+            "output_dir; earlier checkpoints are unchanged."
         )
 
 
 def begin(run_dir: Path, step: int, needed: int) -> Draft:
-    """The temporary folder of a new checkpoint of `needed` bytes."""
+    """Create the temporary folder of a new checkpoint of `needed` bytes."""
     draft = Draft(run_dir, step, needed)
-    with draft.or_nothing():
+    with draft.removed_on_error():
         run_dir.mkdir(parents=True, exist_ok=True)
         clean(run_dir)
         if shutil.disk_usage(run_dir).free < needed + _SLACK:
-            raise DiskError(draft.no_room("the disk is too full"))
+            raise DiskError(draft.disk_message("the disk is too full"))
         faults.point("save.folder")
         draft.folder.mkdir()
     return draft
@@ -220,22 +225,24 @@ def write_groups(
     rank: int | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> dict[str, tuple[int, str]]:
-    """What a process adds to a checkpoint that is being written; `rank` tells the files of several apart."""
+    """Write this process's tensors into a checkpoint folder; `rank` keeps the files of several
+    apart.
+    """
     own = "" if rank is None else f"{rank:05d}-"
     written = {}
     for group, tensors in groups.items():
         if not _GROUP.fullmatch(group):
-            raise ValueError(f"a group of tensors is named by a-z, 0-9 and _, not {group!r}")
+            raise ValueError(f"the name of a tensor group has only a-z, 0-9 and _, not {group!r}")
         if rank is not None and not tensors:
             continue
-        for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
+        for number, shard in enumerate(_split_by_size(tensors, max_shard_bytes), start=1):
             name = f"{group}-{own}{number:05d}.safetensors"
             written[name] = _write(Path(folder) / name, _safetensors(shard))
     return written
 
 
 def copy_to(checkpoint_path: Path, folder: Path) -> Path:
-    """A second copy, <folder>/checkpoint-<step>: as atomic as the first, and verified by the manifest."""
+    """Copy a checkpoint to <folder>/checkpoint-<step> atomically; verify it by its manifest."""
     checkpoint_path = Path(checkpoint_path)
     step, files = read_manifest(checkpoint_path)
 
@@ -246,18 +253,16 @@ def copy_to(checkpoint_path: Path, folder: Path) -> Path:
             with open(checkpoint_path / name, "rb") as source:
                 written = _write(draft.folder / name, iter(partial(source.read, CHUNK), b""))
             if written != files.get(name, written):
-                raise CheckpointError(
-                    f"{checkpoint_path / name}: is damaged, the copy was given up."
-                )
+                raise CheckpointError(f"{checkpoint_path / name}: is damaged and was not copied.")
 
-    return draft.published(fill)
+    return draft.publish(fill)
 
 
 # --- several writers ---
 
 
 def leave_note(folder: Path, writer: str, written: Written, trouble: str = "") -> None:
-    """What one of several writers has added to a checkpoint, or why it could not, for the one who completes it."""
+    """Record what one of several writers has added to a checkpoint, or why it could not."""
     temporary = folder / f".{writer}.note"
     temporary.write_text(json.dumps({"written": written, "trouble": trouble}), encoding="utf-8")
     faults.point("save.note")
@@ -266,15 +271,18 @@ def leave_note(folder: Path, writer: str, written: Written, trouble: str = "") -
 
 
 def remove_written(folder: Path, rank: int | None) -> None:
-    """What a writer has added to a checkpoint that will not be completed."""
+    """Remove what a writer has added to a checkpoint that will not be completed."""
     for path in folder.glob("*.safetensors" if rank is None else f"*-{rank:05d}-*.safetensors"):
         path.unlink()
 
 
-def collected(
+def collect_parts(
     folder: Path, writers: Sequence[str], seconds: float, is_over: Callable[[], bool]
 ) -> Written:
-    """What all writers have added, once each has left its note; an OSError where one could not, or does not answer."""
+    """Wait for the note of each writer and return all that they have written.
+
+    Raises OSError if a writer failed, or left no note in time.
+    """
     deadline = time.monotonic() + seconds
     written: dict[str, tuple[int, str]] = {}
     for writer in writers:
@@ -282,7 +290,7 @@ def collected(
         while not note.exists():
             if is_over() or time.monotonic() > deadline:
                 raise OSError(errno.ETIMEDOUT, f"{writer} has not written its part")
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_SECONDS)
         content = json.loads(note.read_bytes())
         if content["trouble"]:
             raise OSError(errno.EIO, f"{writer}: {content['trouble']}")
@@ -297,7 +305,7 @@ def collected(
 
 
 def clean(run_dir: Path) -> None:
-    """Removes what an interrupted save left; a checkpoint it had moved aside goes back to its place."""
+    """Remove what an interrupted save left; restore a checkpoint that it had moved aside."""
     for path in run_dir.glob(".tmp-checkpoint-*"):
         faults.point("save.clean")
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -310,7 +318,7 @@ def clean(run_dir: Path) -> None:
 
 
 def write_latest(run_dir: Path, name: str) -> None:
-    """What this names is the newest; a later one that lies there belongs to a past that was given up."""
+    """Let LATEST name the newest checkpoint; a rollback has given up later ones."""
     temporary = run_dir / f".tmp-checkpoint-{LATEST}-{os.getpid()}"
     _write(temporary, [f"{name}\n".encode()])
     faults.point("save.latest")
@@ -320,8 +328,11 @@ def write_latest(run_dir: Path, name: str) -> None:
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """One new file, on the disk when this returns. Its digest is taken from memory, not from reading it back:
-    a write that went wrong must not get a fitting hash."""
+    """Write one new file; on return it is on the disk. Return its size and SHA-256.
+
+    The digest is computed from memory, not by reading back: a bad write must not get a matching
+    hash.
+    """
     digest, size = hashlib.sha256(), 0
     faults.point("save.write")
     with open(path, "xb") as file:
@@ -336,7 +347,7 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Without it a renamed or new name may be gone after a power failure."""
+    """Sync the folder: otherwise a new or renamed entry may be gone after a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -344,55 +355,49 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _safetensors(pieces: Mapping[str, Tensor | Shard]) -> Iterator[bytes | memoryview]:
-    tensors = {name: tensor_of(piece) for name, piece in pieces.items()}
-    streams = {
-        name: TensorStream(t.dtype, tuple(t.shape), partial(iter, [t]))
-        for name, t in tensors.items()
-    }
-    return safetensors_file(streams, shard_header(pieces))
+def _safetensors(shards: Mapping[str, Tensor | Shard]) -> Iterator[bytes | memoryview]:
+    streams = {name: TensorStream.of(tensor_of(shard)) for name, shard in shards.items()}
+    return safetensors_file(streams, shard_header(shards))
 
 
-def _shards(tensors: Mapping[str, Tensor | Shard], limit: int) -> list[dict[str, Tensor | Shard]]:
-    """In the given order, each shard as full as the limit allows; a tensor beyond it has its own shard."""
+def _split_by_size(
+    tensors: Mapping[str, Tensor | Shard], limit: int
+) -> list[dict[str, Tensor | Shard]]:
+    """Split tensors into files in the given order; a tensor larger than the limit gets its own."""
     shards: list[dict[str, Tensor | Shard]] = [{}]
     room = limit
-    for name, piece in tensors.items():
-        size = _nbytes(tensor_of(piece))
+    for name, tensor in tensors.items():
+        size = tensor_of(tensor).nbytes
         if shards[-1] and size > room:
             shards.append({})
             room = limit
-        shards[-1][name] = piece
+        shards[-1][name] = tensor
         room -= size
     return shards
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _must_survive_json(value: Any, where: str) -> None:
-    """A tuple would come back as a list, a number used as key as a string: the resumed run would differ."""
+    """Refuse what JSON changes, such as a tuple or an integer key: the resumed run would differ."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{where}: the key {key!r} would come back from JSON as a string")
+                raise TypeError(f"{where}: JSON would turn the key {key!r} into a string")
             _must_survive_json(inner, f"{where}.{key}")
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             _must_survive_json(inner, f"{where}[{index}]")
     elif not isinstance(value, str | int | float | None):
-        raise TypeError(f"{where}: {type(value).__name__} does not come back from JSON as it was")
+        raise TypeError(f"{where}: JSON does not preserve a {type(value).__name__}")
 
 
 # --- verifying ---
 
 
 def newest_good(run_dir: Path, *, full: bool = True) -> Checkpoint | None:
-    """The newest checkpoint whose every byte is as it was written, or None where there is none at all.
+    """Return the newest undamaged checkpoint, or None if the folder has no checkpoint.
 
-    Damaged ones are named in a warning and passed over. A folder with damaged ones only is an error: to start
-    from zero there would throw the run away without asking.
+    Damaged ones are reported in a warning and skipped. If all are damaged, that is an error:
+    starting from zero would throw the run away without asking.
     """
     damages = []
     found = candidates(Path(run_dir))
@@ -409,30 +414,32 @@ def newest_good(run_dir: Path, *, full: bool = True) -> Checkpoint | None:
             )
         for unused in found[len(damages) + 1 :]:
             if _step(unused) > good.step:
-                log.warning("%s: is not used, it lies after the step that LATEST names.", unused)
+                log.warning("%s: is not used, it is later than the step in LATEST.", unused)
         return good
     if damages:
         listed = "\n".join(f"  {damage}" for damage in damages)
         raise CheckpointError(
-            f"{run_dir}: none of its {len(damages)} checkpoints is good:\n{listed}\nName a good copy in "
-            "resume_from_checkpoint, or begin anew with --overwrite or another exp_name."
+            f"{run_dir}: all of its checkpoints ({len(damages)}) are damaged:\n{listed}\n"
+            "Set resume_from_checkpoint to a good copy, or start from scratch with --overwrite or "
+            "another exp_name."
         )
     return None
 
 
 def open_checkpoint(path: Path, *, full: bool = True) -> Checkpoint:
-    """One checkpoint, verified; the error names the file that differs. Without `full` tensors are not hashed."""
+    """Verify and open a checkpoint. Without `full`, tensor files are not hashed."""
     path = Path(path)
-    return opened(path, *verify(path, full=full))
+    return read_state(path, *verify(path, full=full))
 
 
 def reopen(path: Path) -> Checkpoint:
-    """One that another process has just verified: a hundred ranks need not hash the same files."""
+    """Open a checkpoint that another process has just verified, without hashing its files again."""
     path = Path(path)
-    return opened(path, *read_manifest(path))
+    return read_state(path, *read_manifest(path))
 
 
-def opened(path: Path, step: int, files: Mapping[str, tuple[int, str]]) -> Checkpoint:
+def read_state(path: Path, step: int, files: Written) -> Checkpoint:
+    """Return the checkpoint of a verified manifest."""
     try:
         state = json.loads((path / STATE).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -443,13 +450,13 @@ def opened(path: Path, step: int, files: Mapping[str, tuple[int, str]]) -> Check
 
 
 def candidates(run_dir: Path) -> list[Path]:
-    """Every checkpoint of the folder, newest first: what LATEST names, then older steps, then later ones.
+    """Return all checkpoints of a folder: the one in LATEST, then older steps, then later ones.
 
-    Steps after LATEST belong to a run that was since continued from an earlier step, or to a save killed
-    between its rename and LATEST; in that case they are simply done again, with the same result.
+    Later steps come from before a rollback, or from a save killed between its rename and LATEST;
+    the steps of the latter are simply done again, with the same result.
     """
     names = [path.name for path in run_dir.iterdir()] if run_dir.is_dir() else []
-    found = [run_dir / name for name in names if is_named_as_one(Path(name))]
+    found = [run_dir / name for name in names if has_checkpoint_name(Path(name))]
     found.sort(key=lambda path: (-_step(path), path.name.startswith(".")))
     latest = [
         _step(path) for path in found if path.name.removeprefix(".old-") == latest_name(run_dir)
@@ -457,7 +464,7 @@ def candidates(run_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: bool(latest) and _step(path) > latest[0])  # a stable sort
 
 
-def is_named_as_one(path: Path) -> bool:
+def has_checkpoint_name(path: Path) -> bool:
     return bool(FOLDER.fullmatch(path.name))
 
 
@@ -476,10 +483,11 @@ def latest_name(run_dir: Path) -> str:
 
 
 def prune(run_dir: Path, keep: int, spared: Path | None = None) -> None:
-    """Deletes all but the newest `keep` checkpoints (0 keeps all) and the one that is `spared`.
+    """Delete all but the newest `keep` checkpoints (0 keeps all) and the one that is `spared`.
 
-    Nothing is deleted before a newer one has been verified, hashes and all; damaged ones newer than that do
-    not count. What LATEST names always stays, and so does a link, which is not of our making.
+    Nothing is deleted before a newer one has been fully verified; damaged ones newer than that do
+    not count. The one in LATEST always stays, and so does a symbolic link, which Rather never
+    creates.
     """
     found = candidates(Path(run_dir))
     if keep == 0 or len(found) <= keep:
@@ -490,7 +498,7 @@ def prune(run_dir: Path, keep: int, spared: Path | None = None) -> None:
     latest = latest_name(Path(run_dir))
     for path in found[damaged + keep :]:
         if path.is_symlink():
-            log.warning("%s: is a symbolic link and stays; remove it by hand.", path)
+            log.warning("%s: is a symbolic link and is kept; remove it by hand.", path)
         elif path.name != latest and path.resolve() != spared:
             _delete(path)
 
@@ -499,13 +507,13 @@ def _is_good(path: Path) -> bool:
     try:
         verify(path)
     except CheckpointError as error:
-        log.warning("DAMAGED CHECKPOINT, older ones are kept for it: %s", error)
+        log.warning("DAMAGED CHECKPOINT, older ones are kept instead: %s", error)
         return False
     return True
 
 
 def _delete(path: Path) -> None:
-    """First out of sight, then away: a kill between leaves a temporary, never half a checkpoint."""
+    """Rename before deleting: a kill in between never leaves half a checkpoint."""
     try:
         doomed = path.with_name(f".tmp-checkpoint-doomed-{_step(path)}")
         faults.point("save.prune")

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file, and what differs from it."""
+"""The manifest of a checkpoint: size and SHA-256 of every file, and the check against it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from rather.errors import CheckpointError
 SCHEMA = 1
 STATE, MANIFEST = "state.json", "manifest.json"
 SHARD = re.compile(r"([a-z][a-z0-9_]*)-(?:\d{5}-)?\d{5}\.safetensors")
-FOLDER = re.compile(
-    r"(?:\.old-)?checkpoint-(0|[1-9]\d*)"
-)  # of a run's own checkpoint; a copy may have any name
+# The folder name of a run's own checkpoint; a copy may have any name.
+FOLDER = re.compile(r"(?:\.old-)?checkpoint-(0|[1-9]\d*)")
 _OWN_DIGEST = b',\n "manifest_sha256": '
 
 Written = Mapping[str, tuple[int, str]]  # size and SHA-256 by file
@@ -30,10 +29,6 @@ class Damage(NamedTuple):
     path: Path
     reason: str
 
-    @property
-    def told(self) -> str:
-        return f"{self.path}: {self.reason}."
-
 
 def manifest_bytes(step: int, files: Written) -> bytes:
     listed = {name: {"size": size, "sha256": digest} for name, (size, digest) in files.items()}
@@ -43,11 +38,11 @@ def manifest_bytes(step: int, files: Written) -> bytes:
 
 
 def verify(path: Path, *, full: bool = True) -> tuple[int, dict[str, tuple[int, str]]]:
-    """Step and files of a checkpoint that is as its manifest says; the error names the first file that differs."""
+    """Return step and files of an undamaged checkpoint; the error names the first bad file."""
     try:
         step, files = read_manifest(path)
         for damage in damages(path, files, full=full):
-            raise CheckpointError(damage.told)
+            raise CheckpointError(f"{damage.path}: {damage.reason}.")
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or path}: cannot be read ({error.strerror})."
@@ -56,51 +51,48 @@ def verify(path: Path, *, full: bool = True) -> tuple[int, dict[str, tuple[int, 
 
 
 def damages(path: Path, files: Written, *, full: bool = True) -> Iterator[Damage]:
-    """Every file that is not as the manifest says. Without `full`, of tensors only names and sizes are compared."""
+    """Yield the files that differ from the manifest; hash tensor files only if `full`."""
     present = set()
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         present.add(entry.name)
         if not entry.is_file(follow_symlinks=False):
             yield Damage(
-                Path(entry.path), "is no plain file; a checkpoint holds no links or folders"
+                Path(entry.path), "is not a regular file; a checkpoint has no links or folders"
             )
         elif entry.name not in files and entry.name != MANIFEST:
             yield Damage(
-                Path(entry.path), "is no part of the checkpoint, its manifest does not name it"
+                Path(entry.path), "is not part of the checkpoint: the manifest does not list it"
             )
     for name in sorted(files.keys() - present):
-        yield Damage(path / name, "is missing, its manifest names it")
+        yield Damage(path / name, "is missing, but listed in the manifest")
     whole = []
     for name in (name for name in files if name in present):
         if (found := (path / name).stat().st_size) != files[name][0]:
-            yield Damage(path / name, f"is damaged, {found:,} bytes instead of {files[name][0]:,}")
+            yield Damage(path / name, f"is damaged: {found:,} bytes instead of {files[name][0]:,}")
         elif full or name == STATE:
             whole.append(name)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = pool.map(lambda name: _sha256(path / name), whole)
         for name, digest in zip(whole, digests, strict=True):
             if digest != files[name][1]:
-                yield Damage(path / name, "is damaged, its SHA-256 is not that of the manifest")
+                yield Damage(path / name, "is damaged: its SHA-256 differs from the manifest")
 
 
 def read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    """Step and files as the manifest names them, after its own digest was found right."""
+    """Return step and files of a manifest, after checking its own digest."""
     manifest = path / MANIFEST
-    if path.is_symlink():
-        raise CheckpointError(f"{path}: is a symbolic link; name the real folder.")
-    if manifest.is_symlink():
-        raise CheckpointError(
-            f"{manifest}: is a symbolic link; a checkpoint holds no links or folders."
-        )
+    for link in (path, manifest):
+        if link.is_symlink():
+            raise CheckpointError(f"{link}: is a symbolic link; use the real folder and files.")
     if not path.is_dir():
-        raise CheckpointError(f"{path}: is no checkpoint folder; name one, .../checkpoint-<step>.")
+        raise CheckpointError(f"{path}: is not a checkpoint folder (.../checkpoint-<step>).")
     if not manifest.is_file():
-        raise CheckpointError(f"{manifest}: is missing, the folder is no complete checkpoint.")
+        raise CheckpointError(f"{manifest}: is missing, so the checkpoint is incomplete.")
     raw = manifest.read_bytes()
     body, _, digest = raw.rpartition(_OWN_DIGEST)
     if digest != f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode():
         raise CheckpointError(
-            f"{manifest}: the manifest itself is damaged, its own digest does not match."
+            f"{manifest}: the manifest itself is damaged: its own digest does not match."
         )
     try:
         content = json.loads(raw)
@@ -113,16 +105,19 @@ def read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
         raise CheckpointError(f"{manifest}: is not a checkpoint manifest ({error!r}).") from error
     if schema != SCHEMA:
         raise CheckpointError(
-            f"{manifest}: has schema {schema!r}, this Rather reads {SCHEMA}; use the version that wrote it."
+            f"{manifest}: has schema {schema!r}, but this version of Rather reads {SCHEMA}; use "
+            "the version that wrote it."
         )
     for name in files:
         if name != STATE and not SHARD.fullmatch(name):
-            raise CheckpointError(f"{manifest}: names {name!r}, which is no file of a checkpoint.")
+            raise CheckpointError(
+                f"{manifest}: lists {name!r}, which is not a file of a checkpoint."
+            )
     if STATE not in files:
-        raise CheckpointError(f"{manifest}: names no {STATE}.")
+        raise CheckpointError(f"{manifest}: does not list {STATE}.")
     if (named := FOLDER.fullmatch(path.name)) and int(named[1]) != step:
         raise CheckpointError(
-            f"{manifest}: is that of step {step}; folder or file were renamed, name them back."
+            f"{manifest}: is of step {step}; the folder was renamed, change its name back."
         )
     return step, files
 

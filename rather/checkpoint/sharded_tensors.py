@@ -1,7 +1,9 @@
-"""Sharded tensors: which block of a tensor a rank holds, and any block of it read from any layout of files.
+"""Sharded tensors: which block of a tensor a rank holds, and any block of it read from any layout
+of files.
 
-A file of shards is plain safetensors; its header gives the whole shape and the offsets of each tensor that is not
-whole. Files are written as a stream, so that nothing has to be in memory at once.
+A file of shards is plain safetensors; its header gives the whole shape and the offsets of each
+tensor that is not whole. Files are written as a stream, so that nothing has to be in memory at
+once.
 """
 
 from __future__ import annotations
@@ -185,8 +187,8 @@ def safetensors_file(
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file of these tensors.
 
-    The library's own writer hashes nothing on the way and raises no OSError, and its in-memory form doubles a shard.
-    Wide dtypes come first, so that each tensor is aligned to its width.
+    The library's own writer hashes nothing on the way and raises no OSError, and its in-memory form
+    doubles a shard. Wide dtypes come first, so that each tensor is aligned to its width.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
@@ -211,7 +213,8 @@ def safetensors_file(
 class LocalShards(Mapping[str, Tensor]):
     """The shards of whole or stored tensors that belong to this rank.
 
-    `specs` are those of parameters; `<parameter>.<kind>` (a moment of the optimizer) is sharded as its parameter.
+    `specs` are those of parameters; `<parameter>.<kind>` (a moment of the optimizer) is sharded as
+    its parameter.
     """
 
     def __init__(self, source: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> None:

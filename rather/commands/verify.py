@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 def findings(path: Path, *, full: bool = True) -> list[Finding]:
     """Of every file that belongs together under `path`. Without `full` the tensors of checkpoints are not hashed."""
-    if checkpoint.is_named_as_one(path) or (path / MANIFEST).exists():
+    if checkpoint.has_checkpoint_name(path) or (path / MANIFEST).exists():
         return list(_checkpoint(path, full=full))
     if checkpoint.candidates(path) or (path / METRICS).exists():
         return list(_run(path, full=full))
@@ -60,7 +60,7 @@ def _checkpoint(path: Path, *, full: bool) -> Iterator[Finding]:
         step, files = read_manifest(path)
         found = {each.path: each.reason for each in damages(path, files, full=full)}
         if not found:
-            checkpoint.opened(path, step, files)
+            checkpoint.read_state(path, step, files)
     except CheckpointError as error:
         yield Finding(path / MANIFEST, str(error).partition(": ")[2].rstrip("."))
         return

@@ -1,14 +1,14 @@
-"""Collectives inside autograd: what each does forward and backward. Groups go by name, as the operators take them.
+"""Collectives inside autograd: what each does forward and backward. Groups are passed by name.
 
-The communication itself is an operator of its own, so that a compiled layer holds it without a break in its graph and
-without guessing at its backward.
+The communication itself is a custom operator, so that a compiled layer holds it without a graph
+break and without guessing at its backward.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,139 +20,101 @@ Group = str  # ProcessGroup.group_name
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
-    """Before work that is divided among ranks. Forward: nothing. Backward: sum of the ranks' gradients."""
-    entered: Tensor = _Enter.apply(x, group)
-    return entered
+    """Before work that ranks divide. Forward: nothing. Backward: sum of the ranks' gradients."""
+    return _apply(x, _same, _sum, 0, group)
 
 
 def leave(x: Tensor, group: Group) -> Tensor:
-    """After it. Forward: sum of the ranks' results. Backward: nothing, each rank's part of a sum has its gradient."""
-    left: Tensor = _Leave.apply(x, group)
-    return left
+    """After work that ranks divide. Forward: sum of the ranks' results. Backward: nothing.
+
+    Each rank's term of a sum has the gradient of the sum.
+    """
+    return _apply(x, _sum, _same, 0, group)
 
 
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Forward: the ranks' equal parts one after another. Backward: this rank's part of the sum of all gradients.
+    """Forward: concatenate the ranks' equal parts. Backward: this rank's part of the summed
+    gradient.
 
-    For parts of which each rank then makes a use of its own.
+    For parts that each rank then uses in its own way.
     """
-    whole: Tensor = _Gather.apply(x, dim, group)
-    return whole
+    return _apply(x, _concatenate, _part_of_sum, dim, group)
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Forward: this rank's part of the sum over ranks. Backward: all parts' gradients one after another."""
-    part: Tensor = _ScatterSum.apply(x, dim, group)
-    return part
+    """Forward: this rank's part of the sum over ranks. Backward: concatenate all parts' gradients.
+    """
+    return _apply(x, _part_of_sum, _concatenate, dim, group)
 
 
 def gather_same(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Forward as `gather`. Backward: this rank's part, for all ranks do the same with the whole: nothing to sum."""
-    whole: Tensor = _GatherSame.apply(x, dim, group)
-    return whole
+    """Forward: as `gather`. Backward: this rank's part.
+
+    For ranks that all do the same with the whole, so that there is nothing to sum.
+    """
+    return _apply(x, _concatenate, _part, dim, group)
 
 
 def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Of what all ranks hold. Forward: this rank's part. Backward: all parts' gradients one after another."""
-    part: Tensor = _OwnPart.apply(x, dim, group)
-    return part
+    """Forward: this rank's part of what all ranks hold. Backward: concatenate all parts' gradients.
+    """
+    return _apply(x, _part, _concatenate, dim, group)
 
 
-def gathered(x: Tensor, group: Group) -> Tensor:
-    """[ranks, ...]: what each rank has. No gradient."""
-    return _whole(x[None], 0, group)
+def gather_ranks(x: Tensor, group: Group) -> Tensor:
+    """Return [ranks, ...]: what each rank has. No gradient."""
+    return _concatenate(x[None], 0, group)
 
 
 def all_reduce_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums tensors over the group in place, all of one dtype in one message. No gradient."""
+    """Sum tensors over the group in place, all of one dtype in one message. No gradient."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in same])
         dist.all_reduce(flat, group=group)
-        for tensor, summed in zip(
-            same, flat.split([tensor.numel() for tensor in same]), strict=True
-        ):
+        sizes = [tensor.numel() for tensor in same]
+        for tensor, summed in zip(same, flat.split(sizes), strict=True):
             tensor.copy_(summed.view_as(tensor))
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+Step = Callable[[Tensor, int, Group], Tensor]
+
+
+class _Collective(torch.autograd.Function):
+    """One function of a tensor forward, another one of its gradient backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _summed(grads[0], ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(_ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _whole(x, dim, group)
+    def forward(ctx: Any, x: Tensor, run: Step, back: Step, dim: int, group: Group) -> Tensor:
+        ctx.back, ctx.dim, ctx.group = back, dim, group
+        return run(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _part_of_sum(grads[0], ctx.dim, ctx.group), None, None
+        return ctx.back(grads[0], ctx.dim, ctx.group), None, None, None, None
 
 
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _part_of_sum(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _whole(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _GatherSame(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _whole(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _own(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _OwnPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _own(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _whole(grads[0], ctx.dim, ctx.group), None, None
+def _apply(x: Tensor, run: Step, back: Step, dim: int, group: Group) -> Tensor:
+    result: Tensor = _Collective.apply(x, run, back, dim, group)
+    return result
 
 
 def _ranks(group: Group) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
 
 
-# Operators and collectives work along the first dimension; whatever else is asked for is moved there and back.
+# Operators and collectives work along the first dimension; any other is moved there and back.
 
 
-def _summed(x: Tensor, group: Group) -> Tensor:
+def _same(x: Tensor, _dim: int, _group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, _dim: int, group: Group) -> Tensor:
     out: Tensor = torch.ops.rather.all_reduce(x, group)
     return out
 
 
-def _whole(x: Tensor, dim: int, group: Group) -> Tensor:
+def _concatenate(x: Tensor, dim: int, group: Group) -> Tensor:
     out: Tensor = torch.ops.rather.all_gather(x.movedim(dim, 0), group)
     return out.movedim(0, dim)
 
@@ -162,7 +124,7 @@ def _part_of_sum(x: Tensor, dim: int, group: Group) -> Tensor:
     return out.movedim(0, dim)
 
 
-def _own(x: Tensor, dim: int, group: Group) -> Tensor:
+def _part(x: Tensor, dim: int, group: Group) -> Tensor:
     ranks = _ranks(group)
     return x.chunk(ranks.size(), dim)[ranks.rank()].contiguous()
 

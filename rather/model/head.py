@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rather.model.collectives import Group, gathered
+from rather.model.collectives import Group, gather_ranks
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits worked on at a time
 KEEP_BYTES = {
@@ -189,7 +189,7 @@ def _added(
 def _combine(logps: Tensor, lse: Tensor, squared: Tensor, outside: Tensor, group: Group) -> None:
     """The numbers of each row over this rank's words become those over the whole vocabulary, in one exchange."""
     own = [logps.masked_fill(outside, float("-inf")), lse, *([squared] if len(squared) else [])]
-    ranks_3T = gathered(torch.stack(own), group)
+    ranks_3T = gather_ranks(torch.stack(own), group)
     torch.logsumexp(ranks_3T[:, 1], dim=0, out=lse)
     share = ranks_3T[:, 1] - lse  # of each rank's words in the probability, as a logarithm
     torch.amax(ranks_3T[:, 0] + share, dim=0, out=logps)

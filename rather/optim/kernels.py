@@ -1,7 +1,7 @@
-"""AdamW in Triton, one launch over all parameters: bfloat16 with 16-bit remainders, and with moments of 8 bits.
+"""AdamW in Triton, one launch over all parameters: with 16-bit remainders, and with 8-bit moments.
 
-A table on the device tells each program the addresses of its parameter; only it and a few numbers per parameter go
-there in an update. Imported where CUDA is used.
+A table on the device gives each program the addresses of its parameter; an update copies only this
+table and a few numbers per parameter there. Imported only if CUDA is used.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -28,7 +28,7 @@ def adamw(
     seeds: Sequence[int],
     common: Sequence[float],
 ) -> None:
-    """One update. `form` names a kernel below, and its first lines the meaning of each list."""
+    """Do one update. `form` names a kernel below, whose docstring explains the lists."""
     device = tensors[0][0].device
     sizes = tuple(row[0].numel() for row in tensors)
     assert max(sizes) < 1 << 31, "offsets are of 32 bits"
@@ -55,7 +55,7 @@ def adamw(
 
 @lru_cache(maxsize=8)
 def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """[programs, 2]: the parameter of each program, and which of its chunks."""
+    """Return [programs, 2]: the parameter of each program, and which of its chunks."""
     pairs = [torch.tensor([row, 0]) + torch.arange(-(-size // CHUNK))[:, None] * torch.tensor([0, 1])
              for row, size in enumerate(sizes)]  # fmt: skip
     return torch.cat(pairs).int().to(device)
@@ -66,7 +66,9 @@ def _split_kernel(
     table, each, chunks, beta1, rest1, beta2, rest2, eps, scale,
     WIDE: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tensors: parameter, remainder, exp_avg, exp_avg_sq, gradient. Numbers: step size, correction, decay."""
+    """Tensors: parameter, remainder, exp_avg, exp_avg_sq, gradient. Numbers: step size, correction,
+    decay.
+    """
     row = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     entry = table + 7 * row
@@ -199,7 +201,7 @@ def _lean_tile(places, inside, block_inside, noise, more, numbers):
 
 @triton.jit
 def _ints(place, inside):
-    """What lies outside counts as 0, the largest of a block must not come from there."""
+    """Load as integers; what is outside counts as 0, so that it is never the largest of a block."""
     return (tl.load(place) if inside is None else tl.load(place, inside, other=0)).to(tl.int32)
 
 
@@ -214,7 +216,9 @@ def _gradient(entry, WIDE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def _adamw(w, m, v, g, step, correction, decay, beta1, rest1, beta2, rest2, eps):
-    """In the order of torch's fused kernel. `w * (1 - decay)` would round a decay of 5e-8 by a fifth."""
+    """In the order of torch's fused kernel. `w * (1 - decay)` would round a decay of 5e-8 by a
+    fifth.
+    """
     w = w - decay * w
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g

@@ -1,8 +1,9 @@
-"""AdamW that loses no update, schedules as pure functions of the updates done, clipping.
+"""AdamW that loses no update, learning-rate schedules, clipping.
 
-Weights in half precision are the rounded image of float32 masters: at a learning rate of 1e-6 an update is far below
-the spacing of bfloat16 numbers and would be lost. Their gradients are added up in float32 as well. `lean` gives the
-masters up and rounds at random instead. What is kept for each parameter: adamw.py.
+Weights in half precision are the rounded image of float32 masters: at a learning rate of 1e-6 an
+update is far below the spacing of bfloat16 numbers and would be lost. Their gradients are summed in
+float32 as well. `lean` gives up the masters and rounds stochastically instead. See adamw.py for the
+state of a parameter.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,16 @@ from torch.distributed.tensor import DTensor
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
-from rather.optim.adamw import Lean, Split, State, Update, Wide
+from rather.optim.adamw import (
+    HalfState,
+    LeanState,
+    ParameterState,
+    SplitState,
+    Update,
+    WideState,
+    update_half,
+    update_wide,
+)
 
 
 @dataclass
@@ -39,16 +50,17 @@ class LossScale:
 
 
 class Optimizer:
-    """One optimizer over named parameters. `updates` counts the steps really taken; the learning rate follows it.
+    """AdamW over named parameters; `updates` counts the steps taken, and the learning rate follows
+    it.
 
-    `exact` holds float32 weights for masters to start from, where the parameters are already rounded. `lean` (whose
-    rounding `seed` decides) is for bfloat16 parameters. `wide_gradients: false` adds up micro-batches in bfloat16, as
-    lean does unless told. `compute` is what float32 parameters are used in, where that is narrower.
+    `exact` holds float32 weights as the start of the masters, if the parameters are already
+    rounded. `lean` (`seed` decides its rounding) is for bfloat16 parameters. `wide_gradients:
+    false` sums micro-batches in bfloat16, the default of lean. `compute` is the dtype that float32
+    parameters are computed in.
     """
 
-    rows: Mapping[str, ShardSpec] | None = (
-        None  # of whole parameters, those whose moments lie here; all if None
-    )
+    # The rows of each parameter whose moments are on this rank; None if these are all rows.
+    rows: Mapping[str, ShardSpec] | None = None
 
     def __init__(
         self,
@@ -64,29 +76,25 @@ class Optimizer:
         seed: int = 0,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
-        self.args, self.schedule, self.max_grad_norm, self.seed = (
-            args,
-            schedule,
-            max_grad_norm,
-            seed,
-        )
+        self.args, self.schedule, self.max_grad_norm = args, schedule, max_grad_norm
+        self.seed = seed
         if lean and any(isinstance(p, DTensor) for p in self.parameters.values()):
             raise ConfigError(
-                "precision: lean rounds blocks of a whole weight at random, which shards would change; type "
+                "precision: lean rounds blocks of a whole weight, which sharding would change; set "
                 "precision=exact on several devices"
             )
         wide = not lean if wide_gradients is None else wide_gradients
-        self._states = {
-            name: _state(
-                name,
-                p,
-                args.weight_decay,
-                lean=lean,
-                wide_gradients=wide,
-                start=(exact or {}).get(name),
-            )
-            for name, p in self.parameters.items()
-        }
+        self._states: dict[str, ParameterState] = {}
+        for name, parameter in self.parameters.items():
+            start = (exact or {}).get(name)
+            decay = args.weight_decay if parameter.ndim >= 2 else 0.0  # not for norms and biases
+            if parameter.dtype != torch.bfloat16:
+                state: ParameterState = WideState(name, parameter, decay=decay, start=start)
+            elif lean:
+                state = LeanState(name, parameter, decay=decay, wide_gradient=wide)
+            else:
+                state = SplitState(name, parameter, decay=decay, wide_gradient=wide, start=start)
+            self._states[name] = state
         self.masters: Mapping[str, Tensor] = _Masters(self._states)
         self.updates = 0
         half = torch.float16 in (compute, *(p.dtype for p in self.parameters.values()))
@@ -94,51 +102,46 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
+        """Return the learning rate of the next update."""
         return self.schedule(self.updates)
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by before backward."""
+        """Return what the loss is multiplied by before backward."""
         return self.loss_scale.value if self.loss_scale else 1.0
 
     def gradient(self, name: str) -> Tensor | None:
-        """What of one parameter's gradient lies on this rank; None of a frozen one."""
+        """Return this rank's part of a parameter's gradient; None for a frozen one."""
         return self._states[name].gradient if name in self._states else None
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
-        """What of the gradient lies on this rank; of the named parameters only, where names are given."""
+        """Return this rank's part of the gradients of all parameters, or of the named ones."""
         return list(self.named_gradients(names).values())
 
     def named_gradients(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        states = {
-            name: state for name, state in self._states.items() if names is None or name in names
+        return {
+            name: gradient
+            for name, state in self._states.items()
+            if (names is None or name in names) and (gradient := state.gradient) is not None
         }
-        return {name: g for name, state in states.items() if (g := state.gradient) is not None}
 
     def norms(self, names: Collection[str] | None = None) -> dict[str, float]:
-        """Of each gradient on this rank, loss scale removed. The host waits for them."""
+        """Return the norm of each gradient on this rank, loss scale removed; waits for it."""
         gradients = self.named_gradients(names)
-        found = (
-            torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float64)
-            if gradients
-            else []
-        )
-        return {name: float(norm) / self.scale for name, norm in zip(gradients, found, strict=True)}
+        norms = _norms(list(gradients.values()))
+        return {name: float(norm) / self.scale for name, norm in zip(gradients, norms, strict=True)}
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
-        """Norm of the gradient on this rank before clipping, loss scale removed."""
-        gradients = self.gradients(names)
-        if not gradients:
+        """Return the norm of the gradient on this rank before clipping, loss scale removed."""
+        norms = _norms(self.gradients(names))
+        if not norms:
             return torch.zeros((), dtype=torch.float64)
-        norm: Tensor = torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))
-        )
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm / self.scale
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
-        """One update; the caller has seen that `grad_norm` is finite."""
+        """Do one update; the caller has checked that `grad_norm` is finite."""
         clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
         args = self.args
         update = Update(
@@ -151,47 +154,44 @@ class Optimizer:
             seed=self.seed,
         )
         moved = [state for state in self._states.values() if state.gradient is not None]
-        if wide := [state for state in moved if isinstance(state, Wide)]:
-            Wide.update(wide, update)
-        if split := [state for state in moved if isinstance(state, Split)]:
-            Split.update(split, update)
-        if lean := [state for state in moved if isinstance(state, Lean)]:
-            Lean.update(lean, update)
+        update_wide([state for state in moved if isinstance(state, WideState)], update)
+        update_half([state for state in moved if isinstance(state, HalfState)], update)
         for state in moved:
             state.steps += 1
         self.updates += 1
 
     def narrow_gradients(self) -> bool:
-        """Adds up micro-batches in the parameters' own precision; False where that is so already.
+        """Sum micro-batches in the parameters' own dtype from now on; return whether that changed.
 
-        Not for float16, whose range the sum of scaled gradients would leave.
+        Float16 stays as it is: the sum of scaled gradients would leave its range.
         """
-        narrowed = [
-            state.narrow_gradient() for state in self._states.values() if self.loss_scale is None
-        ]
-        return any(narrowed)
+        if self.loss_scale is not None:
+            return False
+        changed = [state.narrow_gradient() for state in self._states.values()]
+        return any(changed)
 
     def gradient_bytes(self) -> int:
-        """Of all gradients of this rank, once they are there."""
+        """Return the size of all gradients of this rank."""
         return sum(state.gradient_bytes for state in self._states.values())
 
     def state_bytes(self) -> int:
-        """Of masters and moments on this rank."""
-        return sum(state.own_bytes for state in self._states.values())
+        """Return the size of the masters and moments on this rank."""
+        return sum(state.state_bytes for state in self._states.values())
 
     def zero_grad(self) -> None:
         for state in self._states.values():
-            state.forget_gradient()
+            state.zero_grad()
 
     def moments(self) -> dict[str, Tensor]:
-        """`<parameter>.exp_avg`, `.exp_avg_sq` and so on: with the masters all that an update depends on.
+        """Return `<parameter>.exp_avg` and so on: with the masters, all that an update depends on.
 
-        Weights that never had a gradient have none; those that missed some updates have also `<parameter>.step`.
+        Weights that never had a gradient have none; those that missed some updates also have
+        `<parameter>.step`.
         """
         found: dict[str, Tensor] = {}
         for name, state in self._states.items():
             if state.steps:
-                found |= {f"{name}.{kind}": tensor for kind, tensor in state.moments().items()}
+                found |= {f"{name}.{kind}": tensor for kind, tensor in state.moments.items()}
             if 0 < state.steps < self.updates:
                 found[f"{name}.step"] = torch.tensor(state.steps)
         return found
@@ -205,28 +205,27 @@ class Optimizer:
         for name, state in self._states.items():
             state.load_master(masters[name])
             own = {
-                kind: moments[f"{name}.{kind}"]
-                for kind in state.moments()
-                if f"{name}.{kind}" in moments
+                kind: moments[key] for kind in state.moments if (key := f"{name}.{kind}") in moments
             }
             state.load_moments(own, int(moments.get(f"{name}.step", updates)) if own else 0)
 
     def _refuse_other_precision(self, moments: Mapping[str, Tensor]) -> None:
-        """Lean moments have bases. What they lack, a continued run would not get back."""
+        """Lean moments have bases; a resumed run could not recover what they lack."""
         for name, state in self._states.items():
-            then, now = f"{name}.exp_avg_base" in moments, isinstance(state, Lean)
+            then, now = f"{name}.exp_avg_base" in moments, isinstance(state, LeanState)
             if f"{name}.exp_avg" in moments and then != now:
                 kinds = {True: "lean", False: "exact"}
                 raise ConfigError(
-                    f"precision: {kinds[now]}, but the checkpoint was written with {kinds[then]}; type "
-                    f"precision={kinds[then]} to go on from it, or start anew with --overwrite or another exp_name"
+                    f"precision: {kinds[now]}, but the checkpoint was written with {kinds[then]}; "
+                    f"set precision={kinds[then]} to resume it, or start from scratch with "
+                    "--overwrite or another exp_name"
                 )
 
 
 class _Masters(Mapping[str, Tensor]):
-    """Float32 weights by name, each made when it is asked for: all at once may not fit beside the model."""
+    """Float32 weights by name, each made on access: all at once may not fit next to the model."""
 
-    def __init__(self, states: Mapping[str, State]) -> None:
+    def __init__(self, states: Mapping[str, ParameterState]) -> None:
         self._states = states
 
     def __getitem__(self, name: str) -> Tensor:
@@ -239,26 +238,12 @@ class _Masters(Mapping[str, Tensor]):
         return len(self._states)
 
 
-def _state(
-    name: str,
-    parameter: nn.Parameter,
-    decay: float,
-    *,
-    lean: bool,
-    wide_gradients: bool,
-    start: Tensor | None,
-) -> State:
-    """What a parameter's dtype needs. Norms and biases do not decay, as everywhere."""
-    decay = decay if parameter.ndim >= 2 else 0.0
-    if parameter.dtype != torch.bfloat16:
-        return Wide(name, parameter, decay=decay, start=start)
-    if lean:
-        return Lean(name, parameter, decay=decay, wide_gradient=wide_gradients)
-    return Split(name, parameter, decay=decay, wide_gradient=wide_gradients, start=start)
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(gradients, 2, dtype=torch.float64)) if gradients else []
 
 
 def schedule(args: TrainingArgs, total_steps: int) -> Callable[[int], float]:
-    """Learning rate as a function of the updates done so far; the horizon is the real number of optimizer steps."""
+    """Return the learning rate as a function of the updates done, over the real number of steps."""
     peak, kwargs = args.learning_rate, args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
     floor = kwargs.get("min_lr_rate", kwargs.get("min_lr", 0.0) / peak if peak else 0.0)
@@ -268,40 +253,40 @@ def schedule(args: TrainingArgs, total_steps: int) -> Callable[[int], float]:
     def rate(updates: int) -> float:
         if updates < warmup:
             return peak * updates / warmup
-        return peak * (floor + (1 - floor) * shape(updates - warmup, horizon, warmup, kwargs))
+        return peak * (floor + (1 - floor) * shape(updates - warmup, horizon, kwargs, warmup))
 
     return rate
 
 
-def _constant(_done: int, _horizon: int, _warmup: int, _kwargs: Mapping[str, float]) -> float:
+Shape = Callable[[int, int, Mapping[str, float], int], float]
+
+
+def _constant(*_: Any) -> float:
     return 1.0
 
 
-def _linear(done: int, horizon: int, _warmup: int, _kwargs: Mapping[str, float]) -> float:
+def _linear(done: int, horizon: int, *_: Any) -> float:
     return max(0.0, 1 - done / horizon)
 
 
-def _cosine(done: int, horizon: int, _warmup: int, kwargs: Mapping[str, float]) -> float:
+def _cosine(done: int, horizon: int, kwargs: Mapping[str, float], _warmup: int) -> float:
     """Half a wave by default; `num_cycles` counts whole ones."""
-    return max(
-        0.0,
-        0.5
-        * (1 + math.cos(2 * math.pi * kwargs.get("num_cycles", 0.5) * min(1.0, done / horizon))),
-    )
+    angle = 2 * math.pi * kwargs.get("num_cycles", 0.5) * min(1.0, done / horizon)
+    return max(0.0, 0.5 * (1 + math.cos(angle)))
 
 
-def _inverse_sqrt(done: int, _horizon: int, warmup: int, kwargs: Mapping[str, float]) -> float:
+def _inverse_sqrt(done: int, _horizon: int, kwargs: Mapping[str, float], warmup: int) -> float:
     timescale = kwargs.get("timescale", warmup or 10_000)
     return math.sqrt(timescale / (timescale + done))
 
 
-def _wsd(done: int, horizon: int, _warmup: int, kwargs: Mapping[str, float]) -> float:
-    """Warm-up, stable, decay: flat, then linear to the floor over `num_decay_steps` (a tenth by default)."""
+def _wsd(done: int, horizon: int, kwargs: Mapping[str, float], _warmup: int) -> float:
+    """Warm-up, stable, decay: flat, then linear to the floor over `num_decay_steps`."""
     decay = kwargs.get("num_decay_steps", max(1, horizon // 10))
     return min(1.0, max(0.0, (horizon - done) / decay)) if decay else 1.0
 
 
-SHAPES: Mapping[str, Callable[[int, int, int, Mapping[str, float]], float]] = {
+SHAPES: Mapping[str, Shape] = {
     "constant": _constant,
     "constant_with_warmup": _constant,
     "linear": _linear,

@@ -30,8 +30,8 @@ from rather.model.collectives import (
     all_reduce_,
     enter,
     gather,
+    gather_ranks,
     gather_same,
-    gathered,
     leave,
     own_part,
     scatter_sum,
@@ -136,7 +136,9 @@ def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> 
         name: float((found[name] - one).abs().max() / (1e-6 + one.abs().max()))
         for name, one in expected.items()
     }
-    worst = max(gathered(torch.tensor(list(off.values())), group.group_name).amax(dim=0).tolist())
+    worst = max(
+        gather_ranks(torch.tensor(list(off.values())), group.group_name).amax(dim=0).tolist()
+    )
     if not worst < TOLERANCE:
         names = (
             ", ".join([name for name in off if not off[name] < TOLERANCE][:3])

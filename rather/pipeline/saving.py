@@ -125,7 +125,7 @@ class Saving:
         if self.roles.is_main:
             try:
                 draft = checkpoint.begin(self.config.run_dir, step, self._needed())
-                with draft.or_nothing():
+                with draft.removed_on_error():
                     stored = {**state, "metrics_bytes": sync_files()}
                     stored |= {"identity": self.identity, "schedule": self._schedule()}
             except DiskError as error:
@@ -199,14 +199,14 @@ class Saving:
         config = self.config
 
         def collect() -> Written:
-            written = checkpoint.collected(
+            written = checkpoint.collect_parts(
                 draft.folder, self._writers(), config.timeouts.save, self._abandoned.is_set
             )
             self._bytes = sum(size for size, _ in written.values())
             return written
 
         try:
-            path = draft.completed(collect, state)
+            path = draft.complete(collect, state)
         except DiskError as error:
             if not self._abandoned.is_set():
                 self._report_missed(self.misses, draft.step, error)

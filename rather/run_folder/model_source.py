@@ -57,7 +57,7 @@ def weights_of(name: str) -> Weights:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"{name}: there is no such folder{nearest_names(folder)}")
-    if checkpoint.is_named_as_one(folder):
+    if checkpoint.has_checkpoint_name(folder):
         return _of_checkpoint(name, checkpoint.open_checkpoint(folder))
     if (folder / "adapter_config.json").is_file():
         if (folder / "config.json").is_file():

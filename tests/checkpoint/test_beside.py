@@ -187,7 +187,7 @@ def test_a_bug_of_the_thread_is_told(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_writers_that_say_nothing_are_named(tmp_path: Path) -> None:
     checkpoint.leave_note(tmp_path, "actor_train-00000", {"a": (1, "b")})
     with pytest.raises(OSError, match="actor_train-00001 has not written its part"):
-        checkpoint.collected(
+        checkpoint.collect_parts(
             tmp_path, ["actor_train-00000", "actor_train-00001"], 0.1, lambda: False
         )
 
@@ -201,7 +201,7 @@ def two_writers(draft: checkpoint.Draft, way: str) -> checkpoint.Written:
             draft.folder, {"model": {"w": Shard(half, ShardSpec((8,), (4 * rank,), (4,)))}}
         )
         half.fill_(9.0)
-    return checkpoint.collected(
+    return checkpoint.collect_parts(
         draft.folder, ["actor_train-00000", "actor_train-00001"], LONG, lambda: False
     )
 
@@ -209,7 +209,7 @@ def two_writers(draft: checkpoint.Draft, way: str) -> checkpoint.Written:
 @pytest.mark.parametrize("way", ["on", "off"])
 def test_ranks_write_their_pieces_and_leave_notes(tmp_path: Path, way: str) -> None:
     draft = checkpoint.begin(tmp_path, 1, 0)
-    path = draft.completed(lambda: two_writers(draft, way), {})
+    path = draft.complete(lambda: two_writers(draft, way), {})
     names = {
         "manifest.json",
         "state.json",
@@ -229,5 +229,5 @@ def test_a_rank_without_room_is_named_and_nothing_is_left(
     with pytest.raises(
         DiskError, match=r"could not be written \(actor_train-00001: No space left on device\)"
     ):
-        draft.completed(lambda: two_writers(draft, way), {})
+        draft.complete(lambda: two_writers(draft, way), {})
     assert not list(tmp_path.iterdir())

@@ -103,7 +103,7 @@ def test_shards_are_small_and_plain_safetensors(tmp_path: Path) -> None:
 def test_an_empty_group_is_there_and_a_missing_one_is_named(tmp_path: Path) -> None:
     found = checkpoint.open_checkpoint(checkpoint.save(tmp_path, 0, {"optimizer": {}}, {}))
     assert found.tensors("optimizer") == {}
-    with pytest.raises(CheckpointError, match="no tensors of 'model'; those it holds: optimizer"):
+    with pytest.raises(CheckpointError, match="no tensor group 'model'; its groups are: optimizer"):
         found.tensors("model")
 
 
@@ -234,16 +234,16 @@ def test_swapped_shards_extra_files_and_renamed_folders_are_named(tmp_path: Path
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
     two.write_bytes(first)
-    with pytest.raises(CheckpointError, match=r"model-00001\.safetensors: is damaged, its SHA-256"):
+    with pytest.raises(CheckpointError, match=r"model-00001\.safetensors: is damaged: its SHA-256"):
         checkpoint.open_checkpoint(path)
     one.write_bytes(first)
     two.write_bytes(second)
     (path / "model-00003.safetensors").write_bytes(first)
-    with pytest.raises(CheckpointError, match=r"model-00003\.safetensors: is no part"):
+    with pytest.raises(CheckpointError, match=r"model-00003\.safetensors: is not part"):
         checkpoint.open_checkpoint(path)
     (path / "model-00003.safetensors").unlink()
     os.rename(path, tmp_path / "checkpoint-8")
-    with pytest.raises(CheckpointError, match="is that of step 1"):
+    with pytest.raises(CheckpointError, match="is of step 1"):
         checkpoint.open_checkpoint(tmp_path / "checkpoint-8")
     os.rename(tmp_path / "checkpoint-8", tmp_path / "my-best")
     assert checkpoint.open_checkpoint(tmp_path / "my-best").step == 1
@@ -256,15 +256,15 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path, name: str) -> None:
     path = save(tmp_path, 1)
     files = json.loads((path / "manifest.json").read_text())["files"]
     seal(path, files={**files, name: {"size": 0, "sha256": "0" * 64}})
-    with pytest.raises(CheckpointError, match="is no file of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a file of a checkpoint"):
         checkpoint.open_checkpoint(path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "has schema 2, this Rather reads 1"),
-        ({"files": {}}, r"names no state\.json"),
+        ({"schema": 2}, "has schema 2, but this version of Rather reads 1"),
+        ({"files": {}}, r"does not list state\.json"),
         ({"files": [1]}, "not a checkpoint manifest"),
         ({"step": "x"}, "not a checkpoint manifest"),
         ({"files": {"state.json": {"size": 1}}}, "not a checkpoint manifest"),
@@ -290,7 +290,7 @@ def test_a_foreign_state_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no checkpoint folder"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint folder"):
         checkpoint.open_checkpoint(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="is missing"):
         checkpoint.open_checkpoint(tmp_path)
@@ -305,7 +305,7 @@ def test_no_checkpoint_and_no_good_checkpoint_are_two_things(tmp_path: Path) -> 
     assert checkpoint.newest_good(tmp_path) is None
     for step in (1, 2):
         truncate(save(tmp_path, step) / "state.json")
-    both = r"none of its 2 checkpoints is good:\n.*checkpoint-2.*\n.*checkpoint-1"
+    both = r"all of its checkpoints \(2\) are damaged:\n.*checkpoint-2.*\n.*checkpoint-1"
     with pytest.raises(CheckpointError, match=both):
         checkpoint.newest_good(tmp_path)
 
@@ -443,7 +443,7 @@ def test_prune_follows_no_link(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     (run / "checkpoint-1").symlink_to(kept)
     (run / "checkpoint-2" / "more").symlink_to(kept)
     checkpoint.prune(run, 1)
-    assert "checkpoint-1: is a symbolic link and stays; remove it by hand" in caplog.text
+    assert "checkpoint-1: is a symbolic link and is kept; remove it by hand" in caplog.text
     assert sorted(path.name for path in run.iterdir()) == ["LATEST", "checkpoint-1", "checkpoint-3"]
     assert checkpoint.open_checkpoint(kept).step == 1
 

@@ -186,7 +186,7 @@ checkpoint.save(run, 1, {"model": {"w": torch.ones(1 << 20)}}, {})
 for needed in (30 << 20, 0):  # seen before the first byte, and not seen
     try:
         draft = checkpoint.begin(run, 2, needed)
-        draft.completed(lambda: checkpoint.write_groups(draft.folder, {"model": {"w": torch.ones(8 << 20)}}), {})
+        draft.complete(lambda: checkpoint.write_groups(draft.folder, {"model": {"w": torch.ones(8 << 20)}}), {})
     except DiskError as error:
         print(error)
 found = checkpoint.newest_good(run)

@@ -50,7 +50,7 @@ def test_every_damaged_file_is_told_not_only_the_first(run: Path) -> None:
     told = [line for line in found.output.splitlines() if "damaged:" in line]
     assert len(told) == 4
     for name, reason in {"model-00001": "SHA-256", "state.json": "10 bytes instead of", "rng-00001": "is missing",
-                         "notes.txt": "is no part of the checkpoint"}.items():  # fmt: skip
+                         "notes.txt": "is not part of the checkpoint"}.items():  # fmt: skip
         assert any(name in line and reason in line for line in told), name
 
 

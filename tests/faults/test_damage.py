@@ -25,7 +25,7 @@ def swap(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "file", "told"),
     [
-        (flip_bit, "model-00001-00001", "model-00001-00001.safetensors: is damaged, its SHA-256"),
+        (flip_bit, "model-00001-00001", "model-00001-00001.safetensors: is damaged: its SHA-256"),
         (Path.unlink, "optimizer-00001-00001", "optimizer-00001-00001.safetensors: is missing"),
         (swap, "optimizer-00001-00001", "optimizer-00000-00001.safetensors: is damaged"),
     ],

@@ -241,7 +241,7 @@ def compare(got: Path, expected: Path) -> list[str]:
 
 
 def compare_tensors(got: Path, expected: Path) -> list[str]:
-    """Files of tensors must have the same names and bytes; otherwise name the tensors that differ."""
+    """Compare names and bytes of tensor files; name the tensors that differ."""
     ours, theirs = tensor_files(got), tensor_files(expected)
     found = [f"{got.name}/{name}: in one of the two" for name in ours.keys() ^ theirs.keys()]
     for name in sorted(ours.keys() & theirs.keys()):

@@ -501,7 +501,7 @@ def test_lean_noise_follows_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(("then", "now"), [("lean", "exact"), ("exact", "lean")])
-def test_another_precision_does_not_go_on(then: str, now: str) -> None:
+def test_a_checkpoint_of_another_precision_is_refused(then: str, now: str) -> None:
     model, fresh = Toy(torch.bfloat16), Toy(torch.bfloat16)
     optimizer, other = (
         optimizer_of(model, lean=then == "lean"),
@@ -510,7 +510,7 @@ def test_another_precision_does_not_go_on(then: str, now: str) -> None:
     model.backward(gradients(0))
     update(optimizer)
     with pytest.raises(
-        ConfigError, match=f"precision: {now}, but .* written with {then}; type precision={then}"
+        ConfigError, match=f"precision: {now}, but .* written with {then}; set precision={then}"
     ):
         other.load(optimizer.masters, optimizer.moments(), 1)
     assert torch.equal(fresh.matrix, Toy(torch.bfloat16).matrix)
