@@ -87,13 +87,13 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
         from rather.data.prepare import BadRows
         from rather.pipeline.pipeline import DPOPipeline
         from rather.run_folder.layout import write_data_report
-        from rather.run_folder.lock import held
+        from rather.run_folder.lock import locked
 
         if dry_run:
             with closing(DPOPipeline(config)) as pipeline:
                 return _dry_run(pipeline)
         rank = int(os.environ["RANK"]) if _UNDER_TORCHRUN else 0
-        with held(config, leads=rank == 0):
+        with locked(config, is_main=rank == 0):
             if rank == 0:
                 setup_logging(config.log_dir)
             try:

@@ -32,7 +32,7 @@ from rather.model.policy import PolicyModel
 from rather.parallel.load import Start, compute_dtype, load_policy, same_weights
 from rather.plan.state import stored_weights
 from rather.report.folder import CONFIG, FINISHED
-from rather.run_folder.model_source import put
+from rather.run_folder.model_source import load_weights
 
 HITS = 20  # pairs listed at a time
 SEARCH_SECONDS = 1.5  # then the hits so far are returned, and the search can continue from there

@@ -65,5 +65,5 @@ def _ask(run: Path, overrides: list[str], word: str, timeout: float) -> int:
     from rather.run_folder.control import ask
 
     folder = load(run, overrides).config.run_dir if run.is_file() else run
-    ask(folder, word, timeout=timeout, tell=partial(typer.echo, err=True))
+    ask(folder, word, timeout=timeout, report=partial(typer.echo, err=True))
     return 0

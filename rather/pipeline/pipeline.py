@@ -48,7 +48,7 @@ from rather.report.write import LiveReport
 from rather.run_folder import control
 from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import mark_finished, mark_unfinished, metrics_position, trace_file
-from rather.run_folder.lock import held
+from rather.run_folder.lock import locked
 from rather.run_folder.signals import StopRequest
 from rather.tracking import NoTracker, RunTracker, check_installed
 from rather.train.rank_trainer import StepResult
@@ -261,7 +261,7 @@ class DPOPipeline:
         """
         with closing(self), ExitStack() as stack:
             if stop is None and self.run_dir:
-                stack.enter_context(held(self.config, leads=self.roles.is_main))
+                stack.enter_context(locked(self.config, is_main=self.roles.is_main))
                 if self.is_from_config:
                     stop = stack.enter_context(StopRequest())
             self.stop = stop or self.stop
@@ -564,7 +564,7 @@ class DPOPipeline:
 
     def _read_requests(self) -> None:
         if self.run_dir and self.roles.is_main:
-            word = control.taken(self.run_dir, self.progress.step)
+            word = control.take_requests(self.run_dir, self.progress.step)
             if word:
                 self.stop.end() if word == control.STOP else self.stop.ask_for_a_save()
 

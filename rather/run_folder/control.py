@@ -1,8 +1,9 @@
-"""A run folder belongs to one process at a time, and other shells ask that process to save or to stop.
+"""A run folder belongs to one process at a time; other shells ask that process to save or to stop.
 
-Each leaves a file <run_dir>/.control-<word>-<number>. The run takes it up at the end of its step or of a chunk of its
-evaluation by a new name, .taken-<number>-<step>; whoever asked removes it. One way for a run in one process, on Ray and
-under torchrun, on this machine or on another that shares the folder.
+Each request is a file <run_dir>/.control-<word>-<number>. The run accepts it at the end of its
+step, or of a chunk of its evaluation, by renaming it to .taken-<number>-<step>; the one who asked
+removes it. This works for a run in one process, on Ray and under torchrun, on this machine or
+another that shares the folder.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
 from uuid import uuid4
@@ -26,140 +25,139 @@ log = logging.getLogger(__name__)
 
 LOCK, CONTROL, TAKEN = ".lock", ".control", ".taken"
 STOP, SAVE = "stop", "save"
-TRIES = 5  # to lock a folder: another shell that only asks who holds it does so for a moment
-LOOK_EVERY = 0.2  # seconds between two looks of the one who asked
+TRIES = 5  # to lock a folder: a shell that only looks who holds it locks it for a moment
+POLL_SECONDS = 0.2  # between two checks of the one who asked
 
 
 @contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
-    """Only one process may write to a run folder. The kernel lets go of the lock when its holder dies."""
+    """Lock a run folder for this process. The kernel releases the lock when the process dies."""
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / LOCK, "a+", encoding="utf-8") as file:
         try:
-            _locked(file, TRIES)
+            _flock(file)
         except BlockingIOError as error:
             file.seek(0)
-            holder = file.read().strip() or "another process"
             raise ConfigError(
-                f"output_dir/exp_name: {run_dir} is in use by {holder}; "
+                f"output_dir/exp_name: {run_dir} is in use by {file.read().strip() or 'another'}; "
                 "wait for it, stop it (rather stop), or choose another exp_name."
             ) from error
         except OSError as error:
             log.warning(
-                "%s: cannot be locked (%s); start no second run here.", run_dir, error.strerror
+                "%s: cannot be locked (%s); do not start a second run here.",
+                run_dir,
+                error.strerror,
             )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        for name in (CONTROL, TAKEN):  # what was meant for a run that has ended
-            _remove(run_dir.glob(f"{name}-*"))
+        _remove(run_dir, f"{CONTROL}-*", f"{TAKEN}-*")  # meant for a run that has ended
         try:
             yield
         finally:
             file.truncate(0)
 
 
-def _locked(file: TextIO, tries: int) -> None:
-    while True:
+def _flock(file: TextIO) -> None:
+    for attempt in range(1, TRIES + 1):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tries -= 1
-            if not tries:
+            if attempt == TRIES:
                 raise
             time.sleep(0.02)
+    return None
 
 
-def taken(run_dir: Path, step: int) -> str | None:
-    """What other shells have asked of this run, once; each is answered with the step that the run has done."""
-    words = {_taken(file, step) for file in run_dir.glob(f"{CONTROL}-*")}
+def take_requests(run_dir: Path, step: int) -> str | None:
+    """Accept what other shells have asked of this run; `step` is the last one that it has done."""
+    words = {_accept(file, step) for file in run_dir.glob(f"{CONTROL}-*")}
     return STOP if STOP in words else SAVE if SAVE in words else None  # a run that stops saves too
 
 
-def _taken(file: Path, step: int) -> str | None:
+def _accept(file: Path, step: int) -> str | None:
     word, _, number = file.name.removeprefix(f"{CONTROL}-").partition("-")
     try:
         file.rename(file.with_name(f"{TAKEN}-{number}-{step}"))
-    except FileNotFoundError:  # whoever asked has given up
+    except FileNotFoundError:  # the one who asked has given up
         return None
     except OSError as error:
-        log.warning("%s: cannot be used (%s); send signals instead.", file, error.strerror)
+        log.warning("%s: cannot be renamed (%s); send a signal instead.", file, error.strerror)
         return None
     if word not in (STOP, SAVE):
-        log.warning("%s: '%.20s' is not understood; there are %s and %s.", file, word, STOP, SAVE)
+        log.warning("%s: unknown request '%.20s'; use %s or %s.", file, word, STOP, SAVE)
     return word
 
 
 # --- from another shell ---
 
 
-@dataclass(frozen=True)
-class Holder:
-    """The process that writes to a run folder."""
-
-    told: str  # process <pid> on <host>
-    host: str
-
-
-def holder(run_dir: Path) -> Holder | None:
-    """Whoever holds the lock of a run folder, now; None where nobody does."""
+def holder(run_dir: Path) -> str | None:
+    """Return who holds the lock of a run folder ("process <pid> on <host>"), or None."""
     try:
         file = open(run_dir / LOCK, encoding="utf-8")  # noqa: SIM115 - closed below
     except OSError:
         return None
     with file:
-        told = file.read().strip()
-        host = (re.search(r" on (\S+)$", told) or ["", ""])[1]
+        owner = file.read().strip()
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Holder(told or "a process", host)
+            return owner or "a process"
         except OSError:
-            pass  # the file system has no locks: its content is all that is known
-        # The locks of another machine need not reach this one; what is written there does.
-        return Holder(told, host) if told and host != socket.gethostname() else None
+            pass  # the file system has no locks: the content of the file is all that is known
+        # The lock of another machine may not be visible here; what it has written is.
+        is_elsewhere = owner and not owner.endswith(f" on {socket.gethostname()}")
+        return owner if is_elsewhere else None
 
 
-def ask(run_dir: Path, word: str, *, timeout: float, tell: Callable[[str], None]) -> None:
-    """Asks the run in this folder to stop or to save, and waits until it has."""
+def ask(run_dir: Path, word: str, *, timeout: float, report: Callable[[str], None]) -> None:
+    """Ask the run in this folder to stop or to save, and wait until it has."""
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: there is no run; name its folder or its YAML file.")
-    if (found := holder(run_dir)) is None:
-        raise ConfigError(f"{run_dir}: no run is going on there; start it with rather train.")
-    waiting = _Waiting(run_dir, found, timeout, tell)
+        raise ConfigError(f"{run_dir}: no such run; pass its folder or its YAML file.")
+    if (owner := holder(run_dir)) is None:
+        raise ConfigError(f"{run_dir}: no run is active there; start it with rather train.")
+    deadline = time.monotonic() + timeout
+
+    def wait_until(has_happened: Callable[[], bool], what: str) -> None:
+        report(f"{owner}: waiting until {what}")
+        while not has_happened():
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"{run_dir}: not done within {timeout:.0f} s (--timeout) while waiting until "
+                    f"{what}. Check the log of {owner}, or raise --timeout."
+                )
+            if holder(run_dir) is None and not has_happened():
+                raise WorkerError(f"{run_dir}: {owner} ended before that; check its log.")
+            time.sleep(POLL_SECONDS)
+
     before, number = latest(run_dir), uuid4().hex
-    request = run_dir / f"{CONTROL}-{word}-{number}"
+    request, answer = run_dir / f"{CONTROL}-{word}-{number}", f"{TAKEN}-{number}-*"
     try:
         request.touch(exist_ok=False)
-        waiting.until(lambda: bool(_answers(run_dir, number)), "it finishes its step")
-        step = max(
-            (int(answer.name.rpartition("-")[2]) for answer in _answers(run_dir, number)), default=0
-        )
+        wait_until(lambda: any(run_dir.glob(answer)), "it finishes its step")
+        step = max((int(file.name.rpartition("-")[2]) for file in run_dir.glob(answer)), default=0)
         if word == STOP:
-            waiting.until(lambda: holder(run_dir) is None, "it saves and ends")
+            wait_until(lambda: holder(run_dir) is None, "it has saved and ended")
         else:
-            waiting.until(
+            wait_until(
                 lambda: (now := latest(run_dir)) not in (None, before) and now.step >= step,
-                "it saves",
+                "it has saved",
             )
     except OSError as error:
         raise ConfigError(
-            f"{request}: cannot be written ({error.strerror}); send a signal."
+            f"{request}: cannot be written ({error.strerror}); send a signal instead."
         ) from error
     finally:
-        _remove([request])
-        _remove(_answers(run_dir, number))
+        _remove(run_dir, request.name, answer)
     newest = latest(run_dir)
-    saved = (
-        f"its newest checkpoint is that of step {newest.step}" if newest else "it has no checkpoint"
-    )
-    tell(f"{found.told} has {'ended' if word == STOP else 'saved and goes on'}; {saved}")
+    saved = f"its newest checkpoint is step {newest.step}" if newest else "it has no checkpoint"
+    report(f"{owner} has {'ended' if word == STOP else 'saved and continues'}; {saved}")
 
 
 class Latest(NamedTuple):
-    """The step of the newest checkpoint, and when it was named."""
+    """The step of the newest checkpoint, and when LATEST was written."""
 
     step: int
     time: int
@@ -168,42 +166,13 @@ class Latest(NamedTuple):
 def latest(run_dir: Path) -> Latest | None:
     file = run_dir / "LATEST"
     with suppress(OSError, ValueError):
-        return Latest(
-            int(file.read_text(encoding="utf-8").rpartition("-")[2]), file.stat().st_mtime_ns
-        )
+        step = int(file.read_text(encoding="utf-8").rpartition("-")[2])
+        return Latest(step, file.stat().st_mtime_ns)
     return None
 
 
-def _answers(run_dir: Path, number: str) -> list[Path]:
-    return list(run_dir.glob(f"{TAKEN}-{number}-*"))
-
-
-def _remove(files: Iterable[Path]) -> None:
-    for file in files:
-        with suppress(OSError):
-            file.unlink()
-
-
-@dataclass
-class _Waiting:
-    run_dir: Path
-    found: Holder
-    seconds: float
-    tell: Callable[[str], None]
-
-    def __post_init__(self) -> None:
-        self.deadline = time.monotonic() + self.seconds
-
-    def until(self, has_happened: Callable[[], bool], what: str) -> None:
-        self.tell(f"{self.found.told}: waiting until {what}")
-        while not has_happened():
-            if time.monotonic() > self.deadline:
-                raise WorkerError(
-                    f"{self.run_dir}: not done within {self.seconds:.0f} s (--timeout) while waiting until {what}. "
-                    f"Look at the log of {self.found.told}, or give it longer."
-                )
-            if holder(self.run_dir) is None and not has_happened():
-                raise WorkerError(
-                    f"{self.run_dir}: {self.found.told} ended before that; see its log."
-                )
-            time.sleep(LOOK_EVERY)
+def _remove(run_dir: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        for file in run_dir.glob(pattern):
+            with suppress(OSError):
+                file.unlink()

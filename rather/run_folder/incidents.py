@@ -1,4 +1,4 @@
-"""incidents.jsonl: what went wrong in a run and was survived, one line each. Nothing reads it back."""
+"""incidents.jsonl: problems that a run has survived, one line each. No run reads it."""
 
 from __future__ import annotations
 
@@ -16,33 +16,29 @@ INCIDENTS = "incidents.jsonl"
 
 
 class Incidents:
-    """Appends to the file of a run. A disk that takes no line costs the line, never the run."""
+    """Append to the file of a run; a full disk loses the line, never the run."""
 
     def __init__(self, run_dir: Path, *, silent: bool = False) -> None:
-        """`silent` for a driver beside the leading one, which tells the same."""
+        """`silent` is for drivers other than the main one, which reports the same."""
         self.file, self.silent = run_dir / INCIDENTS, silent
-        self._told = False
+        self._has_warned = False
 
     def add(self, kind: str, step: int, **facts: Any) -> None:
-        """`kind`: nonfinite, spike, out_of_memory, missed_save, worker_lost, reference_lost, hang, rollback or
-        damaged_checkpoint; `step` is the one that it happened in."""
+        """Append one incident that happened in `step`.
+
+        `kind` is nonfinite, spike, out_of_memory, missed_save, worker_lost, reference_lost, hang,
+        rollback or damaged_checkpoint.
+        """
         if self.silent:
             return
-        record = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "kind": kind,
-            "step": step,
-        }
-        record |= {
-            name: redact(fact) if isinstance(fact, str) else fact for name, fact in facts.items()
-        }
+        facts = {name: redact(f) if isinstance(f, str) else f for name, f in facts.items()}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        record = {"time": now, "kind": kind, "step": step, **facts}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             append_line(self.file, record)
         except OSError as error:
-            if not self._told:
-                log.warning(
-                    "%s: %s; incidents are told here only", self.file, error.strerror or error
-                )
-            self._told = True
+            if not self._has_warned:
+                log.warning("%s: %s; incidents are only logged", self.file, error.strerror or error)
+            self._has_warned = True
             log.warning("incident: %s", strict_json(record))

@@ -1,4 +1,4 @@
-"""The run folder: what lies in it, which checkpoint goes on, whose it is, and what starting anew may delete."""
+"""The run folder: its files, which checkpoint to resume, and what --overwrite may delete."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ log = logging.getLogger(__name__)
 
 REFERENCE_LOG = "reference.log"  # the reference log-probs that the run used
 RUN_REPORT = "report.json"
-PLAN = "plan.json"  # the forecast, and what was measured beside it
+PLAN = "plan.json"  # the forecast next to the measurements
 DATA_REPORT = "data_report.json"
 TRACE = "trace.json"
 STARTS = "starts.jsonl"
 REPORT_PAGE = "report.html"
-FINISHED = ".finished"  # tells the step of the exported model: written after the export, removed before training
+# The step of the exported model: written after the export, removed before training.
+FINISHED = ".finished"
 OWN_NAMES = (
-    "metrics.jsonl", "config.yaml", DATA_REPORT, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*", "LATEST",
-    "model", "best_model", "adapter", "best_adapter", REFERENCE_LOG, RUN_REPORT, TRACE, TRACKER_IDS, FINISHED,
-    "incidents.jsonl", PLAN, STARTS, REPORT_PAGE, "health.jsonl", "answers.jsonl",
+    "metrics.jsonl", "config.yaml", DATA_REPORT, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*",
+    "LATEST", "model", "best_model", "adapter", "best_adapter", REFERENCE_LOG, RUN_REPORT, TRACE,
+    TRACKER_IDS, FINISHED, "incidents.jsonl", PLAN, STARTS, REPORT_PAGE, "health.jsonl", "answers.jsonl",
 )  # fmt: skip
 
 
 def checkpoint_to_resume(config: DPOConfig) -> Checkpoint | None:
-    """The checkpoint that this run continues, or None for a fresh start, as resume_from_checkpoint says."""
+    """Return the checkpoint to resume according to resume_from_checkpoint; None for a new run."""
     wanted, run_dir = config.resume_from_checkpoint, config.run_dir
     if config.overwrite:
         _clear(run_dir)
         return None
     if wanted is False:
-        if any(
-            path.name != DATA_REPORT for path in _own_files(run_dir)
-        ):  # refused data leaves that too
+        # Data that was refused leaves a data report.
+        if any(path.name != DATA_REPORT for path in _own_files(run_dir)):
             raise ConfigError(
-                f"resume_from_checkpoint: false, but {run_dir} holds a run. Go on with it (auto, or the path of a "
-                "checkpoint), choose another exp_name, or start anew with --overwrite."
+                f"resume_from_checkpoint: false, but {run_dir} contains a run. Resume it (auto, or "
+                "the path of a checkpoint), choose another exp_name, or start from scratch with "
+                "--overwrite."
             )
         return None
     full = config.checkpoint_config.verify == "full"
@@ -56,14 +57,14 @@ def checkpoint_to_resume(config: DPOConfig) -> Checkpoint | None:
         newest = checkpoint.open_checkpoint(Path(wanted).expanduser(), full=full)
     if newest and not full:
         log.warning(
-            "checkpoint_config.verify: size: of %s only names, sizes and state are verified",
+            "checkpoint_config.verify: size: only names, sizes and state of %s are verified",
             newest.path,
         )
     return newest
 
 
 def named_checkpoint(config: DPOConfig) -> Path | None:
-    """The one that the config goes on from by its path."""
+    """Return the checkpoint whose path resume_from_checkpoint gives."""
     given = config.resume_from_checkpoint
     return (
         Path(given).expanduser().resolve() if isinstance(given, str) and given != "auto" else None
@@ -71,14 +72,14 @@ def named_checkpoint(config: DPOConfig) -> Path | None:
 
 
 def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> int:
-    """How much of metrics.jsonl the checkpoint stands for. A checkpoint of another run brings no lines along."""
+    """Return the bytes of metrics.jsonl at the checkpoint; 0 for a checkpoint of another run."""
     if newest is None or not _is_of(config, newest):
         return 0
     return int(newest.state["metrics_bytes"])
 
 
 def _is_of(config: DPOConfig, newest: Checkpoint) -> bool:
-    """Whether a checkpoint stands for the lines that lie in this run's folder, where its copy may have come alone."""
+    """Return whether a checkpoint, or its copy elsewhere, belongs to this folder's metrics."""
     folder, file = newest.path.parent.resolve(), config.run_dir / "metrics.jsonl"
     if folder == config.run_dir.resolve():
         return True
@@ -87,27 +88,27 @@ def _is_of(config: DPOConfig, newest: Checkpoint) -> bool:
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
             return bool(json.loads(lines.readline())["step"] <= newest.step)
-    except (ValueError, KeyError, TypeError):  # no line of ours
+    except (ValueError, KeyError, TypeError):  # not a line that Rather wrote
         return False
 
 
 def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:
-    """Where the run keeps the reference log-probs it used: begun anew with it, gone on with from a checkpoint.
+    """Return the log of the reference log-probs that the run used; a new run starts a new one.
 
-    A checkpoint of another run comes with the values that lie beside it.
+    A checkpoint of another run brings the log next to it.
     """
     file = config.run_dir / REFERENCE_LOG
     if newest is None:
         file.unlink(missing_ok=True)
-    elif (
-        beside := newest.path.parent / REFERENCE_LOG
-    ).exists() and beside.resolve() != file.resolve():
-        shutil.copyfile(beside, file)
+        return file
+    other = newest.path.parent / REFERENCE_LOG
+    if other.exists() and other.resolve() != file.resolve():
+        shutil.copyfile(other, file)
     return file
 
 
 def trace_file(config: DPOConfig, newest: Checkpoint | None) -> Path | None:
-    """Where the run draws its timeline, if it is asked to: begun anew with it, gone on with from a checkpoint."""
+    """Return the file of the timeline, if `trace` is set; a new run starts a new one."""
     if not config.trace:
         return None
     file = config.run_dir / TRACE
@@ -117,9 +118,7 @@ def trace_file(config: DPOConfig, newest: Checkpoint | None) -> Path | None:
 
 
 def write_run_files(config: DPOConfig, data_report: Mapping[str, Any]) -> None:
-    resumable = config.model_copy(
-        update={"overwrite": False}
-    )  # trained by this file, the run goes on
+    resumable = config.model_copy(update={"overwrite": False})  # training with this file resumes
     try:
         (config.run_dir / "config.yaml").write_text(dump_yaml(resumable), encoding="utf-8")
         write_data_report(config.run_dir, data_report)
@@ -130,13 +129,13 @@ def write_run_files(config: DPOConfig, data_report: Mapping[str, Any]) -> None:
 
 
 def write_data_report(run_dir: Path, report: Mapping[str, Any]) -> None:
-    """Also of data that was refused."""
+    """Write the data report, also of data that was refused."""
     run_dir.mkdir(parents=True, exist_ok=True)
     _write_json(run_dir / DATA_REPORT, report)
 
 
 def write_run_report(run_dir: Path, report: Mapping[str, Any], name: str = RUN_REPORT) -> None:
-    """Nothing relies on it: a full disk costs the report, not the run."""
+    """Write a report; nothing depends on it, so a full disk loses the report, not the run."""
     try:
         _write_json(run_dir / name, report)
     except OSError as error:
@@ -160,7 +159,7 @@ def _own_files(run_dir: Path) -> list[Path]:
 
 
 def _clear(run_dir: Path) -> None:
-    """Removes what a run writes, and nothing else that may lie in the folder."""
+    """Remove what a run writes, and nothing else."""
     for path in _own_files(run_dir):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

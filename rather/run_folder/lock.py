@@ -1,4 +1,4 @@
-"""Where a run may write: a real folder that can be written, empty or a run's own."""
+"""Where a run may write: a real, writable folder that is empty or belongs to the run."""
 
 from __future__ import annotations
 
@@ -15,48 +15,46 @@ from rather.run_folder.layout import OWN_NAMES
 
 log = logging.getLogger(__name__)
 
-LOGS = ("*.log", "events.out.*")  # beside the run, where logging_dir and output_dir are the same
+LOGS = ("*.log", "events.out.*")  # in the run folder if logging_dir and output_dir are the same
 MOUNTS = Path("/proc/self/mounts")
 
 
 @contextmanager
-def held(config: DPOConfig, *, leads: bool = True) -> Iterator[None]:
-    """The run folder belongs to this run meanwhile: no second one begins there, and other shells can speak to it."""
+def locked(config: DPOConfig, *, is_main: bool = True) -> Iterator[None]:
+    """Hold the run folder: no second run can start there, and other shells can reach this one."""
     claim(config)
-    with control.lock(config.run_dir) if leads else nullcontext():
+    with control.lock(config.run_dir) if is_main else nullcontext():
         yield
 
 
 def claim(config: DPOConfig) -> None:
-    """Makes the run folder, or says why it cannot be this run's."""
+    """Create the run folder, or explain why this run cannot use it."""
     run_dir = config.run_dir
     if run_dir.is_symlink():
         raise ConfigError(
-            f"output_dir/exp_name: {run_dir} is a symbolic link; name the folder it leads to"
+            f"output_dir/exp_name: {run_dir} is a symbolic link; use the folder it points to"
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"output_dir: {run_dir} cannot be made ({error.strerror}); name another folder"
+            f"output_dir: {run_dir} cannot be created ({error.strerror}); choose another folder"
         ) from error
     if not os.access(run_dir, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"output_dir: {run_dir} cannot be written; name another folder, or change its permissions"
+            f"output_dir: {run_dir} is not writable; choose another one or change its permissions"
         )
-    if strangers := _strangers(config):
+    if others := _other_files(config):
         raise ConfigError(
-            f"output_dir/exp_name: {run_dir} holds no run but {', '.join(strangers[:5])}; choose another exp_name, or "
-            "start there with --overwrite, which removes only what runs write"
+            f"output_dir/exp_name: {run_dir} is not a run folder, it contains "
+            f"{', '.join(others[:5])}; choose another exp_name, or use --overwrite, which removes only files of runs"
         )
-    if _kind_of_disk(run_dir) in ("tmpfs", "ramfs"):
-        log.warning(
-            "output_dir: %s lies in memory, not on a disk: it is gone after a restart", run_dir
-        )
+    if _file_system(run_dir) in ("tmpfs", "ramfs"):
+        log.warning("output_dir: %s is in memory, not on a disk: it is lost on a restart", run_dir)
 
 
-def _strangers(config: DPOConfig) -> list[str]:
-    """What lies in a run folder that no run has begun, and is not the logs of one."""
+def _other_files(config: DPOConfig) -> list[str]:
+    """Return what is in a folder that no run has used yet, except log files."""
     run_dir, logs = config.run_dir, [config.log_dir.absolute(), config.tracker_dir.absolute()]
     if config.overwrite or any(any(run_dir.glob(name)) for name in OWN_NAMES):
         return []
@@ -73,14 +71,13 @@ def _strangers(config: DPOConfig) -> list[str]:
     )
 
 
-def _kind_of_disk(folder: Path) -> str | None:
-    """By the mount that lies deepest above the folder; None where nobody tells."""
+def _file_system(folder: Path) -> str | None:
+    """Return the file system of the deepest mount above the folder; None if it is unknown."""
     try:
         mounts = [line.split()[1:3] for line in MOUNTS.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return None
     above = {str(path) for path in (folder.resolve(), *folder.resolve().parents)}
-    kinds = {
-        place: kind for place, kind in mounts if place in above
-    }  # of two at one place the later one counts
+    # Of two mounts at one place the later one counts.
+    kinds = {place: kind for place, kind in mounts if place in above}
     return kinds[max(kinds, key=len)] if kinds else None

@@ -1,4 +1,4 @@
-"""What a name on the command line means: a model folder or hub name, a PEFT adapter, a run folder or a checkpoint."""
+"""Find what a name on the command line means: a model, an adapter, a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,44 +25,45 @@ RESULTS = ("model", "best_model", "adapter", "best_adapter")
 
 @dataclass(frozen=True)
 class Weights:
-    """Which files make up a model. Of a checkpoint, `run` is the config it was saved under."""
+    """The files that make up a model; for a checkpoint, `run` is the config of its run."""
 
     name: str  # as it was typed
-    model: str  # folder or hub name of the weights, or of those that an adapter lies on
+    model: str  # folder or hub name of the weights, or of an adapter's base
     tokenizer_path: str
     args: ActorModelArgs = field(default_factory=ActorModelArgs)
     checkpoint: Checkpoint | None = None
     run: DPOConfig | None = None
 
     def load(self, device: str, dtype: Any = None) -> PolicyModel:
-        """The frozen model, proven as a run proves its own."""
+        """Load the frozen model, with the checks that a run does."""
         args = self.args.model_copy(update={"dtype": dtype}) if dtype else self.args
         start = Start(self.run.seed, keeps_start(self.run)) if self.run else Start()
         policy = load_policy(self.model, args, device, start=start)
         if self.checkpoint:
-            put(policy, self.checkpoint)
+            load_weights(policy, self.checkpoint)
         return freeze(policy)
 
     def tokenizer(self) -> Any:
-        """With the chat template that the model was trained with, where that is known."""
-        return (
-            tokenizer_of(self.run.actor_train) if self.run else load_tokenizer(self.tokenizer_path)
-        )
+        """Load the tokenizer, with the chat template of the training if it is known."""
+        if self.run:
+            return tokenizer_of(self.run.actor_train)
+        return load_tokenizer(self.tokenizer_path)
 
 
 def weights_of(name: str) -> Weights:
-    """A run folder stands for its result, or for its newest checkpoint as long as there is none."""
+    """Resolve a name; a run folder means its result, or its newest checkpoint without one."""
     if not is_local(name):
         return Weights(name, name, name)
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"{name}: there is no such folder{nearest_names(folder)}")
+        raise ConfigError(f"{name}: no such folder{nearest_names(folder)}")
     if checkpoint.has_checkpoint_name(folder):
         return _of_checkpoint(name, checkpoint.open_checkpoint(folder))
     if (folder / "adapter_config.json").is_file():
         if (folder / "config.json").is_file():
             raise ConfigError(
-                f"{name}: holds a model and an adapter; move adapter_* into a folder of its own, and name one of them"
+                f"{name}: contains a model and an adapter; move adapter_* into a separate folder "
+                "and choose one of the two"
             )
         return _of_adapter(name, folder)
     for model in (folder, folder / "model"):
@@ -71,13 +72,13 @@ def weights_of(name: str) -> Weights:
     if newest := checkpoint.newest_good(folder):
         return _of_checkpoint(name, newest)
     raise ConfigError(
-        f"{name}: holds neither a model (config.json), an adapter (adapter_config.json) nor a run with a checkpoint; "
-        "name such a folder, or a hub model"
+        f"{name}: contains neither a model (config.json), an adapter (adapter_config.json) nor a "
+        "run with a checkpoint; use such a folder, or a hub model"
     )
 
 
 def here() -> str:
-    """The first device of this machine."""
+    """Return the first device of this machine."""
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
@@ -88,7 +89,7 @@ def _of_adapter(name: str, folder: Path) -> Weights:
     found = model_folder(base, revision) if base else None
     if base is None or found is None or not found.exists():
         raise ConfigError(
-            f"{name}: its base is {base}, which is not here; merge it with `rather merge --base` first"
+            f"{name}: its base model {base} was not found; run `rather merge --base` first"
         )
     own = (folder / "tokenizer_config.json").is_file()
     args = ActorModelArgs(
@@ -98,7 +99,7 @@ def _of_adapter(name: str, folder: Path) -> Weights:
 
 
 def _dtype_of_run(result: Path) -> Literal["bf16", "fp16", "fp32"] | None:
-    """A run's result is computed with as the run did: it scores what it was evaluated with."""
+    """Return the dtype of the run that made a result: it then scores as it was evaluated."""
     run = result.parent
     is_one = (
         result.name in RESULTS
@@ -112,26 +113,21 @@ def _of_checkpoint(name: str, found: Checkpoint) -> Weights:
     file = found.path.parent / "config.yaml"
     if not file.is_file():
         raise CheckpointError(
-            f"{name}: {file} is not there, which says what the checkpoint was trained on."
+            f"{name}: {file} is missing; it says which model the checkpoint belongs to."
         )
     run = load(file).config
     actor = run.actor_train
     return Weights(name, actor.model_path, actor.tokenizer_path, actor.model_args, found, run)
 
 
-def put(policy: PolicyModel, found: Checkpoint, group: str = "model") -> None:
-    """What was trained, in place of what the training began with. `reference`: of one that moved."""
-    held, saved = dict(policy.named_parameters()), found.stored(group)
-    strange = [
-        name for name in saved if name not in held or saved.shape(name) != tuple(held[name].shape)
-    ]
-    unsaved = [
-        name for name, parameter in held.items() if parameter.requires_grad and name not in saved
-    ]
-    if strange or unsaved:
-        raise CheckpointError(
-            f"{found.path}: its weights do not fit its model, first {(strange + unsaved)[0]}."
-        )
+def load_weights(policy: PolicyModel, found: Checkpoint, group: str = "model") -> None:
+    """Load the trained weights of a checkpoint into a policy, or those of a synced reference."""
+    parameters, saved = dict(policy.named_parameters()), found.stored(group)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    wrong = [name for name in saved if shapes.get(name) != saved.shape(name)]
+    wrong += [name for name, p in parameters.items() if p.requires_grad and name not in saved]
+    if wrong:
+        raise CheckpointError(f"{found.path}: its weights do not fit its model, first {wrong[0]}.")
     with torch.no_grad():
         for name in saved:
-            held[name].copy_(saved[name])
+            parameters[name].copy_(saved[name])

@@ -1,6 +1,8 @@
-"""SIGTERM and SIGINT ask for an end, SIGUSR1 for a checkpoint. A second SIGTERM or SIGINT ends at once.
+"""SIGTERM and SIGINT stop a run, SIGUSR1 saves a checkpoint. A second SIGTERM or SIGINT quits
+immediately.
 
-Until the model is there an end loses nothing, and comes at once; after that the step in hand is finished and saved.
+Before training begins nothing is lost, so the run ends immediately; later the step is finished and
+saved.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from rather.errors import Ended
 
 ENDS = (signal.SIGTERM, signal.SIGINT)
 SAVES = signal.SIGUSR1
-STOPS = 1000  # above every number that asks for less
-ECHO = 10.0  # seconds in which torchrun passes on the Ctrl-C that its processes have got from the terminal as well
-PATIENCE = 45.0  # seconds for taking leave; after that a library that waits for what is gone has had its time
+STOPS = 1000  # added to the signal number; larger than any other request
+# Seconds in which torchrun forwards a Ctrl-C that its processes already got from the terminal.
+ECHO = 10.0
+PATIENCE = 45.0  # seconds for cleaning up; a library may wait forever for something that is gone
 
 
 class StopRequest:
-    """While entered, `signal` and `save_now` tell what was asked for; the loop looks at them between steps."""
+    """While entered, `signal` and `save_now` hold requests; the loop reads them between steps."""
 
     def __init__(
         self, last_saved: Callable[[], int | None] = lambda: None, patience: float | None = PATIENCE
@@ -31,19 +34,16 @@ class StopRequest:
         self._patience = patience
         self.signal: int | None = None
         self.save_now = False
-        self.stops = self.saves = False  # as all processes have agreed
+        self.stops = self.saves = False  # what all processes have agreed on
         self.last_saved = last_saved
         self._at_once = True
         self._heard = 0.0
         self._leaving: threading.Timer | None = None
 
     def __enter__(self) -> StopRequest:
-        main = (
-            threading.current_thread() is threading.main_thread()
-        )  # the only one that signals reach
-        self._before = {
-            number: signal.signal(number, self._received) for number in (*ENDS, SAVES) if main
-        }
+        # Signals reach only the main thread.
+        numbers = (*ENDS, SAVES) if threading.current_thread() is threading.main_thread() else ()
+        self._before = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
     def __exit__(
@@ -60,18 +60,20 @@ class StopRequest:
             self._end_if_asked()
 
     def begin_training(self) -> None:
-        """From now on there is something to save."""
+        """From now on a stop saves first."""
         self._end_if_asked()
         self._at_once = False
 
     def _end_if_asked(self) -> None:
-        """An exception raised amid a library's own work, such as its `__del__`, may have gone no further."""
+        """Raise again: an exception inside a library, such as in `__del__`, may have been
+        swallowed.
+        """
         if self._at_once and self.signal is not None:
             raise _before_training(self.signal)
 
     @property
     def ends(self) -> bool:
-        """Whether this process was asked to end; others may not know yet."""
+        """Return whether this process was asked to stop; others may not know yet."""
         return self.signal is not None
 
     @property
@@ -80,26 +82,24 @@ class StopRequest:
 
     @property
     def asked(self) -> int:
-        """As one number, of which the largest of several processes holds for all."""
+        """Return the request as a number; the largest one of all processes applies to all."""
         return STOPS + self.signal if self.signal is not None else int(self.save_now)
 
     def agree(self, asked: int) -> None:
-        """`asked` holds for all. A signal that came meanwhile waits for the next agreement."""
+        """Apply the request of all processes. A signal in between waits for the next agreement."""
         self.stops, self.saves = asked >= STOPS, asked > 0
         if self.stops and self.signal is None:
-            self.signal, self._heard = (
-                asked - STOPS,
-                time.monotonic(),
-            )  # its own copy of the signal is an echo
+            # This process's own copy of the signal will be an echo.
+            self.signal, self._heard = asked - STOPS, time.monotonic()
 
     def ask_for_a_save(self) -> None:
         self.save_now = True
 
     def end(self) -> None:
-        """The same as SIGTERM, asked for in another way."""
+        """Do the same as SIGTERM."""
         self.signal, self._heard = self.signal or signal.SIGTERM, time.monotonic()
 
-    def _received(self, number: int, _frame: FrameType | None) -> None:
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if number == SAVES:
             self.save_now = True
@@ -111,11 +111,11 @@ class StopRequest:
             raise _before_training(number)
         elif self.signal is None:
             self.signal, self._heard = number, time.monotonic()
-            _say(f"{name}: finishing this step and saving; once more ends at once")
+            _say(f"{name}: finishing this step and saving; press Ctrl-C again to quit immediately")
         elif not self._is_echo():
             saved = self.last_saved()
-            told = "no checkpoint yet" if saved is None else f"the last checkpoint is step {saved}"
-            _say(f"second signal: ending at once; {told}")
+            last = "no checkpoint yet" if saved is None else f"the last checkpoint is step {saved}"
+            _say(f"second signal: quitting immediately; {last}")
             os._exit(128 + number)
 
     def _is_echo(self) -> bool:
@@ -123,7 +123,7 @@ class StopRequest:
 
 
 def leave_within(seconds: float, code: int) -> threading.Timer:
-    """Ends this process then, whatever it is waiting for; unless cancelled."""
+    """End this process after so many seconds, whatever it waits for, unless cancelled."""
     timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()
@@ -133,8 +133,8 @@ def leave_within(seconds: float, code: int) -> threading.Timer:
 def _before_training(number: int) -> Ended:
     return Ended(
         number,
-        f"{signal.Signals(number).name}: ended before training began. Pairs that were prepared are kept in the data "
-        "cache, and the same command goes on from there.",
+        f"{signal.Signals(number).name}: stopped before training began. Prepared pairs are kept in "
+        "the data cache; run the same command again to continue.",
     )
 
 

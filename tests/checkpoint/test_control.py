@@ -1,4 +1,4 @@
-"""`rather stop` and `rather save-now` from another shell, and whom they find in a run folder."""
+"""`rather stop` and `rather save-now` from another shell, and who holds a run folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rather(*args: str) -> Result:
 
 
 def left(run_dir: Path) -> list[str]:
-    """What words to a run have left in its folder."""
+    """Return the files of requests that are left in a run folder."""
     return sorted(
         path.name for pattern in (".control*", ".taken*") for path in run_dir.glob(pattern)
     )
@@ -42,18 +42,18 @@ def left(run_dir: Path) -> list[str]:
 def _endless(folder: Path, begun: Event) -> int:
     step = ActorWorker.train_step
 
-    def telling(self: ActorWorker, *args: Any, **kwargs: Any) -> Any:
+    def announcing(self: ActorWorker, *args: Any, **kwargs: Any) -> Any:
         begun.set()
         return step(self, *args, **kwargs)
 
-    ActorWorker.train_step = telling  # type: ignore[method-assign] # of this process, which is made for it
+    ActorWorker.train_step = announcing  # type: ignore[method-assign] # of this process, which is made for it
     changes = {**ENDLESS, "actor_train__training_args__num_train_epochs": 1e5}
     return DPOPipeline(config_of(folder, "endless", **changes)).run()
 
 
 @pytest.fixture
 def running(folder: Path) -> Iterator[multiprocessing.Process]:
-    """A run in a process of its own that does not end by itself, after its first step has begun."""
+    """Start an endless run in a separate process; its first step has begun."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rather.pipeline.pipeline"])
     begun = context.Event()
@@ -70,9 +70,7 @@ def test_a_run_saves_and_stops_when_it_is_asked(
 ) -> None:
     config = config_of(folder, "endless")
     host = socket.gethostname()
-    assert control.holder(config.run_dir) == control.Holder(
-        f"process {running.pid} on {host}", host
-    )
+    assert control.holder(config.run_dir) == f"process {running.pid} on {host}"
     saved = rather("save-now", str(config.run_dir), "--timeout", str(LONG))
     assert saved.exit_code == 0, saved.output
     (step,) = steps(config.run_dir)
@@ -81,7 +79,7 @@ def test_a_run_saves_and_stops_when_it_is_asked(
         f"process {running.pid} on {socket.gethostname()}: waiting until it finishes its step"
         in saved.output
     )
-    assert f"has saved and goes on; its newest checkpoint is that of step {step}" in saved.output
+    assert f"has saved and continues; its newest checkpoint is step {step}" in saved.output
     file = folder / "endless.yaml"
     file.write_text(dump_yaml(config))
     stopped = rather("stop", str(file), "--timeout", str(LONG))
@@ -89,37 +87,34 @@ def test_a_run_saves_and_stops_when_it_is_asked(
     running.join()
     assert running.exitcode == 143
     assert steps(config.run_dir)[-1] > step
-    assert (
-        f"has ended; its newest checkpoint is that of step {steps(config.run_dir)[-1]}"
-        in stopped.output
-    )
+    assert f"has ended; its newest checkpoint is step {steps(config.run_dir)[-1]}" in stopped.output
     assert not left(config.run_dir)
 
 
-def test_no_run_and_none_going_on(folder: Path, tmp_path: Path) -> None:
+def test_no_run_and_no_active_run(folder: Path, tmp_path: Path) -> None:
     nothing = rather("stop", str(tmp_path / "nothing"))
     assert nothing.exit_code == 2
-    assert "there is no run; name its folder or its YAML file" in nothing.output
+    assert "no such run; pass its folder or its YAML file" in nothing.output
     ended = rather("save-now", str(folder / "output" / "whole"))
     assert ended.exit_code == 2
-    assert "no run is going on there; start it with rather train" in ended.output
+    assert "no run is active there; start it with rather train" in ended.output
 
 
-def test_a_killed_run_is_not_going_on(tmp_path: Path) -> None:
-    """Its lock went with it; what it had written there did not."""
+def test_a_killed_run_is_not_active(tmp_path: Path) -> None:
+    """Its lock is gone; its name in the file is not."""
     (tmp_path / ".lock").write_text(f"process 1 on {socket.gethostname()}\n")
     assert control.holder(tmp_path) is None
 
 
 def test_a_run_on_another_machine_is_asked_through_the_folder(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("process 7 on elsewhere\n")
-    assert control.holder(tmp_path) == control.Holder("process 7 on elsewhere", "elsewhere")
-    told: list[str] = []
+    assert control.holder(tmp_path) == "process 7 on elsewhere"
+    reported: list[str] = []
     with pytest.raises(
         WorkerError, match=r"not done within 0 s \(--timeout\).*process 7 on elsewhere"
     ):
-        control.ask(tmp_path, control.STOP, timeout=0.0, tell=told.append)
-    assert told == ["process 7 on elsewhere: waiting until it finishes its step"]
+        control.ask(tmp_path, control.STOP, timeout=0.0, report=reported.append)
+    assert reported == ["process 7 on elsewhere: waiting until it finishes its step"]
     assert not left(tmp_path)
 
 
@@ -129,76 +124,79 @@ def test_a_run_that_dies_before_it_answers(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("process 7 on elsewhere\n")
     with pytest.raises(WorkerError, match="process 7 on elsewhere ended before that"):
         control.ask(
-            tmp_path, control.SAVE, timeout=LONG, tell=lambda _: (tmp_path / ".lock").write_text("")
+            tmp_path,
+            control.SAVE,
+            timeout=LONG,
+            report=lambda _: (tmp_path / ".lock").write_text(""),
         )
 
 
 class Asker(threading.Thread):
-    """Another shell, whose word lies in the folder."""
+    """Another shell, whose request is in the folder."""
 
     def __init__(self, run_dir: Path, word: str) -> None:
         super().__init__(daemon=True)
-        self.run_dir, self.word, self.asked, self.told = run_dir, word, threading.Event(), ""
+        self.run_dir, self.word, self.asked, self.reported = run_dir, word, threading.Event(), ""
         self.start()
         assert self.asked.wait(LONG)
 
     def run(self) -> None:
-        control.ask(self.run_dir, self.word, timeout=LONG, tell=self.tell)
+        control.ask(self.run_dir, self.word, timeout=LONG, report=self.report)
 
-    def tell(self, text: str) -> None:
-        self.told = text
+    def report(self, text: str) -> None:
+        self.reported = text
         self.asked.set()
 
 
-def test_a_stop_that_is_asked_while_a_save_goes_on_is_not_lost(tmp_path: Path) -> None:
+def test_a_stop_request_during_a_save_is_not_lost(tmp_path: Path) -> None:
     with control.lock(tmp_path):
         saves = Asker(tmp_path, control.SAVE)
-        assert control.taken(tmp_path, 1) == control.SAVE
+        assert control.take_requests(tmp_path, 1) == control.SAVE
         stops = Asker(tmp_path, control.STOP)
         (tmp_path / "LATEST").write_text("checkpoint-1\n")
         saves.join(LONG)
-        assert saves.told.endswith("has saved and goes on; its newest checkpoint is that of step 1")
-        assert control.taken(tmp_path, 2) == control.STOP
+        assert saves.reported.endswith("has saved and continues; its newest checkpoint is step 1")
+        assert control.take_requests(tmp_path, 2) == control.STOP
     stops.join(LONG)
-    assert "has ended" in stops.told
+    assert "has ended" in stops.reported
     assert not left(tmp_path)
 
 
-def test_of_several_words_at_once_each_is_answered(tmp_path: Path) -> None:
-    """To stop is to save too."""
+def test_each_of_several_requests_at_once_is_answered(tmp_path: Path) -> None:
+    """A stop also saves."""
     with control.lock(tmp_path):
         askers = [Asker(tmp_path, word) for word in (control.SAVE, control.STOP, control.SAVE)]
-        assert control.taken(tmp_path, 4) == control.STOP
-        assert control.taken(tmp_path, 4) is None
+        assert control.take_requests(tmp_path, 4) == control.STOP
+        assert control.take_requests(tmp_path, 4) is None
         (tmp_path / "LATEST").write_text("checkpoint-4\n")
     for asker in askers:
         asker.join(LONG)
-        assert asker.told.endswith("its newest checkpoint is that of step 4")
+        assert asker.reported.endswith("its newest checkpoint is step 4")
     assert not left(tmp_path)
 
 
-def test_a_word_is_taken_once_and_an_unknown_one_never(
+def test_a_request_is_taken_once_and_an_unknown_one_never(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert control.taken(tmp_path, 3) is None
+    assert control.take_requests(tmp_path, 3) is None
     (tmp_path / ".control-save-1").touch()
-    assert control.taken(tmp_path, 3) == control.SAVE
+    assert control.take_requests(tmp_path, 3) == control.SAVE
     assert left(tmp_path) == [".taken-1-3"]
-    assert control.taken(tmp_path, 4) is None
+    assert control.take_requests(tmp_path, 4) is None
     (tmp_path / ".control-explode").touch()
-    assert control.taken(tmp_path, 5) is None
-    assert "'explode' is not understood" in caplog.text
+    assert control.take_requests(tmp_path, 5) is None
+    assert "unknown request 'explode'" in caplog.text
 
 
-def test_a_word_for_a_run_that_has_ended_is_forgotten(tmp_path: Path) -> None:
+def test_a_request_for_a_run_that_has_ended_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / ".control-stop-1").touch()
     (tmp_path / ".taken-2-7").touch()
     with control.lock(tmp_path):
-        assert control.taken(tmp_path, 0) is None
+        assert control.take_requests(tmp_path, 0) is None
         assert not left(tmp_path)
 
 
-def test_the_lock_tells_who_holds_it(tmp_path: Path) -> None:
+def test_the_lock_names_its_holder(tmp_path: Path) -> None:
     held = pytest.raises(ConfigError, match=f"in use by process {os.getpid()}")
     with control.lock(tmp_path), held, control.lock(tmp_path):
         pass

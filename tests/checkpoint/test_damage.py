@@ -144,8 +144,8 @@ def test_by_size_alone_a_flipped_bit_passes_and_that_is_told(
     truncate(newest / "model-00001.safetensors")
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
-    assert "checkpoint_config.verify: size: of " in caplog.text
-    assert "checkpoint-4 only names, sizes and state are verified" in caplog.text
+    assert "checkpoint_config.verify: size: only names, sizes and state of " in caplog.text
+    assert "checkpoint-4 are verified" in caplog.text
 
 
 @pytest.fixture

@@ -207,7 +207,7 @@ def test_what_cannot_be_scored_says_why(run: DPOConfig, folder: Path, tmp_path: 
         (["--reference", other], 2, "its tokenizer is not that of"),
         (["--out", tmp_path / "no" / "folder.jsonl"], 2, "folder.jsonl: cannot be written"),
         (["--out", tmp_path], 2, "is a folder; name a file in it"),
-        (["--reference", tmp_path], 2, "holds neither a model (config.json), an adapter"),
+        (["--reference", tmp_path], 2, "contains neither a model (config.json), an adapter"),
     ):
         done = rather("score", run.run_dir, pairs, cache, *arguments)
         assert done.exit_code == code, done.output

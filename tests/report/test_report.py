@@ -77,7 +77,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr("sys.argv", ["rather", *arguments])
         with pytest.MonkeyPatch.context() as stopping:
             stopping.setattr(
-                control, "taken", lambda run_dir, step: control.STOP if step == 6 else None
+                control, "take_requests", lambda run_dir, step: control.STOP if step == 6 else None
             )
             assert invoke(*arguments).exit_code == 143
         assert "<dd>stopped</dd>" in (config.run_dir / "report.html").read_text(encoding="utf-8")

@@ -103,7 +103,7 @@ def test_an_adapter_beside_a_model_is_not_put_into_it(
     assert "adapter_name_or_path" in refused("train", config())
     assert stray in refused("merge", adapter, "--base", model, "--out", "written")
     for command in commands(good, model):
-        assert "holds a model and an adapter; move adapter_* into a folder of its own" in refused(
+        assert "contains a model and an adapter; move adapter_* into a separate folder" in refused(
             *command
         )
     assert not Path("written").exists()

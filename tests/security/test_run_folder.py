@@ -69,7 +69,7 @@ def test_a_folder_of_something_else_is_refused_and_untouched(
     (letters / "letter.txt").write_text("dear")
     done = rather("train", config())
     assert done.exit_code == 2
-    assert "holds no run but letter.txt" in done.stderr
+    assert "is not a run folder, it contains letter.txt" in done.stderr
     assert [file.name for file in letters.iterdir()] == ["letter.txt"]
     assert rather("train", config(), "--overwrite").exit_code == 0
     assert (letters / "letter.txt").read_text() == "dear"
@@ -93,10 +93,10 @@ def test_a_folder_in_memory_is_told(
     (tmp_path / "mounts").write_text(f"disk / ext4 rw 0 0\nnone {tmp_path}/out tmpfs rw 0 0\n")
     settings = load_config(config())
     claim(settings)
-    assert "lies in memory" not in caplog.text
+    assert "is in memory" not in caplog.text
     monkeypatch.setattr(place, "MOUNTS", tmp_path / "mounts")
     claim(settings)
-    assert "lies in memory, not on a disk" in caplog.text
+    assert "is in memory, not on a disk" in caplog.text
 
 
 def test_two_runs_in_one_folder(config: Config, tmp_path: Path) -> None:

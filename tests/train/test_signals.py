@@ -182,7 +182,7 @@ def _twice(folder: Path, first: int, second: int) -> int:
 def test_a_second_signal_ends_at_once(folder: Path, first: int, second: int) -> None:
     assert in_child(_twice, folder, first, second) == 128 + second
     assert (
-        "second signal: ending at once; the last checkpoint is step 5"
+        "second signal: quitting immediately; the last checkpoint is step 5"
         in (folder / "twice.err").read_text()
     )
     assert steps(folder / "output" / f"twice-{first}-{second}") == [5]
@@ -228,7 +228,7 @@ def test_before_the_model_is_there_the_data_is_kept(folder: Path, place: str, nu
     assert in_child(_before, folder, place, number) == 128 + number
     told = (folder / "before.err").read_text()
     assert (
-        "ended before training began. Pairs that were prepared are kept in the data cache" in told
+        "stopped before training began. Prepared pairs are kept in the data cache" in told
     )
     assert "Traceback" not in told
     assert newest_good(folder / "output" / f"before-{place}-{int(number)}") is None

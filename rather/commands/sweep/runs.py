@@ -34,7 +34,7 @@ from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder import control
 from rather.run_folder.layout import FINISHED
-from rather.run_folder.lock import held
+from rather.run_folder.lock import locked
 from rather.run_folder.signals import StopRequest
 from rather.tracking import close_logging, setup_logging, worker_log
 from rather.tracking.json_lines import strict_json
@@ -297,7 +297,7 @@ def train_here(config: DPOConfig) -> Outcome:
         setup_logging(config.log_dir)
         for role in ("actor_train", "reference"):
             worker_log(config.log_dir, role, 0)
-        with StopRequest() as stop, held(config):
+        with StopRequest() as stop, locked(config):
             pipeline = DPOPipeline(config)
             pipeline.roles.watch()
             return _outcome(pipeline.run(stop))
