@@ -149,7 +149,7 @@ class Session:
         self._check_memory(2 if same_start else 3, frozen.model_path, frozen.model_args)
         reference = self._load("the reference", frozen.model_path, frozen.model_args)
         if moved:
-            put(reference, moved, "reference")
+            load_weights(reference, moved, "reference")
         initial = None
         if not same_start:
             initial = self._load("the initial policy", actor.model_path, actor.model_args)
@@ -166,7 +166,7 @@ class Session:
             )
         else:
             trained = self._load(source.path.name, actor.model_path, actor.model_args)
-            put(trained, source)
+            load_weights(trained, source)
             names["after"] = source.path.name
         return Models(reference, initial, trained, names)
 

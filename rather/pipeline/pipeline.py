@@ -289,7 +289,7 @@ class DPOPipeline:
         """Wait before workers are started again, unless the run is asked to stop."""
         until = time.monotonic() + seconds
         while not self.stop.ends and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, control.LOOK_EVERY))
+            time.sleep(min(left, control.POLL_SECONDS))
             self._read_requests()
 
     def _run(self) -> int:

@@ -31,7 +31,8 @@ FINISHED = ".finished"
 OWN_NAMES = (
     "metrics.jsonl", "config.yaml", DATA_REPORT, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*",
     "LATEST", "model", "best_model", "adapter", "best_adapter", REFERENCE_LOG, RUN_REPORT, TRACE,
-    TRACKER_IDS, FINISHED, "incidents.jsonl", PLAN, STARTS, REPORT_PAGE, "health.jsonl", "answers.jsonl",
+    TRACKER_IDS, FINISHED, "incidents.jsonl", PLAN, STARTS, REPORT_PAGE,
+    "health.jsonl", "answers.jsonl",
 )  # fmt: skip
 
 

@@ -47,7 +47,8 @@ def claim(config: DPOConfig) -> None:
     if others := _other_files(config):
         raise ConfigError(
             f"output_dir/exp_name: {run_dir} is not a run folder, it contains "
-            f"{', '.join(others[:5])}; choose another exp_name, or use --overwrite, which removes only files of runs"
+            f"{', '.join(others[:5])}; choose another exp_name, or use "
+            "--overwrite, which removes only files of runs"
         )
     if _file_system(run_dir) in ("tmpfs", "ramfs"):
         log.warning("output_dir: %s is in memory, not on a disk: it is lost on a restart", run_dir)
