@@ -138,7 +138,7 @@ def train(
     given = [*(overrides or []), *(["overwrite=true"] if overwrite else [])]
     given += [f"ray.address='{address}'"] if address else []
     raise typer.Exit(
-        guarded(lambda: _with_one_voice(lambda: train_from_config(config, given, dry_run=dry_run)))
+        guarded(lambda: _report_first_failure(lambda: train_from_config(config, given, dry_run=dry_run)))
     )
 
 
@@ -249,13 +249,13 @@ def config_reference() -> None:
     typer.echo(reference_markdown(), nl=False)
 
 
-def _with_one_voice(work: Callable[[], int]) -> int:
+def _report_first_failure(work: Callable[[], int]) -> int:
     """Of the processes that torchrun started only one tells what went wrong."""
     if not _UNDER_TORCHRUN:
         return work()
-    from rather.cluster.failure_report import with_one_voice
+    from rather.cluster.supervision import report_first_failure
 
-    return with_one_voice(work)
+    return report_first_failure(work)
 
 
 def _dry_run(pipeline: Any) -> int:

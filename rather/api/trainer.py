@@ -23,8 +23,8 @@ from torch import Tensor
 
 from rather.api.torch_optimizer import GivenOptimizer, put_over, with_args
 from rather.checkpoint.checkpoint import write_groups
-from rather.cluster.shares import beside
-from rather.cluster.spmd import said_by_first
+from rather.cluster.ranks import folder_next_to
+from rather.cluster.spmd import broadcast
 from rather.cluster.worker import stored
 from rather.config.schema import ActorConfig, DPOConfig, StrategyArgs
 from rather.config.strategies import Layout, layout
@@ -435,8 +435,8 @@ class DPOTrainer:
             export_model(rank.policy, rank.weights(), self.tokenizer, folder, card)
             return
         part = next(module for module in rank.policy.modules() if isinstance(module, PolicyModel))
-        with beside(folder) if _is_first() else nullcontext() as made:
-            pieces = said_by_first(made)
+        with folder_next_to(folder) if _is_first() else nullcontext() as made:
+            pieces = broadcast(made)
             write_groups(pieces, {"model": rank.weight_pieces()}, rank=dist.get_rank())
             dist.barrier()
             if _is_first():

@@ -1,7 +1,7 @@
-"""Host: the process of one device, in which the workers of one or both roles live. Ray starts it; no Ray in here.
+"""Host: the process of one device, with the workers of one or both roles. Ray starts it; no Ray in here.
 
-It imports torch only after its environment is set, answers with values or with what went wrong, and never outlives
-the driver.
+It imports torch only after its environment is set, answers with a value or a failure, and never outlives the
+driver.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rather import faults
-from rather.cluster.failure import Failure
-from rather.cluster.stack_snapshot import Look, Pulse
+from rather.cluster.health import Failure, Pulse, StackSnapshot
 from rather.config import plugins
 from rather.config.redaction import redact
 
@@ -31,12 +30,14 @@ if TYPE_CHECKING:
     from rather.cluster.worker import ActorWorker
     from rather.config.schema import DPOConfig
 
-LOOK_EVERY = 1.0  # seconds between two looks at the driver
+CHECK_EVERY = 1.0  # seconds between two checks of the driver
+
+Records = list[tuple[str, int, str]]  # logger, level, message
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that can be told from a later one with the same number."""
+    """A process, distinguishable from a later one with the same pid."""
 
     machine: str
     pid: int
@@ -55,7 +56,7 @@ class Process:
         return self.is_here and _started(self.pid) != self.started
 
     def kill(self) -> None:
-        """A process of this machine, if it is still there; a stopped one ends too."""
+        """End a process of this machine, also a stopped one."""
         if self.is_here and not self.is_gone:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -63,42 +64,29 @@ class Process:
 
 def all_gone(processes: Sequence[Process], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while (
-        not (gone := all(process.is_gone for process in processes)) and time.monotonic() < deadline
-    ):
+    while not (gone := all(each.is_gone for each in processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return gone
 
 
 def _started(pid: int) -> str | None:
-    """The kernel's start time of a process; None where there is none, or where /proc does not tell."""
-    try:
+    """Return the kernel's start time of a process; None if there is no such process."""
+    with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
+    return None
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a call gave: a value or a failure, and what was logged meanwhile."""
+class CallResult:
+    """The value or the failure of a call, and what was logged meanwhile."""
 
     value: Any = None
     failure: Failure | None = None
-    told: list[tuple[str, int, str]] = field(default_factory=list)  # logger, level, message
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the processes of a group find each other."""
-
-    rank: int
-    world: int
-    store: str  # file:// on one machine, else tcp:// at rank 0
-    timeout: float  # seconds; longer than any deadline of the driver, or the echo of a failure would arrive first
+    records: Sequence[tuple[str, int, str]] = ()
 
 
 class Host:
-    """One process. Roles are added once it runs; calls go to the worker of a role by name."""
+    """One process. Roles are added once it runs; calls name the role and the method of its worker."""
 
     def __init__(
         self,
@@ -107,15 +95,14 @@ class Host:
         driver: Process,
         imports: Sequence[plugins.ImportedFile] = (),
     ) -> None:
-        """`neighbours` count the processes that share this machine's cores, itself among them.
+        """`neighbours` counts the processes that share this machine's cores, including this one.
 
         `imports` are the user's files that the driver has imported; they need not exist here.
         """
-        self.imports = imports
         threads = max(1, (os.cpu_count() or 1) // neighbours)
-        os.environ.update(
-            {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **environment}
-        )
+        os.environ.update(OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
+        os.environ.update(environment)
+        self.imports = imports
         self.workers: dict[str, ActorWorker] = {}
         self.pulse = Pulse()
         self.records = _Records()
@@ -123,37 +110,49 @@ class Host:
         logging.getLogger("rather").setLevel(logging.INFO)
         end_with_others(driver)
 
-    def process(self) -> tuple[Process, str]:
-        """Itself, and the address at which other machines reach it."""
-        return Process.this(), _address()
-
-    def room(self, place: int, kind: str) -> Room:
+    def describe(self, device: int, kind: str) -> tuple[Process, str, Room]:
+        """Return this process, the address at which other machines reach it, and its memory."""
         from rather.cluster.preflight import Room
 
-        return Room.here(place, kind)
+        return Process.this(), _address(), Room.here(device, kind)
 
     def listen(self) -> int:
-        """A port that answers until `join`: others find out whether they reach it."""
-        self.door = socket.create_server(("", 0))
-        return int(self.door.getsockname()[1])
+        """Open a port until `close_port`, so that others can find out whether they reach it."""
+        self.server = socket.create_server(("", 0))
+        return int(self.server.getsockname()[1])
 
     def cannot_reach(self, address: str, port: int, seconds: float) -> str | None:
-        """Why not; None if it can."""
+        """Return why a port cannot be reached; None if it can."""
         try:
             socket.create_connection((address, port), timeout=seconds).close()
         except OSError as error:
             return error.strerror or str(error)
         return None
 
-    def close_door(self) -> None:
-        self.door.close()
+    def close_port(self) -> None:
+        self.server.close()
 
-    def join(self, meeting: Meeting, kind: str) -> Answer:
-        """Meets the other processes of the group; both roles of a process share it."""
-        return self._answer(lambda: _join(meeting, kind))
+    def join(self, rank: int, world: int, store: str, seconds: float, kind: str) -> CallResult:
+        """Join the process group, which both roles of a process share."""
 
-    def add(self, role: str, worker_cls: Any, config: DPOConfig, member: RankInfo) -> Answer:
-        """A worker for `role`; its class may have to be imported first."""
+        def work() -> None:
+            import torch
+            import torch.distributed as dist
+
+            if kind == "cuda":
+                torch.cuda.set_device(0)  # the only one that this process sees
+            dist.init_process_group(
+                backend_of(kind),
+                init_method=store,
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=seconds),
+            )
+
+        return self._result(work)
+
+    def add(self, role: str, worker_cls: Any, config: DPOConfig, member: RankInfo) -> CallResult:
+        """Make a worker for `role`; its class may have to be imported first."""
 
         def work() -> None:
             from rather.cluster.local import worker_class
@@ -165,70 +164,57 @@ class Host:
                 worker.neighbour = self.workers.get("actor_train")
             faults.arm(config.run_dir, role, member.rank)
 
-        return self._answer(work)
+        return self._result(work)
 
-    def call(self, role: str, step: int, method: str, *args: Any) -> Answer:
+    def call(self, role: str, step: int, method: str, *args: Any) -> CallResult:
         faults.at_step(step)
         with self.pulse.during(f"{role}.{method}"):
-            return self._answer(lambda: getattr(self.workers[role], method)(*args))
+            return self._result(lambda: getattr(self.workers[role], method)(*args))
 
-    def look(self) -> Look:
-        """What it does; asked in a thread of its own."""
-        return self.pulse.look()
+    def snapshot(self) -> StackSnapshot:
+        """Return what this process does; called in a thread of its own."""
+        return self.pulse.snapshot()
 
-    def _answer(self, work: Any) -> Answer:
+    def _result(self, work: Callable[[], Any]) -> CallResult:
         try:
-            return Answer(work(), told=self.records.taken())
+            return CallResult(work(), records=self.records.take())
         except Exception as error:
-            return Answer(failure=Failure.of(error), told=self.records.taken())
+            return CallResult(failure=Failure.of(error), records=self.records.take())
 
 
 class _Records(logging.Handler):
-    """Log records of this process until the next answer carries them to the driver."""
+    """Log records of this process until the next result carries them to the driver."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[tuple[str, int, str]] = []
+        self.kept: Records = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.kept.append((record.name, record.levelno, redact(record.getMessage())))
 
-    def taken(self) -> list[tuple[str, int, str]]:
+    def take(self) -> Records:
         kept, self.kept = self.kept, []
         return kept
 
 
-def _join(meeting: Meeting, kind: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    if kind == "cuda":
-        torch.cuda.set_device(0)  # the only one that this process sees
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        init_method=meeting.store,
-        rank=meeting.rank,
-        world_size=meeting.world,
-        timeout=timedelta(seconds=meeting.timeout),
-    )
+def backend_of(kind: str) -> str:
+    return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
 
 
 def end_with_others(driver: Process | None = None) -> None:
-    """From now on this process ends once the driver does, or the process that started it: nothing may hold a device."""
+    """End this process once the driver, or the process that started it, is gone: nothing may hold a device."""
     threading.Thread(target=_watch, args=(driver, os.getppid()), name="watch", daemon=True).start()
 
 
 def _watch(driver: Process | None, parent: int) -> None:
     while os.getppid() == parent and not (driver and driver.is_gone):
-        time.sleep(LOOK_EVERY)
+        time.sleep(CHECK_EVERY)
     os._exit(1)
 
 
 def _address() -> str:
-    """The address of the interface that leads out; loopback where none does. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    """Return the address of the interface that leads out; loopback if none does. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"

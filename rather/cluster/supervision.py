@@ -1,27 +1,62 @@
-"""Losses that a run survives: how many in a row, with which pause, and what is written down of them.
+"""What ends a run, what it survives, and how that is reported once.
 
-Only processes that died, connections that broke and deadlines that passed are losses. Anything that a worker or the
-driver says itself (a wrong config, bad data, a damaged checkpoint, NaN, no memory, an exception of the code) would come
-again, and ends the run at once.
+Only processes that died, connections that broke and deadlines that passed are worker failures that a run survives.
+Anything that a worker or the driver reports itself (a wrong config, bad data, a damaged checkpoint, NaN, no memory,
+an exception of the code) would happen again, and ends the run at once.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from functools import wraps
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from rather.checkpoint.checkpoint import LATEST
-from rather.config.schema import DPOConfig
-from rather.errors import HangError, RatherError
+from rather.cluster.health import (
+    ANSWER,
+    GRACE,
+    Failure,
+    Limit,
+    Pulse,
+    Snapshots,
+    StackSnapshot,
+    are_alike,
+    first_cause,
+    hang_error,
+    phase_of,
+)
+from rather.cluster.host import Process, end_with_others
+from rather.cluster.spmd import SpmdCluster
+from rather.config.schema import DPOConfig, Timeouts
+from rather.errors import HangError, RatherError, WorkerError
 
 log = logging.getLogger(__name__)
 
+CHECK_EVERY = 1.0  # seconds
+PATIENCE = 30.0  # seconds for torchrun's store to answer on a busy machine
+PAUSE = 5.0  # seconds between two checks that show that this process was stopped
+START = 5.0  # seconds for torchrun's store to answer; it was there before
+COMPUTING = ("train_step", "compute_log_probs", "score")
+DEBUGGERS = ("bdb.py", "pydevd")
+
 
 class Supervision:
-    """Counts the losses since the last new checkpoint: a run that gets on may meet any number of them."""
+    """Counts the worker failures since the last new checkpoint: a run that makes progress survives any number."""
 
     def __init__(
         self,
@@ -30,46 +65,255 @@ class Supervision:
         step: Callable[[], int],
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`write` adds an incident; `step` says how many steps are done."""
+        """`write` adds an incident; `step` returns how many steps are done."""
         self.config, self._write, self._step, self._pause = config, write, step, pause
-        self.losses = 0
-        self._began = self._saved = _last_saved(config.run_dir)
+        self.failures = 0
+        self._first = self._saved = _last_saved(config.run_dir)
 
     def survive(self, error: RatherError, kind: str, remedy: str) -> None:
-        """Returns when it is time for another attempt; raises `error` where none is left."""
-        saved = _last_saved(self.config.run_dir)
+        """Return when it is time for another attempt; raise `error` if none is left."""
+        saved, most = _last_saved(self.config.run_dir), self.config.max_failures
         if saved != self._saved:
-            self.losses, self._saved = 0, saved
-        self.losses += 1
-        most = self.config.max_failures
-        self.note(
-            "hang" if isinstance(error, HangError) else kind,
-            error,
-            loss=self.losses,
-            max_failures=most,
-        )
-        if self.losses > most:
+            self.failures, self._saved = 0, saved
+        self.failures += 1
+        kind = "hang" if isinstance(error, HangError) else kind
+        self.note(kind, error, loss=self.failures, max_failures=most)
+        if self.failures > most:
             raise error
-        pause = self.config.failure_backoff * 2 ** (self.losses - 1)
-        told = (error, remedy, f" in {pause:.0f} s" if pause else "", self.losses, most)
-        log.warning("%s Now %s%s: loss %d of %d since the last checkpoint.", *told)
+        pause = self.config.failure_backoff * 2 ** (self.failures - 1)
+        when = f" in {pause:.0f} s" if pause else ""
+        said = (error, remedy, when, self.failures, most)
+        log.warning("%s Now %s%s: failure %d of %d since the last checkpoint.", *said)
         self._pause(pause)
 
     def note(self, kind: str, error: RatherError, **facts: Any) -> None:
         self._write(kind, self._step(), cause=str(error), **facts)
 
-    def going_on(self) -> DPOConfig:
-        """The config with which the run goes on from its own last checkpoint; from where it began while it has none."""
+    def config_to_resume(self) -> DPOConfig:
+        """Return the config that resumes from the run's own last checkpoint, or from where it first began."""
         given = self.config.resume_from_checkpoint
-        named = isinstance(given, str) and _last_saved(self.config.run_dir) == self._began
-        return self.config.model_copy(
-            update={"overwrite": False, "resume_from_checkpoint": given if named else "auto"}
-        )
+        named = isinstance(given, str) and _last_saved(self.config.run_dir) == self._first
+        changes = {"overwrite": False, "resume_from_checkpoint": given if named else "auto"}
+        return self.config.model_copy(update=changes)
 
 
 def _last_saved(run_dir: Path) -> int:
-    """When a checkpoint was completed last; 0 where none was."""
-    try:
+    """Return when the last checkpoint was completed; 0 if there is none."""
+    with suppress(FileNotFoundError):
         return (run_dir / LATEST).stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
+    return 0
+
+
+# --- deadlines of calls in this process ---
+
+
+class Watchdog:
+    """A thread that ends the process, with exit code 7, if one of its calls is not over in time.
+
+    Nothing can be raised in a thread that waits in a collective. Under torchrun all processes end: their watchdogs
+    exchange stack snapshots, and one reports them. A process that was stopped as a whole and continues is not late.
+    Deadlines are those of the config: a rank also waits for what the first one does alone between steps.
+    """
+
+    def __init__(
+        self, timeouts: Timeouts, log_dir: Path, world: int, supervision: Supervision | None
+    ) -> None:
+        self.timeouts, self.log_dir, self.world = timeouts, log_dir, world
+        self.supervision = supervision
+        self.pulse = Pulse()
+        self.limit: Limit | None = None
+        self._closed = threading.Event()
+        self._peers: _Peers | None = None
+
+    def watch(self, role: Any, methods: Iterable[str]) -> None:
+        """Give these methods of a role their deadlines."""
+        for method in methods:
+            if hasattr(role, method):
+                setattr(role, method, self._timed(getattr(role, method), role.role, method))
+
+    def start(self) -> None:
+        """Start the thread. All processes call this."""
+        if self.world > 1:
+            self._peers = _Peers(PATIENCE)
+            self._peers.write("process", asdict(Process.this()))
+        threading.Thread(target=self._work, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    @contextmanager
+    def during(self, call: str, phase: str) -> Iterator[None]:
+        with self.pulse.during(call):
+            before, self.limit = self.limit, Limit(getattr(self.timeouts, phase), phase)
+            try:
+                yield
+            finally:
+                self.limit = before
+
+    def _timed(self, work: Callable[..., Any], role: str, method: str) -> Callable[..., Any]:
+        first = ["first_step"] if method in ("train_step", "compute_log_probs") else []
+        phases = chain(first, repeat(phase_of(role, method)))
+
+        @wraps(work)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.during(f"{role}.{method}", next(phases)):
+                return work(*args, **kwargs)
+
+        return timed
+
+    def _work(self) -> None:
+        checked = time.monotonic()
+        while not self._closed.wait(CHECK_EVERY):
+            now = time.monotonic()
+            if now - checked > PAUSE:
+                self.pulse.since += now - checked
+            checked, limit = now, self.limit
+            late = limit is not None and self.pulse.seconds > limit.seconds
+            if late or (self._peers and self._peers.has_begun("snapshot")):
+                self._end(limit or Limit(self.timeouts.save, "save"))
+
+    def _end(self, limit: Limit) -> None:
+        own, peers = self.pulse.snapshot(), self._peers
+        if any(name in own.stacks for name in DEBUGGERS):
+            return
+
+        def report(found: Mapping[int, Any]) -> int:
+            assert peers is not None
+            role = f"{own.call.partition('.')[0]} " if "." in own.call else ""
+            names = {
+                peers.name(rank, role, process["machine"]): found.get(rank)
+                for rank, process in peers.read("process").items()
+            }
+            self._report({n: StackSnapshot(**s) if s else None for n, s in names.items()}, limit)
+            return HangError.exit_code
+
+        try:
+            if peers:
+                peers.settle("snapshot", asdict(own), ANSWER, report)
+                answered = peers.read("snapshot")
+                for rank, process in peers.read("process").items():
+                    if rank not in answered:  # it cannot end by itself
+                        Process(**process).kill()
+            else:
+                self._report({own.call: own}, limit)
+                print(own.stacks, file=sys.stderr, flush=True)
+        except dist.DistError:  # the store is gone, perhaps with the process that stands still
+            self._report({f"rank {os.environ['RANK']} of {self.world}": own}, limit)
+        os._exit(HangError.exit_code)
+
+    def _report(self, ranks: Snapshots, limit: Limit) -> None:
+        error = hang_error(ranks, {}, limit, self.log_dir)
+        if self.supervision:
+            self.supervision.note("hang", error)
+        print(f"rather: {error}", file=sys.stderr, flush=True)
+
+
+# --- processes that torchrun started ---
+
+
+class _Peers:
+    """Messages among these processes, through torchrun's own store: it outlives them, and works if all else hangs."""
+
+    def __init__(self, seconds: float) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        start = f"rather/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        self.store: Any = dist.PrefixStore(start, _agent_store(seconds))  # type: ignore[attr-defined]
+
+    def name(self, rank: int, role: str, machine: str) -> str:
+        return f"{role}rank {rank} of {self.world} (on {machine})"
+
+    def write(self, topic: str, value: Any) -> None:
+        self.store.set(f"{topic} {self.rank}", json.dumps(value))
+
+    def read(self, topic: str) -> dict[int, Any]:
+        keys = {rank: f"{topic} {rank}" for rank in range(self.world)}
+        there = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        return {rank: json.loads(self.store.get(key)) for rank, key in there.items()}
+
+    def has_begun(self, topic: str) -> bool:
+        with suppress(dist.DistError):
+            return bool(self.store.check([f"{topic} speakers"]))
+        return False
+
+    def wait(self, keys: Iterable[str], seconds: float) -> bool:
+        """Return whether all keys are there in time. Polls: the store's own waiting ends with warnings on stderr."""
+        deadline, wanted = time.monotonic() + seconds, list(keys)
+        while not (there := self.store.check(wanted)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return bool(there)
+
+    def settle(
+        self, topic: str, own: Any, seconds: float, report: Callable[[Mapping[int, Any]], int]
+    ) -> int:
+        """Return the exit code of all processes, once one of them has reported what all have written."""
+        self.write(topic, own)
+        if self.store.add(f"{topic} speakers", 1) == 1:
+            self.wait([f"{topic} {rank}" for rank in range(self.world)], seconds)
+            self.store.set("code", str(report(self.read(topic))))
+        self.wait(["code"], 2 * seconds)
+        return int(self.store.get("code"))
+
+
+def _agent_store(seconds: float) -> Any:
+    """Connect to torchrun's store; a DistError after so many seconds if torchrun itself is gone."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=seconds)
+    return dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def report_first_failure(work: Callable[[], int]) -> int:
+    """Run `work` in one of torchrun's processes. If it fails, all exit alike and the first cause is printed once."""
+    end_with_others()
+    _refuse_orphans()
+    try:
+        return work()
+    except Exception as error:
+        own, role = Failure.of(error), _role_of(error)
+        try:
+            peers = _Peers(GRACE)
+            if own.is_echo and peers.wait(["code"], 2 * GRACE):
+                code = int(peers.store.get("code"))
+            else:
+                record = [asdict(own), role, socket.gethostname()]
+                code = peers.settle("failure", record, GRACE, lambda found: _report(found, peers))
+        except dist.DistError:  # torchrun's store is gone, or not there yet
+            code = _print(own, "")
+    raise SystemExit(code)
+
+
+def _refuse_orphans() -> None:
+    """An interrupt may end torchrun before this process could watch it; it would then wait long for the others."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    try:
+        _agent_store(START)
+    except dist.DistError:
+        print("rather: torchrun, which started this process, is gone", file=sys.stderr, flush=True)
+        raise SystemExit(WorkerError.exit_code) from None
+
+
+def _report(found: Mapping[int, Any], peers: _Peers) -> int:
+    """Print the first cause. No place is named if no role was called and all ranks, or the first one, failed."""
+    failures = {rank: Failure(**fields) for rank, (fields, _, _) in found.items()}
+    rank = first_cause(failures)
+    _, role, machine = found[rank]
+    alike = are_alike(failures, peers.world)
+    where = f"{role}, all {peers.world} ranks" if role else ""
+    if not alike and (role or rank):
+        where = peers.name(rank, f"{role} " if role else "", machine)
+    return _print(failures[rank], where)
+
+
+def _print(failure: Failure, where: str) -> int:
+    error = failure.error(where)
+    trace = "" if failure.is_expected else failure.trace
+    print(f"{trace}rather: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _role_of(error: BaseException) -> str | None:
+    """Return the role whose call failed."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(caller := frame.f_locals.get("self"), SpmdCluster):
+            return caller.role
+    return None

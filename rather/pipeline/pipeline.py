@@ -277,7 +277,7 @@ class DPOPipeline:
                         raise Ended(
                             number, "stopped while workers were restarting; run the command again"
                         ) from error
-                self.config = self.supervision.going_on()
+                self.config = self.supervision.config_to_resume()
                 self.roles = self.roles.restart()
                 self._build()
 

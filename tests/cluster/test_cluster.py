@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from rather.cluster import resources
 from rather.cluster.cluster import Cluster
-from rather.cluster.failure import Failure, first_cause
+from rather.cluster.health import Failure, first_cause
 from rather.cluster.resources import ResourceManager
 from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import (
@@ -233,7 +233,7 @@ def test_more_devices_than_the_cluster_has_are_refused_with_the_arithmetic() -> 
     assert time.monotonic() - began < 10
     text = str(refused.value)
     assert (
-        f"num_nodes 1 x num_gpus_per_node {SLOTS + 1} = {SLOTS + 1} CPU workers (rather_slot) are asked for"
+        f"num_nodes 1 x num_gpus_per_node {SLOTS + 1} = {SLOTS + 1} CPU workers (rather_slot) are requested"
         in text
     )
     assert f"has {SLOTS} on 1 node, so 0 of 1 nodes have {SLOTS + 1}: 1 missing" in text
@@ -301,7 +301,7 @@ def test_the_first_cause_is_told(
 
 def test_a_shortage_of_memory_names_three_ways_out() -> None:
     shortage = Failure.of(torch.OutOfMemoryError("CUDA out of memory.\nMore."))
-    said = str(shortage.error("actor_train rank 1 of 2", "actor_train"))
+    said = str(shortage.error("actor_train rank 1 of 2"))
     assert said.startswith("actor_train rank 1 of 2: CUDA out of memory. Lower ")
     assert "More" not in said
     for key in ("max_tokens_per_microbatch_in_train", "recompute_granularity", "strategy_name"):
@@ -358,7 +358,7 @@ def test_silence_ends_at_the_deadline(folder: Path) -> None:
     manager = ResourceManager(1, 2, timeouts=Timeouts(start=60.0))
     try:
         silent = cluster(manager, folder, "hang", [0])
-        silent.deadlines.told = Timeouts(start=2.0)
+        silent.deadlines.timeouts = Timeouts(start=2.0)
         with pytest.raises(
             HangError, match=r"reference rank 0 of 1 .+: no answer within 2 s \(timeouts.start\)"
         ):

@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 
-from rather.cluster import deadlines
+from rather.cluster import health
 from rather.cluster.cluster import Cluster
-from rather.cluster.hang import Rank
-from rather.cluster.host import Answer, Process
+from rather.cluster.host import CallResult, Process
 from rather.cluster.preflight import Ledger, Room
 from rather.cluster.resources import Seat
-from rather.cluster.role import RankInfo
 from rather.cluster.spmd import SpmdCluster
-from rather.cluster.watchdog import PHASES, Watchdog
+from rather.cluster.supervision import Watchdog
 from rather.commands.terminal import guarded
 from rather.config.schema import DPOConfig, Timeouts
 from rather.data.pack import pack
@@ -58,7 +56,6 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "peak_memory": ("save", lambda role: role.peak_memory()),
     "numbers": ("save", lambda role: role.numbers()),
 }
-OWN = {"peak_memory", "numbers"}  # which under torchrun a process asks itself
 
 
 def expected(role: str, call: str) -> tuple[str, str]:
@@ -92,7 +89,7 @@ class Processes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
         self.role, self.silent, self.ledger, self.timeouts = role, "", Ledger(), Timeouts()
         self.named: dict[str, Any] = {}
-        ray = SimpleNamespace(wait=self._wait, get=lambda _: Answer({}))
+        ray = SimpleNamespace(wait=self._wait, get=lambda _: CallResult({}))
         monkeypatch.setitem(
             sys.modules, "ray", ray
         )  # an import before its token is set would spoil it for others
@@ -107,13 +104,13 @@ class Processes:
             add=SimpleNamespace(remote=lambda *_: "add"),
             call=SimpleNamespace(remote=lambda role, step, method, *args: method),
         )
-        return [Seat(handle, Process("here", 0, ""), "", "", 0, Room("here", 0, 1 << 40, 0))]
+        return [Seat(handle, Process("here", 0, ""), "", 0, Room("here", 0, 1 << 40, 0))]
 
     def refuse_without_ray(self) -> None:
         """It is there."""
 
-    def looks(self) -> dict[tuple[str, int], Rank]:
-        return {(self.role, 0): Rank(self.role, None)}
+    def snapshots(self) -> dict[str, None]:
+        return {f"{self.role} rank 0 of 1 (device 0 on here)": None}
 
     def stop(self) -> None:
         """There is nothing to end."""
@@ -124,12 +121,12 @@ AT_ONCE = Timeouts(start=0.01, first_step=0.01, step=0.01, eval=0.01, save=0.01)
 
 def late(cluster: Cluster, silent: str, call: Callable[[Any], Any]) -> str:
     """The key of `timeouts` by which it is told that a method did not answer."""
-    cluster.deadlines.told = cluster.manager.timeouts = AT_ONCE
+    cluster.deadlines.timeouts = cluster.manager.timeouts = AT_ONCE
     cluster.manager.silent = silent
     with pytest.raises(HangError) as hang:
         call(cluster)
     (key,) = re.findall(r"\(timeouts\.(\w+)\)", str(hang.value))
-    cluster.deadlines.told, cluster.manager.silent = Timeouts(), ""
+    cluster.deadlines.timeouts, cluster.manager.silent = Timeouts(), ""
     return key
 
 
@@ -138,7 +135,7 @@ def test_on_ray_each_call_ends_by_the_deadline_of_its_phase(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: DPOConfig, role: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a model would be saved
-    assert calls_of(Cluster) == set(CALLS)
+    assert calls_of(Cluster) == {*CALLS, "park"}
     section = config.actor_train if role == "actor_train" else config.reference
     processes = Processes(monkeypatch, role)
     for name, (_, call) in CALLS.items():
@@ -168,14 +165,13 @@ def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(
     config: DPOConfig, role: str
 ) -> None:
     own = calls_of(SpmdCluster)
-    assert own == set(CALLS) - {"forget"}
-    watchdog = Watchdog(config, RankInfo(0, 2, "cpu"), None)
+    assert own == {*CALLS, "park"}
+    watchdog = Watchdog(config.timeouts, config.log_dir, 2, None)
     telling = Telling(role, watchdog)
-    watchdog.watch(telling, PHASES)
-    for name in own:
+    watchdog.watch(telling, health.PHASES)
+    for name in CALLS:
         call = CALLS[name][1]
-        wanted = (None, None) if name in OWN else expected(role, name)
-        assert (call(telling), call(telling)) == wanted, name
+        assert (call(telling), call(telling)) == expected(role, name), name
     assert watchdog.limit is None
 
 
@@ -253,9 +249,9 @@ def test_on_ray_the_deadline_is_that_of_the_phase(
 def test_on_ray_a_step_ends_by_its_usual_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(deadlines, "ENOUGH", 3)
-    monkeypatch.setattr(deadlines, "FLOOR", DEADLINE)
-    monkeypatch.setattr(deadlines, "SLACK", 2.0)
+    monkeypatch.setattr(health, "ENOUGH", 3)
+    monkeypatch.setattr(health, "FLOOR", DEADLINE)
+    monkeypatch.setattr(health, "SLACK", 2.0)
     monkeypatch.setenv("RATHER_FAULT", "step=5,phase=backward,role=actor_train,kind=hang")
     config = make_config(tmp_path, max_steps=5, max_failures=0, reference__device_mapping=[1])
     assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code

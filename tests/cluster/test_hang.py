@@ -18,14 +18,15 @@ import pytest
 import torch.distributed as dist
 
 from rather.cluster.cluster import Cluster
-from rather.cluster.deadlines import COMPILES, ENOUGH, FLOOR, Deadlines
-from rather.cluster.failure_report import with_one_voice
-from rather.cluster.hang import Rank, judged
+from rather.cluster.health import COMPILES, ENOUGH, FLOOR, Deadlines, Pulse, StackSnapshot, blame
 from rather.cluster.resources import ResourceManager
-from rather.cluster.role import RankInfo
-from rather.cluster.stack_snapshot import Look, Pulse
-from rather.cluster.supervision import Supervision
-from rather.cluster.watchdog import LOOK_EVERY, PAUSE, Watchdog
+from rather.cluster.supervision import (
+    CHECK_EVERY,
+    PAUSE,
+    Supervision,
+    Watchdog,
+    report_first_failure,
+)
 from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import HangError
 from rather.pipeline.pipeline import DPOPipeline
@@ -50,13 +51,12 @@ WHY = {
 # --- who it is ---
 
 
-def doing(place: str, collective: str | None = None) -> Look:
-    return Look("actor_train.train_step", 9.0, place, collective, "")
+def doing(place: str, collective: str | None = None) -> StackSnapshot:
+    return StackSnapshot("actor_train.train_step", 9.0, place, collective, "")
 
 
-def named(*looks: Look | None) -> tuple[str, str]:
-    rank, why = judged([Rank(str(number), look) for number, look in enumerate(looks)])
-    return rank.name, why
+def named(*snapshots: StackSnapshot | None) -> tuple[str, str]:
+    return blame({str(rank): snapshot for rank, snapshot in enumerate(snapshots)})
 
 
 def test_the_guilty_is_who_does_not_answer_else_who_waits_for_nobody_else_who_stands_alone() -> (
@@ -78,21 +78,21 @@ def test_the_guilty_is_who_does_not_answer_else_who_waits_for_nobody_else_who_st
     assert named(sleeps) == ("0", "it is in c")
 
 
-def test_a_look_tells_the_call_the_line_and_whether_it_waits_for_others() -> None:
+def test_a_snapshot_names_the_call_the_line_and_the_collective() -> None:
     pulse = Pulse()
-    seen: list[Look] = []
+    seen: list[StackSnapshot] = []
 
     def from_another_thread() -> None:
-        seen.append(pulse.look())
+        seen.append(pulse.snapshot())
 
     with pulse.during("reference.plan"):
         other = threading.Thread(target=from_another_thread)
         other.start()
         other.join()
     assert (seen[0].call, seen[0].collective) == ("reference.plan", None)
-    assert re.fullmatch(r"test_hang.py:\d+, test_a_look_tells_.+", seen[0].place)
+    assert re.fullmatch(r"test_hang.py:\d+, test_a_snapshot_names_.+", seen[0].place)
     assert "thread MainThread (works):\n" in seen[0].stacks
-    assert "in test_a_look_tells_" in seen[0].stacks
+    assert "in test_a_snapshot_names_" in seen[0].stacks
     assert pulse.call == "nothing"
 
 
@@ -102,10 +102,10 @@ def test_a_look_tells_the_call_the_line_and_whether_it_waits_for_others() -> Non
 def test_a_deadline_is_as_told_until_the_usual_time_is_known_and_never_longer() -> None:
     deadlines = Deadlines(Timeouts(step=1000.0, first_step=2000.0))
     assert deadlines.limit("step", 100) == (2000.0, "first_step")
-    deadlines.took("step", 100, 2.0)
+    deadlines.record("step", 100, 2.0)
     assert deadlines.limit("step", 100) == (1000.0, "step")
     for _ in range(ENOUGH):
-        deadlines.took("step", 100, 20.0)
+        deadlines.record("step", 100, 20.0)
     assert deadlines.limit("step", 100) == (200.0, "adaptive")
     assert deadlines.limit("step", 10) == (FLOOR, "adaptive")
     assert deadlines.limit("step", 10_000) == (
@@ -117,16 +117,13 @@ def test_a_deadline_is_as_told_until_the_usual_time_is_known_and_never_longer() 
     assert deadlines.limit("eval", 10)[1] == "first_step"
 
 
-def test_a_usual_time_may_be_switched_off_and_is_longer_where_shapes_compile(
-    tmp_path: Path,
-) -> None:
+def test_a_usual_time_may_be_switched_off_and_is_longer_where_shapes_compile() -> None:
     off = Deadlines(Timeouts(adaptive=False))
     for _ in range(ENOUGH):
-        off.took("step", 1, 0.001)
+        off.record("step", 1, 0.001)
     assert off.limit("step", 1).key == "step"
-    config = make_config(tmp_path, compile="on")
-    assert Deadlines.of(config, config.timeouts, "cuda").floor == COMPILES
-    assert Deadlines.of(config, config.timeouts, "cpu").floor == FLOOR
+    assert Deadlines(Timeouts(), compiles=True).floor == COMPILES
+    assert off.floor == FLOOR
 
 
 # --- on Ray ---
@@ -155,7 +152,7 @@ def test_on_ray_it_is_named_and_all_processes_end(
     Cluster("reference", path, manager, config.reference, pipeline_config=config)
     policy = Cluster("actor_train", path, manager, config.actor_train, pipeline_config=config)
     processes = [seat.process for seats in manager.named.values() for seat in seats]
-    policy.deadlines.told = Timeouts(start=DEADLINE)
+    policy.deadlines.timeouts = Timeouts(start=DEADLINE)
     began = time.monotonic()
     with pytest.raises(HangError) as hang:
         policy.initialize(1)
@@ -189,13 +186,13 @@ def in_a_rank(
     )
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     sys.stderr = stderr.open("w")
-    with_one_voice(lambda: held_up(config, rank, how, meeting, stderr))
+    report_first_failure(lambda: held_up(config, rank, how, meeting, stderr))
 
 
 def held_up(config: DPOConfig, rank: int, how: str, meeting: Path, stderr: Path) -> int:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     supervision = Supervision(config, Incidents(config.run_dir).add, lambda: 5)
-    watchdog = Watchdog(config, RankInfo(rank, 2, "cpu"), supervision)
+    watchdog = Watchdog(config.timeouts, config.log_dir, 2, supervision)
     watchdog.start()
     stderr.with_name("began").write_text(str(time.time()))
     with watchdog.during("actor_train.train_step", "step"):
@@ -309,11 +306,11 @@ def test_neither_a_breakpoint_nor_a_process_that_was_stopped_is_a_hang(tmp_path:
     child.start()
     screen = tmp_path / "screen"
     assert wait_for(lambda: screen.exists() and "(Pdb)" in screen.read_text(), 60)
-    child.join(DEADLINE + 3 * LOOK_EVERY)  # the watchdog has looked when it was late
+    child.join(DEADLINE + 3 * CHECK_EVERY)  # the watchdog has looked when it was late
     assert child.is_alive()
     os.write(typed, b"continue\n")
     assert wait_for(lambda: state(child.pid) == "T", 60)
-    child.join(PAUSE + 2 * LOOK_EVERY)
+    child.join(PAUSE + 2 * CHECK_EVERY)
     os.kill(child.pid, signal.SIGCONT)
     child.join(60)
     os.close(typed)

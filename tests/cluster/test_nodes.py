@@ -27,7 +27,7 @@ def test_roles_are_placed_as_told_and_a_third_node_is_refused(tmp_path: Path) ->
     assert first != second
     assert found["seconds"] < 10
     assert (
-        "num_nodes 3 x num_gpus_per_node 2 = 6 CPU workers (rather_slot) are asked for"
+        "num_nodes 3 x num_gpus_per_node 2 = 6 CPU workers (rather_slot) are requested"
         in found["error"]
     )
     assert "has 2 + 2 on 2 nodes, so 2 of 3 nodes have 2: 1 missing" in found["error"]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from rather import errors
 from rather.checkpoint.checkpoint import LATEST
-from rather.cluster.failure import Failure
+from rather.cluster.health import Failure
 from rather.cluster.launch import Roles, launch
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import ActorWorker
@@ -87,10 +87,10 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_deletes_nothing(
 ) -> None:
     run = Losses(tmp_path, resume_from_checkpoint=given, overwrite=given is False)
     named = given == "elsewhere/checkpoint-3"
-    assert run.counted.going_on().resume_from_checkpoint == (given if named else "auto")
-    assert not run.counted.going_on().overwrite
+    assert run.counted.config_to_resume().resume_from_checkpoint == (given if named else "auto")
+    assert not run.counted.config_to_resume().overwrite
     run.save(1)
-    assert run.counted.going_on().resume_from_checkpoint == "auto"
+    assert run.counted.config_to_resume().resume_from_checkpoint == "auto"
 
 
 KINDS = [
@@ -101,7 +101,7 @@ FINAL = [kind for kind in KINDS if kind not in (WorkerLost, HangError)]
 
 def test_only_lost_processes_and_connections_are_lost_workers() -> None:
     def kind(error: Exception) -> type[Exception]:
-        return type(Failure.of(error).error("", "actor_train"))
+        return type(Failure.of(error).error(""))
 
     assert kind(RuntimeError("[gloo] Connection closed by peer")) is WorkerLost
     assert kind(TypeError("f() takes no arguments")) is WorkerError

@@ -43,7 +43,14 @@ def placed(folder: Path, address: str) -> dict[str, list[str]]:
             name: Cluster(name, None, manager, role, pipeline_config=config)
             for name, role in roles.items()
         }
-        return {name: [seat.node for seat in cluster.seats] for name, cluster in clusters.items()}
+        import ray
+
+        actors = ray._private.state.actors().values()
+        node_of = {actor["Pid"]: actor["Address"]["NodeID"] for actor in actors}
+        return {
+            name: [node_of[seat.process.pid] for seat in cluster.seats]
+            for name, cluster in clusters.items()
+        }
     finally:
         manager.close()
 

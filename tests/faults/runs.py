@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rather import faults
 from rather.checkpoint.checkpoint import newest_good
-from rather.cluster.failure_report import with_one_voice
+from rather.cluster.supervision import report_first_failure
 from rather.cluster.worker import ActorWorker
 from rather.commands.terminal import guarded
 from rather.config.schema import DPOConfig
@@ -148,7 +148,7 @@ def train(folder: Path, layout: str, changes: Mapping[str, Any]) -> int:
     def work() -> int:
         return DPOPipeline(config_of(folder, layout, changes)).run()
 
-    return guarded((lambda: with_one_voice(work)) if layout == "dp2" else work)
+    return guarded((lambda: report_first_failure(work)) if layout == "dp2" else work)
 
 
 def warm() -> None:

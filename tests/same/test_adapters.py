@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
+from rather.cluster.preflight import Ledger, Room
 from rather.cluster.role import RankInfo
-from rather.cluster.spmd import Memory, SpmdCluster
+from rather.cluster.spmd import SpmdCluster, gather
 from rather.config.schema import ActorModelArgs, DPOConfig
 from rather.config.strategies import Layout
 from rather.data.pack import pack
@@ -210,9 +211,9 @@ def test_a_checkpoint_goes_on_under_another_layout(
 def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
     """Trains as ranks under torchrun do: losses, the reference's log-probs afterwards, and whether it is the policy."""
     member = RankInfo(dist.get_rank(), dist.get_world_size(), "cpu")
-    memory = Memory(member)
+    memory = Ledger(), gather(Room.here(member.rank, "cpu"))
     policy, reference = (
-        SpmdCluster(name, config, member, memory) for name in ("actor_train", "reference")
+        SpmdCluster(name, config, member, *memory) for name in ("actor_train", "reference")
     )
     reference.worker.neighbour = policy.worker
     policy.initialize(4)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rather.cli import main
-from rather.cluster.failure import Failure
+from rather.cluster.health import Failure
 from rather.cluster.worker import ActorWorker
 from rather.config.redaction import looks_secret, redact
 from rather.run_folder.incidents import Incidents

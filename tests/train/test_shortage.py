@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rather.cluster.failure import Failure
+from rather.cluster.health import Failure
 from rather.cluster.oom_report import explained, shortage, table
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
@@ -176,7 +176,7 @@ def test_of_several_ranks_the_one_that_runs_out_tells_all_that(shared: Path) -> 
     worker.initialize(3)
     with pytest.raises(torch.OutOfMemoryError) as caught, explained(worker):
         raise torch.OutOfMemoryError(f"{SAID}\nMore.")
-    told = Failure.of(caught.value).error("actor_train rank 1 of 2", "actor_train")
+    told = Failure.of(caught.value).error("actor_train rank 1 of 2")
     assert isinstance(told, MemoryShortage)
     assert str(told).startswith(
         f"actor_train rank 1 of 2: {SAID} \nWhere the memory of cpu goes:\n  weights "
