@@ -1,4 +1,4 @@
-"""A shortage of memory, told: where the memory of a worker goes, and three settings that need less."""
+"""Explain a lack of device memory: where the memory of a worker goes, and three settings that need less."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rather.cluster.preflight import need_of
-from rather.config.strategies import layout
+from rather.cluster.preflight import GIB, need_of
 from rather.data.batch import PairBatch
 from rather.errors import MemoryShortage
 from rather.losses.objective import from_config
@@ -27,7 +26,7 @@ FIXES = 3
 
 @contextmanager
 def explained(worker: ActorWorker, batches: Sequence[PairBatch] = ()) -> Iterator[None]:
-    """An out-of-memory error gets the table and the fixes as a note: whoever repeats the work needs neither."""
+    """Add the table and the fixes to an out-of-memory error, as a note: who repeats the work needs neither."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -36,12 +35,12 @@ def explained(worker: ActorWorker, batches: Sequence[PairBatch] = ()) -> Iterato
 
 
 def largest(batches: Sequence[PairBatch]) -> int:
-    """Tokens of the largest micro-batch."""
+    """Return the tokens of the largest micro-batch."""
     return max((len(batch.ids_N) for batch in batches), default=0)
 
 
 def sentence(error: BaseException) -> str:
-    """Its first line, for the rest is about the allocator."""
+    """Return the first line of an error; the others are about the allocator."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip()
 
 
@@ -50,133 +49,78 @@ def shortage(error: BaseException) -> MemoryShortage:
 
 
 def explanation(worker: ActorWorker, tokens: int) -> str:
-    """`tokens`: those of the largest micro-batch; 0 where there is none yet."""
+    """Return the table and the fixes. `tokens`: of the largest micro-batch; 0 if there is none yet."""
     rows = table(worker)
     width = max(map(len, rows))
-    lines = [f"  {name:{width}}  {number / 2**30:8.3f} GiB" for name, number in rows.items()]
-    ways = [f"  {way}" for way in fixes(worker, tokens)]
     size = f" (the largest micro-batch has {tokens} tokens)" if tokens else ""
-    return "\n".join(
-        [
-            f"Where the memory of {worker.device} goes{size}:",
-            *lines,
-            "Any of these needs less:",
-            *ways,
-        ]
-    )
-
-
-# --- where it goes ---
+    lines = [f"Where the memory of {worker.device} goes{size}:"]
+    lines += [f"  {name:{width}}  {number / GIB:8.3f} GiB" for name, number in rows.items()]
+    lines += ["Any of these needs less:", *(f"  {fix}" for fix in fixes(worker, tokens))]
+    return "\n".join(lines)
 
 
 def table(worker: ActorWorker) -> dict[str, float]:
-    """Bytes of what lies there, and of what a micro-batch adds."""
+    """Return the bytes of what is there, and of what a micro-batch adds."""
     rows: dict[str, float] = {}
+    kind = worker.device.split(":")[0]
     if hasattr(worker, "trainer"):
         trainer = worker.trainer
         rows["weights"] = sum(local(weight).nbytes for weight in trainer.policy.parameters())
         if trainer.optimizer:
             rows["gradients"] = trainer.optimizer.gradient_bytes()
             rows["masters and moments"] = trainer.optimizer.state_bytes()
-        rows |= {name: number for name, number in _of_tokens(worker).items() if number}
-    elif need := need_of(worker.config, worker.worker_config, worker.device.split(":")[0]):
+        rows |= _per_tokens(worker, kind)
+    elif need := need_of(worker.config, worker.worker_config, kind):
         rows[f"state of {worker.role}, computed"] = need.device + need.host
-    if other := _beside(worker):
-        rows["reference"] = other
-    return rows
+    rows["reference"] = _reference_alongside(worker, kind)
+    return {name: number for name, number in rows.items() if number}
 
 
-def _of_tokens(worker: ActorWorker) -> dict[str, float]:
-    """Of a thousand scored tokens; activations as the planner measured them, else computed."""
-    found, kind, planned, args = (
-        worker.layout,
-        worker.device.split(":")[0],
-        worker.planned,
-        worker.source[1],
-    )
+def _per_tokens(worker: ActorWorker, kind: str) -> dict[str, float]:
+    """Return the bytes of a thousand scored tokens; activations as the planner measured them, else computed."""
+    shape, planned, args = worker.layout, worker.planned, worker.source[1]
+    if planned and planned.bytes_of_token:
+        return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
     sizes, level = sizes_of(*worker.source), planned.recompute if planned else "none"
     running = Running(kind, itemsize(args, kind), level, worker.compiled, args.has_adapter)
-    rows = {f"logits of {UNIT} tokens": head(sizes, UNIT, running, found.tp).logits}
-    if planned is None:
-        return rows
-    if planned.bytes_of_token:
-        return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
-    each = kept(sizes, running) * sizes.layers / found.pp / found.tp / found.cp
-    return {f"activations of {UNIT} tokens, computed": UNIT * each, **rows}
+    each = kept(sizes, running) * sizes.layers / shape.pp / shape.tp / shape.cp if planned else 0.0
+    logits = head(sizes, UNIT, running, shape.tp).logits
+    return {
+        f"activations of {UNIT} tokens, computed": UNIT * each,
+        f"logits of {UNIT} tokens": logits,
+    }
 
 
-def _beside(worker: ActorWorker) -> float:
-    """Of a reference that shares the device of the policy, computed."""
+def _reference_alongside(worker: ActorWorker, kind: str) -> float:
+    """Return the computed bytes of a reference that shares the device of the policy."""
     config = worker.config
-    shares = (config.reference.device_mapping or [0]) == (config.actor_train.device_mapping or [0])
-    if worker.role != "actor_train" or not shares or not from_config(config).needs_reference:
+    same = (config.reference.device_mapping or [0]) == (config.actor_train.device_mapping or [0])
+    if worker.role != "actor_train" or not same or not from_config(config).needs_reference:
         return 0.0
-    kind = worker.device.split(":")[0]
     need = need_of(config, config.reference, kind)
     return need.device + (need.host if kind == "cpu" else 0.0) if need else 0.0
 
 
-# --- what needs less ---
-
-
 def fixes(worker: ActorWorker, tokens: int) -> list[str]:
-    """Three settings that are not yet made."""
-    ways = (
-        _for_policy(worker, tokens)
-        if worker.role == "actor_train"
-        else _for_reference(worker, tokens)
-    )
-    return [way for way, has_effect in ways if has_effect][:FIXES]
-
-
-def _for_policy(worker: ActorWorker, tokens: int) -> list[tuple[str, bool]]:
-    config, found, alone = (
-        worker.config,
-        layout(worker.worker_config),
-        worker.device.startswith("cuda"),
-    )
-    strategy = "actor_train.strategy_args"
-    alone = alone and found.devices == 1
-    lean = alone and config.precision != "lean" and worker.worker_config.model_args.dtype != "fp32"
-    parks = (
-        alone
-        and _beside(worker) > 0
-        and config.reference.offload != "on"
-        and not config.sync_ref_model
-    )
-    recomputes = worker.planned is not None and worker.planned.recompute == "full"
-    return [
-        (
-            f"actor_train.max_tokens_per_microbatch_in_train={tokens // 2}",
-            tokens > config.sequence_length,
-        ),
-        (f"{strategy}.strategy_config.recompute_granularity=full", not recomputes),
-        ("precision=lean (moments of 8 bits, no masters)", lean),
-        ("reference.offload=on (it waits on the host)", parks),
-        (
-            f"{strategy}.strategy_name=zero3 (divides weights and optimizer)",
-            found.dp > 1 and found.stage < 3,
-        ),
-        (f"sequence_length={config.sequence_length // 2} (longer pairs are cut or dropped)", True),
-        (
-            f"more devices: actor_train.device_mapping, with {strategy}.strategy_name=zero3 or a larger tp_size",
-            True,
-        ),
-    ]
-
-
-def _for_reference(worker: ActorWorker, tokens: int) -> list[tuple[str, bool]]:
-    config, found = worker.config, layout(worker.worker_config)
-    strategy = "reference.strategy_args"
-    return [
-        (
-            f"reference.max_tokens_per_microbatch_in_infer={tokens // 2}",
-            tokens > config.sequence_length,
-        ),
-        (
-            f"{strategy}.strategy_name=fsdp2_infer (divides the weights)",
-            found.dp > 1 and not found.stage,
-        ),
-        (f"sequence_length={config.sequence_length // 2} (longer pairs are cut or dropped)", True),
-        ("reference.device_mapping with devices of its own", True),
-    ]
+    """Return three settings that are not yet made."""
+    config, shape, role, planned = worker.config, worker.layout, worker.role, worker.planned
+    trains, strategy = role == "actor_train", f"{role}.strategy_args"
+    alone = worker.device.startswith("cuda") and shape.devices == 1
+    offloads = alone and config.reference.offload != "on" and not config.sync_ref_model
+    lean = config.precision != "lean" and worker.worker_config.model_args.dtype != "fp32"
+    work = "train" if trains else "infer"
+    name = "zero3" if trains else "fsdp2_infer"
+    shards = shape.dp > 1 and (shape.stage < 3 if trains else not shape.stage)
+    ways = {
+        f"{role}.max_tokens_per_microbatch_in_{work}={tokens // 2}": tokens
+        > config.sequence_length,
+        f"{strategy}.strategy_config.recompute_granularity=full": trains
+        and not (planned and planned.recompute == "full"),
+        "precision=lean (moments of 8 bits, no masters)": trains and alone and lean,
+        "reference.offload=on (it waits on the host)": offloads
+        and _reference_alongside(worker, "cuda") > 0,
+        f"{strategy}.strategy_name={name} (shards the weights)": shards,
+        f"sequence_length={config.sequence_length // 2} (longer pairs are cut or dropped)": True,
+        f"more devices: {role}.device_mapping, with strategy_name={name} or a larger tp_size": True,
+    }
+    return [way for way, has_effect in ways.items() if has_effect][:FIXES]

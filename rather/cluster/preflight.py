@@ -1,13 +1,13 @@
 """Does the state fit? Weights, gradients and optimizer of each worker against the memory that is there.
 
-From the headers of the files; no weight is read. It is a lower bound: activations, gathered layers and fragments come
-on top, so what is refused here cannot run, and what passes may still be too much.
+From the headers of the files; no weight is read. It is a lower bound: activations, gathered layers and fragments
+come on top, so what is refused here cannot run, and what passes may still be too much.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
@@ -17,7 +17,7 @@ from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
-from rather.plan.state import Part, state_of, stored_shapes
+from rather.plan.state import state_of, stored_shapes
 
 GIB = 1 << 30
 CGROUPS = {  # limit, use, and the file cache that can be given up, by version
@@ -28,22 +28,18 @@ CGROUPS = {  # limit, use, and the file cache that can be given up, by version
 
 @dataclass(frozen=True)
 class Room:
-    """What a process finds before any model is there: free host memory, and all memory of its GPU (0 without one)."""
+    """What a process finds before any model is there."""
 
     machine: str
     place: int  # the device's number
-    free: int
-    device: int
+    free: int  # bytes of host memory
+    device: int  # bytes of its GPU; 0 without one
 
     @staticmethod
     def here(place: int, kind: str) -> Room:
         import torch
 
-        total = (
-            torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            if kind == "cuda"
-            else 0
-        )
+        total = torch.cuda.get_device_properties("cuda").total_memory if kind == "cuda" else 0
         return Room(socket.gethostname(), place, free_memory(), total)
 
 
@@ -54,7 +50,7 @@ class Need:
     device: float
     host: float
     once: float
-    told: str  # how they came about
+    arithmetic: str
 
 
 @dataclass
@@ -67,68 +63,71 @@ class Ledger:
         if need is None:
             return
         self.held[name] = (need, rooms)
-        if problem := self.shortage():
-            raise ConfigError(problem)
+        every = [room for _, held in self.held.values() for room in held]
+        for room in every:
+            self._check_gpu(room)
+        for machine in {room.machine for room in every}:
+            self._check_host(machine, min(each.free for each in every if each.machine == machine))
 
-    def shortage(self) -> str | None:
-        rooms = [room for _, held in self.held.values() for room in held]
-        for room in {(room.machine, room.place): room for room in rooms if room.device}.values():
-            here = {
-                name: need for name, (need, held) in self.held.items() if _same_device(room, held)
-            }
-            taken = sum(need.device for need in here.values())
-            if taken > room.device:
-                fewest = ceil(sum(need.once for need in here.values()) / room.device)
-                fits = f"Divided by zero3 and fsdp2_infer they need {fewest} such GPUs or more."
-                return _sentence(
-                    f"GPU {room.place} of {room.machine}", room.device, taken, here, fits
-                )
-        for machine in {room.machine for room in rooms}:
-            workers = {
-                name: sum(room.machine == machine for room in held)
-                for name, (_, held) in self.held.items()
-            }
-            taken = sum(self.held[name][0].host * count for name, count in workers.items())
-            free = min(room.free for room in rooms if room.machine == machine)
-            if taken > free:
-                once = sum(self.held[name][0].once for name, count in workers.items() if count)
-                fits = f"Held once, divided by zero3 and fsdp2_infer, they are {_gib(once)}."
-                here = {
-                    f"{count} x {name}": self.held[name][0]
-                    for name, count in workers.items()
-                    if count
-                }
-                return _sentence(machine, free, taken, here, fits)
-        return None
+    def _check_gpu(self, room: Room) -> None:
+        place = (room.machine, room.place)
+        here = {
+            name: need
+            for name, (need, held) in self.held.items()
+            if place in [(each.machine, each.place) for each in held]
+        }
+        taken = sum(need.device for need in here.values())
+        if room.device and taken > room.device:
+            fewest = ceil(sum(need.once for need in here.values()) / room.device)
+            fits = f"Divided by zero3 and fsdp2_infer they need {fewest} such GPUs or more."
+            raise _refusal(f"GPU {room.place} of {room.machine}", room.device, taken, here, fits)
+
+    def _check_host(self, machine: str, free: int) -> None:
+        here: dict[str, Need] = {}
+        taken = 0.0
+        for name, (need, held) in self.held.items():
+            if count := sum(room.machine == machine for room in held):
+                here[f"{count} x {name}"] = need
+                taken += need.host * count
+        if taken > free:
+            once = sum(need.once for need in here.values()) / GIB
+            fits = f"Held once, divided by zero3 and fsdp2_infer, they are {once:.3g} GiB."
+            raise _refusal(machine, free, taken, here, fits)
+
+
+def _refusal(
+    where: str, there: int, taken: float, roles: Mapping[str, Need], fits: str
+) -> ConfigError:
+    listing = ", ".join(f"{name} {need.arithmetic}" for name, need in roles.items())
+    return ConfigError(
+        f"memory: {where} has {there / GIB:.3g} GiB, and weights, gradients and optimizer alone are "
+        f"{taken / GIB:.3g} GiB: {listing}. {fits} Use more devices, another strategy_name, or a smaller model."
+    )
 
 
 def need_of(
     config: DPOConfig, role: RoleConfig, kind: str, model: str | None = None
 ) -> Need | None:
-    """Of each rank; None where the model is the policy's, or cannot be looked at from here: loading it will tell."""
+    """Return what each rank holds; None if the model is the policy's, or its files cannot be read from here."""
     args = role.model_args.of_other_weights() if model else role.model_args
     shapes = stored_shapes(model or role.model_path, args.revision)
     if shapes is None or (not role.trains and reference_is_policy(config)):
         return None
-    state, found = state_of(config, role, kind, shapes, args, narrow=True), layout(role)
-    own, whole, cut = state.own, state.gathered, state.cut
-    on_host = own if found.host or kind == "cpu" else 0.0
-    listed = " + ".join(
-        f"{part.number:.3g} weights x {_bytes(part, state.shards)} bytes" for part in state.parts
-    )
-    told = f"{listed}{f' / {cut} by tp and pp' if cut > 1 else ''}"
-    if kind == "cpu":
-        return Need(0.0, own + whole, state.once, told)
-    return Need(own + whole - on_host, on_host, state.once, told)
-
-
-def _bytes(part: Part, shards: int) -> str:
-    each = f"{part.bytes:g}/{shards}" if shards > 1 or part.gathered else f"{part.bytes:g}"
-    return f"({each} + {part.gathered:g})" if part.gathered else each
+    state = state_of(config, role, kind, shapes, args, narrow=True)
+    parts = []
+    for part in state.parts:
+        each = f"{part.bytes:g}"
+        each += f"/{state.shards}" if state.shards > 1 or part.gathered else ""
+        each = f"({each} + {part.gathered:g})" if part.gathered else each
+        parts.append(f"{part.number:.3g} weights x {each} bytes")
+    arithmetic = " + ".join(parts) + (f" / {state.cut} by tp and pp" if state.cut > 1 else "")
+    total = state.own + state.gathered
+    on_host = total if kind == "cpu" else state.own if layout(role).host else 0.0
+    return Need(total - on_host, on_host, state.once, arithmetic)
 
 
 def free_memory() -> int:
-    """Bytes of host memory for this process, as its container sees it."""
+    """Return the bytes of host memory that this process can use, as its container sees it."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     numbers = {line.partition(":")[0]: int(line.split()[1]) << 10 for line in lines}
     return min([numbers["MemAvailable"] + numbers.get("SwapFree", 0), *_free_in_groups()])
@@ -154,7 +153,7 @@ def _free_in_groups() -> Iterator[int]:
 
 
 def free_in_group(folder: Path, version: int) -> int | None:
-    """What a control group leaves of its limit; None without one."""
+    """Return what a control group leaves of its limit; None without one."""
     limit, use, cache = CGROUPS[version]
     try:
         most, used = ((folder / name).read_text(encoding="ascii").strip() for name in (limit, use))
@@ -163,19 +162,3 @@ def free_in_group(folder: Path, version: int) -> int | None:
         return None
     kept = {name: int(number) for name, _, number in (line.partition(" ") for line in lines)}
     return None if most == "max" else int(most) - int(used) + kept.get(cache, 0)
-
-
-def _same_device(room: Room, rooms: Iterable[Room]) -> bool:
-    return any((room.machine, room.place) == (each.machine, each.place) for each in rooms)
-
-
-def _sentence(where: str, there: float, taken: float, parts: Mapping[str, Need], fits: str) -> str:
-    listing = ", ".join(f"{name} {need.told}" for name, need in parts.items())
-    return (
-        f"memory: {where} has {_gib(there)}, and weights, gradients and optimizer alone are {_gib(taken)}: {listing}. "
-        f"{fits} Use more devices, another strategy_name, or a smaller model."
-    )
-
-
-def _gib(number: float) -> str:
-    return f"{number / GIB:.3g} GiB"

@@ -291,7 +291,7 @@ def test_memory_counts_frozen_and_trained_weights_apart(shared: Path) -> None:
     assert small is not None
     assert full.once == 16 * weights
     assert small.once == 4 * weights + 16 * 3712
-    assert small.told == f"{weights:.3g} weights x 4 bytes + {3712:.3g} weights x 16 bytes"
+    assert small.arithmetic == f"{weights:.3g} weights x 4 bytes + {3712:.3g} weights x 16 bytes"
     assert need_of(adapted, adapted.reference, "cpu") is None, "the reference is the policy"
     assert need_of(whole, whole.reference, "cpu") is not None
 
