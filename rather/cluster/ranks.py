@@ -16,7 +16,7 @@ from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.parallel.stages import SCORED
-from rather.train.nonfinite import Limits
+from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
 
 
@@ -67,7 +67,7 @@ class RoleOnRanks:
         batches: Sequence[PairBatch],
         reference: Columns | None,
         *,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult:
         args = (reference, PairFacts.of_step(batches), limits)
         found: list[StepResult] = self._run("train_step", *args, batches=batches)

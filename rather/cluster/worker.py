@@ -1,4 +1,4 @@
-"""ActorWorker: a RankTrainer behind the calls that the driver makes. One worker serves one role on one device."""
+"""ActorWorker: a RankTrainer behind the calls of a Role. One worker serves one role on one device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rather import faults
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import Shard, ShardedFiles, tensor_of
+from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
 from rather.cluster.oom_report import explained, explanation, sentence
 from rather.cluster.role import RankInfo
 from rather.cluster.writing import Writer
@@ -58,6 +59,7 @@ class ActorWorker:
         self.config, self.role, self.member = config, role, member or RankInfo()
         self.worker_config = config.actor_train if role == "actor_train" else config.reference
         self.device = self.member.device or device_of(self.worker_config)
+        self.on_gpu = self.device.startswith("cuda")
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
         self.planned: Budget | None = None  # for training
         wanted = config.checkpoint_config.async_save
@@ -67,39 +69,34 @@ class ActorWorker:
         self.rows: int
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
-        """The objective; a subclass may return its own, or a plain function: PairLogps -> one loss per pair."""
+        """Return the objective: a PairLoss, or a plain function from PairLogps to one loss per pair."""
         return from_config(self.config)
 
     def _objective(self) -> PairLoss:
-        loss = self.build_loss()
-        if isinstance(loss, PairLoss):
-            self._refuse_what_nobody_asked_for(loss)
-            return loss
-        if self.config.loss_modifiers:
-            named = ", ".join(self.config.loss_modifiers)
-            raise ConfigError(
-                f"{named}: a plain function from build_loss takes no modifiers; return a PairLoss"
-            )
-        return own_loss(loss)
-
-    def _refuse_what_nobody_asked_for(self, own: PairLoss) -> None:
-        """The driver asks reference and data for what the config's objective needs, and knows no other."""
-        asked = from_config(self.config)
+        loss, config = self.build_loss(), from_config(self.config)
+        if not isinstance(loss, PairLoss):
+            if named := ", ".join(self.config.loss_modifiers):
+                raise ConfigError(
+                    f"{named}: a plain function from build_loss takes no modifiers; return a PairLoss"
+                )
+            return own_loss(loss)
+        # The driver reads reference and data for the config's objective, and knows no other.
         more = [
-            *(own.token_columns - asked.token_columns),
-            *(own.pair_columns - asked.pair_columns),
+            *(loss.token_columns - config.token_columns),
+            *(loss.pair_columns - config.pair_columns),
         ]
-        more += ["a reference"] if own.needs_reference and not asked.needs_reference else []
-        more += ["whole steps"] if own.whole_batch and not asked.whole_batch else []
+        more += ["a reference"] if loss.needs_reference and not config.needs_reference else []
+        more += ["whole steps"] if loss.whole_batch and not config.whole_batch else []
         if more:
             raise ConfigError(
                 f"build_loss: its PairLoss needs {', '.join(more)}, which pref_loss and the modifiers of the config do "
-                "not ask for; set them in the config, where the reference and the data are read by them"
+                "not request; set them in the config, because the driver reads the reference and the data for them"
             )
+        return loss
 
     @faults.by_role
     def initialize(self, total_steps: int, model: str | None = None) -> None:
-        """Loads the model; `model` stands in for the configured one (evaluation of other weights)."""
+        """Load the model; `model` replaces the configured one (evaluation of other weights)."""
         self._prepare_process()
         self.peak = Peak(self.device)
         args = self.worker_config.model_args
@@ -111,125 +108,132 @@ class ActorWorker:
         if self.borrowed:
             self.trainer, self.rows = self.borrowed.trainer, self.borrowed.rows
             kept = keeps_start(self.config)
-            told = (
-                "as its adapter began, of which it keeps a copy"
-                if kept
-                else "with its adapters off"
-            )
-            self.log.info("%s: the policy %s; there is no second model", self.role, told)
+            how = "as its adapter began, from a frozen copy" if kept else "with its adapters off"
+            self.log.info("%s: the policy %s; there is no second model", self.role, how)
             return
         self.mesh = build_mesh(self.layout, self.device)
         trains = self.role == "actor_train"
         try:
-            divided = self._loaded(total_steps, trains=trains)
-            optimizer = self._optimizer(divided, total_steps) if trains else None
+            policy = self._load(total_steps, trains=trains)
+            optimizer = self._optimizer(policy, total_steps) if trains else None
         except torch.OutOfMemoryError as error:
             raise MemoryShortage(f"{sentence(error)}\n{explanation(self, 0)}") from error
-        runner = self._runner(divided) if isinstance(divided, PolicyModel) else None
+        runner: Runner | None = None
+        if isinstance(policy, PolicyModel):
+            canonical, stage = self.layout.canonical, STAGES[self.layout.stage]
+            runner = (
+                Canonical(policy, self.mesh, self.device) if canonical else WholeModelRunner(policy, stage)
+            )
         zeros = trains and self.config.actor_train.training_args.log_num_zeros_in_grad
         self.trainer = RankTrainer(
-            divided, self._objective(), optimizer, mesh=self.mesh, runner=runner, count_zeros=zeros
+            policy, self._objective(), optimizer, mesh=self.mesh, runner=runner, count_zeros=zeros
         )
         if not trains and self.config.reference.offload == "on":
             self.park()
 
     @property
     def borrowed(self) -> ActorWorker | None:
-        """The policy's worker, where this role computes with its model."""
-        lent = (
-            self.neighbour is not None
-            and self.neighbour.source[1].has_adapter
-            and reference_is_policy(self.config)
-        )
-        return self.neighbour if lent else None
+        """The policy's worker, if this role computes with its model."""
+        other = self.neighbour
+        lent = other and other.source[1].has_adapter and reference_is_policy(self.config)
+        return other if lent else None
 
     @property
     def is_divided(self) -> bool:
-        """Whether this rank takes the way of many, which a mesh of one rank takes as well."""
+        """Whether this rank uses the code for several ranks, as a mesh of one rank does too."""
         return bool(self.mesh.sizes) and not self.layout.canonical
 
-    def _runner(self, policy: PolicyModel) -> Runner:
-        if self.layout.canonical:
-            return Canonical(policy, self.mesh, self.device)
-        return WholeModelRunner(policy, STAGES[self.layout.stage])
-
-    def _loaded(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
-        (name, args), lean = self.source, self.config.precision == "lean"
-        if self.is_divided:
-            self.compiled = self.config.compile == "on"
-            recompute = (self.layout.recompute or self._usual_recompute) if trains else "none"
-            asked = replace(self.layout, recompute=recompute)
-            options: dict[str, Any] = {
-                "trains": trains,
-                "compiled": self.compiled,
-                "start": self._start,
-            }
-            divided = load_divided(name, args, self.device, self.mesh, asked, **options)
-            self._facts(divided)
-            return divided
-        policy = load_policy(name, args, self.device, exact=trains and not lean, start=self._start)
-        self.compiled = self._compiles(policy, total_steps)
-        self._facts(policy)
-        if not trains:  # a policy's layers are arranged by what fits
-            arrange_layers(freeze(policy), compiled=self.compiled)
-        elif self.layout.canonical:  # what fits may differ with the number of ranks
-            recompute = self.layout.recompute or self._usual_recompute
-            arrange_layers(
-                policy, recompute=recompute, offload=self.layout.offload, compiled=self.compiled
-            )
-        return policy
-
     @property
-    def _start(self) -> Start:
-        return Start(self.config.seed, self.role == "actor_train" and keeps_start(self.config))
+    def _recompute(self) -> Recompute:
+        """Of a divided model nothing is rehearsed: all ranks would have to agree on what fits."""
+        return self.layout.recompute or ("full" if self.on_gpu else "none")
 
-    def _facts(self, policy: PolicyModel | Stages) -> None:
-        """What of the whole model is asked for later, checked and told."""
+    def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
+        name, args = self.source
+        start = Start(self.config.seed, trains and keeps_start(self.config))
+        self.compiled = self.config.compile == "on"
+        policy: PolicyModel | Stages
+        if self.is_divided:
+            shape = replace(self.layout, recompute=self._recompute if trains else "none")
+            options: dict[str, Any] = {"trains": trains, "compiled": self.compiled, "start": start}
+            policy = load_divided(name, args, self.device, self.mesh, shape, **options)
+        else:
+            exact = trains and self.config.precision != "lean"
+            policy = load_policy(name, args, self.device, exact=exact, start=start)
+            # Compiling takes a minute or two; auto compiles runs that are likely to take many.
+            if self.config.compile == "auto" and self.on_gpu and not self.layout.offload:
+                weights = sum(p.numel() for p in policy.parameters())
+                self.compiled = worth_compiling(self.config, weights, total_steps)
         part = next(module for module in policy.modules() if isinstance(module, PolicyModel))
         self.causal_lm, self.rows = part.causal_lm, part.vocabulary_size
         check_length(self.causal_lm.config, self.config.sequence_length)
-        self._tell(policy)
+        self._log_size(policy)
+        if self.is_divided:
+            return policy
+        assert isinstance(policy, PolicyModel)
+        if not trains:  # a policy's layers are arranged by what fits
+            arrange_layers(freeze(policy), compiled=self.compiled)
+        elif self.layout.canonical:  # what fits may differ with the number of ranks
+            options = {"offload": self.layout.offload, "compiled": self.compiled}
+            arrange_layers(policy, recompute=self._recompute, **options)
+        return policy
 
-    @property
-    def _usual_recompute(self) -> Recompute:
-        """Of a divided model nothing is rehearsed: all ranks would have to agree on what fits."""
-        return "full" if self.device.startswith("cuda") else "none"
+    def _log_size(self, policy: PolicyModel | Stages) -> None:
+        weights = sum(p.numel() for p in policy.parameters())
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        dtype = str(compute_dtype(self.source[1], self.device)).removeprefix("torch.")
+        extra = "; layers are compiled, which takes a minute or two at the first steps"
+        extra = extra if self.compiled else ""
+        if self.role == "actor_train" and trained < weights:
+            extra += f"; {trained / 1e6:.4g}M of them are trained, in an adapter"
+        if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
+            extra += f"; {strategy} has nothing to divide on one device"
+        said = (self.role, self.source[0], weights / 1e6, dtype, self.device, extra)
+        self.log.info("%s: %s, %.4gM weights in %s on %s%s", *said)
 
-    def _optimizer(self, divided: PolicyModel | Stages, total_steps: int) -> Optimizer:
+    def _optimizer(self, policy: PolicyModel | Stages, total_steps: int) -> Optimizer:
         training = self.config.actor_train.training_args
         options: dict[str, Any] = {
             "schedule": schedule(training, total_steps),
             "max_grad_norm": self.config.max_grad_norm,
-            "exact": divided.exact,
+            "exact": policy.exact,
             "lean": self.config.precision == "lean",
             "seed": self.config.seed,
             "compute": compute_dtype(self.source[1], self.device) if self.is_divided else None,
         }
         if self.layout.canonical and self.layout.stage:
-            trained = {name: p for name, p in divided.named_parameters() if p.requires_grad}
+            trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
             optimizer: Optimizer = RowOptimizer(trained, self.mesh, training, **options)
         else:
-            optimizer = Optimizer(divided.named_parameters(), training, **options)
-        divided.exact = {}  # the optimizer's masters now
+            optimizer = Optimizer(policy.named_parameters(), training, **options)
+        policy.exact = {}  # the optimizer's masters now
         return optimizer
 
     def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
-        """Tokens of a training micro-batch, as told or as many as fit; arranges the layers for them.
+        """Return the tokens of a training micro-batch, as configured or as many as fit; arrange the layers for them.
 
-        `make_room` is called where activations would have to be recomputed without.
+        `make_room` is called if activations would have to be recomputed otherwise.
         """
-        told = self.config.actor_train.max_tokens_per_microbatch_in_train
+        tokens = self.config.actor_train.max_tokens_per_microbatch_in_train
         policy = self.trainer.policy
         if self.is_divided or self.layout.canonical or not isinstance(policy, PolicyModel):
-            budget = Budget(
-                told or TOKENS[self.device.split(":")[0]],
-                self.layout.recompute or self._usual_recompute,
-            )
+            budget = Budget(tokens or TOKENS[self.device.split(":")[0]], self._recompute)
         else:
+            fit = partial(
+                choose_budget,
+                policy,
+                self.trainer,
+                tokens=tokens,
+                recompute=self.layout.recompute,
+                offload=self.layout.offload,
+                compiled=self.compiled,
+                largest_pair=largest_pair,
+                make_room=make_room,
+            )
             try:
-                budget = self._fitting(policy, told, largest_pair, make_room)
+                budget = self._fit(fit)
             except NoRoom as error:
-                raise MemoryShortage(f"{error}\n{explanation(self, told or 0)}") from error
+                raise MemoryShortage(f"{error}\n{explanation(self, tokens or 0)}") from error
         self.planned, activations = budget, RECOMPUTED[budget.recompute]
         host = ", on the host" if self.layout.offload else ""
         self.log.info(
@@ -238,28 +242,14 @@ class ActorWorker:
         self.peak.begin_training()
         return budget.tokens
 
-    def _fitting(
-        self,
-        policy: PolicyModel,
-        told: int | None,
-        largest_pair: int,
-        make_room: Callable[[], bool] | None,
-    ) -> Budget:
-        options: dict[str, Any] = {
-            "tokens": told,
-            "recompute": self.layout.recompute,
-            "offload": self.layout.offload,
-            "compiled": self.compiled,
-            "largest_pair": largest_pair,
-            "make_room": make_room,
-        }
+    def _fit(self, fit: Callable[[], Budget]) -> Budget:
         try:
-            return choose_budget(policy, self.trainer, **options)
+            return fit()
         except NoRoom:
             if not self.trainer.narrow_gradients():
                 raise
             self.log.info("gradients are added up in bfloat16: in float32 no micro-batch would fit")
-            return choose_budget(policy, self.trainer, **options)
+            return fit()
 
     @faults.by_role
     def train_step(
@@ -282,13 +272,13 @@ class ActorWorker:
             ) from error
 
     def park(self) -> bool:
-        """Keeps a frozen model on the host between its turns; False where that is so already, or cannot be."""
+        """Keep a frozen model on the host between its turns; False if it is there already, or cannot be."""
         if parked := self.trainer.park():
             self.log.info("%s: waits on the host while the policy trains", self.role)
         return parked
 
     def forget(self) -> None:
-        """What work that ran out of memory left behind."""
+        """Drop what a call that ran out of memory left behind."""
         if self.trainer.optimizer:
             self.trainer.forget()
         self.release()
@@ -297,34 +287,32 @@ class ActorWorker:
     def compute_log_probs(
         self, batches: Sequence[PairBatch], places: Tensor | None = None
     ) -> Columns:
-        """Of the pairs in these micro-batches; where other ranks have some too, of all that stand at `places`."""
-        with self._as_its_role():
-            return self._log_probs(batches, places)
+        """Return the columns of these pairs; if other ranks have some too, of all pairs at `places`."""
+        if self.member.world == 1:
+            places = None
+        known = None if places is None else int(places.max()) + 1
+        with self._as_own_role(), explained(self, batches):
+            columns = self.trainer.log_probs(batches, known)
+        if places is None:
+            return columns
+        return {name: column[places.to(column.device)] for name, column in columns.items()}
 
-    def _as_its_role(self) -> AbstractContextManager[None]:
-        """Where the model is the policy's, and this role is the reference, it is meanwhile what it began as."""
+    def _as_own_role(self) -> AbstractContextManager[None]:
+        """If this reference is the policy's model, put it meanwhile into the state that it began with."""
         if not self.borrowed:
             return nullcontext()
         from rather.model.adapters import as_it_began
 
         return as_it_began(self.trainer.policy)
 
-    def _log_probs(self, batches: Sequence[PairBatch], places: Tensor | None) -> Columns:
-        known = None if places is None or self.member.world == 1 else int(places.max()) + 1
-        with explained(self, batches):
-            columns = self.trainer.log_probs(batches, known)
-        if places is None or self.member.world == 1:
-            return columns
-        return {name: column[places.to(column.device)] for name, column in columns.items()}
-
     @faults.by_role
     def answer(
         self, prompts: Sequence[Sequence[int]], tokenizer: Any, max_new_tokens: int
     ) -> list[Answer]:
-        """One answer to each prompt, of a model that lies whole on its device: the likeliest token each time."""
+        """Return one greedy answer to each prompt, of a model that is whole on its device."""
         policy, parked = self.trainer.policy, self.trainer.parked
         assert isinstance(policy, PolicyModel)
-        with self._as_its_role(), parked.here() if parked else nullcontext(), plain_layers(policy):
+        with self._as_own_role(), parked.here() if parked else nullcontext(), plain_layers(policy):
             return generate(policy.causal_lm, tokenizer, prompts, Decoding(max_new_tokens))
 
     def score(
@@ -341,55 +329,49 @@ class ActorWorker:
     def mix_weights(
         self, weights: Mapping[str, Tensor] | Path, share: float, group: str = "reference"
     ) -> None:
-        """Moves towards `weights`, or towards those that other processes have written to a folder."""
+        """Move towards `weights`, or towards those that other processes have written to a folder."""
         found = weights if isinstance(weights, Mapping) else stored(weights, group)
         self.trainer.mix_weights(found, share)
 
-    def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
-        return self.trainer.state()
-
     def numbers(self) -> dict[str, Any]:
-        """The part of the state that is the same on all ranks and no tensor."""
         return self.trainer.numbers()
 
     @faults.by_role
     def write_state(self, folder: Path) -> None:
-        """This rank's pieces as they are now, into a checkpoint that is being written; perhaps beside what follows."""
+        """Add this rank's shards to a checkpoint that is being written, perhaps in the background."""
         self.writer.write(folder, self.trainer.state()[0])
 
     @faults.by_role
     def write_reference(self, folder: Path) -> None:
-        """The same of a reference that moves."""
+        """Add the weights of a reference that moves."""
         self.writer.write(folder, {"reference": self.trainer.weight_pieces()})
 
     def finish_writing(self) -> None:
-        """Returns once what this rank was to write lies in its folder, or a note that says why it does not."""
         self.writer.wait()
 
     @faults.by_role
     def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
-        pieces = self.trainer.weight_pieces()
+        groups = {group: self.trainer.weight_pieces()}
         try:
-            return checkpoint.write_groups(folder, {group: pieces}, rank=self.member.rank)
+            return checkpoint.write_groups(folder, groups, rank=self.member.rank)
         except OSError as error:
             raise DiskError(
                 f"{folder}: could not be written ({error.strerror}). Make room on the disk."
             ) from error
 
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
-        """From a checkpoint that the driver has verified; only what this rank holds is read."""
+        """Read what this rank holds from a checkpoint that the driver has verified."""
         found = checkpoint.reopen(path)
-        groups: dict[str, Mapping[str, Tensor]] = {
-            name: found.stored(name) for name in ("model", "rng")
-        }
-        groups["optimizer"] = found.stored("optimizer") if numbers["updates"] else {}
+        names = ("model", "rng", *(["optimizer"] if numbers["updates"] else []))
+        groups: dict[str, Mapping[str, Tensor]] = {"optimizer": {}}
+        groups |= {name: found.stored(name) for name in names}
         self.trainer.load_state(groups, numbers)
 
     def embedding_rows(self) -> int:
         return self.rows
 
     def peak_memory(self) -> int:
-        """Bytes, since the models began to load; on a GPU since training began."""
+        """Return the most bytes in use since the models began to load; on a GPU since training began."""
         return self.peak.bytes
 
     @faults.by_role
@@ -397,60 +379,36 @@ class ActorWorker:
         policy = self.trainer.policy
         assert isinstance(policy, PolicyModel)
         if self.source[1].has_adapter:
-            whole = {name: tensor_of(piece) for name, piece in self.trainer.weight_pieces().items()}
+            whole = {name: tensor_of(each) for name, each in self.trainer.weight_pieces().items()}
             export_adapter(policy.causal_lm, whole, self.source, tokenizer, folder, card)
         else:
             export_model(policy, self.trainer.weights(), tokenizer, folder, card)
 
     @faults.by_role
-    def export(self, pieces: Path, group: str, tokenizer: Any, folder: Path, card: str) -> None:
-        """The model in Hugging Face's form, of the pieces that all ranks have written."""
+    def export(self, shards: Path, group: str, tokenizer: Any, folder: Path, card: str) -> None:
+        """Make a Hugging Face model of the shards that all ranks have written."""
+        found = stored(shards, group)
         if self.source[1].has_adapter:
-            export_adapter(
-                self.causal_lm, stored(pieces, group), self.source, tokenizer, folder, card
-            )
+            export_adapter(self.causal_lm, found, self.source, tokenizer, folder, card)
         else:
-            export_stored(self.causal_lm, stored(pieces, group), tokenizer, folder, card)
+            export_stored(self.causal_lm, found, tokenizer, folder, card)
 
     def release(self) -> None:
-        """Gives memory that is not in use back to the device, where another process waits for its turn."""
-        if self.device.startswith("cuda"):
+        """Return unused memory to the device, where another process waits for its turn."""
+        if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def _compiles(self, policy: PolicyModel, total_steps: int) -> bool:
-        """Compiling takes a minute or two; auto is for runs that are likely to take many."""
-        wanted = self.config.compile
-        if wanted != "auto" or not self.device.startswith("cuda") or self.layout.offload:
-            return wanted == "on"
-        weights = sum(p.numel() for p in policy.parameters())
-        return worth_compiling(self.config, weights, total_steps)
-
-    def _tell(self, policy: PolicyModel | Stages) -> None:
-        weights = sum(p.numel() for p in policy.parameters())
-        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        dtype = str(compute_dtype(self.source[1], self.device)).removeprefix("torch.")
-        extra = (
-            "; layers are compiled, which takes a minute or two at the first steps"
-            if self.compiled
-            else ""
-        )
-        if self.role == "actor_train" and trained < weights:
-            extra += f"; {trained / 1e6:.4g}M of them are trained, in an adapter"
-        if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
-            extra += f"; {strategy} has nothing to divide on one device"
-        told = (self.role, self.source[0], weights / 1e6, dtype, self.device, extra)
-        self.log.info("%s: %s, %.4gM weights in %s on %s%s", *told)
+    # --- the process ---
 
     def set_environment(self) -> None:
-        """Of the whole process. Its allocator reads it once, when anybody first looks at a GPU."""
+        """Set the environment of the process. The allocator reads it once, at the first use of a GPU."""
         os.environ.update(self.config.envs(self.worker_config))
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
-            os.environ.setdefault(
-                "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-            )  # micro-batches differ in size
+            # Micro-batches differ in size.
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
     def _prepare_process(self) -> None:
-        """Settings of the whole process, before the model comes."""
+        """Apply settings of the whole process, before the model is loaded."""
         self.set_environment()
         torch.manual_seed(self.config.seed)
         torch.set_flush_denormal(True)  # tiny gradients become denormal and slow a CPU step tenfold
@@ -459,16 +417,14 @@ class ActorWorker:
             torch.use_deterministic_algorithms(True)
         if self.config.determinism:
             torch.set_num_threads(threads_of(self.config, self.worker_config))
-        if self.device.startswith("cuda"):
+        if self.on_gpu:
             torch.cuda.set_device(self.device)
         roles = (self.config.actor_train, self.config.reference)
-        shares = [role.strategy_args.gpu_memory_utilization for role in roles]
-        if torch.cuda.is_available() and None not in shares:  # both roles live in this process
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, sum(share or 0.0 for share in shares))
-            )
+        limits = [role.strategy_args.gpu_memory_utilization for role in roles]
+        if torch.cuda.is_available() and None not in limits:  # both roles are in this process
+            torch.cuda.set_per_process_memory_fraction(min(1.0, sum(filter(None, limits))))
 
 
 def stored(folder: Path, group: str) -> ShardedFiles:
-    """The tensors that all ranks have written to a folder under one name."""
+    """Return the tensors that all ranks have written to a folder under one name."""
     return ShardedFiles(sorted(folder.glob(f"{group}-*.safetensors")))
