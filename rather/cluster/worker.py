@@ -122,7 +122,9 @@ class ActorWorker:
         if isinstance(policy, PolicyModel):
             canonical, stage = self.layout.canonical, STAGES[self.layout.stage]
             runner = (
-                Canonical(policy, self.mesh, self.device) if canonical else WholeModelRunner(policy, stage)
+                Canonical(policy, self.mesh, self.device)
+                if canonical
+                else WholeModelRunner(policy, stage)
             )
         zeros = trains and self.config.actor_train.training_args.log_num_zeros_in_grad
         self.trainer = RankTrainer(

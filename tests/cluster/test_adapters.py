@@ -15,6 +15,7 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
+from tests.cells import cells
 from tests.tiny import make_config, metrics
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.slow]
@@ -62,7 +63,7 @@ def folder_of(config: DPOConfig) -> Path:
     return config.run_dir.parents[1]
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", cells(PLACES, keep=["dp2"]))
 def test_ray_trains_as_one_process_does(
     alone: DPOConfig, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,6 +86,7 @@ def test_ray_trains_as_one_process_does(
         )
 
 
+@pytest.mark.wide
 def test_killed_and_gone_on_to_the_bit(alone: DPOConfig) -> None:
     folder = folder_of(alone)
     options = {**PLACES["dp2"], "failure_backoff": 0.0}

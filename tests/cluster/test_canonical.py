@@ -10,6 +10,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.same.test_canonical import assert_same_bits, run_config
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_workers_on_ray_write_the_bits_of_one_process(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def small_steps(folder: Path, name: str, **changes: Any) -> DPOConfig:
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_placing_of_the_roles_trains_the_same(shared: Path, name: str) -> None:
     alone = small_steps(shared, "alone")
@@ -165,6 +166,7 @@ def test_a_reference_that_moves_is_asked_after_each_move(folder: Path) -> None:
     assert losses(apart) == losses(alone)
 
 
+@pytest.mark.wide
 @pytest.mark.alone
 def test_a_slow_reference_of_its_own_costs_the_larger_of_both(folder: Path) -> None:
     workers = "tests.cluster.workers"
@@ -271,16 +273,23 @@ MEMORY = r"It crashed, or was killed from outside, often for lack of host memory
     ("what", "kind", "said"),
     [
         ("raise", WorkerError, r"reference rank 1 of 2 \(device 1 on .+\): ValueError: boom"),
-        (
+        pytest.param(
             "nonfinite",
             NonFiniteError,
             r"reference rank 1 of 2 \(device 1 on .+\): the loss is not finite",
+            marks=pytest.mark.wide,
         ),
-        ("alike", NonFiniteError, r"^reference, all 2 ranks: the loss is not finite$"),
-        (
+        pytest.param(
+            "alike",
+            NonFiniteError,
+            r"^reference, all 2 ranks: the loss is not finite$",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
             "memory",
             MemoryShortage,
             r"reference rank 1 of 2 \(device 1 on .+\): CUDA out of memory. .+ GiB. Lower ",
+            marks=pytest.mark.wide,
         ),
         (
             "die",
@@ -334,6 +343,7 @@ def test_warnings_of_all_ranks_are_told_once_with_who_says_them(
 # --- several machines ---
 
 
+@pytest.mark.wide
 def test_processes_of_several_machines_meet_at_a_port_that_all_reach(
     manager: ResourceManager,
 ) -> None:
@@ -341,6 +351,7 @@ def test_processes_of_several_machines_meet_at_a_port_that_all_reach(
     manager._introduce([here, replace(other, process=replace(other.process, machine="elsewhere"))])
 
 
+@pytest.mark.wide
 def test_a_port_that_cannot_be_reached_is_told_at_once(manager: ResourceManager) -> None:
     manager.timeouts = Timeouts(connect=1.0)
     here, other = manager._start((0, 1), {})
@@ -354,6 +365,7 @@ def test_a_port_that_cannot_be_reached_is_told_at_once(manager: ResourceManager)
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.wide
 def test_silence_ends_at_the_deadline(folder: Path) -> None:
     manager = ResourceManager(1, 2, timeouts=Timeouts(start=60.0))
     try:
@@ -367,6 +379,7 @@ def test_silence_ends_at_the_deadline(folder: Path) -> None:
         manager.close()
 
 
+@pytest.mark.wide
 def test_a_failing_rank_ends_the_run_and_its_processes(folder: Path) -> None:
     config = two_devices(folder, actor_train__worker_cls="tests.cluster.workers.BreaksLater")
     pipeline = DPOPipeline(config)

@@ -30,8 +30,6 @@ from tests.cluster.test_hang import alone
 from tests.padded import random_pairs
 from tests.tiny import make_config
 
-pytestmark = pytest.mark.alone
-
 DEADLINE = 2.0  # seconds
 ROLES = ("actor_train", "reference")
 NOWHERE = Path("nowhere")
@@ -211,6 +209,7 @@ def with_a_fault(config: DPOConfig, fault: str, stderr: Path) -> int:
     return alone(config, stderr)
 
 
+@pytest.mark.wide
 def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> None:
     """At the same time, for they only wait."""
     context = multiprocessing.get_context("forkserver")
@@ -228,6 +227,7 @@ def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("phase", PHASE)
@@ -244,6 +244,7 @@ def test_on_ray_the_deadline_is_that_of_the_phase(
     )
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_on_ray_a_step_ends_by_its_usual_time(

@@ -16,6 +16,7 @@ from tests.tiny import make_model
 EXAMPLE = ROOT / "examples" / "qwen2.5-3B-dpo_megatron" / "dpo_config.yaml"
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_the_example_of_eight_devices_runs_on_eight_cpu_workers(tmp_path: Path) -> None:

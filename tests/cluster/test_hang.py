@@ -31,12 +31,11 @@ from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import HangError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.incidents import Incidents
+from tests.cells import cells
 from tests.cluster.test_orphans import wait_for
 from tests.cluster.test_torchrun import config_of, torchrun
 from tests.cluster.workers import stand_still
 from tests.tiny import make_config, metrics
-
-pytestmark = pytest.mark.alone
 
 DEADLINE = 2.0  # seconds
 LATEST = DEADLINE + 10
@@ -138,7 +137,7 @@ def manager() -> Iterator[ResourceManager]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("how", WHY)
+@pytest.mark.parametrize("how", cells(WHY, keep=["stop"]))
 def test_on_ray_it_is_named_and_all_processes_end(
     manager: ResourceManager, tmp_path: Path, how: str
 ) -> None:
@@ -208,7 +207,7 @@ def started(*args: Any) -> Any:
     return child
 
 
-@pytest.mark.parametrize("how", WHY)
+@pytest.mark.parametrize("how", cells(WHY, keep=["sleep"]))
 def test_under_torchrun_one_watchdog_names_it_and_all_processes_end(
     tmp_path: Path, how: str
 ) -> None:
@@ -231,6 +230,7 @@ def test_under_torchrun_one_watchdog_names_it_and_all_processes_end(
     assert (incident["kind"], incident["step"]) == ("hang", 5)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_under_torchrun_the_same_command_goes_on_from_what_stood_still(tmp_path: Path) -> None:
     config = config_of(

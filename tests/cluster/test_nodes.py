@@ -13,6 +13,7 @@ import pytest
 from tests.house.source import ROOT
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_roles_are_placed_as_told_and_a_third_node_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.cluster.two_nodes", str(tmp_path)]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rather.config.load import dump_yaml
+from tests.cells import cells
 from tests.house.source import ROOT
 from tests.tiny import make_config
 
@@ -102,7 +103,7 @@ def is_training(folder: Path) -> bool:
     return any(json.loads(line).get("step", 0) >= 3 for line in lines[:-1])
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", cells(LAUNCHERS, keep=["ray"]))
 def test_nothing_outlives_a_killed_driver(
     tmp_path: Path, ended: dict[str, float], launcher: str
 ) -> None:
@@ -119,6 +120,7 @@ def test_nothing_outlives_a_killed_driver(
 MOMENTS = {"ray": "gcs_server", "workers": "ray::Host", "torchrun": " -u -m rather train"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_nothing_outlives_an_interrupt_during_the_start(
     tmp_path: Path, ended: dict[str, float], moment: str
@@ -134,7 +136,7 @@ def test_nothing_outlives_an_interrupt_during_the_start(
     assert driver.returncode == 130 or moment == "torchrun"  # which has codes of its own
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", cells(LAUNCHERS, keep=["torchrun"]))
 def test_nothing_outlives_an_exception_in_one_rank(
     tmp_path: Path, ended: dict[str, float], launcher: str
 ) -> None:

@@ -62,6 +62,7 @@ print("both")
 """
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_script_may_import_ray_first_and_have_two_of_them() -> None:
     """Ray reads its environment when it is imported: loopback and the token of each run reach it all the same."""

@@ -24,10 +24,9 @@ from rather.commands.terminal import guarded
 from rather.config.schema import DPOConfig
 from rather.errors import DataError, HangError, RatherError, WorkerError, WorkerLost
 from rather.pipeline.pipeline import DPOPipeline
+from tests.cells import cells
 from tests.cluster.test_orphans import SOON, holding, of_the_run, started, wait_for
 from tests.tiny import make_config, metrics
-
-pytestmark = pytest.mark.alone
 
 
 def incidents(config: DPOConfig) -> list[dict[str, Any]]:
@@ -154,7 +153,7 @@ def lossy(folder: Path, name: str, **changes: Any) -> DPOConfig:
 
 
 @pytest.mark.usefixtures("replaceable")
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", cells([False, True], keep=[True]))
 def test_a_run_with_losses_ends_as_one_without(tmp_path: Path, overwrite: bool) -> None:
     clean, struck = lossy(tmp_path, "clean"), lossy(tmp_path, "struck", overwrite=overwrite)
     assert DPOPipeline(clean).run() == 0
@@ -179,7 +178,7 @@ def test_a_loss_too_many_ends_the_run_with_its_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("replaceable")
-@pytest.mark.parametrize("kind", FINAL)
+@pytest.mark.parametrize("kind", cells(FINAL, keep=[DataError, WorkerError]))
 def test_what_would_come_again_ends_the_run_at_once(
     prepared: Path, kind: type[RatherError]
 ) -> None:
@@ -249,6 +248,7 @@ def test_lost_workers_are_replaced_and_the_result_has_the_same_bits(
     assert_same(clean, struck)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_bad_data_that_a_worker_finds_ends_the_run_at_once(
@@ -270,7 +270,9 @@ GONE = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("part", GONE)
 def test_a_run_whose_ray_is_gone_says_so_and_goes_on_when_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str

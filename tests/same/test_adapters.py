@@ -28,6 +28,7 @@ from rather.parallel.apply import build_mesh
 from rather.parallel.load import Start, load_divided, load_policy
 from rather.parallel.shard import STAGES
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
+from tests.cells import cells
 from tests.padded import random_pairs
 from tests.same import test_elastic as elastic
 from tests.same.canonical import (
@@ -123,7 +124,7 @@ def alone(folder: str, args: tuple[tuple[str, Any], ...], kept: bool) -> tuple[O
     return outcome, reference(trainer)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cells(CASES, keep=("fsdp2", "fsdp2 pissa", "tp", "pp", "cp")))
 def test_the_layout_does_not_matter(folder: str, name: str) -> None:
     case = CASES[name]
     expected, began = alone(folder, tuple(case.args.items()), case.kept)
@@ -185,8 +186,11 @@ def adapted(folder: str, kind: str, layout: Layout) -> RankTrainer:
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    [("lora", "1", "dp2"), ("lora", "1", "zero3"), ("lora", "zero3", "1"), ("lora", "tp2", "pp2"),
-     ("pissa", "1", "zero3"), ("pissa", "zero3", "1")],
+    cells(
+        [("lora", "1", "dp2"), ("lora", "1", "zero3"), ("lora", "zero3", "1"), ("lora", "tp2", "pp2"),
+         ("pissa", "1", "zero3"), ("pissa", "zero3", "1")],
+        keep=[("pissa", "zero3", "1")],
+    ),
 )  # fmt: skip
 def test_a_checkpoint_goes_on_under_another_layout(
     tmp_path: Path, kind: str, before: str, after: str
@@ -236,7 +240,7 @@ def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
     )
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "tp", "pissa"])
+@pytest.mark.parametrize("kind", cells(["fsdp2", "tp", "pissa"], keep=["fsdp2"]))
 def test_roles_share_one_model_and_leave_one_adapter(tmp_path: Path, kind: str) -> None:
     args: dict[str, Any] = {
         "lora_rank": 3,

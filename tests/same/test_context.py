@@ -13,6 +13,7 @@ from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.parallel.context import filled_up, share_of
 from rather.parallel.shard import Stage
+from tests.cells import cells
 from tests.model.test_families import FAMILIES, VOCAB
 from tests.padded import random_pairs, ranked_pairs
 from tests.same.against_whole import worst_difference
@@ -141,13 +142,14 @@ def differences(axes: Sizes) -> dict[str, float]:
     }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_family(ranks: int) -> None:
     for each in pool(ranks).run(differences, {"cp": ranks}):
         assert max(each.values()) < 1e-4, each
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", cells([2, 4], keep=[2]))
 def test_the_canonical_run(ranks: int) -> None:
     """Some sequences are longer than a rank's share of their micro-batch."""
     setup = Setup()
