@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from rather.checkpoint.sharded_tensors import LocalShards, ShardSpec
 from rather.config.strategies import LANES
-from rather.data.batch import Columns, PairBatch
+from rather.data.batch import PairBatch
 from rather.errors import ConfigError
 from rather.model.policy import PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
+from rather.parallel.stages import Objective
 
 WHOLE_VECTORS = 64  # weights: behind the last whole vector, AdamW on a CPU may round in another way
-
-Objective = Callable[[PairBatch, Columns], Tensor]
 
 
 class Canonical:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rather.data.batch import PairBatch, Segments
+from rather.data.pack import FILLER_SEGMENT
 from rather.model.attention import SpreadSegments
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
@@ -28,7 +29,7 @@ Places = NDArray[np.int64]
 
 
 def spread_tokens(policy: PolicyModel, mesh: Mesh) -> None:
-    """From now on this policy computes one rank's share of each micro-batch. After the model was cut over tp."""
+    """Make this policy compute one rank's share of each micro-batch. Called after the model was split over tp."""
     multiple = policy.token_parts
     if group := mesh.group("cp"):
         policy.context = group.group_name
@@ -44,26 +45,34 @@ def spread_tokens(policy: PolicyModel, mesh: Mesh) -> None:
 
 
 def filled_up(batch: PairBatch, multiple: int) -> PairBatch:
-    """With tokens behind the others that nobody sees, so that the number is a multiple."""
-    tokens = len(batch.ids_N)
-    missing = -tokens % multiple
-    if not missing:
+    """Return the batch with filler tokens, so that their number is a multiple."""
+    return filled_to(batch, -(-len(batch.ids_N) // multiple) * multiple)
+
+
+def filled_to(batch: PairBatch, tokens: int) -> PairBatch:
+    """Return the same pairs with so many tokens: fillers come last, in segments of their own, and nobody scores them."""
+    have = len(batch.ids_N)
+    if have == tokens:
         return batch
     batch = batch.to("cpu")
-    segments, fillers = batch.segments, torch.arange(missing)
-    keys = torch.cat([segments.key_index_K, tokens + fillers])
+    segments = batch.segments
+    more = [min(FILLER_SEGMENT, tokens - first) for first in range(have, tokens, FILLER_SEGMENT)]
     return replace(
         batch,
-        ids_N=torch.cat([batch.ids_N, torch.zeros_like(fillers)]),
-        positions_N=torch.cat([batch.positions_N, fillers]),
-        segments=Segments.of((*segments.q_lens, missing), (*segments.k_lens, missing), keys),
+        ids_N=torch.cat([batch.ids_N, batch.ids_N.new_zeros(tokens - have)]),
+        positions_N=torch.cat([batch.positions_N, *map(torch.arange, more)]),
+        segments=Segments.of(
+            (*segments.q_lens, *more),
+            (*segments.k_lens, *more),
+            torch.cat([segments.key_index_K, torch.arange(have, tokens)]),
+        ),
     )
 
 
 def share_of(
     batch: PairBatch, *, rank: int, ranks: int, group: str, multiple: int = 1
 ) -> PairBatch:
-    """One rank's tokens, and of the scored tokens those that they predict; a multiple of `multiple` tokens."""
+    """Return one rank's tokens and the scored tokens that they predict; a multiple of `multiple` tokens."""
     if isinstance(batch.segments, SpreadSegments):
         return batch
     batch = filled_up(batch.to("cpu"), 2 * ranks * multiple)
@@ -82,7 +91,7 @@ def share_of(
 
 
 def _order(tokens: int, ranks: int) -> Places:
-    """All tokens in the order in which the ranks hold them."""
+    """Return all tokens in the order in which the ranks hold them."""
     chunks = np.arange(tokens).reshape(2 * ranks, -1)
     return np.concatenate(
         [chunks[each] for rank in range(ranks) for each in (rank, 2 * ranks - 1 - rank)]
@@ -90,7 +99,7 @@ def _order(tokens: int, ranks: int) -> Places:
 
 
 def _own_segments(segments: Segments, own: Places, place: Places, group: str) -> SpreadSegments:
-    """Every stretch of own tokens within a segment is a segment, with all keys up to its end."""
+    """Make a segment of every stretch of own tokens within a segment, with all keys up to its end."""
     keys = place[segments.key_index_K.numpy()]
     half = len(own) // 2
     pieces = [
@@ -110,7 +119,7 @@ def _own_segments(segments: Segments, own: Places, place: Places, group: str) ->
 
 
 def _pieces(segments: Segments, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(queries, first key, end of keys) of each segment's part between two tokens."""
+    """Yield (queries, first key, end of keys) of each segment's part between two tokens."""
     q_start = k_start = 0
     for q, k in zip(segments.q_lens, segments.k_lens, strict=True):
         low, high = max(first, q_start), min(end, q_start + q)
@@ -120,7 +129,7 @@ def _pieces(segments: Segments, first: int, end: int) -> Iterator[tuple[int, int
 
 
 def _own_scored(batch: PairBatch, place: Places, tokens: int) -> dict[str, Tensor]:
-    """A scored token belongs to the rank that holds the hidden row which predicts it."""
+    """Return the scored tokens of a rank: those that its hidden rows predict."""
     rows = place[batch.rows_U.numpy()]
     mine = (rows >= 0) & (rows < tokens)
     number = np.cumsum(mine) - 1

@@ -29,17 +29,16 @@ from torch.distributed.pipelining import (
 
 from rather import faults
 from rather.config.pipelines import Pipeline
-from rather.data.batch import Columns, PairBatch, Segments
-from rather.data.pack import FILLER_SEGMENT, pack
+from rather.data.batch import Columns, PairBatch
+from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import twin_of, two_pairs
 from rather.model.policy import PolicyModel, pair_columns
+from rather.parallel.context import filled_to
 from rather.parallel.mesh import Mesh
 
-Objective = Callable[
-    [PairBatch, Columns], Tensor
-]  # a micro-batch and its columns -> what to minimise
+Objective = Callable[[PairBatch, Columns], Tensor]  # a micro-batch, its columns -> what to minimise
 
 # On any error it prints the whole schedule, thousands of lines, before it raises.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -64,26 +63,19 @@ EVALUATED = 4  # rounds of micro-batches at a time without gradients: their hidd
 # --- cutting ---
 
 
-class _Inbox:
-    """Where a stage finds what the stage before has sent."""
-
-    hidden: Tensor | None = None
-
-
 class _Entrance(nn.Module):
-    """Gives what was sent, whatever it is asked: in place of the embedding and of the first layer.
+    """Returns what was sent, whatever its arguments: in place of the embedding and of the first layer.
 
     In both places, because families scale or shift embeddings before the first layer (granite, gpt2).
     """
 
-    def __init__(self, inbox: _Inbox, weight: nn.Parameter | None = None) -> None:
+    def __init__(self, inbox: list[Tensor], weight: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.inbox = inbox
+        self.inbox = inbox  # what the stage before has sent
         self.weight = weight  # of a tied head: it keeps the embedding's name
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
-        assert self.inbox.hidden is not None
-        return self.inbox.hidden
+        return self.inbox[0]
 
 
 class _PassThrough(nn.Module):
@@ -105,7 +97,7 @@ class Stage(PolicyModel):
         )
         self.batches: Sequence[PairBatch] = ()  # all of the step, this rank's share of each
         self.wanted: Collection[str] = ()
-        self._inbox = _Inbox()
+        self._inbox: list[Tensor] = []
         for index in set(range(total)) - set(layers):
             causal_lm.base_model.layers[index] = (
                 _PassThrough() if self.first or index else _Entrance(self._inbox)
@@ -116,16 +108,14 @@ class Stage(PolicyModel):
         """Hidden states [1, N, D] of the micro-batch with number `where`; from the last stage its columns [C, P, 2]."""
         faults.point("forward")
         batch = self.batches[int(where)]
-        if not self.first:
-            (self._inbox.hidden,) = received
+        self._inbox[:] = () if self.first else received
         hidden = self.hidden(batch)
-        self._inbox.hidden = None
+        self._inbox.clear()
         if self.last:
             scored = self.score(hidden[0], batch, squares="squares" in self.wanted)
             return torch.stack(list(self.pair_sums(*scored, batch, self.wanted).values()))
-        return (
-            hidden.clone() if hidden._is_view() else hidden
-        )  # schedules detach in place, which views refuse
+        # Schedules detach in place, which views refuse.
+        return hidden.clone() if hidden._is_view() else hidden
 
     def _strip_ends(self, before: str, after: str) -> None:
         """Replaces embedding, norm and head where other stages hold them."""
@@ -286,7 +276,10 @@ class Stages(nn.Module):
         self._columns: dict[int, dict[str, Tensor]] = {}
         self._describe()
         if pipeline.rule.splits_backward:
-            _keep_gathered(stages)
+            # The late gradients of weights are added to what is gathered then: resharding in between would lose them.
+            for stage in stages:
+                if isinstance(stage, FSDPModule):
+                    stage.set_reshard_after_forward(False)
 
     @property
     def holds_last(self) -> bool:
@@ -369,8 +362,8 @@ class Stages(nn.Module):
     ) -> None:
         number = self.pipeline.microbatches(len(batches))
         tokens = max(len(batch.ids_N) for batch in batches)
-        filled = [_filled(batch, tokens) for batch in batches]
-        filled += [_filled(_emptied(batches[0]), tokens)] * (number - len(batches))
+        filled = [filled_to(batch, tokens) for batch in batches]
+        filled += [filled_to(_emptied(batches[0]), tokens)] * (number - len(batches))
         shares = [self._own[0].share(batch).to(str(self._device)) for batch in filled]
         for stage in self._own:
             stage.batches, stage.wanted = shares, wanted
@@ -390,11 +383,9 @@ class Stages(nn.Module):
             return output.sum()
         columns = dict(zip(self._names, output, strict=True))
         self._columns[number] = {name: column.detach().clone() for name, column in columns.items()}
-        return (
-            self._objective(self._own[-1].batches[number], columns)
-            if self._objective
-            else output.sum()
-        )
+        if self._objective is None:
+            return output.sum()
+        return self._objective(self._own[-1].batches[number], columns)
 
     def _scheduled(self, number: int, tokens: int) -> Any:
         """The schedule of so many micro-batches of one size; it is kept while both stay."""
@@ -407,10 +398,8 @@ class Stages(nn.Module):
             ]
             make = SCHEDULES[self.pipeline.schedule]
             own = stages[0] if self.pipeline.rule.most_virtual == 1 else stages
-            self._schedule = (
-                (number, tokens),
-                make(own, number, loss_fn=self._loss, scale_grads=False),
-            )
+            made = make(own, number, loss_fn=self._loss, scale_grads=False)
+            self._schedule = (number, tokens), made
         return self._schedule[1]
 
     def _stage(self, stage: Stage, place: int, tokens: int) -> _Stage:
@@ -430,39 +419,9 @@ class Stages(nn.Module):
         )
 
 
-def _keep_gathered(stages: Sequence[Stage]) -> None:
-    """The late gradients of weights are added to what is gathered then: weights divided in between would lose them."""
-    for stage in stages:
-        if isinstance(stage, FSDPModule):
-            stage.set_reshard_after_forward(False)
-
-
 def _embedding_name(stage: Stage) -> str:
     weight = stage.causal_lm.get_input_embeddings().weight
     return next(name for name, parameter in stage.named_parameters() if parameter is weight)
-
-
-# --- micro-batches of one size ---
-
-
-def _filled(batch: PairBatch, tokens: int) -> PairBatch:
-    """The same pairs, filled up with tokens that nobody scores: stages take one size."""
-    missing = tokens - len(batch.ids_N)
-    if not missing:
-        return batch
-    segments, have = batch.segments, len(batch.ids_N)
-    more = [min(FILLER_SEGMENT, missing - start) for start in range(0, missing, FILLER_SEGMENT)]
-    positions = torch.cat([torch.arange(length) for length in more])
-    return replace(
-        batch,
-        ids_N=torch.cat([batch.ids_N, batch.ids_N.new_zeros(missing)]),
-        positions_N=torch.cat([batch.positions_N, positions]),
-        segments=Segments.of(
-            (*segments.q_lens, *more),
-            (*segments.k_lens, *more),
-            torch.cat([segments.key_index_K, torch.arange(have, tokens)]),
-        ),
-    )
 
 
 def _emptied(batch: PairBatch) -> PairBatch:

@@ -12,7 +12,7 @@ a norm inside a region, which sees the heads of one rank. PolicyModel.tp_partial
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,37 +72,36 @@ def part(size: int, rank: int, of: int) -> slice:
 
 
 def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
-    """Leaves in the policy what this rank holds of it; on the meta device as well."""
+    """Leave in the policy what this rank holds of it; also on the meta device."""
     group = mesh.group("tp")
     if group is None:
         return
     ranks = _Ranks(mesh.rank("tp"), mesh.size("tp"), group.group_name, sequence_parallel)
-    names = {id(parameter): name for name, parameter in policy.named_parameters()}
+    cutter = _Cutter(policy, ranks)
     regions: set[nn.Module] = set()
     for place, module, style in list(_planned(policy.causal_lm, ranks.of)):
         above, _, child = place.rpartition(".")
         region = policy.causal_lm.get_submodule(above)
         if style == SUMMED:
-            policy.tp_partial |= {names[id(parameter)] for parameter in module.parameters()}
+            cutter.sum_gradients(module.parameters())
             continue
         regions.add(region)
+        linear = _linear_of(module)
         if style in ROW:
-            _cut_adapters(policy, names, module, "lora_A", 1, ranks)
-            linear = _linear_of(module)
-            _cut(policy, names, linear, "weight", 1, ranks)
+            cutter.cut_adapters(module, "lora_A", "lora_B", 1)
+            cutter.cut(linear, "weight", 1)
             _end_region(
                 region, child, _RowLinear(linear), ranks, whole_input=style == "rowwise_split_input"
             )
         else:
-            _cut_adapters(policy, names, module, "lora_B", 0, ranks)
-            linear = _linear_of(module)
-            _cut(policy, names, linear, "weight", 0, ranks)
-            _cut(policy, names, linear, "bias", 0, ranks)
+            cutter.cut_adapters(module, "lora_B", "lora_A", 0)
+            cutter.cut(linear, "weight", 0)
+            cutter.cut(linear, "bias", 0)
             if style == "colwise_gather_output":
                 module.register_forward_hook(partial(_whole_columns, ranks))
     for region in regions:
         region.register_forward_pre_hook(partial(_begin, ranks), with_kwargs=True)
-    _cut_vocabulary(policy, names, ranks)
+    cutter.cut_vocabulary()
     if sequence_parallel:
         policy.token_parts = ranks.of
         policy.tp_partial |= _on_token_shards(policy, regions)
@@ -212,62 +211,60 @@ def _refuse_indivisible(causal_lm: Any, name: str, module: Any, style: str, tp: 
             )
 
 
-def _cut(
-    policy: PolicyModel, names: dict[int, str], module: nn.Module, key: str, dim: int, ranks: _Ranks
-) -> None:
-    whole: nn.Parameter | None = getattr(module, key)
-    if whole is None:
-        return
-    name, size = names[id(whole)], whole.shape[dim]
-    policy.tp_dims[name], policy.tp_sizes[name] = dim, size
-    own = _own(whole.detach(), dim, ranks.rank, ranks.of)
-    setattr(module, key, nn.Parameter(own, requires_grad=whole.requires_grad))
-    if name in policy.exact:
-        policy.exact[name] = _own(policy.exact[name], dim, ranks.rank, ranks.of)
+class _Cutter:
+    """Replaces parameters of a policy by what one rank holds of them, and records where each was cut."""
+
+    def __init__(self, policy: PolicyModel, ranks: _Ranks) -> None:
+        self.policy, self.ranks = policy, ranks
+        self.names = {id(parameter): name for name, parameter in policy.named_parameters()}
+
+    def cut(self, module: nn.Module, key: str, dim: int) -> None:
+        whole: nn.Parameter | None = getattr(module, key)
+        if whole is None:
+            return
+        policy, name, at = self.policy, self.names[id(whole)], (dim, self.ranks.rank, self.ranks.of)
+        policy.tp_dims[name], policy.tp_sizes[name] = dim, whole.shape[dim]
+        setattr(module, key, nn.Parameter(_own(whole.detach(), *at), whole.requires_grad))
+        if name in policy.exact:
+            policy.exact[name] = _own(policy.exact[name], *at)
+
+    def cut_adapters(self, module: Any, which: str, other: str, dim: int) -> None:
+        """Cut a low-rank product where the weight next to it is; the gradient of its other half is a part of a sum."""
+        for matrix in getattr(module, which, {}).values():
+            self.cut(matrix, "weight", dim)
+        self.sum_gradients(matrix.weight for matrix in getattr(module, other, {}).values())
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.policy.tp_partial |= {self.names[id(parameter)] for parameter in parameters}
+
+    def cut_vocabulary(self) -> None:
+        """Cut embedding and head, if they are here; tied ones are one part. A stage may hold a stand-in instead."""
+        policy, ranks = self.policy, self.ranks
+        embedding = policy.causal_lm.get_input_embeddings()
+        head = policy.causal_lm.get_output_embeddings()
+        tied = isinstance(head, nn.Linear) and getattr(embedding, "weight", None) is head.weight
+        if isinstance(embedding, nn.Embedding):
+            _restrict(embedding, part(len(embedding.weight), ranks.rank, ranks.of), ranks)
+            self.cut(embedding, "weight", 0)
+        if isinstance(head, nn.Linear):
+            policy.words = Words(part(len(head.weight), ranks.rank, ranks.of).start, ranks.group)
+            self.cut(head, "bias", 0)
+            if tied and isinstance(embedding, nn.Embedding):
+                head.weight = embedding.weight
+            else:
+                self.cut(head, "weight", 0)
+            if tied:
+                embedding.weight = head.weight
 
 
 def _linear_of(module: Any) -> Any:
-    """The linear layer itself, where an adapter surrounds it."""
+    """Return the linear layer itself, also if an adapter surrounds it."""
     return getattr(module, "base_layer", module)
-
-
-def _cut_adapters(
-    policy: PolicyModel, names: dict[int, str], module: Any, which: str, dim: int, ranks: _Ranks
-) -> None:
-    """A low-rank product is cut where the weight beside it is; the gradient of its other half is a part of a sum."""
-    for matrix in getattr(module, which, {}).values():
-        _cut(policy, names, matrix, "weight", dim, ranks)
-    other = {"lora_A": "lora_B", "lora_B": "lora_A"}[which]
-    policy.tp_partial |= {
-        names[id(matrix.weight)] for matrix in getattr(module, other, {}).values()
-    }
 
 
 def _own(whole: Tensor, dim: int, rank: int, of: int) -> Tensor:
     own = part(whole.shape[dim], rank, of)
     return whole.narrow(dim, own.start, own.stop - own.start).clone()  # so that the whole can go
-
-
-def _cut_vocabulary(policy: PolicyModel, names: dict[int, str], ranks: _Ranks) -> None:
-    """Embedding and head, where they are here; tied ones are one part. Of the others a stage may hold a stand-in."""
-    embedding, head = (
-        policy.causal_lm.get_input_embeddings(),
-        policy.causal_lm.get_output_embeddings(),
-    )
-    tied = isinstance(head, nn.Linear) and getattr(embedding, "weight", None) is head.weight
-    if isinstance(embedding, nn.Embedding):
-        own = part(len(embedding.weight), ranks.rank, ranks.of)
-        _restrict(embedding, own, ranks)
-        _cut(policy, names, embedding, "weight", 0, ranks)
-    if isinstance(head, nn.Linear):
-        policy.words = Words(part(len(head.weight), ranks.rank, ranks.of).start, ranks.group)
-        _cut(policy, names, head, "bias", 0, ranks)
-        if tied and isinstance(embedding, nn.Embedding):
-            head.weight = embedding.weight
-        else:
-            _cut(policy, names, head, "weight", 0, ranks)
-        if tied:
-            embedding.weight = head.weight
 
 
 def _on_token_shards(policy: PolicyModel, regions: set[nn.Module]) -> set[str]:
