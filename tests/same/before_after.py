@@ -375,7 +375,15 @@ def check_run(job: Job, codes: list[int], expected: Path, *, resumed: bool) -> l
         return [f"exit {codes}\n{log[-3000:]}"]
     if resumed and f"checkpoint-{SAVED_AT}" not in log:
         return [f"did not resume:\n{log[-1500:]}"]
+    if resumed and (new := cache_keys(job.run_dir) ^ cache_keys(expected)):
+        return [f"does not find the old caches: {', '.join(sorted(new))}"]
     return compare(job.run_dir, expected)
+
+
+def cache_keys(run_dir: Path) -> set[str]:
+    """Return the names that digests give to prepared pairs, and to the log-probs of a reference."""
+    cache = run_dir.parent / ".cache"
+    return {path.name for path in (*cache.glob("data/*.arrow"), *cache.glob("reference/*/"))}
 
 
 def main() -> int:
