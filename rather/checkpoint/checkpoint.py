@@ -35,7 +35,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rather import faults
 from rather.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
@@ -166,18 +165,12 @@ class Draft:
         aside = self.run_dir / f".old-checkpoint-{self.step}"
         with self.removed_on_error():
             fill()
-            faults.point("save.sync")
             _sync_folder(self.folder)
             if self.final.exists():
-                faults.point("save.aside")
                 os.rename(self.final, aside)  # `candidates` still finds it there
-                faults.point("save.aside.done")
-            faults.point("save.rename")
             os.rename(self.folder, self.final)
-            faults.point("save.rename.done")
             _sync_folder(self.run_dir)
             write_latest(self.run_dir, self.final.name)
-            faults.point("save.aside.delete")
             shutil.rmtree(aside, ignore_errors=True)
         return self.final
 
@@ -213,7 +206,6 @@ def begin(run_dir: Path, step: int, needed: int) -> Draft:
         clean(run_dir)
         if shutil.disk_usage(run_dir).free < needed + _SLACK:
             raise DiskError(draft.disk_message("the disk is too full"))
-        faults.point("save.folder")
         draft.folder.mkdir()
     return draft
 
@@ -265,9 +257,7 @@ def leave_note(folder: Path, writer: str, written: Written, trouble: str = "") -
     """Record what one of several writers has added to a checkpoint, or why it could not."""
     temporary = folder / f".{writer}.note"
     temporary.write_text(json.dumps({"written": written, "trouble": trouble}), encoding="utf-8")
-    faults.point("save.note")
     os.rename(temporary, folder / f"{writer}.note")
-    faults.point("save.note.done")
 
 
 def remove_written(folder: Path, rank: int | None) -> None:
@@ -307,23 +297,18 @@ def collect_parts(
 def clean(run_dir: Path) -> None:
     """Remove what an interrupted save left; restore a checkpoint that it had moved aside."""
     for path in run_dir.glob(".tmp-checkpoint-*"):
-        faults.point("save.clean")
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for path in run_dir.iterdir():
         if match := _ASIDE.fullmatch(path.name):
             final = run_dir / f"checkpoint-{match[1]}"
-            faults.point("save.clean.aside")
             shutil.rmtree(path) if final.exists() else os.rename(path, final)
-    faults.point("save.clean.done")
 
 
 def write_latest(run_dir: Path, name: str) -> None:
     """Let LATEST name the newest checkpoint; a rollback has given up later ones."""
     temporary = run_dir / f".tmp-checkpoint-{LATEST}-{os.getpid()}"
     _write(temporary, [f"{name}\n".encode()])
-    faults.point("save.latest")
     os.replace(temporary, run_dir / LATEST)
-    faults.point("save.latest.done")
     _sync_folder(run_dir)
 
 
@@ -334,15 +319,12 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
     hash.
     """
     digest, size = hashlib.sha256(), 0
-    faults.point("save.write")
     with open(path, "xb") as file:
         for chunk in chunks:
             digest.update(chunk)
             size += file.write(chunk)
         file.flush()
-        faults.point("save.write.sync")
         os.fsync(file.fileno())
-    faults.point("save.write.done")
     return size, digest.hexdigest()
 
 
@@ -516,11 +498,8 @@ def _delete(path: Path) -> None:
     """Rename before deleting: a kill in between never leaves half a checkpoint."""
     try:
         doomed = path.with_name(f".tmp-checkpoint-doomed-{_step(path)}")
-        faults.point("save.prune")
         os.rename(path, doomed)
-        faults.point("save.prune.delete")
         shutil.rmtree(doomed)
-        faults.point("save.prune.done")
     except OSError as error:
         log.warning(
             "%s: cannot be deleted (%s); remove this old checkpoint by hand.", path, error.strerror

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from rather import faults
 from rather.cluster.health import (
     GRACE,
     Deadlines,
@@ -100,7 +99,7 @@ class Cluster(RoleOnRanks):
         called = []
         for rank, seat in enumerate(self.seats[:1] if one else self.seats):
             first = (own[self.layout.dp_rank(rank)],) if own else ()
-            call = (self.role, faults.step(), method, *first, *args)
+            call = (self.role, method, *first, *args)
             called.append(seat.handle.call.remote(*call))
         tokens = sum(batch.real_tokens for batch in batches)
         values = self._collect(called, phase_of(self.role, method), tokens)

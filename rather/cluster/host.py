@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rather import faults
 from rather.cluster.health import Failure, Pulse, StackSnapshot
 from rather.config import plugins
 from rather.config.redaction import redact
@@ -162,12 +161,10 @@ class Host:
             self.workers[role] = worker = found(config, role, member)
             if role == "reference":
                 worker.neighbour = self.workers.get("actor_train")
-            faults.arm(config.run_dir, role, member.rank)
 
         return self._result(work)
 
-    def call(self, role: str, step: int, method: str, *args: Any) -> CallResult:
-        faults.at_step(step)
+    def call(self, role: str, method: str, *args: Any) -> CallResult:
         with self.pulse.during(f"{role}.{method}"):
             return self._result(lambda: getattr(self.workers[role], method)(*args))
 

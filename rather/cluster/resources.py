@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rather import faults
 from rather.cluster.health import ANSWER, StackSnapshot
 from rather.cluster.host import Host, Process, all_gone
 from rather.cluster.preflight import Ledger, Room
@@ -176,8 +175,6 @@ class ResourceManager:
         nodes = sorted({device // self.num_gpus_per_node for device in mapping})
         ids = self._gpu_ids(nodes) if self.kind == "cuda" else {}
         own = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
-        # Ray itself may have started with another one.
-        own[faults.VARIABLE] = os.environ.get(faults.VARIABLE, "")
         handles = []
         for device in mapping:
             node, local = divmod(device, self.num_gpus_per_node)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rather import faults
 from rather.cluster.host import backend_of
 from rather.cluster.local import device_kind, worker_class
 from rather.cluster.oom_report import shortage
@@ -48,7 +47,6 @@ def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
     timeout = timedelta(seconds=60 + config.timeouts.longest)  # the watchdog comes first
     dist.init_process_group(backend_of(kind), timeout=timeout)
     closing.callback(dist.destroy_process_group)
-    faults.arm(config.run_dir, "driver", rank)
     return RankInfo(rank, world, device)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rather import faults
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
 from rather.cluster.oom_report import explained, explanation, sentence
@@ -94,7 +93,6 @@ class ActorWorker:
             )
         return loss
 
-    @faults.by_role
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         """Load the model; `model` replaces the configured one (evaluation of other weights)."""
         self._prepare_process()
@@ -253,7 +251,6 @@ class ActorWorker:
             self.log.info("gradients are added up in bfloat16: in float32 no micro-batch would fit")
             return fit()
 
-    @faults.by_role
     def train_step(
         self,
         batches: Sequence[PairBatch],
@@ -285,7 +282,6 @@ class ActorWorker:
             self.trainer.forget()
         self.release()
 
-    @faults.by_role
     def compute_log_probs(
         self, batches: Sequence[PairBatch], places: Tensor | None = None
     ) -> Columns:
@@ -307,7 +303,6 @@ class ActorWorker:
 
         return as_it_began(self.trainer.policy)
 
-    @faults.by_role
     def answer(
         self, prompts: Sequence[Sequence[int]], tokenizer: Any, max_new_tokens: int
     ) -> list[Answer]:
@@ -327,7 +322,6 @@ class ActorWorker:
     def weights(self) -> Mapping[str, Tensor]:
         return self.trainer.weights()
 
-    @faults.by_role
     def mix_weights(
         self, weights: Mapping[str, Tensor] | Path, share: float, group: str = "reference"
     ) -> None:
@@ -338,12 +332,10 @@ class ActorWorker:
     def numbers(self) -> dict[str, Any]:
         return self.trainer.numbers()
 
-    @faults.by_role
     def write_state(self, folder: Path) -> None:
         """Add this rank's shards to a checkpoint that is being written, perhaps in the background."""
         self.writer.write(folder, self.trainer.state()[0])
 
-    @faults.by_role
     def write_reference(self, folder: Path) -> None:
         """Add the weights of a reference that moves."""
         self.writer.write(folder, {"reference": self.trainer.weight_pieces()})
@@ -351,7 +343,6 @@ class ActorWorker:
     def finish_writing(self) -> None:
         self.writer.wait()
 
-    @faults.by_role
     def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
         groups = {group: self.trainer.weight_pieces()}
         try:
@@ -376,7 +367,6 @@ class ActorWorker:
         """Return the most bytes in use since the models began to load; on a GPU since training began."""
         return self.peak.bytes
 
-    @faults.by_role
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
         policy = self.trainer.policy
         assert isinstance(policy, PolicyModel)
@@ -386,7 +376,6 @@ class ActorWorker:
         else:
             export_model(policy, self.trainer.weights(), tokenizer, folder, card)
 
-    @faults.by_role
     def export(self, shards: Path, group: str, tokenizer: Any, folder: Path, card: str) -> None:
         """Make a Hugging Face model of the shards that all ranks have written."""
         found = stored(shards, group)

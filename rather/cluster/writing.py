@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rather import faults
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import Shard, tensor_of
 from rather.cluster.preflight import GIB, free_memory
@@ -30,20 +29,17 @@ class Writer:
         """If this copies, `groups` is empty when it returns, and its tensors may change."""
         self.wait()
         if not self._copies(groups):
-            self._write(folder, groups, faults.step())
+            self._write(folder, groups)
             return
         copies = {name: _copy(tensors) for name, tensors in groups.items()}
-        self._thread = threading.Thread(
-            target=self._write, args=(folder, copies, faults.step()), daemon=True
-        )
+        self._thread = threading.Thread(target=self._write, args=(folder, copies), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _write(self, folder: Path, groups: State, step: int) -> None:
-        faults.at_step(step)
+    def _write(self, folder: Path, groups: State) -> None:
         try:
             written = checkpoint.write_groups(folder, groups, rank=self.rank)
             checkpoint.leave_note(folder, self.name, written)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from rather import faults
 from rather.data.pairs import PairFile
 from rather.data.tokenize_worker import SCHEMA
 from rather.errors import DiskError
@@ -93,11 +92,8 @@ class Cache:
 
         def finish(report: dict[str, Any]) -> None:
             sha = _sha(temporary, report)
-            faults.point("data.rename")
             os.replace(temporary, self._path(address, "arrow"))
-            faults.point("data.rename.done")
             _write(self._path(address, "json"), {"sha256": sha, "report": report})
-            faults.point("data.done")
 
         try:
             yield temporary, finish

@@ -21,7 +21,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from rich.console import Console
 
-from rather import faults
 from rather.config.checks import data_parallel
 from rather.config.parity import check_even
 from rather.config.schema import DataArgs, DPOConfig
@@ -79,7 +78,6 @@ def prepare(
 ) -> Prepared:
     """All pairs of a run, from the cache where they were made before."""
     console = console or Console(stderr=True)
-    faults.point("data")
     actor = config.actor_train
     tokenizer = _Tokenizer(
         actor.tokenizer_path, actor.model_args.revision, actor.model_args.trust_remote_code
@@ -344,7 +342,6 @@ class _Builder:
                 advance(
                     before[source] + result.chunk.done * sizes[source], f"{sum(counts.rows)} rows"
                 )
-        faults.point("data.tokenised")
         counts.note_repeats(PairFile(target))
         if template is None and first:
             prompts = (

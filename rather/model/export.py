@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from rather import faults
 from rather.checkpoint.sharded_tensors import ShardedFiles, TensorStream, safetensors_file
 from rather.config.paths import is_local
 from rather.config.schema import ModelArgs
@@ -201,7 +200,6 @@ def publish(temporary: Path, folder: Path, card: str) -> None:
         for file in temporary.rglob("*"):
             _sync(file)
         _sync(temporary)
-        faults.point("export.written")
         _replace(temporary, folder)
 
 
@@ -245,9 +243,7 @@ def _replace(temporary: Path, folder: Path) -> None:
     try:
         if folder.exists():
             folder.rename(old)
-            faults.point("export.aside")
         temporary.rename(folder)
-        faults.point("export.rename.done")
         _sync(folder.parent)
     except BaseException:
         if old.exists() and not folder.exists():

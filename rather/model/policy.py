@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rather import faults
 from rather.data.batch import PairBatch
 from rather.model.collectives import Group, enter, gather, leave
 from rather.model.head import Words, token_logps
@@ -118,7 +117,6 @@ def pair_columns(
     policy: PolicyModel, batch: PairBatch, wanted: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """The columns of a micro-batch: "sum" always, "shared" (within the shorter length) and "squares" when wanted."""
-    faults.point("forward")
     own = policy.share(batch)
     if own is not batch:
         own = own.to(str(next(policy.parameters()).device))

@@ -27,7 +27,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from rather import faults
 from rather.config.pipelines import Pipeline
 from rather.data.batch import Columns, PairBatch
 from rather.data.pack import pack
@@ -106,7 +105,6 @@ class Stage(PolicyModel):
 
     def forward(self, *received: Tensor, where: Tensor) -> Tensor:  # type: ignore[override]
         """Hidden states [1, N, D] of the micro-batch with number `where`; from the last stage its columns [C, P, 2]."""
-        faults.point("forward")
         batch = self.batches[int(where)]
         self._inbox[:] = () if self.first else received
         hidden = self.hidden(batch)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from rather import faults
 from rather.cluster.role import Role
 from rather.data.batch import Columns, PairFacts
 from rather.data.pairs import PairDataset
@@ -42,7 +41,6 @@ class Evaluation:
 
     def record(self, step: int) -> dict[str, float | int]:
         """Return the metrics of all sets."""
-        faults.point("evaluate")
         record: dict[str, float | int] = {}
         for name, dataset in self.sets.items():
             facts, policy, reference = self._columns(name, dataset, step)
@@ -51,7 +49,6 @@ class Evaluation:
             prefix = f"eval/{name}/" if name else "eval/"
             record |= {prefix + key: value for key, value in window.means().items()}
             record[f"{prefix}pairs"] = len(dataset)
-        faults.point("evaluate.done")
         return record
 
     def forget_reference(self) -> None:
@@ -73,7 +70,6 @@ class Evaluation:
             facts.append(PairFacts.of_step(step.policy))
             compute = self.policy.compute_log_probs
             policy.append(self.retry.without_gradients(self.policy, step, compute))
-            faults.point("evaluate.reference")
             if chunk == len(known) and (columns := self.reference.columns(step)):
                 known.append(columns)
         return PairFacts.joined(facts), concatenate(policy), concatenate(known) if known else None

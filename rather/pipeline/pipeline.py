@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from rather import faults
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles, launch
 from rather.cluster.role import Role
@@ -90,7 +89,6 @@ class DPOPipeline:
             raise ConfigError(problems)
         check_installed(config.trackers)
         self.objective = from_config(config)  # a wrong number should be found before any work
-        faults.arm(config.run_dir, "driver", 0)
         self.run_dir: Path | None = config.run_dir
         self.progress = Progress()
         self.stop = StopRequest()
@@ -375,12 +373,10 @@ class DPOPipeline:
 
     def _train(self) -> None:
         """The loop: each hook decides itself whether it is due."""
-        faults.at_step(self.progress.step)
         if self._ends_before_a_step():
             return
         with closing(self.steps()) as packed, closing(self._with_reference(packed)) as steps:
             for step, reference, _ in self.timeline.awaited(steps):
-                faults.at_step(step.number)
                 self.ends = step.is_last
                 result = self._train_step(step, reference)
                 for hook in self.hooks:
@@ -442,7 +438,6 @@ class DPOPipeline:
         """TR-DPO: move the reference towards the policy."""
         if self.config.sync_ref_model and is_due(step.number, self.config.ref_model_sync_steps):
             self.reference_stream.follow_policy()
-            faults.point("follow.done")
             self._forget_reference()
 
     def _log_if_due(self, step: Step, result: StepResult) -> None:
@@ -574,7 +569,6 @@ class DPOPipeline:
         """Save a checkpoint, complete or not at all. The last one is waited for."""
         if not self.saving:
             return
-        faults.point("save")
         self.stop.save_now = False
         state: Record = {"progress": asdict(self.progress)}
         if self.position is not None:
@@ -608,9 +602,7 @@ class DPOPipeline:
     def _export_model(self, folder: Path) -> None:
         pairs, with_reference = len(self.data.train), self.reference is not None
         card = model_card(self.config, self.progress.step, pairs, with_reference=with_reference)
-        faults.point("export")
         self.actor_train.save_model(folder, self.tokenizer, card)
-        faults.point("export.done")
 
     def _end(self) -> None:
         """Export the model and mark the run as finished, unless it was stopped."""
@@ -624,9 +616,7 @@ class DPOPipeline:
             self._export(run_dir / "model")
             log.info("The trained model is in %s.", run_dir / "model")
         if self.run_dir and self.roles.is_main:
-            faults.point("finish")
             mark_finished(run_dir, step)
-            faults.point("finish.done")
         if self._is_stopped():
             log.info("The run had finished when it was asked to stop; nothing is left to do.")
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from rather import faults
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles
 from rather.config.schema import DPOConfig
@@ -116,7 +115,7 @@ class ReferenceStream:
         if not (count and self.roles.reference):
             return
         if self.logps is None:
-            self._computes_until_told()
+            self._compute_until_broadcast()
             return
         if pairs := self._known_pairs(self.logps, step, count):
             tolerance = ROUNDING[compute_dtype(role.model_args, self.roles.kind)]
@@ -162,8 +161,8 @@ class ReferenceStream:
         if self.roles.reference is None:
             return None
         if self._follows:
-            return self._computes_until_told()
-        work = partial(self.logps.columns, step.pairs) if self.logps else self._computed
+            return self._compute_until_broadcast()
+        work = partial(self.logps.columns, step.pairs) if self.logps else self._compute
         with self._turn:
             columns = self.retry.without_gradients(self.roles.reference, step, work)
             if self.logps:
@@ -177,11 +176,9 @@ class ReferenceStream:
 
     def follow_policy(self) -> None:
         """TR-DPO: the reference moves towards the policy."""
-        faults.point("follow")
         self.roles.move_reference(self.config.ref_model_mixup_alpha, self.config.run_dir)
 
     def _answer(self, step: Step) -> ReferenceStep:
-        faults.at_step(step.number)
         with self.timeline.span("reference", "log-probs", step.number) as span:
             columns = self.columns(step)
             if self.logps and self.roles.runs_ahead:
@@ -191,20 +188,18 @@ class ReferenceStream:
 
     def _ask(self, batches: Sequence[PairBatch]) -> Columns:
         self.roles.broadcast(batches)
-        return self._computed(batches)
+        return self._compute(batches)
 
-    def _computed(self, batches: Sequence[PairBatch]) -> Columns:
+    def _compute(self, batches: Sequence[PairBatch]) -> Columns:
         assert self.roles.reference is not None
         if not self._loaded:  # an entry that was there at the start can no longer be read
             self.load()
-        faults.point("reference")
         columns = self.roles.reference.compute_log_probs(batches)
-        faults.point("reference.done")
         return columns
 
-    def _computes_until_told(self) -> Columns | None:
+    def _compute_until_broadcast(self) -> Columns | None:
         while isinstance(said := self.roles.broadcast(None), list):
-            self._computed(said)
+            self._compute(said)
         found: Columns | None = said
         return found
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rather import faults
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint, Draft
 from rather.checkpoint.manifest import Written
@@ -182,10 +181,8 @@ class Saving:
         if self.config.checkpoint_config.async_save == "off":
             self._publish(draft, state)
             return
-        step = faults.step()
 
         def work() -> None:
-            faults.at_step(step)
             try:
                 self._publish(draft, state)
             except BaseException as error:  # raised by the next call that waits
@@ -220,7 +217,6 @@ class Saving:
                 checkpoint.prune(config.checkpoint_copy_dir, config.max_ckpt_to_keep, self.spared)
             except (OSError, DiskError, CheckpointError) as error:
                 self._report_missed(self.missed_copies, draft.step, error)
-        faults.point("save.done")
 
     def _report_missed(self, misses: MissedSaves, step: int, error: Exception) -> None:
         misses.count, misses.last = misses.count + 1, str(error)

@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rather import faults
 from rather.config.adapters import keeps_start
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns, PairBatch, Span, TokenPair
@@ -314,9 +313,7 @@ class ReferenceLogps:
         """All that was kept for this run is on the disk: a checkpoint may rely on it."""
         if self._own:
             self._write_waiting(self._own)
-            faults.point("cache.sync")
             self._own.sync()
-            faults.point("cache.sync.done")
 
     def _keep_known(self, each: _Asked) -> None:
         """Copies into the run's file what only the cache knew."""
@@ -392,9 +389,7 @@ class ReferenceLogps:
         """The last one as it is stored."""
         stored = None
         while self._waiting:
-            faults.point("cache.own")
             stored = own.append(self._waiting[0])
-            faults.point("cache.own.done")
             del self._waiting[0]
         return stored
 
@@ -403,9 +398,7 @@ class ReferenceLogps:
         if self._segment is None:
             return None
         try:
-            faults.point("cache.shared")
             stored = self._segment.append(records)
-            faults.point("cache.shared.done")
             return self._located(self._segment, stored)
         except OSError as error:
             log.warning(

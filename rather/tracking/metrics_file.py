@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rather import faults
 from rather.errors import CheckpointError, DiskError
 
 log = logging.getLogger(__name__)
@@ -35,9 +34,7 @@ class MetricsFile:
         already_failing = bool(self._unwritten)
         self._unwritten += json_line(record).encode()
         try:
-            faults.point("metrics")
             self._write()
-            faults.point("metrics.done")
         except OSError as error:
             if not already_failing:
                 log.warning(
@@ -49,7 +46,6 @@ class MetricsFile:
         """Return the length of the file, with every line on the disk."""
         try:
             self._write()
-            faults.point("metrics.sync")
             os.fsync(self._descriptor)
         except OSError as error:
             waiting = f"{len(self._unwritten):,} bytes of metrics wait for room on the disk"

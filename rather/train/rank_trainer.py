@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rather import faults
 from rather.checkpoint.sharded_tensors import LocalShards, Shard, ShardSpec
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.losses.metrics import Scored, weighted_sums
@@ -180,23 +179,19 @@ class RankTrainer:
             rows.append(sums)
 
         def objective(batch: PairBatch, columns: Columns) -> Tensor:
-            faults.point("backward")
-            _spoil_gradient(columns["sum"])
             seen.watch(columns["sum"], batch.pair_P)
             if slopes:
                 weighted = sum(
                     (columns[name] * slopes[name][batch.pair_P]).sum() for name in slopes
                 )
                 assert isinstance(weighted, Tensor)
-                return _spoiled(weighted) * scale
+                return weighted * scale
             scored = self._score(facts.at(batch.pair_P), columns, _rows(known, batch.pair_P), facts)
-            scored = replace(scored, losses=_spoiled(scored.losses))
             policy[batch.pair_P] = scored.x.policy.detach()
             rows.append(weighted_sums(scored, batch.weight_P, self.loss))
             return scored.losses @ batch.weight_P / total * scale
 
         self.runner.backward(batches, self.loss.token_columns, objective)
-        faults.point("backward.done")
         self._complete_gradients()
         result = self._update(
             rows or [self._no_sums(facts, known)], policy, len(batches), limits or StepLimits()
@@ -384,10 +379,8 @@ class RankTrainer:
         optimizer = self.optimizer
         assert optimizer is not None
         # The one host synchronisation of a step.
-        faults.point("all_reduce")
         table = self._by_batch(rows, batches)
-        numbers = self._told(torch.cat([table.flatten(), policy.flatten()])).cpu()
-        faults.point("all_reduce.done")
+        numbers = self._reduce_numbers(torch.cat([table.flatten(), policy.flatten()]))
         grad_norm, zeros = numbers[:2].tolist()
         told = numbers[2 : 2 + table.numel()].view_as(table)
         named, *each = (
@@ -400,9 +393,7 @@ class RankTrainer:
         result = StepResult(named, logps, grad_norm, lr, None, found, by_batch=by_batch)
         reason = self._skip_reason(result, limits)
         if reason is None:
-            faults.point("optimizer")
             optimizer.step(grad_norm)
-            faults.point("optimizer.done")
         if optimizer.loss_scale and reason in (None, "overflow"):
             optimizer.loss_scale.overflowed() if reason else optimizer.loss_scale.succeeded()
         return replace(result, skip_reason=reason)
@@ -431,18 +422,18 @@ class RankTrainer:
         table[self.mesh.rank("dp") :: dp][: len(rows)] = values
         return table
 
-    def _told(self, known: Tensor) -> Tensor:
-        """[norm of the gradient, zeros in it, *known], of all ranks."""
+    def _reduce_numbers(self, known: Tensor) -> Tensor:
+        """Return [norm of the gradient, zeros in it, *known] of all ranks, on the host."""
         assert self.optimizer is not None
-        alone = self.mesh.world == 1
         norm, zeros = self.optimizer.grad_norm(self._counted), self._zeros_in_gradients()
-        if alone:
-            return torch.cat([torch.stack([norm.to(known.device), zeros]), known])
+        norm = norm.to(known.device)
+        if self.mesh.world == 1:
+            return torch.cat([torch.stack([norm, zeros]), known]).cpu()
         own = known if self._is_primary else torch.zeros_like(known)
-        vector = torch.cat([torch.stack([norm.to(known.device).square(), zeros]), own])
+        vector = torch.cat([torch.stack([norm.square(), zeros]), own])
         dist.all_reduce(vector)
         vector[0].sqrt_()
-        return vector
+        return vector.cpu()
 
     def _zeros_in_gradients(self) -> Tensor:
         assert self.optimizer is not None
@@ -506,16 +497,6 @@ def _in_order(table: Tensor) -> Tensor:
     for row in table[1:]:
         total = total + row
     return total
-
-
-def _spoiled(losses: Tensor) -> Tensor:
-    """As they are, unless a fault is asked for."""
-    return losses * math.nan if faults.wants_nan("forward") else losses
-
-
-def _spoil_gradient(sums: Tensor) -> None:
-    if faults.wants_nan("backward"):
-        sums.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _floats(sums: Mapping[str, Tensor]) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from rather.data.pack import pack
 from rather.errors import HangError
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cluster.test_hang import alone
+from tests.faults import inject
 from tests.padded import random_pairs
 from tests.tiny import make_config
 
@@ -205,7 +205,7 @@ def struck(folder: Path, phase: str, **changes: Any) -> tuple[DPOConfig, str]:
 
 
 def with_a_fault(config: DPOConfig, fault: str, stderr: Path) -> int:
-    os.environ["RATHER_FAULT"] = fault
+    inject.attach(fault, config.run_dir)
     return alone(config, stderr)
 
 
@@ -232,15 +232,15 @@ def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("phase", PHASE)
 def test_on_ray_the_deadline_is_that_of_the_phase(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phase: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], phase: str
 ) -> None:
     config, fault = struck(tmp_path, phase, reference__device_mapping=[1])
-    monkeypatch.setenv("RATHER_FAULT", fault)
-    assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
+    with inject.attached(fault, config.run_dir, ray=True):
+        assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
     role = "reference" if phase == "reference" else "actor_train"
     told = rf"rather: {role} rank 0 of 1 \(device \d on .+\): no answer within 2 s \(timeouts.{PHASE[phase][1]}\)"
     assert re.search(
-        rf"^{told}: it is in faults.py:\d+, _strike\.", capsys.readouterr().err, re.MULTILINE
+        rf"^{told}: it is in inject.py:\d+, stand_still\.", capsys.readouterr().err, re.MULTILINE
     )
 
 
@@ -253,9 +253,10 @@ def test_on_ray_a_step_ends_by_its_usual_time(
     monkeypatch.setattr(health, "ENOUGH", 3)
     monkeypatch.setattr(health, "FLOOR", DEADLINE)
     monkeypatch.setattr(health, "SLACK", 2.0)
-    monkeypatch.setenv("RATHER_FAULT", "step=5,phase=backward,role=actor_train,kind=hang")
     config = make_config(tmp_path, max_steps=5, max_failures=0, reference__device_mapping=[1])
-    assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
+    fault = "step=5,phase=backward,role=actor_train,kind=hang"
+    with inject.attached(fault, config.run_dir, ray=True):
+        assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
     assert re.search(
         r"^rather: actor_train .+ \(timeouts.adaptive\)", capsys.readouterr().err, re.MULTILINE
     )

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rather import faults
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.schema import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
+from tests.faults import inject
 from tests.tiny import make_config, metrics
 from tests.train.test_nonfinite import incidents
+
+FAULT = "step=3,phase=backward,role=actor_train,rank=1,kind=nan"
 
 
 def run(folder: Path, name: str, **changes: Any) -> DPOConfig:
@@ -29,7 +31,8 @@ def run(folder: Path, name: str, **changes: Any) -> DPOConfig:
         actor_train__max_tokens_per_microbatch_in_train=128,  # so that both ranks have pairs
         **changes,
     )
-    assert DPOPipeline(config).run() == 0
+    with inject.attached(FAULT, config.run_dir, ray=True):
+        assert DPOPipeline(config).run() == 0
     return config
 
 
@@ -43,8 +46,7 @@ def weights(config: DPOConfig, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_both_ranks_skip_or_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "step=3,phase=backward,role=actor_train,rank=1,kind=nan")
+def test_both_ranks_skip_or_go_back(tmp_path: Path) -> None:
     skipped = run(tmp_path, "skip")
     two, three = weights(skipped, 2), weights(skipped, 3)
     assert all(torch.equal(tensor, three[name]) for name, tensor in two.items())

@@ -26,6 +26,7 @@ from rather.errors import DataError, HangError, RatherError, WorkerError, Worker
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
 from tests.cluster.test_orphans import SOON, holding, of_the_run, started, wait_for
+from tests.faults import inject
 from tests.tiny import make_config, metrics
 
 
@@ -222,10 +223,10 @@ def test_lost_workers_are_replaced_and_the_result_has_the_same_bits(
     changes |= {"timeouts": {"step": 4.0}, "reference__cache": {"enabled": False}}
     clean = make_config(tmp_path, exp_name="clean", **changes)
     assert DPOPipeline(clean).run() == 0
-    monkeypatch.setenv("RATHER_FAULT", FAULTS)
     struck = make_config(
         tmp_path, exp_name="struck", reference__device_mapping=[1], overwrite=True, **changes
     )
+    inject.attach(FAULTS, struck.run_dir, ray=True)
     pipeline = DPOPipeline(struck)
     policies = [pids(pipeline)]
     survive = Supervision.survive
@@ -235,7 +236,10 @@ def test_lost_workers_are_replaced_and_the_result_has_the_same_bits(
         survive(self, *args)
 
     monkeypatch.setattr(Supervision, "survive", watched)
-    assert pipeline.run() == 0
+    try:
+        assert pipeline.run() == 0
+    finally:
+        inject.detach()
     kinds = [(each["kind"], each["loss"]) for each in incidents(struck)]
     assert kinds == [("reference_lost", 1), ("hang", 1), ("worker_lost", 2)]
     first, at_reference, at_hang, at_kill = policies
@@ -275,16 +279,22 @@ GONE = {
 @pytest.mark.alone
 @pytest.mark.parametrize("part", GONE)
 def test_a_run_whose_ray_is_gone_says_so_and_goes_on_when_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+    tmp_path: Path, part: str
 ) -> None:
     clean = make_config(tmp_path, exp_name="clean", max_steps=5, save_steps=2, logging_steps=1)
     assert DPOPipeline(clean).run() == 0
-    monkeypatch.setenv("RATHER_FAULT", "step=5,phase=backward,role=actor_train,kind=hang")
     marker, struck = f"gone-{part}-{os.getpid()}", make_config(tmp_path)
-    driver = started(tmp_path, marker, "ray", "max_steps=5", "save_steps=2")
+    fault = inject.plugin(
+        "step=5,phase=backward,role=actor_train,kind=hang", struck.run_dir, ray=True
+    )
+    steps = ("max_steps=5", "save_steps=2")
+    driver = started(tmp_path, marker, "ray", *steps, f"--import={fault}")
 
     def stands_still() -> bool:
-        return any(struck.run_dir.glob(".faults/*")) and (struck.run_dir / "checkpoint-4").exists()
+        return (
+            any(struck.run_dir.glob(".faults/*kind=hang"))
+            and (struck.run_dir / "checkpoint-4").exists()
+        )
 
     assert wait_for(lambda: stands_still() or driver.poll() is not None, 200)
     assert driver.poll() is None, driver.stderr and driver.stderr.read()

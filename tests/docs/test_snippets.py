@@ -78,13 +78,6 @@ def load_example(words: list[str]) -> None:
     load_config(Path(folder) / f"{name}.yaml", [word for word in words[6:] if "=" in word])
 
 
-def fault(words: list[str]) -> None:
-    from rather.faults import parsed
-
-    assert parsed(words[0].partition("=")[2])
-    load(words[1:])
-
-
 def dry_make(words: list[str]) -> None:
     done = subprocess.run(
         ["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
@@ -124,7 +117,6 @@ INSTEAD: dict[str, tuple[str, Callable[[list[str]], None]]] = {
         "a model of 3B: tests/cluster/test_example.py runs it",
         load_example,
     ),
-    r"RATHER_FAULT=": ("kills its process: tests/faults does", fault),
     r"rather demo": ("half a minute: tests/docs/test_newcomer.py runs it", options),
     r"rather board": (
         "serves until it is interrupted: tests/docs/test_newcomer.py runs it",

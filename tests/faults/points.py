@@ -1,11 +1,11 @@
-"""Where the run is killed: for every phase one fault that strikes, in words of RATHER_FAULT."""
+"""Where the run is killed: for every phase one fault that strikes, in words of tests/faults/inject.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rather.faults import PHASES
+from tests.faults.inject import PHASES
 
 EVERY, AT_SAVES = range(1, 7), (2, 4, 6)
 STEPS: dict[str, Sequence[int]] = {  # in which a place, and those below it, are reached; where nothing is said, in all
@@ -62,6 +62,12 @@ ONE += [
 ONE += [kill("forward", role="reference"), kill("forward", visit=3), kill("backward", visit=2)]
 ONE += [kill("evaluate", step=0), kill("metrics.done", step=6), kill("save.prune.delete", step=6)]
 
+FAMILIES = (  # one place of each, for `make test`
+    kill("data.rename"), kill("forward", visit=3), kill("all_reduce"), kill("optimizer.done"),
+    kill("cache.own.done"), kill("follow.done"), kill("evaluate.reference"), kill("metrics.done"),
+    kill("save.clean.aside"), kill("save.write.sync", visit=3), kill("save.aside.done"), kill("save.rename"),
+    kill("save.prune.delete"), kill("export.written"), kill("finish"),
+)  # fmt: skip
 OF_EVERY_RANK = (
     "forward", "backward", "backward.done", "all_reduce", "all_reduce.done", "optimizer", "optimizer.done",
     "reference", "reference.done", "follow", "follow.done", "evaluate", "evaluate.reference", "evaluate.done",
@@ -81,6 +87,8 @@ TWO_RANKS = [
     kill("save.write.done", step=6, rank=1),  # with nothing after it that would notice
     kill("export.written", rank=0),
 ]
+TWO_RANKS_FAST = [kill("backward", rank=1), kill("save.write.sync", rank=1)]
+
 RAY = [
     kill("data.tokenised", role="driver"),
     kill("forward", step=1, role="reference"),

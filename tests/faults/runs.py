@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rather import faults
 from rather.checkpoint.checkpoint import newest_good
 from rather.cluster.supervision import report_first_failure
 from rather.cluster.worker import ActorWorker
@@ -21,6 +20,7 @@ from rather.commands.terminal import guarded
 from rather.config.schema import DPOConfig
 from rather.losses.losses import sigmoid
 from rather.pipeline.pipeline import DPOPipeline
+from tests.faults import inject
 from tests.faults.nursery import LATE, nursery
 from tests.tiny import make_config
 
@@ -81,24 +81,24 @@ class Run:
     def start(self, fault: str = "") -> list[int]:
         """Exit codes of the processes of one start."""
         self.starts += 1
-        given = {**self.environment, faults.VARIABLE: fault}
         logs = self.folder / "starts" / str(self.starts)
         with _environments(self.layout) as own:
-            each = [{**given, **process} for process in own]
-            codes = nursery().run(train, (self.folder, self.layout, self.changes), each, logs)
+            each = [{**self.environment, **process} for process in own]
+            work = (self.folder, self.layout, self.changes, fault)
+            codes = nursery().run(train, work, each, logs)
         assert LATE not in codes, f"start {self.starts} did not end: {codes}\n{self.told()}"
         return codes
 
     def until_it_ends(self, fault: str) -> None:
         """Starts the same command again and again; every fault must strike, and nothing else may go wrong."""
-        expected = len(faults.parsed(fault))
+        expected = len(inject.parse(fault))
         while any(codes := self.start(fault)):
             assert self.starts <= expected, f"start {self.starts} ended with {codes}\n{self.told()}"
         assert self.struck() == expected, f"of {fault}, {self.struck()} struck"
 
     def struck(self) -> int:
         """How many faults struck, in all starts."""
-        return len(list((self.config.run_dir / faults.MARKERS).glob("*")))
+        return len(list((self.config.run_dir / inject.MARKERS).glob("*kind=*")))
 
     def told(self) -> str:
         logs = sorted((self.folder / "starts" / str(self.starts)).glob("*.log"))
@@ -142,11 +142,14 @@ def config_of(folder: Path, layout: str, changes: Mapping[str, Any]) -> DPOConfi
     return make_config(folder.parent, **{**RUN, **LAYOUTS[layout], **own, **changes})
 
 
-def train(folder: Path, layout: str, changes: Mapping[str, Any]) -> int:
-    """In a process of its own, as `rather train` does it."""
+def train(folder: Path, layout: str, changes: Mapping[str, Any], fault: str = "") -> int:
+    """Train in a process of its own, as `rather train` does, with faults attached."""
 
     def work() -> int:
-        return DPOPipeline(config_of(folder, layout, changes)).run()
+        config = config_of(folder, layout, changes)
+        if fault:
+            inject.attach(fault, config.run_dir, ray=layout == "ray")
+        return DPOPipeline(config).run()
 
     return guarded((lambda: report_first_failure(work)) if layout == "dp2" else work)
 

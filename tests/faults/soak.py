@@ -14,7 +14,7 @@ from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 
-from rather.faults import PHASES, ROLES
+from tests.faults.inject import PHASES, ROLES
 from tests.faults.points import COLD, FOLLOWING, steps_of
 from tests.faults.runs import LAYOUTS, Run
 from tests.faults.world import World

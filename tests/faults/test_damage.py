@@ -26,8 +26,18 @@ def swap(file: Path) -> None:
     ("damage", "file", "told"),
     [
         (flip_bit, "model-00001-00001", "model-00001-00001.safetensors: is damaged: its SHA-256"),
-        (Path.unlink, "optimizer-00001-00001", "optimizer-00001-00001.safetensors: is missing"),
-        (swap, "optimizer-00001-00001", "optimizer-00000-00001.safetensors: is damaged"),
+        pytest.param(
+            Path.unlink,
+            "optimizer-00001-00001",
+            "optimizer-00001-00001.safetensors: is missing",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            swap,
+            "optimizer-00001-00001",
+            "optimizer-00000-00001.safetensors: is damaged",
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_a_file_of_one_of_two_ranks(

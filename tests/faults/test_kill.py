@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import pytest
 
-from rather.faults import PHASES
 from tests.faults.conftest import Broken
-from tests.faults.points import OF_EVERY_RANK, ONE, RAY, TWO_RANKS, kill
+from tests.faults.inject import PHASES
+from tests.faults.points import (
+    FAMILIES,
+    OF_EVERY_RANK,
+    ONE,
+    RAY,
+    TWO_RANKS,
+    TWO_RANKS_FAST,
+    kill,
+)
 from tests.faults.world import World
 
 
-@pytest.mark.parametrize("fault", ONE)
+def cells(faults: Sequence[str], fast: Collection[str]) -> list[Any]:
+    """Cells of which `make test` runs only the fast ones."""
+    return [
+        fault if fault in fast else pytest.param(fault, marks=pytest.mark.wide) for fault in faults
+    ]
+
+
+@pytest.mark.parametrize("fault", cells(ONE, FAMILIES))
 def test_one_process(broken: Broken, fault: str) -> None:
     broken("one", fault)
 
 
-@pytest.mark.parametrize("fault", TWO_RANKS)
+@pytest.mark.parametrize("fault", cells(TWO_RANKS, TWO_RANKS_FAST))
 def test_one_of_two_ranks(broken: Broken, fault: str) -> None:
     broken("dp2", fault)
 
 
+@pytest.mark.wide
 def test_random_numbers_go_on(world: World) -> None:
     """Of a loss that draws them: those of a step are not those of the first steps again."""
     drawing = {"actor_train__worker_cls": "tests.faults.runs.Drawing"}
@@ -30,6 +49,7 @@ def test_random_numbers_go_on(world: World) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_workers_and_driver_on_ray(broken: Broken) -> None:
     """One run, killed at all these points one after another: every start imports torch in two processes."""
     broken("ray", ";".join(RAY))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rather import faults
 from rather.config.load import dump_yaml
+from tests.faults import inject
 from tests.faults.points import kill
 from tests.faults.runs import Run
 from tests.house.source import ROOT
@@ -43,10 +42,11 @@ class Commands(Run):
         log.parent.mkdir(parents=True)
         file.write_text(dump_yaml(self.config), encoding="utf-8")
         command = [sys.executable, "-m", "rather", "train", str(file)]
+        if fault:
+            command.append(f"--import={inject.plugin(fault, self.config.run_dir)}")
         with log.open("wb") as out:
-            environment = {**os.environ, faults.VARIABLE: fault}
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=120, check=False
+                command, cwd=ROOT, stdout=out, stderr=out, timeout=120, check=False
             )
         return [done.returncode]
 

@@ -13,6 +13,7 @@ from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import assert_same, incidents, steps
+from tests.faults import inject
 from tests.tiny import make_config, metrics
 
 RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "logging_steps": 1, "max_ckpt_to_keep": 9}
@@ -90,8 +91,7 @@ def test_from_an_earlier_checkpoint_it_never_goes_back_to_a_later_one(folder: Pa
         with pytest.raises(RuntimeError):
             DPOPipeline(named).run()
     assert latest_name(config.run_dir) == "checkpoint-2"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("RATHER_FAULT", "step=4,phase=backward,kind=nan")
+    with inject.attached("step=4,phase=backward,kind=nan", config.run_dir):
         assert DPOPipeline(named).run() == 0
     assert [each["to"] for each in incidents(config) if each["kind"] == "rollback"] == [2]
 
@@ -99,8 +99,7 @@ def test_from_an_earlier_checkpoint_it_never_goes_back_to_a_later_one(folder: Pa
 def test_from_another_runs_checkpoint_it_can_go_back_to_that_step(folder: Path) -> None:
     begun = str(folder / "output" / "first" / "checkpoint-2")
     config = config_of(folder, "foreign", on_nonfinite="rollback", resume_from_checkpoint=begun)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("RATHER_FAULT", "step=3,phase=backward,kind=nan")
+    with inject.attached("step=3,phase=backward,kind=nan", config.run_dir):
         assert DPOPipeline(config).run() == 0
     assert [each["to"] for each in incidents(config) if each["kind"] == "rollback"] == [2]
 

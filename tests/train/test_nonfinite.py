@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rather import faults
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.schema import DPOConfig, TrainingArgs
 from rather.config.strategies import Layout
@@ -30,6 +29,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.incidents import Incidents
 from rather.train.nonfinite import NOTHING_PASSES, StepLimits
 from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
+from tests.faults import inject
 from tests.padded import random_pairs
 from tests.same.canonical import Setup, make_loss, make_policy, make_step, make_trainer, pairs_of
 from tests.same.pool import pool
@@ -67,14 +67,9 @@ def struck(
     layout: Layout, folder: Path, fault: str, limits: StepLimits | None = None
 ) -> dict[str, Any]:
     """Three steps of one rank, of which the second is struck, or held by its limits. What it told, and what it left."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv(faults.VARIABLE, fault)
     rank = dist.get_rank() if layout.devices > 1 else 0
-    faults.arm(folder, "actor_train", rank)
-    patch.undo()
-    found = three_steps(trainer_of(layout), limits)
-    faults.arm(folder, "actor_train", rank)
-    return found
+    with inject.attached(fault, folder, rank=rank):
+        return three_steps(trainer_of(layout), limits)
 
 
 def three_steps(
@@ -85,7 +80,7 @@ def three_steps(
     """What they told and left; `limits` and what is in force during it are of the second."""
     states, results = [state_of(trainer)], []
     for number, pairs in enumerate(pairs_of(SETUP), start=1):
-        faults.at_step(number)
+        inject.at_step(number)
         step = make_step(pairs, trainer.mesh.size("dp"))
         own = step.dealt[trainer.mesh.rank("dp")]
         with second if second and number == 2 else nullcontext():
@@ -256,15 +251,15 @@ def test_a_loss_that_is_no_number_counts_although_its_gradient_is_one() -> None:
 
 
 @pytest.fixture
-def fault(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the faults of the runs that follow."""
+def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Attaches faults to the runs that follow."""
     for name in (
         "check_family",
         "check_model",
     ):  # half the time of a tiny run, with tests of their own
         monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
-    monkeypatch.setattr(faults, "_armed", None)
-    return lambda *parts: monkeypatch.setenv(faults.VARIABLE, ";".join(parts))
+    yield lambda *parts: inject.arm(";".join(parts))
+    inject.detach()
 
 
 def nan_at(step: int) -> str:

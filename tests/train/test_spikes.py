@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rather import faults
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, SpikeArgs
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.progress import SpikeHistory
 from rather.train.nonfinite import StepLimits
+from tests.faults import inject
 from tests.tiny import make_config, metrics
 from tests.train.test_nonfinite import assert_untouched, incidents, weights
 
@@ -70,7 +71,14 @@ class Spiking(ActorWorker):
     """One step has a loss a thousand times that of the others."""
 
     def build_loss(self) -> Any:
-        return lambda x: -x.policy[:, 0] * (1e3 if faults.step() == SPIKE else 1.0)
+        return lambda x: -x.policy[:, 0] * (1e3 if inject.step() == SPIKE else 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _steps_are_counted() -> Iterator[None]:
+    inject.arm("")
+    yield
+    inject.detach()
 
 
 def run(
