@@ -9,7 +9,8 @@ import pytest
 
 
 def cells(every: Iterable[Any], keep: Collection[Any]) -> list[Any]:
-    """Return the values of a parametrization, with all but `keep` marked wide. A tuple is one cell."""
+    """Return the values of a parametrization, with all but `keep` marked wide. A tuple is one
+    cell."""
     return [
         each
         if each in keep

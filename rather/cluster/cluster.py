@@ -1,7 +1,8 @@
-"""Cluster: the workers of one role on Ray. Its calls read like those of one worker; each has a deadline.
+"""Cluster: the workers of one role on Ray. Its calls read like those of one worker; each has a
+deadline.
 
-Token ids travel out, two floats per pair travel back. The first failure ends the call and all processes: the
-others would wait for the failed one in a collective.
+Token ids travel out, two floats per pair travel back. The first failure ends the call and all
+processes: the others would wait for the failed one in a collective.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Cluster(RoleOnRanks):
         *,
         pipeline_config: DPOConfig | None = None,
     ) -> None:
-        """`name` is the role: actor_train is trained, reference is not. `worker_cls` is ActorWorker or a subclass."""
+        """`name` is the role: actor_train is trained, reference is not. `worker_cls` is ActorWorker
+        or a subclass."""
         config = pipeline_config or _config_around(name, worker_config)
         super().__init__(name, config, resource_manager.kind, resource_manager.ledger)
         self.worker_cls, self.manager, self.worker_config = (
@@ -111,7 +113,8 @@ class Cluster(RoleOnRanks):
         return folder_next_to(folder)
 
     def _collect(self, called: Sequence[Any], phase: str, tokens: int = 0) -> list[Any]:
-        """Return all values in the order of ranks, before the deadline; or raise the first cause of a failure."""
+        """Return all values in the order of ranks, before the deadline; or raise the first cause of
+        a failure."""
         import ray
 
         limit, began = self.deadlines.limit(phase, tokens), time.monotonic()
@@ -136,7 +139,8 @@ class Cluster(RoleOnRanks):
         return [results[rank].value for rank in range(len(called))]
 
     def _log(self, results: Mapping[int, CallResult]) -> None:
-        """Repeat what ranks logged: everything of the first one, warnings of all, equal ones once."""
+        """Repeat what ranks logged: everything of the first one, warnings of all, equal ones
+        once."""
         said_by: dict[tuple[str, int], dict[int, str]] = {}
         for rank, result in sorted(results.items()):
             for name, level, message in result.records:
@@ -151,7 +155,8 @@ class Cluster(RoleOnRanks):
                 logging.getLogger(names[0]).log(level, "%s", message)
 
     def _failed(self, failures: Mapping[int, Failure], ranks: int, *, late: bool) -> RatherError:
-        """Return the first cause with its place. Workers are stopped unless it leaves them intact."""
+        """Return the first cause with its place. Workers are stopped unless it leaves them
+        intact."""
         rank = first_cause(failures)
         cause = failures[rank]
         level = logging.DEBUG if cause.is_expected else logging.ERROR
@@ -177,7 +182,8 @@ class Cluster(RoleOnRanks):
 
 
 class FrozenReference(Cluster):
-    """A reference that never moves, on devices of its own: it can be replaced while the policy keeps training."""
+    """A reference that never moves, on devices of its own: it can be replaced while the policy
+    keeps training."""
 
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         super().initialize(total_steps, model)

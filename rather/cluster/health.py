@@ -39,9 +39,9 @@ ECHOES = (
 )
 SHORTAGES = ("out of memory", "can't allocate memory", "cannot allocate memory")
 SHORTAGE_FIXES = (
-    "Lower max_tokens_per_microbatch_in_train (of a reference: max_tokens_per_microbatch_in_infer), set "
-    "recompute_granularity: full in strategy_config, or shard more: strategy_name zero3 (fsdp2_infer), or a larger "
-    "tp_size."
+    "Lower max_tokens_per_microbatch_in_train (of a reference: "
+    "max_tokens_per_microbatch_in_infer), set recompute_granularity: full in strategy_config, or "
+    "shard more: strategy_name zero3 (fsdp2_infer), or a larger tp_size."
 )
 
 
@@ -79,7 +79,8 @@ class Failure:
         return found if isinstance(found, type) and issubclass(found, RatherError) else None
 
     def error(self, where: str) -> RatherError:
-        """Return it as an exception. One of Rather's own keeps its class, and with it its exit code."""
+        """Return it as an exception. One of Rather's own keeps its class, and with it its exit
+        code."""
         place = f"{where}: " if where else ""
         if self.known:
             return self.known(f"{place}{self.text}")
@@ -97,7 +98,8 @@ def first_cause(failures: Mapping[int, Failure]) -> int:
 
 
 def are_alike(failures: Mapping[int, Failure], ranks: int) -> bool:
-    """Return whether all of several ranks failed with the same words, so that no rank is to blame."""
+    """Return whether all of several ranks failed with the same words, so that no rank is to
+    blame."""
     kinds = {(each.kind, each.text) for each in failures.values()}
     return ranks > 1 and len(failures) == ranks and len(kinds) == 1
 
@@ -112,8 +114,8 @@ _METHODS = {
     "start": "initialize embedding_rows plan",
     "step": "train_step compute_log_probs forget release",
     "eval": "score",
-    "save": "numbers write_state write_reference finish_writing read_state write_weights mix_weights save_model "
-    "export peak_memory",
+    "save": "numbers write_state write_reference finish_writing read_state write_weights "
+    "mix_weights save_model export peak_memory",
 }
 PHASES = {method: phase for phase, methods in _METHODS.items() for method in methods.split()}
 SLACK = 10.0  # times the usual
@@ -134,8 +136,8 @@ class Limit(NamedTuple):
 class Deadlines:
     """How long the calls of one role may take: never longer than `timeouts` says.
 
-    Steps and evaluations have a usual time per token, because micro-batches may be halved and the parts of an
-    evaluation set are larger than steps. A save has none: disks pause.
+    Steps and evaluations have a usual time per token, because micro-batches may be halved and the
+    parts of an evaluation set are larger than steps. A save has none: disks pause.
     """
 
     def __init__(self, timeouts: Timeouts, *, compiles: bool = False) -> None:
@@ -239,8 +241,8 @@ def hang_error(late: Snapshots, others: Snapshots, limit: Limit, log_dir: Path) 
 def blame(ranks: Snapshots) -> tuple[str, str]:
     """Return the rank that holds the others up, and why.
 
-    Blame an unresponsive rank; else a rank outside the collective the others wait in; else the rank at the
-    rarest stack location.
+    Blame an unresponsive rank; else a rank outside the collective the others wait in; else the rank
+    at the rarest stack location.
     """
     where: dict[str, str] = {}
     waiting: list[str] = []

@@ -1,7 +1,8 @@
-"""Host: the process of one device, with the workers of one or both roles. Ray starts it; no Ray in here.
+"""Host: the process of one device, with the workers of one or both roles. Ray starts it; no Ray in
+here.
 
-It imports torch only after its environment is set, answers with a value or a failure, and never outlives the
-driver.
+It imports torch only after its environment is set, answers with a value or a failure, and never
+outlives the driver.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class CallResult:
 
 
 class Host:
-    """One process. Roles are added once it runs; calls name the role and the method of its worker."""
+    """One process. Roles are added once it runs; calls name the role and the method of its
+    worker."""
 
     def __init__(
         self,
@@ -199,7 +201,8 @@ def backend_of(kind: str) -> str:
 
 
 def end_with_others(driver: Process | None = None) -> None:
-    """End this process once the driver, or the process that started it, is gone: nothing may hold a device."""
+    """End this process once the driver, or the process that started it, is gone: nothing may hold a
+    device."""
     threading.Thread(target=_watch, args=(driver, os.getppid()), name="watch", daemon=True).start()
 
 
@@ -210,7 +213,8 @@ def _watch(driver: Process | None, parent: int) -> None:
 
 
 def _address() -> str:
-    """Return the address of the interface that leads out; loopback if none does. Nothing is sent."""
+    """Return the address of the interface that leads out; loopback if none does. Nothing is
+    sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])

@@ -1,4 +1,5 @@
-"""Where the roles of a config run: in this process, in processes that torchrun started, or on Ray."""
+"""Where the roles of a config run: in this process, in processes that torchrun started, or on
+Ray."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ log = logging.getLogger(__name__)
 class Roles:
     """Policy and reference, wherever they are. `close` leaves nothing behind.
 
-    Under torchrun every process is a driver: the main one decides and writes, and broadcasts to the others.
+    Under torchrun every process is a driver: the main one decides and writes, and broadcasts to the
+    others.
     """
 
     actor_train: Role
@@ -67,7 +69,8 @@ class Roles:
             return max_over_ranks(number, self.kind) if self.drivers > 1 else number
 
     def _waiting(self, call: str) -> AbstractContextManager[None]:
-        """Limit the wait for what the main driver does alone, such as preparing data or searching a cache."""
+        """Limit the wait for what the main driver does alone, such as preparing data or searching a
+        cache."""
         return self.watchdog.during(call, "save") if self.watchdog else nullcontext()
 
     def watch(self) -> None:
@@ -139,7 +142,8 @@ def launch(
 
 
 def _with_watchdog(roles: Roles, config: DPOConfig, supervision: Supervision | None) -> Roles:
-    """In one process only the steps are watched: loading and saving take what disk and network take."""
+    """In one process only the steps are watched: loading and saving take what disk and network
+    take."""
     watchdog = Watchdog(config.timeouts, config.log_dir, roles.drivers, supervision)
     for role in filter(None, (roles.actor_train, roles.reference)):
         watchdog.watch(role, PHASES if roles.drivers > 1 else COMPUTING)
@@ -152,9 +156,9 @@ def _under_torchrun(config: DPOConfig, with_reference: bool) -> Roles:
     actor, reference = mappings(config)
     if with_reference and actor != reference:
         raise ConfigError(
-            f"reference.device_mapping is {reference}, actor_train.device_mapping {actor}: under torchrun each "
-            "process holds both roles. Leave reference.device_mapping out, or start without torchrun: Ray places "
-            "them as configured."
+            f"reference.device_mapping is {reference}, actor_train.device_mapping {actor}: under "
+            "torchrun each process holds both roles. Leave reference.device_mapping out, or start "
+            "without torchrun: Ray places them as configured."
         )
     closing = ExitStack()
     member = join_ranks(config, len(actor), closing)
@@ -176,7 +180,8 @@ def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | 
     used = [*actor, *(reference if with_reference else [])]
     if config.num_nodes > 1 and config.ray.address is None:
         raise ConfigError(
-            f"num_nodes: {config.num_nodes} nodes need a Ray cluster; name it: --address, or ray.address"
+            f"num_nodes: {config.num_nodes} nodes need a Ray cluster; name it: --address, or "
+            "ray.address"
         )
     if config.ray.address is None:
         device_kind(config.platform)  # refuses what this machine lacks before anything starts

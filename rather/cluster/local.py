@@ -1,4 +1,5 @@
-"""One device: a role's cluster is its only worker, in this process. No Ray, no process group, breakpoints work."""
+"""One device: a role's cluster is its only worker, in this process. No Ray, no process group,
+breakpoints work."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def local_cluster(name: str, config: DPOConfig) -> ActorWorker:
 
 
 def as_local(role: Role, feature: str) -> ActorWorker:
-    """Return the worker of a role whose whole model is in this process; `feature` names what needs that."""
+    """Return the worker of a role whose whole model is in this process; `feature` names what needs
+    that."""
     if not isinstance(role, ActorWorker):
         raise ConfigError(
             f"{feature} needs one device per policy; remove it, or start without torchrun and Ray."
@@ -37,7 +39,8 @@ def device_kind(platform: str) -> str:
 
 
 def worker_class(value: type | str | None, key: str) -> type[ActorWorker]:
-    """A class, or a dotted path written by the config's author, who is trusted; nothing else ever sets it."""
+    """A class, or a dotted path written by the config's author, who is trusted; nothing else ever
+    sets it."""
     if value is None:
         return ActorWorker
     found = value if isinstance(value, type) else _imported(value, key)

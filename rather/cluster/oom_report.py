@@ -1,4 +1,5 @@
-"""Explain a lack of device memory: where the memory of a worker goes, and three settings that need less."""
+"""Explain a lack of device memory: where the memory of a worker goes, and three settings that need
+less."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ FIXES = 3
 
 @contextmanager
 def explained(worker: ActorWorker, batches: Sequence[PairBatch] = ()) -> Iterator[None]:
-    """Add the table and the fixes to an out-of-memory error, as a note: who repeats the work needs neither."""
+    """Add the table and the fixes to an out-of-memory error, as a note: who repeats the work needs
+    neither."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -49,7 +51,8 @@ def shortage(error: BaseException) -> MemoryShortage:
 
 
 def explanation(worker: ActorWorker, tokens: int) -> str:
-    """Return the table and the fixes. `tokens`: of the largest micro-batch; 0 if there is none yet."""
+    """Return the table and the fixes. `tokens`: of the largest micro-batch; 0 if there is none
+    yet."""
     rows = table(worker)
     width = max(map(len, rows))
     size = f" (the largest micro-batch has {tokens} tokens)" if tokens else ""
@@ -77,7 +80,8 @@ def table(worker: ActorWorker) -> dict[str, float]:
 
 
 def _per_tokens(worker: ActorWorker, kind: str) -> dict[str, float]:
-    """Return the bytes of a thousand scored tokens; activations as the planner measured them, else computed."""
+    """Return the bytes of a thousand scored tokens; activations as the planner measured them, else
+    computed."""
     shape, planned, args = worker.layout, worker.planned, worker.source[1]
     if planned and planned.bytes_of_token:
         return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}

@@ -1,7 +1,9 @@
-"""Does the state fit? Weights, gradients and optimizer of each worker against the memory that is there.
+"""Does the state fit? Weights, gradients and optimizer of each worker against the memory that is
+there.
 
-From the headers of the files; no weight is read. It is a lower bound: activations, gathered layers and fragments
-come on top, so what is refused here cannot run, and what passes may still be too much.
+From the headers of the files; no weight is read. It is a lower bound: activations, gathered layers
+and fragments come on top, so what is refused here cannot run, and what passes may still be too
+much.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that each rank of a role holds; `once`, those of all its ranks if nothing is held twice."""
+    """Bytes that each rank of a role holds; `once`, those of all its ranks if nothing is held
+    twice."""
 
     device: float
     host: float
@@ -100,15 +103,17 @@ def _refusal(
 ) -> ConfigError:
     listing = ", ".join(f"{name} {need.arithmetic}" for name, need in roles.items())
     return ConfigError(
-        f"memory: {where} has {there / GIB:.3g} GiB, and weights, gradients and optimizer alone are "
-        f"{taken / GIB:.3g} GiB: {listing}. {fits} Use more devices, another strategy_name, or a smaller model."
+        f"memory: {where} has {there / GIB:.3g} GiB, and weights, gradients and optimizer alone "
+        f"are {taken / GIB:.3g} GiB: {listing}. {fits} Use more devices, another strategy_name, or "
+        "a smaller model."
     )
 
 
 def need_of(
     config: DPOConfig, role: RoleConfig, kind: str, model: str | None = None
 ) -> Need | None:
-    """Return what each rank holds; None if the model is the policy's, or its files cannot be read from here."""
+    """Return what each rank holds; None if the model is the policy's, or its files cannot be read
+    from here."""
     args = role.model_args.of_other_weights() if model else role.model_args
     shapes = stored_shapes(model or role.model_path, args.revision)
     if shapes is None or (not role.trains and reference_is_policy(config)):

@@ -1,4 +1,5 @@
-"""RoleOnRanks: the calls of a role whose model is divided over several ranks, in terms of what ranks can do."""
+"""RoleOnRanks: the calls of a role whose model is divided over several ranks, in terms of what
+ranks can do."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from rather.train.rank_trainer import StepResult
 
 
 class RoleOnRanks:
-    """A role on Ray or under torchrun. Every call is one of `_run`, which the two do differently."""
+    """A role on Ray or under torchrun. Every call is one of `_run`, which the two do
+    differently."""
 
     rooms: Sequence[Room]  # the memory that each rank found before any model was there
 
@@ -42,8 +44,9 @@ class RoleOnRanks:
     ) -> list[Any]:
         """Call a method on all ranks and return their values.
 
-        `batches` are dealt out, as a first argument. With `one`, the value of one rank is enough. Without
-        `exchange`, a process of torchrun may return its own value alone, and need not wait for the others.
+        `batches` are dealt out, as a first argument. With `one`, the value of one rank is enough.
+        Without `exchange`, a process of torchrun may return its own value alone, and need not wait
+        for the others.
         """
         raise NotImplementedError
 
@@ -124,10 +127,11 @@ class RoleOnRanks:
 
 
 def shares(batches: Sequence[PairBatch], ranks: int) -> list[list[PairBatch]]:
-    """Deal micro-batches out, the same number to each rank, or one would wait for another in a collective.
+    """Deal micro-batches out, the same number to each rank, or one would wait for another in a
+    collective.
 
-    Packing gives each rank its share. Only micro-batches whose log-probs are partly known come in other numbers;
-    what is missing then are copies without pairs.
+    Packing gives each rank its share. Only micro-batches whose log-probs are partly known come in
+    other numbers; what is missing then are copies without pairs.
     """
     smallest = min(batches, key=lambda batch: len(batch.ids_N))
     empty = replace(

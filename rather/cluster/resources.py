@@ -1,7 +1,8 @@
-"""ResourceManager: nodes and devices -> processes, on a local Ray of its own or on an existing cluster.
+"""ResourceManager: nodes and devices -> processes, on a local Ray of its own or on an existing
+cluster.
 
-Device d is number d % num_gpus_per_node of node d // num_gpus_per_node. What is requested is compared with what
-the cluster has before anything is placed: Ray itself would wait for ever.
+Device d is number d % num_gpus_per_node of node d // num_gpus_per_node. What is requested is
+compared with what the cluster has before anything is placed: Ray itself would wait for ever.
 """
 
 from __future__ import annotations
@@ -34,18 +35,15 @@ log = logging.getLogger(__name__)
 SLOT = "rather_slot"  # of a CPU worker. Not a CPU: eight workers on two cores would wait for ever
 SHARE = 0.01  # of a device, for a process: the whole device is reserved by the placement group
 OBJECT_STORE = 256 << 20  # bytes of a local Ray: token ids and log-probs pass through it
-STARTS = (
-    2  # attempts to start a local Ray: on a busy machine its own processes miss their deadlines
-)
+STARTS = 2  # attempts to start a local Ray: on a busy machine its processes miss their deadlines
 TOKEN = "token"  # the file with the secret of a local Ray
 SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
 SNAPSHOTS = "snapshots"  # the threads in which processes answer while their work stands still
 ENDS = 1.0  # seconds in which a process that can do so ends
 RAY_KILLS = 6.0  # seconds after which Ray has ended a process that does not end by itself
 RAY_CHECKS, RAY_WAITS = 2.0, 12.0  # seconds without its server. After 60 Ray would end this process
-LOOPBACK = (
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds every port of Ray to loopback, also on Linux
-)
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds every port to loopback, also on Linux
+RESUME = "Run the same command again to resume from the last checkpoint."
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,8 @@ class ResourceManager:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _reserve(self) -> None:
-        """Reserve one bundle of devices on each node, once the cluster has them. Nodes may still be arriving."""
+        """Reserve one bundle of devices on each node, once the cluster has them. Nodes may still be
+        arriving."""
         from ray.util.placement_group import placement_group
 
         deadline = time.monotonic() + self.timeouts.connect
@@ -124,13 +123,14 @@ class ResourceManager:
             time.sleep(0.2)
         bundles = [{self._resource: self.num_gpus_per_node}] * self.num_nodes
         strategy = "STRICT_SPREAD" if self.num_nodes > 1 else "STRICT_PACK"
-        # Kept at once: a request that is abandoned would be granted as soon as the devices are free, and hold them.
+        # Kept at once: a request that is abandoned would be granted as soon as the devices are
+        # free, and hold them.
         self._placed = placement_group(bundles, strategy=strategy)
         if not self._placed.wait(max(1.0, deadline - time.monotonic())):
             free = int(self._ray.available_resources().get(self._resource, 0))
             raise ConfigError(
-                f"num_nodes: {self._request}, and {self._cluster} has them, but other jobs use some: {free} are free. "
-                "Wait for them, or request fewer."
+                f"num_nodes: {self._request}, and {self._cluster} has them, but other jobs use "
+                f"some: {free} are free. Wait for them, or request fewer."
             )
 
     @property
@@ -150,21 +150,24 @@ class ResourceManager:
         if self.kind == "cpu" and not any(there):
             advice = f" Start its nodes with --resources='{{\"{SLOT}\": {each}}}'."
         return (
-            f"num_nodes: {self._request}; {self._cluster} has {' + '.join(map(str, there)) or '0'} on {len(there)} "
-            f"node{'s' * (len(there) != 1)}, so {enough} of {nodes} nodes have {each}: {nodes - enough} missing."
-            f"{advice} Add nodes, or change num_nodes, num_gpus_per_node and device_mapping."
+            f"num_nodes: {self._request}; {self._cluster} has {' + '.join(map(str, there)) or '0'} "
+            f"on {len(there)} node{'s' * (len(there) != 1)}, so {enough} of {nodes} nodes have "
+            f"{each}: {nodes - enough} missing.{advice} Add nodes, or change num_nodes, "
+            "num_gpus_per_node and device_mapping."
         )
 
     # --- processes ---
 
     def seats(self, device_mapping: Sequence[int], environment: Mapping[str, str]) -> list[Seat]:
-        """Return the processes on these devices; the first call starts them and makes a process group."""
+        """Return the processes on these devices; the first call starts them and makes a process
+        group."""
         mapping = tuple(device_mapping)
         if mapping not in self._seats:
             if max(mapping) >= self.devices:
                 raise ConfigError(
-                    f"device_mapping: device {max(mapping)} is requested, and num_nodes {self.num_nodes} x "
-                    f"num_gpus_per_node {self.num_gpus_per_node} gives devices 0 to {self.devices - 1}."
+                    f"device_mapping: device {max(mapping)} is requested, and num_nodes "
+                    f"{self.num_nodes} x num_gpus_per_node {self.num_gpus_per_node} gives devices "
+                    f"0 to {self.devices - 1}."
                 )
             self._seats[mapping] = started = self._start(mapping, environment)
             if len(started) > 1:
@@ -230,15 +233,16 @@ class ResourceManager:
                 )
 
     def _port_of(self, first: Seat, others: Sequence[Seat]) -> int:
-        """Return a port of the first process that all others reach: without it they would wait in silence."""
+        """Return a port of the first process that all others reach: without it they would wait in
+        silence."""
         seconds = self.timeouts.connect
         [port] = self._all([first.handle.listen.remote()], seconds, "find a port")
         asked = [seat.handle.cannot_reach.remote(first.address, port, seconds) for seat in others]
         for seat, problem in zip(others, self._all(asked, 2 * seconds, "connect"), strict=True):
             if problem:
                 raise WorkerError(
-                    f"{seat} cannot reach {first} at {first.address}:{port} within {seconds:.0f} s: {problem}. "
-                    "Workers on several machines need open ports between them."
+                    f"{seat} cannot reach {first} at {first.address}:{port} within {seconds:.0f} "
+                    f"s: {problem}. Workers on several machines need open ports between them."
                 )
         self._all([first.handle.close_port.remote()], seconds, "close a port")
         return int(port)
@@ -256,7 +260,8 @@ class ResourceManager:
     # --- lost processes ---
 
     def snapshots(self) -> dict[str, StackSnapshot | None]:
-        """Return what each rank of each role does; None for those that do not answer within a few seconds."""
+        """Return what each rank of each role does; None for those that do not answer within a few
+        seconds."""
         asked = {
             seat.handle.snapshot.options(concurrency_group=SNAPSHOTS).remote(): seat.process
             for group in self._seats.values()
@@ -276,17 +281,15 @@ class ResourceManager:
         }
 
     def refuse_without_ray(self) -> None:
-        """Report that Ray is gone, before Ray ends this process in its own words and with its own exit code."""
+        """Report that Ray is gone, before Ray ends this process in its own words and with its own
+        exit code."""
         silent = time.monotonic() - self._heard
         if silent < RAY_CHECKS:
             return
         if self._has_ray:
             self._heard = time.monotonic()
         elif silent > RAY_WAITS:
-            raise RayGone(
-                f"Ray is gone: its server at {self._server} does not answer. Run the same command again to resume "
-                "from the last checkpoint."
-            )
+            raise RayGone(f"Ray is gone: its server at {self._server} does not answer. {RESUME}")
 
     @property
     def _has_ray(self) -> bool:
@@ -304,15 +307,15 @@ class ResourceManager:
             self._reserve()
         except Exception as error:  # Ray raises the base class if its raylet is gone
             raise WorkerError(
-                f"lost workers cannot be replaced: {_first_line(error).rstrip('.')}. Run the same command again to "
-                "resume from the last checkpoint."
+                f"lost workers cannot be replaced: {_first_line(error).rstrip('.')}. {RESUME}"
             ) from error
         self.is_stopped = False
 
     # --- the end ---
 
     def stop(self, device_mapping: Sequence[int] | None = None) -> None:
-        """End the processes on these devices, or all. Those of this machine are gone when it returns."""
+        """End the processes on these devices, or all. Those of this machine are gone when it
+        returns."""
         self.is_stopped = self.is_stopped or device_mapping is None
         ending = [tuple(device_mapping)] if device_mapping is not None else list(self._seats)
         seats = [seat for mapping in ending for seat in self._seats.pop(mapping, [])]
@@ -346,7 +349,8 @@ class ResourceManager:
 
 
 def wait_elsewhere(seats: Sequence[Seat]) -> None:
-    """Wait until stopped processes are gone on other machines too, where nobody looks: they may hold a device."""
+    """Wait until stopped processes are gone on other machines too, where nobody looks: they may
+    hold a device."""
     if not all(seat.process.is_here for seat in seats):
         time.sleep(RAY_KILLS)
 
@@ -356,9 +360,6 @@ class _Probe:
         import ray
 
         return sorted(map(str, ray.get_gpu_ids()), key=lambda name: (len(name), name))
-
-
-# --- Ray itself ---
 
 
 def connected(
@@ -445,7 +446,8 @@ def _refuse_silence(address: str, seconds: float) -> None:
     while error := _connection_problem(server, max(0.1, deadline - time.monotonic())):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"ray.address: nothing answers at {address} within {seconds:.0f} s (timeouts.connect): {error}"
+                f"ray.address: nothing answers at {address} within {seconds:.0f} s "
+                f"(timeouts.connect): {error}"
             )
         time.sleep(0.2)
 
@@ -458,13 +460,14 @@ def shortage_of_shared_memory() -> str | None:
     ):
         return None
     return (
-        f"shared memory: {SHARED_MEMORY} has {free >> 20} MiB free, and a local Ray needs {OBJECT_STORE >> 20}; "
-        "start the container with --shm-size=1g"
+        f"shared memory: {SHARED_MEMORY} has {free >> 20} MiB free, and a local Ray needs "
+        f"{OBJECT_STORE >> 20}; start the container with --shm-size=1g"
     )
 
 
 def _use_token(folder: Path) -> None:
-    """Set a secret for this process and its children: Ray's own token file would be readable by everybody."""
+    """Set a secret for this process and its children: Ray's own token file would be readable by
+    everybody."""
     if "RAY_AUTH_MODE" in os.environ:
         return
     token = folder / TOKEN

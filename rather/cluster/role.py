@@ -1,7 +1,7 @@
 """Role: the calls that the training loop makes on a policy or a reference, wherever its ranks run.
 
-`ActorWorker` answers them in this process, `Cluster` sends them to Ray actors, and `SpmdCluster` makes them in
-all processes that torchrun started.
+`ActorWorker` answers them in this process, `Cluster` sends them to Ray actors, and `SpmdCluster`
+makes them in all processes that torchrun started.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class RankInfo:
 class Role(Protocol):
     """A policy or a reference.
 
-    If memory runs out, `train_step` and `compute_log_probs` raise torch.OutOfMemoryError or BatchTooLarge only if
-    the call can be repeated with smaller micro-batches after `forget`. Otherwise they raise MemoryShortage.
+    If memory runs out, `train_step` and `compute_log_probs` raise torch.OutOfMemoryError or
+    BatchTooLarge only if the call can be repeated with smaller micro-batches after `forget`.
+    Otherwise they raise MemoryShortage.
     """
 
     role: str  # actor_train or reference
@@ -44,7 +45,8 @@ class Role(Protocol):
     def embedding_rows(self) -> int: ...
 
     def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
-        """Return the tokens of a training micro-batch. `make_room` is called if memory would be short."""
+        """Return the tokens of a training micro-batch. `make_room` is called if memory would be
+        short."""
 
     def train_step(
         self,

@@ -1,4 +1,5 @@
-"""`torchrun -m rather train CONFIG`: every process runs the loop on its own share; rank 0 tracks and writes.
+"""`torchrun -m rather train CONFIG`: every process runs the loop on its own share; rank 0 tracks
+and writes.
 
 All processes take the same steps, because each computes them from the same config, pairs and seed.
 """
@@ -37,8 +38,9 @@ def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if world != devices:
         raise ConfigError(
-            f"actor_train.device_mapping names {devices} devices, and torchrun started {world} processes; "
-            f"set actor_train.device_mapping=0-{world - 1}, or --nproc-per-node={devices}"
+            f"actor_train.device_mapping names {devices} devices, and torchrun started {world} "
+            f"processes; set actor_train.device_mapping=0-{world - 1}, or "
+            f"--nproc-per-node={devices}"
         )
     kind = device_kind(config.platform)
     device = f"cuda:{local}" if kind == "cuda" else "cpu"
@@ -51,7 +53,8 @@ def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
 
 
 class SpmdCluster(RoleOnRanks):
-    """A role whose calls all processes make at once: each does its share, and all get the whole answer."""
+    """A role whose calls all processes make at once: each does its share, and all get the whole
+    answer."""
 
     def __init__(
         self, name: str, config: DPOConfig, member: RankInfo, ledger: Ledger, rooms: Sequence[Room]

@@ -1,8 +1,9 @@
 """What ends a run, what it survives, and how that is reported once.
 
-Only processes that died, connections that broke and deadlines that passed are worker failures that a run survives.
-Anything that a worker or the driver reports itself (a wrong config, bad data, a damaged checkpoint, NaN, no memory,
-an exception of the code) would happen again, and ends the run at once.
+Only processes that died, connections that broke and deadlines that passed are worker failures that
+a run survives. Anything that a worker or the driver reports itself (a wrong config, bad data, a
+damaged checkpoint, NaN, no memory, an exception of the code) would happen again, and ends the run
+at once.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ DEBUGGERS = ("bdb.py", "pydevd")
 
 
 class Supervision:
-    """Counts the worker failures since the last new checkpoint: a run that makes progress survives any number."""
+    """Counts the worker failures since the last new checkpoint: a run that makes progress survives
+    any number."""
 
     def __init__(
         self,
@@ -90,7 +92,8 @@ class Supervision:
         self._write(kind, self._step(), cause=str(error), **facts)
 
     def config_to_resume(self) -> DPOConfig:
-        """Return the config that resumes from the run's own last checkpoint, or from where it first began."""
+        """Return the config that resumes from the run's own last checkpoint, or from where it first
+        began."""
         given = self.config.resume_from_checkpoint
         named = isinstance(given, str) and _last_saved(self.config.run_dir) == self._first
         changes = {"overwrite": False, "resume_from_checkpoint": given if named else "auto"}
@@ -110,9 +113,10 @@ def _last_saved(run_dir: Path) -> int:
 class Watchdog:
     """A thread that ends the process, with exit code 7, if one of its calls is not over in time.
 
-    Nothing can be raised in a thread that waits in a collective. Under torchrun all processes end: their watchdogs
-    exchange stack snapshots, and one reports them. A process that was stopped as a whole and continues is not late.
-    Deadlines are those of the config: a rank also waits for what the first one does alone between steps.
+    Nothing can be raised in a thread that waits in a collective. Under torchrun all processes end:
+    their watchdogs exchange stack snapshots, and one reports them. A process that was stopped as a
+    whole and continues is not late. Deadlines are those of the config: a rank also waits for what
+    the first one does alone between steps.
     """
 
     def __init__(
@@ -212,7 +216,8 @@ class Watchdog:
 
 
 class _Peers:
-    """Messages among these processes, through torchrun's own store: it outlives them, and works if all else hangs."""
+    """Messages among these processes, through torchrun's own store: it outlives them, and works if
+    all else hangs."""
 
     def __init__(self, seconds: float) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -236,7 +241,8 @@ class _Peers:
         return False
 
     def wait(self, keys: Iterable[str], seconds: float) -> bool:
-        """Return whether all keys are there in time. Polls: the store's own waiting ends with warnings on stderr."""
+        """Return whether all keys are there in time. Polls: the store's own waiting ends with
+        warnings on stderr."""
         deadline, wanted = time.monotonic() + seconds, list(keys)
         while not (there := self.store.check(wanted)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -245,7 +251,8 @@ class _Peers:
     def settle(
         self, topic: str, own: Any, seconds: float, report: Callable[[Mapping[int, Any]], int]
     ) -> int:
-        """Return the exit code of all processes, once one of them has reported what all have written."""
+        """Return the exit code of all processes, once one of them has reported what all have
+        written."""
         self.write(topic, own)
         if self.store.add(f"{topic} speakers", 1) == 1:
             self.wait([f"{topic} {rank}" for rank in range(self.world)], seconds)
@@ -262,7 +269,8 @@ def _agent_store(seconds: float) -> Any:
 
 
 def report_first_failure(work: Callable[[], int]) -> int:
-    """Run `work` in one of torchrun's processes. If it fails, all exit alike and the first cause is printed once."""
+    """Run `work` in one of torchrun's processes. If it fails, all exit alike and the first cause is
+    printed once."""
     end_with_others()
     _refuse_orphans()
     try:
@@ -282,7 +290,8 @@ def report_first_failure(work: Callable[[], int]) -> int:
 
 
 def _refuse_orphans() -> None:
-    """An interrupt may end torchrun before this process could watch it; it would then wait long for the others."""
+    """An interrupt may end torchrun before this process could watch it; it would then wait long for
+    the others."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     try:
@@ -293,7 +302,8 @@ def _refuse_orphans() -> None:
 
 
 def _report(found: Mapping[int, Any], peers: _Peers) -> int:
-    """Print the first cause. No place is named if no role was called and all ranks, or the first one, failed."""
+    """Print the first cause. No place is named if no role was called and all ranks, or the first
+    one, failed."""
     failures = {rank: Failure(**fields) for rank, (fields, _, _) in found.items()}
     rank = first_cause(failures)
     _, role, machine = found[rank]

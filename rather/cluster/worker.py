@@ -1,4 +1,5 @@
-"""ActorWorker: a RankTrainer behind the calls of a Role. One worker serves one role on one device."""
+"""ActorWorker: a RankTrainer behind the calls of a Role. One worker serves one role on one
+device."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ RECOMPUTED = {
 
 
 class ActorWorker:
-    """Override `build_loss` in a subclass, and name it in `worker_cls`, to train with a loss of your own."""
+    """Override `build_loss` in a subclass, and name it in `worker_cls`, to train with a loss of
+    your own."""
 
     def __init__(self, config: DPOConfig, role: str, member: RankInfo | None = None) -> None:
         self.config, self.role, self.member = config, role, member or RankInfo()
@@ -68,7 +70,8 @@ class ActorWorker:
         self.rows: int
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
-        """Return the objective: a PairLoss, or a plain function from PairLogps to one loss per pair."""
+        """Return the objective: a PairLoss, or a plain function from PairLogps to one loss per
+        pair."""
         return from_config(self.config)
 
     def _objective(self) -> PairLoss:
@@ -76,7 +79,8 @@ class ActorWorker:
         if not isinstance(loss, PairLoss):
             if named := ", ".join(self.config.loss_modifiers):
                 raise ConfigError(
-                    f"{named}: a plain function from build_loss takes no modifiers; return a PairLoss"
+                    f"{named}: a plain function from build_loss takes no modifiers; return a "
+                    "PairLoss"
                 )
             return own_loss(loss)
         # The driver reads reference and data for the config's objective, and knows no other.
@@ -88,8 +92,9 @@ class ActorWorker:
         more += ["whole steps"] if loss.whole_batch and not config.whole_batch else []
         if more:
             raise ConfigError(
-                f"build_loss: its PairLoss needs {', '.join(more)}, which pref_loss and the modifiers of the config do "
-                "not request; set them in the config, because the driver reads the reference and the data for them"
+                f"build_loss: its PairLoss needs {', '.join(more)}, which pref_loss and the "
+                "modifiers of the config do not request; set them in the config, because the "
+                "driver reads the reference and the data for them"
             )
         return loss
 
@@ -210,7 +215,8 @@ class ActorWorker:
         return optimizer
 
     def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
-        """Return the tokens of a training micro-batch, as configured or as many as fit; arrange the layers for them.
+        """Return the tokens of a training micro-batch, as configured or as many as fit; arrange the
+        layers for them.
 
         `make_room` is called if activations would have to be recomputed otherwise.
         """
@@ -258,7 +264,8 @@ class ActorWorker:
         facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        """`reference`, `facts` and `limits` are those of the whole step, the micro-batches this rank's own."""
+        """`reference`, `facts` and `limits` are those of the whole step, the micro-batches this
+        rank's own."""
         try:
             with explained(self, batches):
                 return self.trainer.train_step(batches, reference, facts, limits)
@@ -266,12 +273,14 @@ class ActorWorker:
             if not self.layout.canonical:
                 raise
             raise ConfigError(
-                f"determinism: canonical keeps a run's micro-batches as they are, and memory ran out: {error} Set "
-                "actor_train.max_tokens_per_microbatch_in_train to less, on every number of devices alike."
+                "determinism: canonical keeps a run's micro-batches as they are, and memory ran "
+                f"out: {error} Set actor_train.max_tokens_per_microbatch_in_train to less, on "
+                "every number of devices alike."
             ) from error
 
     def park(self) -> bool:
-        """Keep a frozen model on the host between its turns; False if it is there already, or cannot be."""
+        """Keep a frozen model on the host between its turns; False if it is there already, or
+        cannot be."""
         if parked := self.trainer.park():
             self.log.info("%s: waits on the host while the policy trains", self.role)
         return parked
@@ -285,7 +294,8 @@ class ActorWorker:
     def compute_log_probs(
         self, batches: Sequence[PairBatch], places: Tensor | None = None
     ) -> Columns:
-        """Return the columns of these pairs; if other ranks have some too, of all pairs at `places`."""
+        """Return the columns of these pairs; if other ranks have some too, of all pairs at
+        `places`."""
         if self.member.world == 1:
             places = None
         known = None if places is None else int(places.max()) + 1
@@ -296,7 +306,8 @@ class ActorWorker:
         return {name: column[places.to(column.device)] for name, column in columns.items()}
 
     def _as_own_role(self) -> AbstractContextManager[None]:
-        """If this reference is the policy's model, put it meanwhile into the state that it began with."""
+        """If this reference is the policy's model, put it meanwhile into the state that it began
+        with."""
         if not self.borrowed:
             return nullcontext()
         from rather.model.adapters import as_it_began
@@ -325,7 +336,8 @@ class ActorWorker:
     def mix_weights(
         self, weights: Mapping[str, Tensor] | Path, share: float, group: str = "reference"
     ) -> None:
-        """Move towards `weights`, or towards those that other processes have written to a folder."""
+        """Move towards `weights`, or towards those that other processes have written to a
+        folder."""
         found = weights if isinstance(weights, Mapping) else stored(weights, group)
         self.trainer.mix_weights(found, share)
 
@@ -333,7 +345,8 @@ class ActorWorker:
         return self.trainer.numbers()
 
     def write_state(self, folder: Path) -> None:
-        """Add this rank's shards to a checkpoint that is being written, perhaps in the background."""
+        """Add this rank's shards to a checkpoint that is being written, perhaps in the
+        background."""
         self.writer.write(folder, self.trainer.state()[0])
 
     def write_reference(self, folder: Path) -> None:
@@ -364,7 +377,8 @@ class ActorWorker:
         return self.rows
 
     def peak_memory(self) -> int:
-        """Return the most bytes in use since the models began to load; on a GPU since training began."""
+        """Return the most bytes in use since the models began to load; on a GPU since training
+        began."""
         return self.peak.bytes
 
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
@@ -392,7 +406,8 @@ class ActorWorker:
     # --- the process ---
 
     def set_environment(self) -> None:
-        """Set the environment of the process. The allocator reads it once, at the first use of a GPU."""
+        """Set the environment of the process. The allocator reads it once, at the first use of a
+        GPU."""
         os.environ.update(self.config.envs(self.worker_config))
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
             # Micro-batches differ in size.

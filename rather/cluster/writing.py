@@ -1,4 +1,5 @@
-"""Writer: what a rank adds to checkpoints, written in a background thread if the host has memory for a copy."""
+"""Writer: what a rank adds to checkpoints, written in a background thread if the host has memory
+for a copy."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Writer:
     """One write at a time. Its outcome is left in the folder as a note, for the driver to find."""
 
     def __init__(self, name: str, rank: int, ranks: int, wanted: str, log: logging.Logger) -> None:
-        """`ranks` counts those that may copy on the same host; `wanted` is checkpoint_config.async_save."""
+        """`ranks` counts those that may copy on the same host; `wanted` is
+        checkpoint_config.async_save."""
         self.name, self.ranks, self.log = f"{name}-{rank:05d}", ranks, log
         self.rank = rank if ranks > 1 else None
         self.wanted = wanted

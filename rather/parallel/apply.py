@@ -1,4 +1,4 @@
-"""The one place with the order in which a model is divided: pipeline, tensor, context, layers, shard."""
+"""The order in which a model is divided, in one place: pipeline, tensor, context, layers, shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from rather.parallel.tensor import check_split, split_model
 
 
 def build_mesh(layout: Layout, device: str) -> Mesh:
-    """The mesh of a layout, over all ranks of the process group; without one, a process on its own. Collective."""
+    """Return the mesh of a layout over all ranks of the process group; without a group, that of one
+    process. Collective."""
     if not torch.distributed.is_initialized():
         return Mesh.one()
     replicate = layout.dp // layout.shard
@@ -42,10 +43,10 @@ def divide(
     compiled: bool = False,
     fill: Callable[[PolicyModel], None] | None = None,
 ) -> PolicyModel | Stages:
-    """Leaves of a model what this rank holds of it. Collective.
+    """Leave in a model what this rank holds of it. Collective.
 
-    Parameters that will be sharded and trained must be float32; `compute` is what they are used in. Those of a model on
-    the meta device are given their values by `fill`, part by part.
+    Parameters that will be sharded and trained must be float32; `compute` is what they are used in.
+    Those of a model on the meta device are given their values by `fill`, part by part.
     """
     _check(policy, mesh, layout, compiled=compiled)
     pipeline = layout.pipeline
@@ -64,7 +65,8 @@ def divide(
 
 
 def shards(mesh: Mesh) -> bool:
-    """Whether gradients are summed over ranks. A mesh of one rank is sharded too: it takes the way of many."""
+    """Return whether gradients are summed over ranks. A mesh of one rank is sharded too, and uses
+    the same code."""
     return mesh.size("dp") * mesh.size("cp") > 1 or (bool(mesh.sizes) and mesh.world == 1)
 
 
@@ -73,8 +75,9 @@ def _check(policy: PolicyModel, mesh: Mesh, layout: Layout, *, compiled: bool) -
     if layout.pp > 1:
         if compiled and layout.pipeline.rule.splits_backward:
             raise ConfigError(
-                f"compile: schedule '{layout.schedule}' runs the backward of inputs and weights apart, which compiled "
-                "layers cannot; set compile: off, or pipeline_schedule: 1f1b or interleaved"
+                f"compile: schedule '{layout.schedule}' runs the backward of inputs and weights "
+                "apart, which compiled layers cannot; set compile: off, or pipeline_schedule: "
+                "1f1b or interleaved"
             )
         check_cut(config)
     if layout.tp > 1:

@@ -1,7 +1,9 @@
-"""determinism: canonical. Gradients are added in one order, so that 1, 2 and 4 ranks give the same bits.
+"""determinism: canonical. Gradients are added in one order, so that 1, 2 and 4 ranks give the same
+bits.
 
-The micro-batches of a step, whose number is a multiple of 4, go in turn to 4 lanes, and each rank has some of the lanes
-whole. A lane adds up its own gradients in order; lanes are added in pairs. All ranks need the same number of threads.
+The micro-batches of a step, whose number is a multiple of 4, go in turn to 4 lanes, and each rank
+has some of the lanes whole. A lane adds up its own gradients in order; lanes are added in pairs.
+All ranks need the same number of threads.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ WHOLE_VECTORS = 64  # weights: behind the last whole vector, AdamW on a CPU may 
 
 
 class Canonical:
-    """The Runner of a policy that lies whole and unsharded on each rank."""
+    """The Runner of a policy that is whole and unsharded on each rank."""
 
     def __init__(self, policy: PolicyModel, mesh: Mesh, device: str) -> None:
         if mesh.world != mesh.size("dp") or LANES % mesh.world:
@@ -65,7 +67,7 @@ class Canonical:
             parameter.grad = self._over_ranks(in_pairs(parts)) if parts else None
 
     def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
-        """There are none."""
+        """Do nothing: there are no copies."""
 
     def _over_ranks(self, gradient: Tensor) -> Tensor:
         if self.mesh.world == 1:
@@ -76,7 +78,8 @@ class Canonical:
 
 
 def in_pairs(lanes: list[Tensor]) -> Tensor:
-    """Lane 0 with lane 2, 1 with 3, then both sums: what lies on one rank is added first, however many there are."""
+    """Add lane 0 to lane 2, 1 to 3, then both sums: lanes of one rank are added first, however many
+    ranks there are."""
     while len(lanes) > 1:
         half = len(lanes) // 2
         lanes = [lanes[i] + lanes[i + half] for i in range(half)]
@@ -84,9 +87,11 @@ def in_pairs(lanes: list[Tensor]) -> Tensor:
 
 
 class RowOptimizer(Optimizer):
-    """zero1: weights and gradients lie whole on each rank, moments only of this rank's rows of each parameter.
+    """zero1: weights and gradients are whole on each rank, moments only of this rank's rows of each
+    parameter.
 
-    A rank updates its rows and gets those of the others. The norm is that of the whole gradient, as in one process.
+    A rank updates its rows and gets those of the others. The norm is that of the whole gradient, as
+    in one process.
     """
 
     rows: Mapping[str, ShardSpec]
@@ -137,7 +142,8 @@ class RowOptimizer(Optimizer):
 
 
 def rows_of(shape: Sequence[int], rank: int, ranks: int) -> ShardSpec:
-    """Some rows of a parameter, whose weights begin where a vector of the whole begins."""
+    """Return the rows of a parameter for one rank; they begin where a vector of the whole
+    begins."""
     unit = WHOLE_VECTORS // gcd(WHOLE_VECTORS, prod(shape[1:]))
     each = -(-shape[0] // (ranks * unit)) * unit
     first = min(rank * each, shape[0])

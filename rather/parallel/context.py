@@ -1,11 +1,13 @@
 """Context parallel: the ranks of a group divide the tokens of a micro-batch.
 
-Each rank runs its own tokens through the model; inside attention it gathers the keys and values of all (attention.py).
-A query segment that is cut keeps the keys up to its own end, so "causal from the bottom right" still holds, and a
-sequence may be longer than any rank's share. Sums over scored tokens are formed over the ranks (policy.py).
+Each rank runs its own tokens through the model; inside attention it gathers the keys and values of
+all (attention.py). A query segment that is cut keeps the keys up to its own end, so "causal from
+the bottom right" still holds, and a sequence may be longer than any rank's share. Sums over scored
+tokens are formed over the ranks (policy.py).
 
-Tokens lie in twice as many chunks as there are ranks; rank r takes chunk r from the front and chunk r from the back:
-late tokens of a long sequence see more keys than early ones, and so each rank gets some of both.
+Tokens lie in twice as many chunks as there are ranks; rank r takes chunk r from the front and chunk
+r from the back: late tokens of a long sequence see more keys than early ones, and so each rank gets
+some of both.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ Places = NDArray[np.int64]
 
 
 def spread_tokens(policy: PolicyModel, mesh: Mesh) -> None:
-    """Make this policy compute one rank's share of each micro-batch. Called after the model was split over tp."""
+    """Make this policy compute one rank's share of each micro-batch. Called after the model was
+    split over tp."""
     multiple = policy.token_parts
     if group := mesh.group("cp"):
         policy.context = group.group_name
@@ -50,7 +53,8 @@ def filled_up(batch: PairBatch, multiple: int) -> PairBatch:
 
 
 def filled_to(batch: PairBatch, tokens: int) -> PairBatch:
-    """Return the same pairs with so many tokens: fillers come last, in segments of their own, and nobody scores them."""
+    """Return the same pairs with so many tokens: fillers come last, in segments of their own, and
+    nobody scores them."""
     have = len(batch.ids_N)
     if have == tokens:
         return batch
@@ -72,7 +76,8 @@ def filled_to(batch: PairBatch, tokens: int) -> PairBatch:
 def share_of(
     batch: PairBatch, *, rank: int, ranks: int, group: str, multiple: int = 1
 ) -> PairBatch:
-    """Return one rank's tokens and the scored tokens that they predict; a multiple of `multiple` tokens."""
+    """Return one rank's tokens and the scored tokens that they predict; a multiple of `multiple`
+    tokens."""
     if isinstance(batch.segments, SpreadSegments):
         return batch
     batch = filled_up(batch.to("cpu"), 2 * ranks * multiple)
@@ -99,7 +104,8 @@ def _order(tokens: int, ranks: int) -> Places:
 
 
 def _own_segments(segments: Segments, own: Places, place: Places, group: str) -> SpreadSegments:
-    """Make a segment of every stretch of own tokens within a segment, with all keys up to its end."""
+    """Make a segment of every stretch of own tokens within a segment, with all keys up to its
+    end."""
     keys = place[segments.key_index_K.numpy()]
     half = len(own) // 2
     pieces = [

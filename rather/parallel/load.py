@@ -1,7 +1,8 @@
-"""A Hugging Face folder or hub name -> a PolicyModel in eval mode, checked before anything is trained.
+"""A Hugging Face folder or hub name -> a PolicyModel in eval mode, checked before anything is
+trained.
 
-On several ranks no process ever holds a whole model: it is made without memory, divided, and each rank then reads its
-own slices of the files.
+On several ranks no process ever holds a whole model: it is made without memory, divided, and each
+rank then reads its own slices of the files.
 """
 
 from __future__ import annotations
@@ -36,33 +37,38 @@ from rather.parallel.mesh import Mesh
 from rather.parallel.shard import places
 from rather.parallel.stages import Stages
 
-REFUSED = {  # keys of a config.json with which transformers would fetch kernels, or read other files
-    "quantization_config": "quantised weights cannot be trained; name the model in its full precision",
-    "transformers_weights": "weights are read from model.safetensors and its shards; rename the file",
+# Keys of a config.json with which transformers would fetch kernels, or read other files.
+REFUSED = {
+    "quantization_config": "quantised weights cannot be trained; name the model in its full "
+    "precision",
+    "transformers_weights": "weights are read from model.safetensors and its shards; rename the "
+    "file",
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def device_of(role: RoleConfig) -> str:
-    """The device of a role on one device: the first of its device_mapping; the CPU where there is no GPU."""
+    """Return the device of a role on one device: the first of its device_mapping, or the CPU
+    without a GPU."""
     if not torch.cuda.is_available():
         return "cpu"
     number = (role.device_mapping or [0])[0]
     if number >= torch.cuda.device_count():
         raise ConfigError(
-            f"device_mapping: GPU {number} is not here; the {torch.cuda.device_count()} found are counted from 0."
+            f"device_mapping: GPU {number} is not here; the {torch.cuda.device_count()} found are "
+            "counted from 0."
         )
     return f"cuda:{number}"
 
 
 def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
-    """What the model runs in: as told, else bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype of the model: as configured, else bfloat16 on a GPU and float32 on a CPU."""
     return DTYPES[args.dtype or ("bf16" if device.startswith("cuda") else "fp32")]
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an adapter begins with beside the base: the seed, and whether the model keeps a frozen copy of it."""
+    """How an adapter begins: the seed, and whether the model keeps a frozen copy of the start."""
 
     seed: int = 0
     kept: bool = False
@@ -71,9 +77,11 @@ class Start:
 def load_policy(
     name: str, args: ModelArgs, device: str, *, exact: bool = False, start: Start = Start()
 ) -> PolicyModel:
-    """Weights on the device, dropout off, every weight present and finite, attention proven on this family.
+    """Load a model: dropout off, every weight present and finite, attention verified for this
+    family.
 
-    With `exact`, weights that half precision would round are kept beside it, for an optimizer to start from.
+    With `exact`, weights that half precision would round are also kept exactly, as the optimizer's
+    start.
     """
     if not sys.stderr.isatty():
         disable_progress_bar()
@@ -96,7 +104,7 @@ def load_policy(
             attn_implementation=IMPLEMENTATION,
             use_safetensors=True,  # other formats unpickle
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told in the info, and refused below by name
+            ignore_mismatched_sizes=True,  # reported in the info, and refused below
             **common,
         )
     causal_lm, info = loaded
@@ -140,7 +148,8 @@ def _in_4_bits(compute: torch.dtype, device: str) -> dict[str, Any]:
 
 
 def _adapted(name: str, causal_lm: Any, args: ModelArgs, start: Start) -> Any:
-    """Puts the adapter that a role asks for into the model; where its values come from, or None without one."""
+    """Put the adapter of a role into the model, and return the source of its values; None without
+    one."""
     if not args.has_adapter:
         return None
     from rather.model.adapters import Source, adapter_config, inject  # PEFT takes seconds to import
@@ -154,7 +163,8 @@ def _adapted(name: str, causal_lm: Any, args: ModelArgs, start: Start) -> Any:
 def _fill_adapter(
     name: str, policy: PolicyModel, source: Any, device: str, dtype: torch.dtype, *, exact: bool
 ) -> None:
-    """Gives an adapter its first values; what PiSSA takes out of the base is taken out."""
+    """Give an adapter its first values; subtract from the base what PiSSA moves into the
+    adapter."""
     taken = ".base_layer.weight" if source.changes_base else None
     for long_name, parameter in policy.named_parameters():
         key = long_name.removeprefix("causal_lm.")
@@ -177,7 +187,8 @@ def load_divided(
     compiled: bool = False,
     start: Start = Start(),
 ) -> PolicyModel | Stages:
-    """What this rank holds of a model. Collective. Shards that are trained are float32, and computed with in less."""
+    """Load what this rank holds of a model. Collective. Trained shards are float32, and computed
+    with in less."""
     if args.quantization:
         raise ConfigError(
             "quantization: 4bit is for one process; start it without torchrun and ray.address"
@@ -185,8 +196,9 @@ def load_divided(
     _, config, proven = _config(name, args)
     if not proven:
         raise ConfigError(
-            f"model family '{config.model_type}' cannot be divided: its packed log-probs can be compared with its own "
-            "padded forward on the whole model only; train it on one device, or choose another family."
+            f"model family '{config.model_type}' cannot be divided: its packed log-probs can be "
+            "compared with its own padded forward on the whole model only; train it on one "
+            "device, or choose another family."
         )
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
     dtype = torch.float32 if trains and shards(mesh) else compute
@@ -230,7 +242,7 @@ def load_divided(
 def _fill(
     name: str, policy: PolicyModel, mesh: Mesh, stored: Any, device: str, *, exact: bool
 ) -> None:
-    """Gives every parameter its values in its own dtype; those that several modules share stay shared."""
+    """Give every parameter its values in its own dtype; shared parameters stay shared."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in policy.modules():
         for key, parameter in module._parameters.items():
@@ -251,8 +263,9 @@ def _read(name: str, stored: Any, key: str, place: ShardSpec) -> Tensor:
     if key not in stored or stored.shape(key) != place.whole:
         found = f"has the shape {stored.shape(key)}" if key in stored else "is not there"
         raise ConfigError(
-            f"model '{name}': the weights do not fill the model: {key} of {place.whole} {found}. A model "
-            "that is stored under older names is read whole on one device and can be saved anew from there"
+            f"model '{name}': the weights do not fill the model: {key} of {place.whole} {found}. A "
+            "model that is stored under older names is read whole on one device and can be saved "
+            "again from there"
         )
     value: Tensor = stored.read(key, place)
     if not torch.isfinite(value).all():
@@ -261,7 +274,7 @@ def _read(name: str, stored: Any, key: str, place: ShardSpec) -> Tensor:
 
 
 def _laid_out(value: Tensor, like: Tensor) -> Tensor:
-    """A rank's own part as the tensor that it is a part of, where the model is sharded."""
+    """Return a rank's own part as a DTensor if the model is sharded."""
     if not isinstance(like, DTensor):
         return value
     whole = torch.empty_like(
@@ -274,7 +287,7 @@ def _laid_out(value: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Parameters of modules made meanwhile are on the meta device; buffers are few, computed, and real."""
+    """Create parameters on the meta device meanwhile; buffers are few, computed, and real."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -290,7 +303,8 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
-    """(what every call into transformers takes, the model's config, whether a twin has proven its family)."""
+    """Return (common arguments of transformers, the model's config, whether a twin has verified its
+    family)."""
     common: dict[str, Any] = {
         "revision": args.revision,
         "trust_remote_code": args.trust_remote_code,
@@ -305,13 +319,13 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
 
 
 def _refuse_adapter(name: str, revision: str | None) -> None:
-    """One that lies beside a model, or in its place: transformers would put it into the model and say nothing."""
+    """Refuse an adapter next to a model, or in its place: transformers would apply it silently."""
     with _opening(f"model '{name}': its files"):
         found = find_adapter_config_file(name, revision=revision)
     if found:
         raise ConfigError(
-            f"model '{name}': holds an adapter ({Path(found).name}); name a model without one here, and the folder of "
-            "an adapter in adapter_name_or_path"
+            f"model '{name}': holds an adapter ({Path(found).name}); name a model without one "
+            "here, and the folder of an adapter in adapter_name_or_path"
         )
 
 
@@ -320,7 +334,7 @@ def freeze(policy: PolicyModel) -> PolicyModel:
 
 
 def same_weights(a: str, b: str) -> bool:
-    """Do two names mean the same folder or hub model?"""
+    """Return whether two names mean the same folder or hub model."""
     return a == b or (
         Path(a).exists() and Path(b).exists() and Path(a).resolve() == Path(b).resolve()
     )
@@ -328,7 +342,7 @@ def same_weights(a: str, b: str) -> bool:
 
 @contextmanager
 def _opening(what: str) -> Iterator[None]:
-    """Whatever the libraries raise about a folder that they cannot use becomes one sentence."""
+    """Turn whatever the libraries raise about an unusable folder into one sentence."""
     try:
         yield
     except Exception as error:

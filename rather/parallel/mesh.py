@@ -1,7 +1,7 @@
 """Mesh: this rank's place among all ranks. Axes have names; one of size 1 has no process group.
 
-Ranks count with tp fastest: pp, replicate, shard, cp, tp. `dp` spans replicate and shard: a step's micro-batches are
-dealt out over it.
+Ranks count with tp fastest: pp, replicate, shard, cp, tp. `dp` spans replicate and shard: a step's
+micro-batches are dealt out over it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Mesh:
 
     @staticmethod
     def one() -> Mesh:
-        """A process on its own: no process group is ever created."""
+        """Return the mesh of a single process: no process group is ever created."""
         return Mesh()
 
     @staticmethod
@@ -46,7 +46,7 @@ class Mesh:
         tp: int = 1,
         device: str = "cpu",
     ) -> Mesh:
-        """The mesh of all ranks of the process group that is already there. Collective."""
+        """Return the mesh of all ranks of the existing process group. Collective."""
         sizes = dict(zip(AXES, (pp, replicate, shard, cp, tp), strict=True))
         world, asked = dist.get_world_size(), prod(sizes.values())
         if asked != world:
@@ -66,7 +66,8 @@ class Mesh:
         return prod(self.sizes.get(each, 1) for each in SPANS[axis])
 
     def rank(self, axis: str) -> int:
-        """This rank's place along an axis; along several, counted with the last one fastest."""
+        """Return this rank's place along an axis; along several, counted with the last one
+        fastest."""
         place = 0
         for each in SPANS[axis]:
             place = place * self.size(each) + self.places.get(each, 0)
@@ -80,10 +81,11 @@ class Mesh:
         return prod(self.sizes.values())
 
     def plane(self, *, sharded: bool) -> DeviceMesh:
-        """(replicas, shards) of every parameter, for FSDP2. Gradients are summed over both. Collective.
+        """Return the (replicas, shards) mesh of every parameter, for FSDP2. Gradients are summed
+        over both. Collective.
 
-        The tokens of a micro-batch are divided over cp, so its ranks sum their gradients too: they are further shards
-        where parameters are sharded, else further replicas.
+        The tokens of a micro-batch are divided over cp, so its ranks sum their gradients too: they
+        are further shards where parameters are sharded, else further replicas.
         """
         pp, replicate, shard, cp, tp = (self.size(axis) for axis in AXES)
         inner = (replicate, shard * cp) if sharded else (replicate * shard * cp, 1)

@@ -1,7 +1,9 @@
-"""Data parallelism: ddp, zero1, zero2, zero3 and hsdp are FSDP2 on a (replicas, shards) mesh with two flags.
+"""Data parallelism: ddp, zero1, zero2, zero3 and hsdp are FSDP2 on a (replicas, shards) mesh with
+two flags.
 
-Decoder layers are the units; embedding, last norm and head are one group, that of the root, for the head is used
-inside the root's forward. Gradients are summed, never averaged: each micro-batch's loss is divided by the whole step.
+Decoder layers are the units; embedding, last norm and head are one group, that of the root, for the
+head is used inside the root's forward. Gradients are summed, never averaged: each micro-batch's
+loss is divided by the whole step.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ STAGES: tuple[Stage, ...] = ("ddp", "zero1", "zero2", "zero3")
 
 
 class Divided(Protocol):
-    """A policy, or the pipeline stages of one: what of the whole model lies here."""
+    """A policy, or the pipeline stages of one: what this rank holds of the whole model."""
 
     tp_dims: dict[str, int]
     tp_sizes: dict[str, int]
@@ -43,9 +45,11 @@ class Divided(Protocol):
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is divided: nothing, the optimizer (zero1), its gradients too (zero2), the weights too (zero3).
+    """What is divided: nothing, the optimizer (zero1), its gradients too (zero2), the weights too
+    (zero3).
 
-    With several replicas of the shards zero3 is hsdp. `offload` keeps shards and optimizer on the host.
+    With several replicas of the shards zero3 is hsdp. `offload` keeps shards and optimizer on the
+    host.
     """
 
     stage: Stage = "zero3"
@@ -54,7 +58,8 @@ class Sharding:
 
 
 def shard(policy: PolicyModel, mesh: Mesh, sharding: Sharding) -> None:
-    """Divides the policy's parameters over the mesh, in place. From then on each is a DTensor that holds a shard."""
+    """Shard the policy's parameters over the mesh, in place: each becomes a DTensor that holds a
+    shard."""
     narrow = any(sharding.compute != parameter.dtype for parameter in policy.parameters())
     options: dict[str, Any] = {
         "mesh": mesh.plane(sharded=sharding.stage != "ddp"),
@@ -80,7 +85,8 @@ def units(policy: PolicyModel) -> list[FSDPModule]:
 
 
 def announce(policy: PolicyModel, stage: Stage, *, last: bool) -> None:
-    """Before a micro-batch: whether it is the last of its step. What is not needed before that waits until then."""
+    """Announce a micro-batch, and whether it is the last of its step: collectives that can wait are
+    delayed until then."""
     if not isinstance(policy, FSDPModule):
         return
     policy.set_is_last_backward(last)
@@ -93,25 +99,28 @@ def announce(policy: PolicyModel, stage: Stage, *, last: bool) -> None:
 
 
 def settle(policy: PolicyModel) -> None:
-    """After passes without gradients: gathered weights would outlive the next change of the shards."""
+    """Release gathered weights after passes without gradients: they would outlive the next update
+    of the shards."""
     for unit in units(policy):
         unit.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank."""
+    """Return the part of a tensor that is on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def places(policy: Divided, mesh: Mesh) -> dict[str, ShardSpec]:
-    """Which part of each whole parameter this rank holds; names and shapes are those of the undivided model."""
+    """Return which part of each whole parameter this rank holds; names and shapes are those of the
+    undivided model."""
     return {
         name: _place(name, parameter, policy, mesh) for name, parameter in policy.named_parameters()
     }
 
 
 def counted(policy: Divided, mesh: Mesh) -> set[str]:
-    """Parameters whose part here is this rank's to count and to store: of equal copies, only one is."""
+    """Return the parameters whose part this rank counts and stores: of equal copies, only one rank
+    does."""
     names = set()
     for name, parameter in policy.named_parameters():
         first = mesh.rank("tp") == 0 or name in policy.tp_dims

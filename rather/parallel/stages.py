@@ -1,7 +1,8 @@
-"""Pipeline parallel: a model cut into stages, and a schedule of torch that sends micro-batches through them.
+"""Pipeline parallel: a model cut into stages, and a schedule of torch that sends micro-batches
+through them.
 
-Every rank holds all micro-batches of the step; what travels between stages are hidden states and, backwards, their
-gradients. The last stage has the head, the log-probs and the loss.
+Every rank holds all micro-batches of the step; what travels between stages are hidden states and,
+backwards, their gradients. The last stage has the head, the log-probs and the loss.
 """
 
 from __future__ import annotations
@@ -56,16 +57,20 @@ SCORED = (
     *("length_P2", "weight_P", "margin_P", "soft_label_P", "pair_P"),
 )
 TOLERANCE = 1e-4  # of summed log-probs of a cut twin
-EVALUATED = 4  # rounds of micro-batches at a time without gradients: their hidden states are kept until all are done
+# Rounds of micro-batches at a time without gradients: their hidden states are kept until all are
+# done.
+EVALUATED = 4
 
 
 # --- cutting ---
 
 
 class _Entrance(nn.Module):
-    """Returns what was sent, whatever its arguments: in place of the embedding and of the first layer.
+    """Returns what was sent, whatever its arguments: in place of the embedding and of the first
+    layer.
 
-    In both places, because families scale or shift embeddings before the first layer (granite, gpt2).
+    In both places, because families scale or shift embeddings before the first layer (granite,
+    gpt2).
     """
 
     def __init__(self, inbox: list[Tensor], weight: nn.Parameter | None = None) -> None:
@@ -78,14 +83,15 @@ class _Entrance(nn.Module):
 
 
 class _PassThrough(nn.Module):
-    """A layer or norm of another stage. It stays in the list, for families look up settings by a layer's index."""
+    """A layer or norm of another stage. It stays in the list, because families look up settings by
+    layer index."""
 
     def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         return hidden_states
 
 
 class Stage(PolicyModel):
-    """A part of a PolicyModel. Its parameters are called as in the whole."""
+    """A part of a PolicyModel. Its parameters have the names of the whole model."""
 
     def __init__(self, causal_lm: Any, layers: range) -> None:
         super().__init__(causal_lm)
@@ -104,7 +110,8 @@ class Stage(PolicyModel):
         self._strip_ends(*_ends(causal_lm))
 
     def forward(self, *received: Tensor, where: Tensor) -> Tensor:  # type: ignore[override]
-        """Hidden states [1, N, D] of the micro-batch with number `where`; from the last stage its columns [C, P, 2]."""
+        """Return hidden states [1, N, D] of micro-batch number `where`; from the last stage its
+        columns [C, P, 2]."""
         batch = self.batches[int(where)]
         self._inbox[:] = () if self.first else received
         hidden = self.hidden(batch)
@@ -116,7 +123,7 @@ class Stage(PolicyModel):
         return hidden.clone() if hidden._is_view() else hidden
 
     def _strip_ends(self, before: str, after: str) -> None:
-        """Replaces embedding, norm and head where other stages hold them."""
+        """Replace embedding, norm and head if other stages hold them."""
         base, embedding = self.causal_lm.base_model, self.causal_lm.get_input_embeddings()
         if not self.first:
             setattr(
@@ -130,7 +137,8 @@ class Stage(PolicyModel):
 
 
 def _ends(causal_lm: Any) -> tuple[str, str]:
-    """What embedding and final norm are called in the base model; one with more parts than these is refused."""
+    """Return the names of embedding and final norm in the base model; refuse a model with more
+    parts."""
     config = causal_lm.config.get_text_config()
     names = list(getattr(config, "base_model_pp_plan", None) or ())
     base, head = causal_lm.base_model, causal_lm.get_output_embeddings()
@@ -147,19 +155,20 @@ def _ends(causal_lm: Any) -> tuple[str, str]:
 
 def _refused(config: Any, why: str) -> ConfigError:
     return ConfigError(
-        f"model family '{config.model_type}' cannot be cut into pipeline stages: {why}; set pp_size to 1 and use "
-        "tensor parallel or sharding instead"
+        f"model family '{config.model_type}' cannot be cut into pipeline stages: {why}; set "
+        "pp_size to 1 and use tensor parallel or sharding instead"
     )
 
 
 def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
-    """The stages of a rank. They share their tensors with the whole model, which can then be forgotten."""
+    """Return the stages of a rank. They share their tensors with the whole model, which can then be
+    released."""
     _ends(policy.causal_lm)
     layers = len(policy.causal_lm.base_model.layers)
     if layers < pipeline.stages:
         raise ConfigError(
-            f"pp_size: {pipeline.ranks} ranks x {pipeline.virtual} = {pipeline.stages} stages, but the model has only "
-            f"{layers} layers"
+            f"pp_size: {pipeline.ranks} ranks x {pipeline.virtual} = {pipeline.stages} stages, but "
+            f"the model has only {layers} layers"
         )
     tensors = {id(tensor): tensor for tensor in chain(policy.parameters(), policy.buffers())}
     stages = []
@@ -176,7 +185,8 @@ def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
 
 @torch.no_grad()
 def check_cut(config: Any) -> None:
-    """Refuses a family whose stages, one after another, differ from the whole: a small twin with a stage per layer."""
+    """Refuse a family whose stages, one after another, differ from the whole, on a small twin with
+    a stage per layer."""
     try:
         twin = PolicyModel(twin_of(config))
         twin.causal_lm.set_attn_implementation(IMPLEMENTATION)
@@ -202,7 +212,7 @@ def check_cut(config: Any) -> None:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, where its schedules that divide the backward pass or go forward only need help."""
+    """torch's stage, with fixes for schedules that split the backward pass or run forward only."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -215,15 +225,16 @@ class _Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """torch detaches the outputs here and keeps nodes for the second half, but a node in Python, as the head's
-        is, does not keep the graph that owns it."""
+        """torch detaches the outputs here and keeps nodes for the second half, but a node in
+        Python, as the head's is, does not keep the graph that owns it."""
         if not full_backward and self.has_backward:
             outputs = [loss] if self.is_last else self.fwd_cache[bwd_chunk_id][0]
             self._graphs[bwd_chunk_id] = [output.grad_fn for output in outputs]
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Adds gradients past autograd, which runs no hooks then: those that add them up in float32 are run here."""
+        """Run the hooks that add gradients up in float32: torch adds these gradients past autograd,
+        which runs none."""
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._graphs.pop(bwd_chunk_id, None)
         for parameter in self.submod.parameters():
@@ -232,17 +243,20 @@ class _Stage(PipelineStage):
                     hook(parameter)
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """The last stage sends nothing on, and gives as many numbers as a micro-batch has pairs. (torch 2.11 looks.)"""
+        """Skip the check for the last stage, whose output has one row per pair. (torch 2.11 checks
+        it.)"""
         if not self.is_last:
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Two stages on one rank need no connection, and gloo has none. (torch 2.11 asks for it.)"""
+        """Drop connections between two stages on one rank, which gloo cannot make. (torch 2.11
+        requests them.)"""
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Two stages on one rank hand over gradients; torch does not ask whether there are any."""
+        """Hand gradients over between two stages on one rank, if there are any: torch does not
+        check."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(
@@ -253,7 +267,8 @@ class _Stage(PipelineStage):
 
 
 class Stages(nn.Module):
-    """The stages of this rank and the schedule that runs them: what a trainer runs where the model is cut."""
+    """The stages of this rank and the schedule that runs them: the Runner of a model cut into
+    stages."""
 
     def __init__(
         self, stages: Sequence[Stage], pipeline: Pipeline, mesh: Mesh, dtype: torch.dtype
@@ -274,7 +289,8 @@ class Stages(nn.Module):
         self._columns: dict[int, dict[str, Tensor]] = {}
         self._describe()
         if pipeline.rule.splits_backward:
-            # The late gradients of weights are added to what is gathered then: resharding in between would lose them.
+            # The late gradients of weights are added to what is gathered then: resharding in
+            # between would lose them.
             for stage in stages:
                 if isinstance(stage, FSDPModule):
                     stage.set_reshard_after_forward(False)
@@ -285,11 +301,11 @@ class Stages(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        """Where it computes: buffers are there, while shards may wait on the host."""
+        """The device that computes: buffers are there, while shards may wait on the host."""
         return next(iter(self.buffers()), next(self.parameters())).device
 
     def _describe(self) -> None:
-        """What a trainer asks of a policy."""
+        """Collect what a trainer reads from a policy."""
         own = self._own
         self.exact = {name: weights for stage in own for name, weights in stage.exact.items()}
         self.tp_dims = {name: dim for stage in own for name, dim in stage.tp_dims.items()}
@@ -305,17 +321,19 @@ class Stages(nn.Module):
         self.extra_copies = {self.tied} if self.tied and self._rank == self._last_rank else set()
 
     def _share_embedding(self, first: Stage, last: Stage) -> None:
-        """Both ends are on this rank: one tensor, also where each was cut on its own."""
+        """Make one tensor of both ends on this rank, also if each was cut separately."""
         if isinstance(first, FSDPModule):
             raise ConfigError(
-                f"pipeline_schedule: '{self.pipeline.schedule}' has both ends of the model on one rank, and the "
-                "embedding that they share cannot be sharded twice; take another schedule, or no data parallelism"
+                f"pipeline_schedule: '{self.pipeline.schedule}' has both ends of the model on one "
+                "rank, and the embedding that they share cannot be sharded twice; take another "
+                "schedule, or no data parallelism"
             )
         weight = first.causal_lm.get_input_embeddings().weight
-        last.causal_lm.get_input_embeddings().weight = last.causal_lm.get_output_embeddings().weight = weight
+        last.causal_lm.get_input_embeddings().weight = weight
+        last.causal_lm.get_output_embeddings().weight = weight
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each parameter once, called as in the whole model."""
+        """Yield each parameter once, with its name in the whole model."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             _, _, own = name.split(".", 2)
             yield own, parameter
@@ -324,7 +342,8 @@ class Stages(nn.Module):
     def columns(
         self, batches: Sequence[PairBatch], wanted: Collection[str]
     ) -> list[dict[str, Tensor]] | None:
-        """Of each micro-batch, without gradients; None on ranks without the last stage."""
+        """Return the columns of each micro-batch, without gradients; None on ranks without the last
+        stage."""
         at_once = EVALUATED * self.pipeline.multiple
         found: list[dict[str, Tensor]] = []
         for start in range(0, len(batches), at_once):
@@ -336,11 +355,13 @@ class Stages(nn.Module):
     def backward(
         self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
     ) -> None:
-        """Leaves the gradients of the sum of all objectives in the parameters. Called on the last stage alone."""
+        """Leave the gradients of the sum of all objectives in the parameters. Only the last stage
+        calls `objective`."""
         self._run(batches, wanted, objective)
 
     def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
-        """A tied embedding has a gradient at either end: both ends get the sum. A collective of the two."""
+        """Sum the gradients that a tied embedding has at both ends. A collective of the two
+        ranks."""
         if self.tied is None:
             return
         other = self._last_rank if self._rank == self._first_rank else self._first_rank
@@ -375,7 +396,7 @@ class Stages(nn.Module):
         run(*inputs, where=where, target=target, return_outputs=False)
 
     def _loss(self, output: Tensor, where: Tensor) -> Tensor:
-        """Of one micro-batch, on the last stage; an empty one has a loss of 0."""
+        """Return the loss of one micro-batch on the last stage; an empty one has a loss of 0."""
         number = int(where)
         if number >= self._real:
             return output.sum()
@@ -386,7 +407,8 @@ class Stages(nn.Module):
         return self._objective(self._own[-1].batches[number], columns)
 
     def _scheduled(self, number: int, tokens: int) -> Any:
-        """The schedule of so many micro-batches of one size; it is kept while both stay."""
+        """Return the schedule of so many micro-batches of one size; it is kept while both stay the
+        same."""
         if self._schedule is None or self._schedule[0] != (number, tokens):
             self._schedule = None  # frees its buffers first
             places = self.pipeline.stages_of(self._rank)
@@ -401,7 +423,7 @@ class Stages(nn.Module):
         return self._schedule[1]
 
     def _stage(self, stage: Stage, place: int, tokens: int) -> _Stage:
-        """Shapes are told, so that torch need not find them out by running the model once more."""
+        """Give torch the shapes, so that it need not find them by running the model again."""
         width = stage.causal_lm.config.get_text_config().hidden_size
         hidden = torch.empty(
             (1, tokens, width), dtype=self.dtype, device="meta", requires_grad=True
@@ -423,7 +445,7 @@ def _embedding_name(stage: Stage) -> str:
 
 
 def _emptied(batch: PairBatch) -> PairBatch:
-    """A micro-batch without pairs and tokens."""
+    """Return a micro-batch without pairs and tokens."""
     none = {name: getattr(batch, name)[:0] for name in ("ids_N", "positions_N", *SCORED)}
     has = batch.segments
     segments = replace(has, cu_q=has.cu_q[:1], cu_k=has.cu_k[:1], key_index_K=has.key_index_K[:0])

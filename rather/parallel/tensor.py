@@ -1,12 +1,15 @@
-"""Tensor parallel from transformers' own plan: the ranks of a group divide heads, MLP columns and the vocabulary.
+"""Tensor parallel from transformers' own plan: the ranks of a group divide heads, MLP columns and
+the vocabulary.
 
-Parameters become plain local tensors, so that layers compile and shard as ever. A region begins where an attention or
-MLP module is entered and ends behind its row-wise linear: all that lies between works on this rank's columns.
+Parameters become plain local tensors, so that layers compile and shard as ever. A region begins
+where an attention or MLP module is entered and ends behind its row-wise linear: all that lies
+between works on this rank's columns.
 
-Outside regions every rank computes the same from the same numbers, because a region ends with a sum over ranks and its
-gradient begins with one: replicated weights get equal gradients everywhere, and nothing has to be summed. With sequence
-parallel the ranks divide the tokens there, and a replicated weight's gradient is a part of a sum over tp; so it is for
-a norm inside a region, which sees the heads of one rank. PolicyModel.tp_partial names them.
+Outside regions every rank computes the same from the same numbers, because a region ends with a sum
+over ranks and its gradient begins with one: replicated weights get equal gradients everywhere, and
+nothing has to be summed. With sequence parallel the ranks divide the tokens there, and a replicated
+weight's gradient is a part of a sum over tp; so it is for a norm inside a region, which sees the
+heads of one rank. PolicyModel.tp_partial names them.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ TOKENS = 1  # the dimension of hidden states [1, N, D]
 
 
 class _Ranks(NamedTuple):
-    """Who divides the work, and whether the tokens outside regions are divided as well."""
+    """The ranks that divide the work, and whether tokens outside regions are divided as well."""
 
     rank: int
     of: int
@@ -67,7 +70,7 @@ class _Ranks(NamedTuple):
 
 
 def part(size: int, rank: int, of: int) -> slice:
-    """What a rank has of so many rows or columns: none has more than one more than another."""
+    """Return a rank's share of so many rows or columns; shares differ by at most one."""
     return slice(size * rank // of, size * (rank + 1) // of)
 
 
@@ -108,7 +111,8 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
 
 
 def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
-    """Refuses a family whose divided twin has other log-probs or gradients than the whole one. Collective."""
+    """Refuse a family whose divided twin has other log-probs or gradients than the whole one.
+    Collective."""
     group, tp = mesh.group("tp"), mesh.size("tp")
     if group is None:
         return
@@ -144,8 +148,8 @@ def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> 
             or "those of another rank"
         )
         raise ConfigError(
-            f"tp_size: {tp}: model family '{config.model_type}' cannot be divided by transformers' plan: log-probs or "
-            f"gradients differ by {worst:.2g} ({names}); set tp_size to 1"
+            f"tp_size: {tp}: model family '{config.model_type}' cannot be divided by transformers' "
+            f"plan: log-probs or gradients differ by {worst:.2g} ({names}); set tp_size to 1"
         )
 
 
@@ -162,18 +166,19 @@ def _with_gradients(policy: PolicyModel, batch: PairBatch) -> dict[str, Tensor]:
 
 
 def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
-    """(name, module, style) of everything inside the layers that the family's plan names."""
+    """Yield (name, module, style) of everything inside the layers that the family's plan names."""
     family = causal_lm.config.model_type
     plan: dict[str, str] = causal_lm.tp_plan or {}
     styles = {style for name, style in plan.items() if name != "lm_head"}
     if not styles & {*COLUMN, *ROW}:
         raise ConfigError(
-            f"tp_size: {tp}, but transformers has no tensor parallel plan for model family '{family}'"
+            f"tp_size: {tp}, but transformers has no tensor parallel plan for model family "
+            f"'{family}'"
         )
     if unknown := styles - {*COLUMN, *ROW, SUMMED, VOCABULARY}:
         raise ConfigError(
-            f"tp_size: {tp}, but the plan of model family '{family}' has {', '.join(sorted(unknown))}, "
-            "which is not supported; set tp_size to 1"
+            f"tp_size: {tp}, but the plan of model family '{family}' has "
+            f"{', '.join(sorted(unknown))}, which is not supported; set tp_size to 1"
         )
     for name, module in causal_lm.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
@@ -189,7 +194,8 @@ def _refuse_indivisible(causal_lm: Any, name: str, module: Any, style: str, tp: 
     if not isinstance(module, nn.Linear):
         family = causal_lm.config.model_type
         raise ConfigError(
-            f"tp_size: model family '{family}': {name} is a {type(module).__name__}, no linear layer"
+            f"tp_size: model family '{family}': {name} is a {type(module).__name__}, no linear "
+            "layer"
         )
     config = causal_lm.config.get_text_config()
     counts = {
@@ -207,12 +213,14 @@ def _refuse_indivisible(causal_lm: Any, name: str, module: Any, style: str, tp: 
     for what, count in counts.items():
         if count and count % tp:
             raise ConfigError(
-                f"tp_size: {tp} does not divide {what}: {count} of model '{causal_lm.config.model_type}'"
+                f"tp_size: {tp} does not divide {what}: {count} of model "
+                f"'{causal_lm.config.model_type}'"
             )
 
 
 class _Cutter:
-    """Replaces parameters of a policy by what one rank holds of them, and records where each was cut."""
+    """Replaces parameters of a policy by what one rank holds of them, and records where each was
+    cut."""
 
     def __init__(self, policy: PolicyModel, ranks: _Ranks) -> None:
         self.policy, self.ranks = policy, ranks
@@ -229,7 +237,8 @@ class _Cutter:
             policy.exact[name] = _own(policy.exact[name], *at)
 
     def cut_adapters(self, module: Any, which: str, other: str, dim: int) -> None:
-        """Cut a low-rank product where the weight next to it is; the gradient of its other half is a part of a sum."""
+        """Cut a low-rank product where the weight next to it is; the gradient of its other half is
+        a part of a sum."""
         for matrix in getattr(module, which, {}).values():
             self.cut(matrix, "weight", dim)
         self.sum_gradients(matrix.weight for matrix in getattr(module, other, {}).values())
@@ -238,7 +247,8 @@ class _Cutter:
         self.policy.tp_partial |= {self.names[id(parameter)] for parameter in parameters}
 
     def cut_vocabulary(self) -> None:
-        """Cut embedding and head, if they are here; tied ones are one part. A stage may hold a stand-in instead."""
+        """Cut embedding and head, if they are here; tied ones are one part. A stage may hold a
+        stand-in instead."""
         policy, ranks = self.policy, self.ranks
         embedding = policy.causal_lm.get_input_embeddings()
         head = policy.causal_lm.get_output_embeddings()
@@ -268,8 +278,8 @@ def _own(whole: Tensor, dim: int, rank: int, of: int) -> Tensor:
 
 
 def _on_token_shards(policy: PolicyModel, regions: set[nn.Module]) -> set[str]:
-    """Parameters that are whole here and meet only this rank's tokens: all outside regions, and what a region's last
-    linear adds to its sum."""
+    """Return the parameters that are whole here and see only this rank's tokens: all outside
+    regions, and what a region's last linear adds to its sum."""
     inside = {id(parameter) for region in regions for parameter in region.parameters()}
     inside -= {id(module.bias) for module in policy.modules() if isinstance(module, _RowLinear)}
     return {
@@ -283,7 +293,7 @@ def _on_token_shards(policy: PolicyModel, regions: set[nn.Module]) -> set[str]:
 
 
 def _begin(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hidden states come first, or by their name."""
+    """Enter a region: hidden states are the first argument, or a keyword."""
     if args:
         return (ranks.begin(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": ranks.begin(kwargs["hidden_states"])}
@@ -294,7 +304,8 @@ def _whole_columns(ranks: _Ranks, _module: nn.Module, _args: Any, output: Tensor
 
 
 class _RowLinear(nn.Linear):
-    """This rank's columns in, its part of a sum over ranks out; the bias comes after the sum, once."""
+    """This rank's columns in, its part of a sum over ranks out; the bias comes after the sum,
+    once."""
 
     def __init__(self, own: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -308,7 +319,7 @@ class _RowLinear(nn.Linear):
 def _end_region(
     region: nn.Module, child: str, linear: _RowLinear, ranks: _Ranks, *, whole_input: bool
 ) -> None:
-    """The sum over ranks comes behind the linear layer, or behind the adapter that surrounds it."""
+    """Sum over ranks after the linear layer, or after the adapter that surrounds it."""
     last = region.get_submodule(child)
     if hasattr(last, "base_layer"):
         last.base_layer = linear
@@ -333,7 +344,8 @@ def _summed(
 
 
 def _restrict(embedding: nn.Embedding, own: slice, ranks: _Ranks) -> None:
-    """An embedding of this rank's words: the others give zeros, and the sum over ranks is the whole."""
+    """Restrict an embedding to this rank's words: others give zeros, and the sum over ranks is the
+    whole."""
     look_up: Callable[[Tensor], Tensor] = embedding.forward
     silent = embedding.padding_idx
     embedding.num_embeddings = own.stop - own.start

@@ -12,7 +12,8 @@ SLOTS = 8
 
 @pytest.fixture(scope="session")
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Ray of eight CPU workers, started as a run starts it. Pipelines find it and leave it running."""
+    """A Ray of eight CPU workers, started as a run starts it. Pipelines find it and leave it
+    running."""
     from rather.cluster.resources import connected
 
     folder: Path = tmp_path_factory.mktemp("token")

@@ -1,4 +1,5 @@
-"""Adapters on Ray: policy and reference are one model there too, the run is that of one process, kills cost no bit."""
+"""Adapters on Ray: policy and reference are one model there too, the run is that of one process,
+kills cost no bit."""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ def small_steps(folder: Path, name: str, **changes: Any) -> DPOConfig:
         save_steps=15,
         sync_ref_model=True,
         ref_model_sync_steps=6,
-        # Gradients of 1e-9 are noise from the order of sums; with an epsilon below them Adam makes whole steps of it.
+        # Gradients of 1e-9 are noise from the order of sums; with an epsilon below them Adam makes
+        # whole steps of it.
         actor_train__training_args={
             "learning_rate": 1e-5,
             "adam_epsilon": 1e-6,
@@ -235,8 +236,8 @@ def test_more_devices_than_the_cluster_has_are_refused_with_the_arithmetic() -> 
     assert time.monotonic() - began < 10
     text = str(refused.value)
     assert (
-        f"num_nodes 1 x num_gpus_per_node {SLOTS + 1} = {SLOTS + 1} CPU workers (rather_slot) are requested"
-        in text
+        f"num_nodes 1 x num_gpus_per_node {SLOTS + 1} = {SLOTS + 1} CPU workers (rather_slot) are "
+        "requested" in text
     )
     assert f"has {SLOTS} on 1 node, so 0 of 1 nodes have {SLOTS + 1}: 1 missing" in text
 

@@ -1,4 +1,5 @@
-"""Every call of workers ends by the deadline of its phase: on Ray, under torchrun, in one process."""
+"""Every call of workers ends by the deadline of its phase: on Ray, under torchrun, in one
+process."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ ROLES = ("actor_train", "reference")
 NOWHERE = Path("nowhere")
 BATCHES = pack(random_pairs(2, 60), budget=10**6)
 
-# Call of a role -> key of `timeouts`, and the call itself. Reference log-probs belong to steps, the policy's to sets.
+# Call of a role -> key of `timeouts`, and the call itself. Reference log-probs belong to steps, the
+# policy's to sets.
 CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "initialize": ("start", lambda role: role.initialize(1)),
     "embedding_rows": ("start", lambda role: role.embedding_rows()),

@@ -1,4 +1,5 @@
-"""A local Ray is nobody else's: it listens on loopback, answers who knows its token, and writes no secret down."""
+"""A local Ray is nobody else's: it listens on loopback, answers who knows its token, and writes no
+secret down."""
 
 from __future__ import annotations
 

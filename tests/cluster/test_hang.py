@@ -1,4 +1,5 @@
-"""A call that does not end: the rank that holds the others up is named, and all processes end, in time."""
+"""A call that does not end: the rank that holds the others up is named, and all processes end, in
+time."""
 
 from __future__ import annotations
 

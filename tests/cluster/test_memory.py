@@ -1,4 +1,5 @@
-"""Memory that does not suffice on Ray: a role of one rank goes on in smaller pieces, with the same result."""
+"""Memory that does not suffice on Ray: a role of one rank goes on in smaller pieces, with the same
+result."""
 
 from __future__ import annotations
 

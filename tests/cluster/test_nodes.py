@@ -1,4 +1,5 @@
-"""Two Ray nodes on one machine: roles lie where they were told to, and a node too many is refused."""
+"""Two Ray nodes on one machine: roles lie where they were told to, and a node too many is
+refused."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def wait_for(condition: Callable[[], object], seconds: float) -> bool:
 
 @pytest.fixture(scope="module")
 def ended() -> Iterator[dict[str, float]]:
-    """When each run ended. 90 seconds later nothing at all is left of it: looked at together, after the last one."""
+    """When each run ended. 90 seconds later nothing at all is left of it: looked at together, after
+    the last one."""
     moments: dict[str, float] = {}
     yield moments
     for marker, moment in moments.items():
@@ -93,7 +94,8 @@ def started(folder: Path, marker: str, launcher: str, *overrides: str) -> subpro
     return subprocess.Popen(
         [sys.executable, "-m", *(TORCHRUN if launcher == "torchrun" else []), "rather", "train", str(file), *given],
         cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in the background
+        # Ignored in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Memory before anything is loaded: what cannot fit is refused with its arithmetic, what may fit is not."""
+"""Memory before anything is loaded: what cannot fit is refused with its arithmetic, what may fit is
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The cluster of the seed: name, worker class, resource manager, worker config; and a loss of the user's own."""
+"""The cluster of the seed: name, worker class, resource manager, worker config; and a loss of the
+user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A signal to the driver of a Ray run, and to one process of several, ends all of them in a complete checkpoint."""
+"""A signal to the driver of a Ray run, and to one process of several, ends all of them in a
+complete checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A local Ray starts: on a busy machine at its second try, and where a script imported Ray before."""
+"""A local Ray starts: on a busy machine at its second try, and where a script imported Ray
+before."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ print("both")
 @pytest.mark.wide
 @pytest.mark.slow
 def test_a_script_may_import_ray_first_and_have_two_of_them() -> None:
-    """Ray reads its environment when it is imported: loopback and the token of each run reach it all the same."""
+    """Ray reads its environment when it is imported: loopback and the token of each run reach it
+    all the same."""
     unset = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=unset, capture_output=True, text=True, timeout=300

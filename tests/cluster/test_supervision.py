@@ -1,4 +1,5 @@
-"""Workers that are lost are replaced, and the run ends as if nothing had happened; what would come again ends it."""
+"""Workers that are lost are replaced, and the run ends as if nothing had happened; what would come
+again ends it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def incidents(config: DPOConfig) -> list[dict[str, Any]]:
 
 
 class Losses:
-    """A supervision whose pauses and incidents are kept, in a run folder whose checkpoints a test makes."""
+    """A supervision whose pauses and incidents are kept, in a run folder whose checkpoints a test
+    makes."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.pauses: list[float] = []

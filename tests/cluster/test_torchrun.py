@@ -1,4 +1,5 @@
-"""`torchrun -m rather train`: every process runs the loop, the first writes, the result is that of one process."""
+"""`torchrun -m rather train`: every process runs the loop, the first writes, the result is that of
+one process."""
 
 from __future__ import annotations
 

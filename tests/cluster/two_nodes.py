@@ -1,4 +1,5 @@
-"""A driver on a cluster of two Ray nodes: prints where both roles are, and how a third node is refused. Not a test."""
+"""A driver on a cluster of two Ray nodes: prints where both roles are, and how a third node is
+refused. Not a test."""
 
 from __future__ import annotations
 

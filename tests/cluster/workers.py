@@ -108,7 +108,8 @@ class FindsBadData(ActorWorker):
 
 
 def stand_still(how: str, rank: int, world: int) -> None:
-    """The last rank holds the others up: it sleeps, is stopped, or waits for something that nobody else does."""
+    """The last rank holds the others up: it sleeps, is stopped, or waits for something that nobody
+    else does."""
     last = rank == world - 1
     if last and how == "sleep":
         threading.Event().wait()
@@ -153,7 +154,8 @@ class SleepsLater(ActorWorker):
 
 
 class Paused(ActorWorker):
-    """The second step is looked at with a debugger, which RATHER_TEST_KEYS tells to go on; at the third all stops."""
+    """The second step is looked at with a debugger, which RATHER_TEST_KEYS tells to go on; at the
+    third all stops."""
 
     steps = 0
 

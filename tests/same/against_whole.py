@@ -1,4 +1,5 @@
-"""One rank's part of a divided model beside the whole one: how far columns and gradients of every parameter differ."""
+"""One rank's part of a divided model beside the whole one: how far columns and gradients of every
+parameter differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The canonical run: a small model, a few ragged steps of several micro-batches, on one process or on a mesh.
+"""The canonical run: a small model, a few ragged steps of several micro-batches, on one process or
+on a mesh.
 
 However it is laid out, it must give the same losses, gradient norms and weights.
 """
@@ -109,7 +110,8 @@ def make_loss(setup: Setup) -> PairLoss:
 
 
 def make_optimizer(policy: PolicyModel, setup: Setup) -> Optimizer:
-    # Gradients of 1e-9 are noise from the order of sums; with an epsilon below them Adam makes whole steps of it.
+    # Gradients of 1e-9 are noise from the order of sums; with an epsilon below them Adam makes
+    # whole steps of it.
     args = TrainingArgs(learning_rate=setup.lr, weight_decay=0.1, adam_epsilon=1e-6)
     return Optimizer(
         policy.named_parameters(), args, schedule=lambda _: setup.lr, max_grad_norm=1.0
@@ -157,7 +159,8 @@ def make_trainer(
     policy: PolicyModel | None = None,
     runner: Runner | None = None,
 ) -> RankTrainer:
-    """A trainer of `policy`, which is already laid out on the mesh (by default a whole one, in this process)."""
+    """A trainer of `policy`, which is already laid out on the mesh (by default a whole one, in this
+    process)."""
     policy = policy or make_policy(setup)
     return RankTrainer(
         policy, make_loss(setup), make_optimizer(policy, setup), mesh=mesh, runner=runner
@@ -212,7 +215,8 @@ def assert_same(got: Outcome, expected: Outcome) -> None:
 
 
 def differences(got: Outcome, expected: Outcome) -> tuple[float, float, float]:
-    """The largest relative ones of losses and gradient norms, the largest absolute one of weights."""
+    """The largest relative ones of losses and gradient norms, the largest absolute one of
+    weights."""
     losses = max(abs(a / b - 1) for a, b in zip(got.losses, expected.losses, strict=True))
     norms = max(abs(a / b - 1) for a, b in zip(got.grad_norms, expected.grad_norms, strict=True))
     weights = max(

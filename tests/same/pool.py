@@ -1,7 +1,9 @@
-"""Persistent worker processes, one pool for each world size: torch and transformers are imported once, not per test.
+"""Persistent worker processes, one pool for each world size: torch and transformers are imported
+once, not per test.
 
-Each run makes and destroys a process group of its own, on gloo. When a rank fails, the others may wait for it in a
-collective for ever: the pool is killed, the first traceback is raised, and the next run starts a new pool.
+Each run makes and destroys a process group of its own, on gloo. When a rank fails, the others may
+wait for it in a collective for ever: the pool is killed, the first traceback is raised, and the
+next run starts a new pool.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ PATIENCE = timedelta(minutes=10)
 
 
 class Pool:
-    """`run` calls a function in every process, with a process group around it, and returns what each rank returned."""
+    """`run` calls a function in every process, with a process group around it, and returns what
+    each rank returned."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -122,7 +125,8 @@ def _attempt(
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it would give the next run's tensors this run's groups, if meshes look alike
+        # It would give the next run's tensors this run's groups, if meshes look alike.
+        _clear_sharding_prop_cache()
         return True, result
     except BaseException:
         return False, traceback.format_exc()

@@ -213,7 +213,8 @@ def test_a_checkpoint_goes_on_under_another_layout(
 
 
 def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
-    """Trains as ranks under torchrun do: losses, the reference's log-probs afterwards, and whether it is the policy."""
+    """Trains as ranks under torchrun do: losses, the reference's log-probs afterwards, and whether
+    it is the policy."""
     member = RankInfo(dist.get_rank(), dist.get_world_size(), "cpu")
     memory = Ledger(), gather(Room.here(member.rank, "cpu"))
     policy, reference = (

@@ -137,7 +137,8 @@ TIMES = ("pairs_per_second", "tokens_per_second", "time/reference", "time/train"
 
 
 def run_config(folder: Path, devices: int, strategy: str) -> DPOConfig:
-    """Several ragged micro-batches, a smaller last step, evaluation, a reference that moves and is asked anew."""
+    """Several ragged micro-batches, a smaller last step, evaluation, a reference that moves and is
+    asked anew."""
     return make_config(
         folder,
         exp_name=f"{strategy}-{devices}",
@@ -171,7 +172,8 @@ def assert_same_bits(config: DPOConfig, expected: DPOConfig) -> None:
 
 
 def as_torchrun_does(config: DPOConfig) -> int:
-    """One process of a run that torchrun started; the pool's group stands for the one that it would join."""
+    """One process of a run that torchrun started; the pool's group stands for the one that it would
+    join."""
     place = {
         "RANK": dist.get_rank(),
         "LOCAL_RANK": dist.get_rank(),

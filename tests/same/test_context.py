@@ -1,4 +1,5 @@
-"""Context parallel: whatever the ranks' shares cut through, log-probs, gradients and runs are those of one process."""
+"""Context parallel: whatever the ranks' shares cut through, log-probs, gradients and runs are those
+of one process."""
 
 from __future__ import annotations
 

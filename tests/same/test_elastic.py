@@ -1,4 +1,5 @@
-"""Saved under one layout, resumed under any other: the same bits, and the same losses afterwards."""
+"""Saved under one layout, resumed under any other: the same bits, and the same losses
+afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model that is read slice by slice, and exported from pieces, is the one that one process reads and writes."""
+"""A model that is read slice by slice, and exported from pieces, is the one that one process reads
+and writes."""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ def test_pieces_become_the_folder_that_one_process_writes(tmp_path: Path, layout
 
 @contextmanager
 def peak() -> Iterator[list[int]]:
-    """The most memory of its own, in bytes, that this process had meanwhile beyond what it had before.
+    """The most memory of its own, in bytes, that this process had meanwhile beyond what it had
+    before.
 
     Pages of files that are mapped are the kernel's, which takes them back when it needs them.
     """
@@ -210,7 +212,8 @@ def peak() -> Iterator[list[int]]:
 def memory(
     folder: Path, small: Path, layout: Layout, pieces: Path, target: Path
 ) -> tuple[int, int, int]:
-    """(bytes of this rank's shard, the most while it was loaded, the most while the model was exported)."""
+    """(bytes of this rank's shard, the most while it was loaded, the most while the model was
+    exported)."""
     read(small, layout, "fp32")  # what is allocated once and for all
     mesh = build_mesh(layout, "cpu")
     with peak() as loading:
@@ -246,7 +249,9 @@ def test_no_process_holds_more_than_two_shards(tmp_path: Path) -> None:
     small = make_model(tmp_path / "small")
     pool(
         2
-    ).close()  # processes of their own: memory that earlier tests have given back would be taken again, uncounted
+        # Processes of their own: memory that earlier tests have given back would be taken again,
+        # uncounted.
+    ).close()
     told = pool(2).run(
         memory, folder, small, LAYOUTS["zero3"], tmp_path / "pieces", tmp_path / "model"
     )

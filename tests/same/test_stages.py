@@ -1,4 +1,5 @@
-"""Pipelines: the canonical run, cut into stages, gives the same losses, norms and weights under every schedule."""
+"""Pipelines: the canonical run, cut into stages, gives the same losses, norms and weights under
+every schedule."""
 
 from __future__ import annotations
 
