@@ -77,7 +77,7 @@ class Cluster(RoleOnRanks):
         for seat in self.seats:
             machines.setdefault(seat.process.machine, []).append(str(seat.device))
         hosts = [f"{machine}: devices {', '.join(each)}" for machine, each in machines.items()]
-        log.info("%s: %s; %s", self.role, self.layout.told(), "; ".join(hosts))
+        log.info("%s: %s; %s", self.role, self.layout.describe(), "; ".join(hosts))
         device = "cuda:0" if is_gpu else "cpu"  # the only one that a process sees
         started = [
             seat.handle.add.remote(

@@ -169,7 +169,7 @@ def _under_torchrun(config: DPOConfig, with_reference: bool) -> Roles:
     if held:
         held.worker.neighbour = policy.worker
     if member.rank == 0:
-        log.info("actor_train: %s", policy.layout.told())
+        log.info("actor_train: %s", policy.layout.describe())
     return Roles(policy, held, kind, rank=member.rank, drivers=member.world, closing=closing)
 
 

@@ -21,7 +21,6 @@ from rather.cluster.oom_report import explained, explanation, sentence
 from rather.cluster.role import RankInfo
 from rather.cluster.writing import Writer
 from rather.config.adapters import keeps_start, reference_is_policy
-from rather.config.canonical import threads_of
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
@@ -422,7 +421,7 @@ class ActorWorker:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         if self.config.determinism:
-            torch.set_num_threads(threads_of(self.config, self.worker_config))
+            torch.set_num_threads(self.config.threads(self.worker_config))
         if self.on_gpu:
             torch.cuda.set_device(self.device)
         roles = (self.config.actor_train, self.config.reference)

@@ -1,4 +1,4 @@
-"""Adapter settings: ColossalChat's file of them, what cannot be done with them, and where the reference then is."""
+"""LoRA adapters: ColossalChat's file of settings, impossible settings, and whether the policy is its own reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -17,14 +17,15 @@ from rather.errors import ConfigError
 if TYPE_CHECKING:
     from rather.config.schema import ActorModelArgs, DPOConfig, RoleConfig
 
+Problems = Iterator[tuple[str, ...]]
 ARGS = "actor_train.model_args"
 PISSA = re.compile(r"pissa(_niter_[1-9]\d*)?")
-ADAPTER_SETTINGS = (  # of a new adapter; one that is there already brings its own
+ADAPTER_SETTINGS = (  # of a new adapter; an existing one brings its own
     "lora_rank", "lora_alpha", "lora_target", "modules_to_save", "additional_target", "use_rslora", "use_dora",
     "init_lora_weights",
 )  # fmt: skip
 OF_BASE = ("model_name_or_path", "revision", "dtype", "quantization")
-FILE_KEYS = {  # keys of a lora_config file, ColossalChat's and PEFT's -> ours
+FILE_KEYS = {  # keys of a lora_config file, ColossalChat's and PEFT's -> Rather's
     "r": "lora_rank",
     "lora_alpha": "lora_alpha",
     "target_modules": "lora_target",
@@ -41,27 +42,19 @@ FILE_KEYS = {  # keys of a lora_config file, ColossalChat's and PEFT's -> ours
 INITIALIZATIONS = {"kaiming_uniform": True, "PiSSA": "pissa_niter_4"}  # ColossalChat's -> PEFT's
 
 
-class AdapterProblem(NamedTuple):
-    """What is wrong at a key, and the other keys that it depends on."""
-
-    key: str
-    text: str
-    others: tuple[str, ...] = ()
-
-
 def changes_base(args: ActorModelArgs) -> bool:
-    """Whether the adapter's start takes something out of the base, so that adapters off are not where it began."""
-    return isinstance(args.init_lora_weights, str) and bool(PISSA.fullmatch(args.init_lora_weights))
+    """Whether the adapter's initialization takes a part out of the base weights."""
+    return bool(PISSA.fullmatch(str(args.init_lora_weights)))
 
 
 def reference_is_policy(config: DPOConfig) -> bool:
-    """Whether the policy, with its adapters off or as they began, is the reference: then there is no second model."""
+    """Whether the policy without its adapter, or with its initial one, is the reference: no second model."""
     actor, reference = config.actor_train, config.reference
     own, other = actor.model_args, reference.model_args
     return (
         own.has_adapter
         and reference.worker_cls is None
-        and (actor.device_mapping or [0]) == (reference.device_mapping or [0])
+        and actor.devices == reference.devices
         and _degrees(actor) == _degrees(reference)
         and all(getattr(own, name) == getattr(other, name) for name in OF_BASE)
         and other.adapter_name_or_path in (None, own.adapter_name_or_path)
@@ -69,7 +62,7 @@ def reference_is_policy(config: DPOConfig) -> bool:
 
 
 def keeps_start(config: DPOConfig) -> bool:
-    """Whether the reference is the starting adapter, of which the policy keeps a frozen copy."""
+    """Whether the reference is the initial adapter, of which the policy keeps a frozen copy."""
     own = config.actor_train.model_args
     started = config.reference.model_args.adapter_name_or_path is not None or changes_base(own)
     return started and reference_is_policy(config)
@@ -78,16 +71,13 @@ def keeps_start(config: DPOConfig) -> bool:
 def _degrees(role: RoleConfig) -> tuple[int, ...] | None:
     try:
         found = layout(role)
-    except ConfigError:  # reported by itself
+    except ConfigError:  # reported elsewhere
         return None
     return found.dp, found.tp, found.pp, found.cp
 
 
-# --- a file of settings ---
-
-
 def settings_in_file(args: ActorModelArgs) -> dict[str, Any]:
-    """Settings by our keys; empty without a file, or where it cannot be read: `file_problems` tells why."""
+    """Return the settings of the lora_config file by Rather's keys; empty if there is none or it is unreadable."""
     values = _read(args)
     if isinstance(values, str):
         return {}
@@ -96,152 +86,120 @@ def settings_in_file(args: ActorModelArgs) -> dict[str, Any]:
         for key, value in values.items()
         if FILE_KEYS.get(key) and value is not None
     }
-    if found.get("init_lora_weights") in INITIALIZATIONS:
-        found["init_lora_weights"] = INITIALIZATIONS[found["init_lora_weights"]]
-    return found
+    init = found.get("init_lora_weights")
+    return found | ({"init_lora_weights": INITIALIZATIONS[init]} if init in INITIALIZATIONS else {})
 
 
 def _read(args: ActorModelArgs) -> Mapping[str, Any] | str:
-    """What the file holds, or why it cannot be had."""
-    if args.lora_config is None:
-        return {}
+    """Return the content of the file, or why it cannot be used."""
+    file = args.lora_config
     try:
-        values = json.loads(Path(args.lora_config).expanduser().read_text(encoding="utf-8"))
+        values = json.loads(Path(file).expanduser().read_text(encoding="utf-8")) if file else {}
     except OSError as error:
-        return f"{args.lora_config} cannot be read ({error.strerror})"
+        return f"{file} cannot be read ({error.strerror})"
     except ValueError as error:
-        return f"{args.lora_config} is not JSON ({error})"
+        return f"{file} is not JSON ({error})"
     return (
-        values
-        if isinstance(values, dict)
-        else f"{args.lora_config} is not a JSON object with keys such as r"
+        values if isinstance(values, dict) else f"{file} is not a JSON object with keys such as r"
     )
 
 
-def _file_problems(args: ActorModelArgs) -> Iterator[AdapterProblem]:
-    key, values = f"{ARGS}.lora_config", _read(args)
+def _file_problems(args: ActorModelArgs) -> Iterator[str]:
+    values, file = _read(args), args.lora_config
     if isinstance(values, str):
-        yield AdapterProblem(key, values)
+        yield values
         return
     for name in values:
         if name not in FILE_KEYS:
-            text = (
-                f"unknown key '{name}' in {args.lora_config}{did_you_mean(name, tuple(FILE_KEYS))}"
-            )
-            yield AdapterProblem(key, text)
+            yield f"unknown key '{name}' in {file}{did_you_mean(name, FILE_KEYS)}"
     if values.get("embedding_lora_dropout"):
-        yield AdapterProblem(
-            key, "embedding_lora_dropout: dropout is off in preference training; set it to 0"
-        )
+        yield "embedding_lora_dropout: dropout is off in preference training; set it to 0"
     if values.get("lora_train_bias", "none") != "none":
-        yield AdapterProblem(key, "lora_train_bias: biases stay as they are; set it to none")
+        yield "lora_train_bias: biases are not trained; set it to none"
     try:
         type(args).model_validate(settings_in_file(args))
     except ValidationError as error:
         for each in error.errors():
-            where = ".".join(map(str, each["loc"][:1]))
-            yield AdapterProblem(
-                key, f"{where} is {each['input']!r} in {args.lora_config}: {each['msg']}"
-            )
+            yield f"{each['loc'][0]} is {each['input']!r} in {file}: {each['msg']}"
 
 
-# --- what cannot be done ---
-
-
-def adapter_problems(config: DPOConfig) -> Iterator[AdapterProblem]:
-    args = config.actor_train.model_args
-    yield from _file_problems(args)
+def adapter_problems(config: DPOConfig) -> Problems:
+    """Return adapter settings that are impossible."""
+    args, adapter = (
+        config.actor_train.model_args,
+        config.actor_train.model_args.adapter_name_or_path,
+    )
+    yield from ((f"{ARGS}.lora_config", text) for text in _file_problems(args))
     if args.lora_dropout:
-        text = f"{args.lora_dropout}: dropout is off in preference training, whose two sides must see one model; set 0"
-        yield AdapterProblem(f"{ARGS}.lora_dropout", text)
-    names = (*ADAPTER_SETTINGS, "lora_config")
-    said = [name for name in names if name in args.model_fields_set and _changed(args, name)]
-    if args.adapter_name_or_path is not None:
-        for name in said:
-            text = f"the adapter in {args.adapter_name_or_path} brings its own; remove one of them"
-            yield AdapterProblem(f"{ARGS}.{name}", text, (f"{ARGS}.adapter_name_or_path",))
-    elif not args.has_adapter:
-        for name in said if not isinstance(_read(args), str) else []:
-            yield AdapterProblem(
-                f"{ARGS}.{name}", "is for adapters; set lora_rank as well, or remove it"
-            )
-    yield from _initialization(args)
-    yield from _layout(config)
-    yield from _quantization(config)
-    yield from _reference(config)
-
-
-def _changed(args: ActorModelArgs, name: str) -> bool:
-    return bool(getattr(args, name) != type(args).model_fields[name].default)
-
-
-def _initialization(args: ActorModelArgs) -> Iterator[AdapterProblem]:
-    key, init = f"{ARGS}.init_lora_weights", args.init_lora_weights
-    if init is False or (
-        isinstance(init, str) and init != "gaussian" and not PISSA.fullmatch(init)
-    ):
-        yield AdapterProblem(
-            key, f"{init} is not one of true, gaussian, pissa, pissa_niter_4 (any number)"
+        yield (
+            f"{ARGS}.lora_dropout",
+            f"{args.lora_dropout}: dropout is off in preference training; set 0",
         )
+    fields = type(args).model_fields
+    given = [
+        name
+        for name in (*ADAPTER_SETTINGS, "lora_config")
+        if name in args.model_fields_set and getattr(args, name) != fields[name].default
+    ]
+    for name in given:
+        if adapter is not None:
+            text = f"the adapter in {adapter} has its own settings; remove one of them"
+            yield f"{ARGS}.{name}", text, f"{ARGS}.adapter_name_or_path"
+        elif not args.has_adapter and not isinstance(_read(args), str):
+            yield f"{ARGS}.{name}", "is for adapters; set lora_rank as well, or remove it"
+    yield from _initialization_problems(args)
+    yield from _layout_problems(config)
+    yield from _quantization_problems(config)
+    if args.has_adapter and config.sync_ref_model:
+        text = "needs a second model, and with adapters there is none; remove it or the adapter"
+        yield "sync_ref_model", text, f"{ARGS}.lora_rank", f"{ARGS}.adapter_name_or_path"
+    if config.reference.offload == "on" and reference_is_policy(config):
+        text = "the reference is the policy without its adapter: there is nothing to move; set auto"
+        yield "reference.offload", text, f"{ARGS}.lora_rank"
+
+
+def _initialization_problems(args: ActorModelArgs) -> Problems:
+    key, init = f"{ARGS}.init_lora_weights", args.init_lora_weights
+    if init not in (True, "gaussian") and not changes_base(args):
+        yield key, f"{init} is not one of true, gaussian, pissa, pissa_niter_4 (any number)"
     if changes_base(args) and args.use_dora:
-        text = f"{init} and use_dora each change what the base means; keep one of them"
-        yield AdapterProblem(key, text, (f"{ARGS}.use_dora",))
+        text = f"{init} and use_dora both redefine the base weights; keep one of them"
+        yield key, text, f"{ARGS}.use_dora"
     if args.modules_to_save is not None and args.additional_target is not None:
-        text = "is ROLL's name of modules_to_save, which is given too; keep one of them"
-        yield AdapterProblem(f"{ARGS}.additional_target", text, (f"{ARGS}.modules_to_save",))
+        text = "is ROLL's name for modules_to_save, which is set as well; keep one of them"
+        yield f"{ARGS}.additional_target", text, f"{ARGS}.modules_to_save"
 
 
-def _layout(config: DPOConfig) -> Iterator[AdapterProblem]:
+def _layout_problems(config: DPOConfig) -> Problems:
     args, degrees = config.actor_train.model_args, _degrees(config.actor_train)
-    if degrees is None or degrees[1] == 1:
-        return
-    others = ("actor_train.strategy_args",)
-    if args.use_dora:
-        text = "its norms run over weights that tensor parallel cuts; set tp_size to 1"
-        yield AdapterProblem(f"{ARGS}.use_dora", text, others)
-    if changes_base(args):
-        text = f"{args.init_lora_weights} decomposes weights that tensor parallel cuts; set tp_size to 1"
-        yield AdapterProblem(f"{ARGS}.init_lora_weights", text, others)
-    for name in ("modules_to_save", "additional_target"):
-        if getattr(args, name) is not None:
-            text = "modules that are trained whole are not cut by tensor parallel; set tp_size to 1"
-            yield AdapterProblem(f"{ARGS}.{name}", text, others)
+    unsupported = {
+        "use_dora": args.use_dora,
+        "init_lora_weights": changes_base(args),
+        "modules_to_save": args.modules_to_save is not None,
+        "additional_target": args.additional_target is not None,
+    }
+    for name in (name for name, is_set in unsupported.items() if is_set):
+        if degrees is not None and degrees[1] > 1:
+            text = f"{getattr(args, name)} needs whole weights, which tensor parallelism splits; set tp_size to 1"
+            yield f"{ARGS}.{name}", text, "actor_train.strategy_args"
 
 
-def _quantization(config: DPOConfig) -> Iterator[AdapterProblem]:
-    actor, reference = config.actor_train, config.reference
-    args, key = actor.model_args, f"{ARGS}.quantization"
-    if reference.model_args.quantization is not None and not reference_is_policy(config):
-        text = "only a policy with adapters that is its own reference may be quantised; remove it"
-        yield AdapterProblem("reference.model_args.quantization", text, (key,))
+def _quantization_problems(config: DPOConfig) -> Problems:
+    args, key = config.actor_train.model_args, f"{ARGS}.quantization"
+    if config.reference.model_args.quantization is not None and not reference_is_policy(config):
+        text = "only a policy with an adapter that is its own reference can be quantised; remove it"
+        yield "reference.model_args.quantization", text, key
     if args.quantization is None:
         return
     if not args.has_adapter:
-        yield AdapterProblem(
-            key, "4-bit weights cannot be trained; set lora_rank to train an adapter on them"
-        )
+        yield key, "4-bit weights cannot be trained; set lora_rank to train an adapter on them"
     if changes_base(args):
-        text = f"init_lora_weights: {args.init_lora_weights} takes a part out of the weights before they are rounded"
-        yield AdapterProblem(key, f"{text}; keep one of them", (f"{ARGS}.init_lora_weights",))
-    if args.use_dora:
-        text = "use_dora begins with the norms of the weights as they were, not of what 4 bits hold; keep one of them"
-        yield AdapterProblem(key, text, (f"{ARGS}.use_dora",))
-    if len(actor.device_mapping or [0]) > 1:
-        yield AdapterProblem(
-            key, "4-bit weights are not divided; use one device", ("actor_train.device_mapping",)
-        )
-
-
-def _reference(config: DPOConfig) -> Iterator[AdapterProblem]:
-    if not config.actor_train.model_args.has_adapter:
-        return
-    if config.sync_ref_model:
-        text = "moves the weights of a second model; with adapters there is none. Remove it, or train without adapters"
-        yield AdapterProblem(
-            "sync_ref_model", text, (f"{ARGS}.lora_rank", f"{ARGS}.adapter_name_or_path")
-        )
-    if config.reference.offload == "on" and reference_is_policy(config):
         text = (
-            "the reference is the policy without its adapters: there is nothing to move; set auto"
+            f"init_lora_weights: {args.init_lora_weights} changes weights before they are rounded"
         )
-        yield AdapterProblem("reference.offload", text, (f"{ARGS}.lora_rank",))
+        yield key, f"{text}; keep one of them", f"{ARGS}.init_lora_weights"
+    if args.use_dora:
+        text = "use_dora starts from the norms of the unrounded weights; keep one of them"
+        yield key, text, f"{ARGS}.use_dora"
+    if len(config.actor_train.devices) > 1:
+        yield key, "4-bit weights cannot be sharded; use one device", "actor_train.device_mapping"

@@ -1,22 +1,26 @@
-"""Impossible combinations of keys. Each check is a small generator, so that one pass names every problem."""
+"""Combinations of keys that are impossible. One pass reports every problem.
+
+A problem is a tuple: the key, a sentence, and the other keys that it depends on.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rather.config.adapters import adapter_problems
-from rather.config.canonical import canonical_device_problems, canonical_problems
-from rather.config.deepspeed import deepspeed_problems, deepspeed_settings, is_deepspeed
+from rather.config.deepspeed import deepspeed_clipping
 from rather.config.parity import parity_problems
 from rather.config.pipelines import SCHEDULES
 from rather.config.plugins import did_you_mean
-from rather.config.strategies import layout, strategy_problems
+from rather.config.strategies import LANES, data_parallel, layout, strategy_problems
 from rather.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rather.config.schema import DPOConfig
+    from rather.config.schema import DPOConfig, RoleConfig
+
+Problems = Iterator[tuple[str, ...]]
 
 FLOOR = ("min_lr", "min_lr_rate")
 SCHEDULE_NUMBERS: dict[str, tuple[str, ...]] = {
@@ -28,480 +32,371 @@ SCHEDULE_NUMBERS: dict[str, tuple[str, ...]] = {
     "inverse_sqrt": ("timescale",),
     "wsd": (*FLOOR, "num_decay_steps"),
 }
-
-
-NAMED = ("wandb", "trackio", "mlflow", "swanlab")
 TRACKER_SETTINGS = {
-    "log_dir": ("tensorboard", "wandb", "swanlab"),
-    "project": NAMED,
-    "name": NAMED,
-    "tags": ("wandb", "mlflow", "swanlab"),
-    "notes": ("wandb", "mlflow", "swanlab"),
-    "mode": ("wandb", "swanlab"),
-    "uri": ("mlflow",),
+    "log_dir": "tensorboard, wandb, swanlab",
+    "project": "wandb, trackio, mlflow, swanlab",
+    "name": "wandb, trackio, mlflow, swanlab",
+    "tags": "wandb, mlflow, swanlab",
+    "notes": "wandb, mlflow, swanlab",
+    "mode": "wandb, swanlab",
+    "uri": "mlflow",
 }
+DTYPE = "actor_train.model_args.dtype"
+TRAINING = "actor_train.training_args"
+STRATEGY = "actor_train.strategy_args"
+DETAILS = f"{STRATEGY}.strategy_config"
+DEVICES = ("actor_train.device_mapping", "reference.device_mapping")
+EVAL_PAIRS = ("validation.data_args.file_name", "validation.data_args.split")
 
 
-class Problem(NamedTuple):
-    """What is wrong at a key, and the other keys that it depends on."""
-
-    key: str
-    text: str
-    others: tuple[str, ...] = ()
-
-
-def problems(config: DPOConfig) -> Iterator[Problem]:
-    """Everything that cannot be done together, in the order of a YAML file."""
+def problems(config: DPOConfig) -> Problems:
+    """Return everything that cannot be combined, in the order of a YAML file."""
     for check in (
-        _resume, _evaluation, _eval_prompts, _loss, _clipping, _precision, _tracking, _columns,
-        _adapters, _files, _schedule, _layouts, _devices, _batch, _reference, _reference_cache, _environments,
-        _determinism, _parity,
+        _evaluation, _eval_prompts, _loss, _optimizer, _tracking, _data, adapter_problems, _schedule,
+        _layouts, _devices, _batch, _reference, _reference_cache, _environments, _determinism, parity_problems,
     ):  # fmt: skip
         yield from check(config)
 
 
-def missing(config: DPOConfig) -> Iterator[Problem]:
-    """What a run cannot be without, and a config of the Python API can: that one is given models and pairs."""
+def missing(config: DPOConfig) -> Problems:
+    """Return what `rather train` requires. A config of the Python API need not name models and pairs."""
     own = "actor_train.model_args.model_name_or_path"
     if config.actor_train.model_args.model_name_or_path is None:
-        yield Problem(
-            "pretrain", f"no model is named; set pretrain or {own} to a folder or hub name", (own,)
-        )
+        yield "pretrain", f"no model is named; set pretrain or {own} to a folder or hub name", own
     if not config.actor_train.data_args.files:
-        text = "no training pairs are named; set it to a file or a list of files"
-        yield Problem("actor_train.data_args.file_name", text)
+        yield (
+            "actor_train.data_args.file_name",
+            "no training pairs are named; set it to a file or files",
+        )
 
 
 def device_problems(config: DPOConfig, kind: str) -> list[str]:
-    """Settings that the device kind ("cpu" or "cuda") cannot honour; asked once the device is known."""
-    roles = {"actor_train": config.actor_train, "reference": config.reference}
-    shares = {name: role.strategy_args.gpu_memory_utilization for name, role in roles.items()}
-    given = {name: share for name, share in shares.items() if share is not None}
-    if kind != "cpu":
-        key = f"{next(iter(given), '')}.strategy_args.gpu_memory_utilization"
-        alone = (
-            [f"{key}: both roles share one GPU here; give each a share"] if len(given) == 1 else []
-        )
-        return alone + canonical_device_problems(config)
-    found = [
-        f"{name}.strategy_args.gpu_memory_utilization: {share} is a share of a GPU, and this run is on the CPU; "
-        "remove the key"
-        for name, share in given.items()
-    ]
-    if config.reference.offload == "on":
+    """Return settings that the device kind ("cpu" or "cuda") does not support."""
+    shares = {
+        f"{name}.strategy_args.gpu_memory_utilization": role.strategy_args.gpu_memory_utilization
+        for name, role in config.roles.items()
+    }
+    given = {key: share for key, share in shares.items() if share is not None}
+    canonical = config.determinism is not None
+    no_dtype = config.actor_train.model_args.dtype is None
+    if kind == "cpu":
+        found = [f"{key}: {share} is a share of a GPU" for key, share in given.items()]
+        found += ["reference.offload: on is for a GPU"] * (config.reference.offload == "on")
+        found += ["compile: on is for a GPU"] * (config.compile == "on")
+        found = [f"{text}, and this run is on the CPU; remove the key" for text in found]
+        if config.precision == "lean" and no_dtype:
+            found.append(
+                f"precision: lean needs bf16 weights, and a CPU uses fp32; set {DTYPE}=bf16"
+            )
+        return found
+    found = [f"{key}: both roles share one GPU here; set it for each role" for key in given]
+    found = found if len(given) == 1 else []
+    if canonical and not config.deterministic:
         found.append(
-            "reference.offload: on is for a GPU, and this run is on the CPU; set reference.offload=auto"
+            "determinism: canonical needs deterministic GPU kernels; set deterministic=true"
         )
-    if config.compile == "on":
-        found.append("compile: on is for a GPU, and this run is on the CPU; set compile=auto")
-    if config.precision == "lean" and config.actor_train.model_args.dtype is None:
-        key = "actor_train.model_args.dtype"
-        found.append(
-            f"precision: lean keeps weights in bf16, and a CPU run has fp32 unless told; type {key}=bf16"
-        )
+    if canonical and no_dtype:
+        found.append(f"determinism: canonical needs fp32, and a GPU uses bf16; set {DTYPE}=fp32")
     return found
 
 
-def data_parallel(config: DPOConfig) -> int:
-    """The dp degree of the policy; 1 where its layout is impossible, which is reported by itself."""
-    try:
-        return layout(config.actor_train).dp
-    except ConfigError:
-        return 1
+def _is_changed(section: Any, name: str) -> bool:
+    return bool(getattr(section, name) != type(section).model_fields[name].default)
 
 
-def _resume(config: DPOConfig) -> Iterator[Problem]:
-    resume = config.resume_from_checkpoint
+def _evaluation(config: DPOConfig) -> Problems:
+    resume, data = config.resume_from_checkpoint, config.validation.data_args
     if config.overwrite and resume not in (False, "auto"):
-        text = f"starts anew, and resume_from_checkpoint is {resume!r}; keep one of them"
-        yield Problem("overwrite", text, ("resume_from_checkpoint",))
-
-
-def _evaluation(config: DPOConfig) -> Iterator[Problem]:
-    data = config.validation.data_args
-    others = ("validation.data_args.file_name", "validation.data_args.split")
+        text = f"starts from scratch, and resume_from_checkpoint is {resume!r}; keep one of them"
+        yield "overwrite", text, "resume_from_checkpoint"
     if data.file_name and data.split is not None:
-        yield Problem(
-            others[1],
-            "evaluation pairs come from validation.data_args.file_name already; keep one of them",
-            others,
-        )
-    asked = {
+        yield EVAL_PAIRS[1], f"{EVAL_PAIRS[0]} is set as well; keep one of them", *EVAL_PAIRS
+    needs_pairs = {
         "save_best": config.save_best,
         "early_stopping_patience": config.early_stopping_patience is not None,
-        "eval_steps": config.eval_steps is not None,
+        "eval_steps": config.eval_steps is not None and not config.eval_prompts,
     }
-    if not data.given:
-        for key in (
-            key
-            for key, on in asked.items()
-            if on and not (key == "eval_steps" and config.eval_prompts)
-        ):
-            text = "needs evaluation pairs; set validation.data_args.file_name or validation.data_args.split"
-            yield Problem(key, text, others)
-    prefixes = (
-        ["eval/"]
-        if "" in data.sets or data.split is not None
-        else [f"eval/{name}/" for name in data.sets]
-    )
-    metric = config.metric_for_best_model
-    if (
-        (asked["save_best"] or asked["early_stopping_patience"])
-        and prefixes
-        and not _measured(metric, prefixes)
-    ):
-        text = f"'{metric}' is not measured; there are {', '.join(prefix + 'loss' for prefix in prefixes)} and so on"
-        yield Problem("metric_for_best_model", text, others)
-    if config.metric_for_best_model != "eval/loss" and not (
-        asked["save_best"] or asked["early_stopping_patience"]
-    ):
-        text = "nothing uses it; set save_best: true or early_stopping_patience"
-        yield Problem("metric_for_best_model", text, ("save_best", "early_stopping_patience"))
+    for key in (key for key, is_set in needs_pairs.items() if is_set and not data.given):
+        yield key, f"needs evaluation pairs; set {EVAL_PAIRS[0]} or {EVAL_PAIRS[1]}", *EVAL_PAIRS
+    users, metric = ("save_best", "early_stopping_patience"), config.metric_for_best_model
+    has_unnamed = "" in data.sets or data.split is not None
+    prefixes = ["eval/"] if has_unnamed else [f"eval/{name}/" for name in data.sets]
+    if not any(needs_pairs[key] for key in users):
+        if metric != "eval/loss":
+            text = "nothing uses it; set save_best: true or early_stopping_patience"
+            yield "metric_for_best_model", text, *users
+    elif prefixes and not _is_measured(metric, prefixes):
+        known = ", ".join(f"{prefix}loss" for prefix in prefixes)
+        yield "metric_for_best_model", f"'{metric}' is not measured; examples: {known}", *EVAL_PAIRS
 
 
-def _eval_prompts(config: DPOConfig) -> Iterator[Problem]:
-    asked = config.eval_prompts
+def _is_measured(metric: str, prefixes: list[str]) -> bool:
+    """Whether a metric belongs to an evaluation set. Names such as `rewards/...` contain a slash themselves."""
+    rests = [metric.removeprefix(prefix) for prefix in prefixes if metric.startswith(prefix)]
+    return any(re.fullmatch(r"(rewards/|logps/|lengths/)?[^/]*", rest) for rest in rests)
+
+
+def _eval_prompts(config: DPOConfig) -> Problems:
+    asked, devices = config.eval_prompts, config.actor_train.devices
     if asked is None:
         return
     if (asked.prompts is None) == (asked.file is None):
-        yield Problem(
+        yield (
             "eval_prompts",
-            "give either prompts or file",
-            ("eval_prompts.prompts", "eval_prompts.file"),
+            "set either prompts or file",
+            "eval_prompts.prompts",
+            "eval_prompts.file",
         )
     if asked.prompts == []:
-        yield Problem("eval_prompts.prompts", "names no prompt; remove eval_prompts, or write some")
-    mapping, other = (
-        config.actor_train.device_mapping or [0],
-        config.reference.device_mapping or [0],
-    )
-    if (
-        len(mapping) > 1
-        or other != mapping
-        or config.num_nodes > 1
-        or config.ray.address is not None
-    ):
-        text = "eval_prompts needs one device per policy, its reference on the same one; remove it on several"
-        yield Problem(
-            "eval_prompts", text, ("actor_train.device_mapping", "reference.device_mapping")
-        )
+        yield "eval_prompts.prompts", "is empty; add prompts, or remove eval_prompts"
+    is_one_device = len(devices) == 1 and config.reference.devices == devices
+    if not is_one_device or config.num_nodes > 1 or config.ray.address is not None:
+        yield "eval_prompts", "needs policy and reference on one device; remove it", *DEVICES
 
 
-def _measured(metric: str, prefixes: list[str]) -> bool:
-    """Whether a metric belongs to an evaluation set. `rewards/...` and the like have a slash of their own."""
-    own = ("rewards", "logps", "lengths")
-    rests = [metric.removeprefix(prefix) for prefix in prefixes if metric.startswith(prefix)]
-    return any("/" not in rest or rest.partition("/")[0] in own for rest in rests)
-
-
-def _loss(config: DPOConfig) -> Iterator[Problem]:
+def _loss(config: DPOConfig) -> Problems:
+    names, weights = config.loss_names, config.loss_weights
     if config.ipo and config.pref_loss not in ("sigmoid", "ipo"):
-        yield Problem(
-            "ipo",
-            f"asks for the loss ipo, pref_loss for '{config.pref_loss}'; keep one of them",
-            ("pref_loss",),
+        text = f"selects the loss ipo, and pref_loss is '{config.pref_loss}'; keep one of them"
+        yield "ipo", text, "pref_loss"
+    if config.loss_type and (config.ipo or config.pref_loss not in ("sigmoid", *names)):
+        text = f"'{config.loss_type}' and pref_loss or ipo both name the loss; keep one of them"
+        yield "loss_type", text, "pref_loss", "ipo"
+    if weights is not None and len(weights) != len(names):
+        yield (
+            "loss_weights",
+            f"{len(weights)} weights for {len(names)} losses; set one each",
+            "pref_loss",
         )
-    if config.loss_type and (config.ipo or config.pref_loss not in ("sigmoid", *config.loss_names)):
-        text = f"'{config.loss_type}' and pref_loss or ipo are two ways to name the loss; keep one of them"
-        yield Problem("loss_type", text, ("pref_loss", "ipo"))
-    if config.loss_weights is not None and len(config.loss_weights) != len(config.loss_names):
-        text = f"{len(config.loss_weights)} weights for {len(config.loss_names)} losses; give one for each"
-        yield Problem("loss_weights", text, ("pref_loss",))
     if config.use_ref_model is not None and config.use_ref_model is config.disable_reference_model:
-        text = f"{config.use_ref_model} contradicts disable_reference_model: {config.disable_reference_model}"
-        yield Problem("use_ref_model", text, ("disable_reference_model",))
-    if not config.sync_ref_model:
-        for key in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
-            if getattr(config, key) != type(config).model_fields[key].default:
-                yield Problem(key, "nothing uses it; set sync_ref_model: true", ("sync_ref_model",))
-    for key, data in (
-        ("actor_train", config.actor_train.data_args),
-        ("validation", config.validation.data_args),
-    ):
-        if not config.apply_loss_mask and data.score != "all" and "score" in data.model_fields_set:
-            text = "apply_loss_mask: false scores every token; keep one of them"
-            yield Problem(f"{key}.data_args.score", text, ("apply_loss_mask",))
+        text = f"{config.use_ref_model} contradicts disable_reference_model: {config.use_ref_model}"
+        yield "use_ref_model", text, "disable_reference_model"
+    for key in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
+        if not config.sync_ref_model and _is_changed(config, key):
+            yield key, "nothing uses it; set sync_ref_model: true", "sync_ref_model"
 
 
-def _clipping(config: DPOConfig) -> Iterator[Problem]:
+def _optimizer(config: DPOConfig) -> Problems:
+    clipping, dtype = config.max_grad_norm, config.actor_train.model_args.dtype
     own = config.actor_train.training_args.max_grad_norm
-    if own is not None and own != config.max_grad_norm:
-        text = f"{own} differs from max_grad_norm at the top level ({config.max_grad_norm}); keep one of them"
-        yield Problem("actor_train.training_args.max_grad_norm", text, ("max_grad_norm",))
-
-    args = config.actor_train.strategy_args
-    if is_deepspeed(args.strategy_name) and not list(deepspeed_problems(args.strategy_config)):
-        clipping = deepspeed_settings(args.strategy_config).clipping
-        if clipping is not None and clipping != config.max_grad_norm:
-            path = "actor_train.strategy_args.strategy_config"
-            text = f"{config.max_grad_norm} differs from DeepSpeed's gradient_clipping ({clipping}); keep one of them"
-            yield Problem("max_grad_norm", text, (path,))
-
-
-def _precision(config: DPOConfig) -> Iterator[Problem]:
-    key, dtype = "actor_train.model_args.dtype", config.actor_train.model_args.dtype
+    if own not in (None, clipping):
+        text = f"{own} differs from max_grad_norm at the top level ({clipping}); keep one of them"
+        yield f"{TRAINING}.max_grad_norm", text, "max_grad_norm"
+    other = deepspeed_clipping(config.actor_train.strategy_args)
+    if other not in (None, clipping):
+        text = f"{clipping} differs from DeepSpeed's gradient_clipping ({other}); keep one of them"
+        yield "max_grad_norm", text, DETAILS
     if config.precision == "lean" and dtype not in (None, "bf16"):
         text = (
-            f"lean keeps weights in bf16, and {key} is {dtype}; type {key}=bf16 or precision=exact"
+            f"lean needs bf16 weights, and {DTYPE} is {dtype}; set {DTYPE}=bf16 or precision=exact"
         )
-        yield Problem("precision", text, (key,))
-    if config.precision == "lean" and len(config.actor_train.device_mapping or [0]) > 1:
-        text = "lean rounds weights at random on one device; set precision=exact on several"
-        yield Problem("precision", text, ("actor_train.device_mapping",))
+        yield "precision", text, DTYPE
+    if config.precision == "lean" and len(config.actor_train.devices) > 1:
+        yield "precision", "lean supports one device only; set precision=exact", DEVICES[0]
 
 
-def _tracking(config: DPOConfig) -> Iterator[Problem]:
+def _tracking(config: DPOConfig) -> Problems:
     if len(set(config.trackers)) < len(config.trackers):
-        yield Problem("track_with", f"{config.track_with} names a tracker twice")
-    for name, takers in TRACKER_SETTINGS.items():
-        if getattr(config.tracker_kwargs, name) and not set(takers) & set(config.trackers):
-            text = f"is for {', '.join(takers)}, and track_with names none of them"
-            yield Problem(f"tracker_kwargs.{name}", text, ("track_with",))
-    if re.search(r"://[^/\s]*:[^/\s]*@", config.tracker_kwargs.uri or ""):
-        yield Problem(
-            "tracker_kwargs.uri",
-            "holds a password; put the address into MLFLOW_TRACKING_URI instead",
-        )
-
-
-def _columns(config: DPOConfig) -> Iterator[Problem]:
-    for side in ("chosen", "rejected"):
-        top = getattr(config, f"{side}_key")
-        for role, data in (
-            ("actor_train", config.actor_train.data_args),
-            ("validation", config.validation.data_args),
+        yield "track_with", f"{config.track_with} names a tracker twice"
+    for name, users in TRACKER_SETTINGS.items():
+        if getattr(config.tracker_kwargs, name) and not set(users.split(", ")) & set(
+            config.trackers
         ):
-            path = f"{role}.data_args.columns"
-            if path not in config.followed and top != side and data.columns.get(side, top) != top:
-                text = f"{side}: {data.columns[side]} differs from {side}_key ({top}); keep one of them"
-                yield Problem(path, text, (f"{side}_key",))
+            yield (
+                f"tracker_kwargs.{name}",
+                f"track_with names none of {users}, which use it",
+                "track_with",
+            )
+    if re.search(r"://[^/\s]*:[^/\s]*@", config.tracker_kwargs.uri or ""):
+        yield "tracker_kwargs.uri", "contains a password; set MLFLOW_TRACKING_URI instead"
+
+
+def _data(config: DPOConfig) -> Problems:
+    train, held_out = config.actor_train.data_args, config.validation.data_args
+    for role, data in (("actor_train", train), ("validation", held_out)):
+        if not config.apply_loss_mask and data.score != "all" and "score" in data.model_fields_set:
+            text = "apply_loss_mask: false scores every token; keep one of them"
+            yield f"{role}.data_args.score", text, "apply_loss_mask"
+        for side in ("chosen", "rejected"):
+            top, path = getattr(config, f"{side}_key"), f"{role}.data_args.columns"
+            column = data.columns.get(side, top)
+            if path not in config.followed and top != side and column != top:
+                text = f"{side}: {column} differs from {side}_key ({top}); keep one of them"
+                yield path, text, f"{side}_key"
     if config.chosen_key == config.rejected_key:
-        yield Problem(
-            "rejected_key",
-            f"'{config.rejected_key}' is also the chosen_key; the two answers need two columns",
-            ("chosen_key",),
-        )
-
-
-def _adapters(config: DPOConfig) -> Iterator[Problem]:
-    for key, text, others in adapter_problems(config):
-        yield Problem(key, text, others)
-
-
-def _files(config: DPOConfig) -> Iterator[Problem]:
-    key, data = "actor_train.data_args.file_name", config.actor_train.data_args
-    files = data.files
-    if data.weights is not None and files and len(data.weights) != len(files):
-        text = f"{len(data.weights)} weights for {len(files)} files; give one number per file"
-        yield Problem("actor_train.data_args.weights", text, (key,))
-    for name, paths in config.validation.data_args.sets.items():
+        text = f"'{config.rejected_key}' is also the chosen_key; use two columns"
+        yield "rejected_key", text, "chosen_key"
+    files, weights = train.files, train.weights
+    if weights is not None and files and len(weights) != len(files):
+        text = f"{len(weights)} weights for {len(files)} files; set one per file"
+        yield "actor_train.data_args.weights", text, "actor_train.data_args.file_name"
+    for name, paths in held_out.sets.items():
         if not paths:
-            yield Problem("validation.data_args.file_name", f"the set '{name}' names no file")
-        if name and not all(part.isidentifier() or part.isalnum() for part in name.split("-")):
-            yield Problem(
-                "validation.data_args.file_name",
-                f"the set name '{name}' goes into metric names: letters, digits, _ and -",
-            )
+            yield EVAL_PAIRS[0], f"the set '{name}' has no file"
+        if not re.fullmatch(r"\w+(-\w+)*|", name):
+            yield EVAL_PAIRS[0], f"the set name '{name}' may contain only letters, digits, _ and -"
 
 
-def _schedule(config: DPOConfig) -> Iterator[Problem]:
-    path, training = "actor_train.training_args", config.actor_train.training_args
+def _schedule(config: DPOConfig) -> Problems:
+    training, path = config.actor_train.training_args, f"{TRAINING}.lr_scheduler_kwargs"
+    numbers, kind = training.lr_scheduler_kwargs, training.lr_scheduler_type
     if config.max_steps is not None and training.warmup_steps > config.max_steps:
-        text = f"{training.warmup_steps} is more than max_steps ({config.max_steps}); warm up for fewer steps"
-        yield Problem(f"{path}.warmup_steps", text, ("max_steps",))
-    known, kind = SCHEDULE_NUMBERS[training.lr_scheduler_type], training.lr_scheduler_type
-    for name in training.lr_scheduler_kwargs:
+        text = f"{training.warmup_steps} is more than max_steps ({config.max_steps}); warm up for fewer"
+        yield f"{TRAINING}.warmup_steps", text, "max_steps"
+    known = SCHEDULE_NUMBERS[kind]
+    for name in numbers:
         if name not in known:
-            hint = did_you_mean(name, known) if known else "; it takes none"
-            key = f"{path}.lr_scheduler_kwargs.{name}"
-            yield Problem(
-                key,
-                f"unknown number of the schedule '{kind}'{hint}",
-                (f"{path}.lr_scheduler_type",),
-            )
-    if all(name in training.lr_scheduler_kwargs for name in FLOOR):
-        yield Problem(
-            f"{path}.lr_scheduler_kwargs.min_lr_rate", "min_lr is given too; keep one of them"
-        )
-    if kind == "cosine_with_min_lr" and not any(
-        name in training.lr_scheduler_kwargs for name in FLOOR
-    ):
-        yield Problem(
-            f"{path}.lr_scheduler_type",
-            "cosine_with_min_lr needs lr_scheduler_kwargs.min_lr or min_lr_rate",
-        )
-    limits = {"min_lr": training.learning_rate, "min_lr_rate": 1.0}
-    for name, most in limits.items():
-        if training.lr_scheduler_kwargs.get(name, 0.0) > most:
-            text = f"{training.lr_scheduler_kwargs[name]} is above {most}: the rate would rise at the end"
-            yield Problem(f"{path}.lr_scheduler_kwargs.{name}", text, (f"{path}.learning_rate",))
-    if training.lr_scheduler_kwargs.get("timescale") == 0:
-        yield Problem(f"{path}.lr_scheduler_kwargs.timescale", "0 is not a number > 0")
+            hint = did_you_mean(name, known) if known else "; it has none"
+            text = f"unknown parameter of the schedule '{kind}'{hint}"
+            yield f"{path}.{name}", text, f"{TRAINING}.lr_scheduler_type"
+    floors = [name for name in FLOOR if name in numbers]
+    if len(floors) == 2:
+        yield f"{path}.min_lr_rate", "min_lr is set as well; keep one of them"
+    if kind == "cosine_with_min_lr" and not floors:
+        text = "cosine_with_min_lr needs lr_scheduler_kwargs.min_lr or min_lr_rate"
+        yield f"{TRAINING}.lr_scheduler_type", text
+    for name, most in (("min_lr", training.learning_rate), ("min_lr_rate", 1.0)):
+        if numbers.get(name, 0.0) > most:
+            text = f"{numbers[name]} is above {most}: the rate would rise at the end"
+            yield f"{path}.{name}", text, f"{TRAINING}.learning_rate"
+    if numbers.get("timescale") == 0:
+        yield f"{path}.timescale", "0 is not a number > 0"
 
 
-def _layouts(config: DPOConfig) -> Iterator[Problem]:
-    for name, role in (("actor_train", config.actor_train), ("reference", config.reference)):
-        if role is config.reference and _same_layout(config):
-            continue  # said once, at actor_train
-        count = len(role.device_mapping or [0])
-        for key, text in strategy_problems(role.strategy_args, trains=role.trains, devices=count):
-            yield Problem(
-                f"{name}.strategy_args.{key}",
-                text,
-                (f"{name}.strategy_args", f"{name}.device_mapping"),
-            )
-    actor = config.actor_train
-    details = actor.strategy_args.strategy_config
-    if details.get("offload_activations") and config.compile == "on":
-        key = "actor_train.strategy_args.strategy_config.offload_activations"
-        yield Problem(
-            key, "compiled layers keep their activations on the GPU; set compile=off", ("compile",)
-        )
-    yield from _split_backward(config)
-    if details.get("recompute_granularity") and actor.model_args.disable_gradient_checkpointing:
-        text = "true keeps activations, strategy_config.recompute_granularity recomputes them; keep one of them"
-        yield Problem(
-            "actor_train.model_args.disable_gradient_checkpointing",
-            text,
-            ("actor_train.strategy_args.strategy_config",),
-        )
-
-
-def _split_backward(config: DPOConfig) -> Iterator[Problem]:
-    """Zero-bubble schedules take a layer's gradients in two passes, which a compiled layer does not know."""
-    schedule = config.actor_train.strategy_args.strategy_config.get("pipeline_schedule")
-    if config.compile == "on" and schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
-        text = (
-            f"'{schedule}' divides the backward pass, and compiled layers cannot; set compile=off"
-        )
-        yield Problem(
-            "actor_train.strategy_args.strategy_config.pipeline_schedule", text, ("compile",)
-        )
-
-
-def _same_layout(config: DPOConfig) -> bool:
-    one, other = config.actor_train, config.reference
+def _layouts(config: DPOConfig) -> Problems:
     layouts = [
-        role.strategy_args.model_dump(exclude={"gpu_memory_utilization"}) for role in (one, other)
+        (role.strategy_args.model_dump(exclude={"gpu_memory_utilization"}), role.device_mapping)
+        for role in config.roles.values()
     ]
-    return layouts[0] == layouts[1] and one.device_mapping == other.device_mapping
+    roles = config.roles if layouts[0] != layouts[1] else {"actor_train": config.actor_train}
+    for name, role in roles.items():
+        for key, text in strategy_problems(role):
+            path = f"{name}.strategy_args"
+            yield f"{path}.{key}", text, path, f"{name}.device_mapping"
+    details = config.actor_train.strategy_args.strategy_config
+    schedule = details.get("pipeline_schedule")
+    if config.compile == "on" and details.get("offload_activations"):
+        text = "compiled layers keep their activations on the GPU; set compile=off"
+        yield f"{DETAILS}.offload_activations", text, "compile"
+    # Zero-bubble schedules compute a layer's gradients in two passes, which a compiled layer cannot.
+    if config.compile == "on" and schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
+        text = f"'{schedule}' splits the backward pass, and compiled layers cannot; set compile=off"
+        yield f"{DETAILS}.pipeline_schedule", text, "compile"
+    keeps_activations = config.actor_train.model_args.disable_gradient_checkpointing
+    if details.get("recompute_granularity") and keeps_activations:
+        text = "contradicts strategy_config.recompute_granularity; keep one of them"
+        yield "actor_train.model_args.disable_gradient_checkpointing", text, DETAILS
 
 
-def _devices(config: DPOConfig) -> Iterator[Problem]:
-    if config.num_nodes > 1 and config.num_gpus_per_node is None:
-        text = f"num_nodes is {config.num_nodes}; say how many devices each has"
-        yield Problem("num_gpus_per_node", text, ("num_nodes",))
-    if config.ref_tp is not None and config.reference.strategy_args.tp_size not in (
-        None,
-        config.ref_tp,
-    ):
+def _devices(config: DPOConfig) -> Problems:
+    per_node, tp = config.num_gpus_per_node, config.reference.strategy_args.tp_size
+    if per_node is None and config.num_nodes > 1:
+        yield "num_gpus_per_node", "num_nodes is above 1; set the devices per node", "num_nodes"
+    if config.ref_tp is not None and tp not in (None, config.ref_tp):
         text = f"{config.ref_tp} differs from reference.strategy_args.tp_size; keep one of them"
-        yield Problem("ref_tp", text, ("reference.strategy_args.tp_size",))
-    if config.num_gpus_per_node is not None:
-        there = config.num_nodes * config.num_gpus_per_node
-        for name, role in (("actor_train", config.actor_train), ("reference", config.reference)):
-            key, last = f"{name}.device_mapping", max(role.device_mapping or [0])
-            if last >= there and key not in config.followed:
-                sizes = (
-                    f"num_nodes {config.num_nodes} x num_gpus_per_node {config.num_gpus_per_node}"
-                )
-                text = f"names device {last}; {sizes} gives devices 0 to {there - 1}"
-                yield Problem(key, text, ("num_nodes", "num_gpus_per_node"))
-    shares = [
-        role.strategy_args.gpu_memory_utilization or 0
-        for role in (config.actor_train, config.reference)
-    ]
-    together = set(config.actor_train.device_mapping or [0]) & set(
-        config.reference.device_mapping or [0]
-    )
-    if together and all(shares) and sum(shares) > 1:
-        text = f"{shares[1]} and actor_train's {shares[0]} are more than the whole of a GPU that both use"
-        yield Problem(
-            "reference.strategy_args.gpu_memory_utilization",
-            text,
-            ("actor_train.strategy_args.gpu_memory_utilization",),
-        )
+        yield "ref_tp", text, "reference.strategy_args.tp_size"
+    for key, role in zip(DEVICES, config.roles.values(), strict=True):
+        last, count = max(role.devices), config.num_nodes * (per_node or 0)
+        if per_node is not None and last >= count and key not in config.followed:
+            sizes = f"num_nodes {config.num_nodes} x num_gpus_per_node {per_node}"
+            text = f"names device {last}; {sizes} gives devices 0 to {count - 1}"
+            yield key, text, "num_nodes", "num_gpus_per_node"
+    shares = [role.strategy_args.gpu_memory_utilization or 0 for role in config.roles.values()]
+    is_shared = set(config.actor_train.devices) & set(config.reference.devices)
+    if is_shared and all(shares) and sum(shares) > 1:
+        key = "strategy_args.gpu_memory_utilization"
+        text = f"{shares[1]} and actor_train's {shares[0]} add up to more than a whole GPU"
+        yield f"reference.{key}", text, f"actor_train.{key}"
 
 
-def _batch(config: DPOConfig) -> Iterator[Problem]:
-    total, training, dp = (
-        config.train_batch_size,
-        config.actor_train.training_args,
-        data_parallel(config),
-    )
-    sizes = dp * training.per_device_train_batch_size * training.gradient_accumulation_steps
-    if total is not None and sizes != total:
-        names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-        keys = tuple(f"actor_train.training_args.{name}" for name in names)
-        said = [name for name, key in zip(names, keys, strict=True) if key not in config.followed]
-        sum_of = " x ".join([f"dp {dp}", *(f"{name} {getattr(training, name)}" for name in said)])
-        verb = "is not" if len(said) == 2 else "is not a multiple of"
-        text = f"{total} pairs {verb} {sum_of}; change one of them, or leave the sizes to train_batch_size"
-        yield Problem(
-            "train_batch_size",
-            text,
-            (*keys, "actor_train.strategy_args", "actor_train.device_mapping"),
-        )
+def _batch(config: DPOConfig) -> Problems:
+    total, training = config.train_batch_size, config.actor_train.training_args
+    dp = data_parallel(config.actor_train)
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    sizes = {name: getattr(training, name) for name in names}
+    if total is None or total == dp * sizes[names[0]] * sizes[names[1]]:
+        return
+    given = [name for name in names if f"{TRAINING}.{name}" not in config.followed]
+    product = " x ".join([f"dp {dp}", *(f"{name} {sizes[name]}" for name in given)])
+    verb = "is not" if len(given) == 2 else "is not a multiple of"
+    text = f"{total} pairs {verb} {product}; change one of them, or remove the sizes"
+    yield "train_batch_size", text, *(f"{TRAINING}.{name}" for name in names), STRATEGY, DEVICES[0]
 
 
-def _reference(config: DPOConfig) -> Iterator[Problem]:
-    said, actor = config.reference.model_args, config.actor_train
-    key = "reference.model_args.tokenizer_name_or_path"
-    if (
-        said.tokenizer_name_or_path is not None
-        and said.tokenizer_name_or_path != actor.model_args.tokenizer_name_or_path
-    ):
-        own = "actor_train.model_args.tokenizer_name_or_path"
-        yield Problem(key, f"both roles read the same tokens; set {own} instead", (own,))
-    if config.reference.offload == "on" and len(config.reference.device_mapping or [0]) > 1:
-        text = "a divided reference goes to the host by its strategy_name: take gemini_auto there, and auto here"
-        yield Problem("reference.offload", text, ("reference.strategy_args",))
+def _reference(config: DPOConfig) -> Problems:
+    args, own = config.reference.model_args, config.actor_train.model_args
+    key = "model_args.tokenizer_name_or_path"
+    if args.tokenizer_name_or_path not in (None, own.tokenizer_name_or_path):
+        text = f"both roles use the same tokenizer; set actor_train.{key} instead"
+        yield f"reference.{key}", text, f"actor_train.{key}"
+    if config.reference.offload == "on" and len(config.reference.devices) > 1:
+        text = "is for one device; set strategy_name: gemini_auto instead, and offload: auto"
+        yield "reference.offload", text, "reference.strategy_args"
     if config.reference.offload == "on" and config.sync_ref_model:
-        text = "sync_ref_model moves the reference, which must lie on the GPU for it; remove one of them"
-        yield Problem("reference.offload", text, ("sync_ref_model",))
-    if said.disable_gradient_checkpointing is False:
+        text = "sync_ref_model needs the reference on the GPU; remove one of them"
+        yield "reference.offload", text, "sync_ref_model"
+    if args.disable_gradient_checkpointing is False:
         key = "reference.model_args.disable_gradient_checkpointing"
-        yield Problem(key, "the reference has no backward pass; set it to true or remove it")
+        yield key, "the reference has no backward pass; set it to true or remove it"
 
 
-def _reference_cache(config: DPOConfig) -> Iterator[Problem]:
+def _reference_cache(config: DPOConfig) -> Problems:
     cache = config.reference.cache
-    off = {
-        "reference.cache.enabled is false": not cache.enabled,
-        "sync_ref_model moves the reference, so that no log-prob of it lasts": config.sync_ref_model,
-        "reference.worker_cls may compute anything, so that its log-probs are not cached": config.reference.worker_cls,
+    unused = {
+        "reference.cache.enabled": "is false" if not cache.enabled else "",
+        "sync_ref_model": "changes the reference" if config.sync_ref_model else "",
+        "reference.worker_cls": "can compute anything" if config.reference.worker_cls else "",
     }
-    for why in [why for why, holds in off.items() if holds][:1]:
-        for name in ("path", "per_token", "recheck"):
-            if getattr(cache, name) != type(cache).model_fields[name].default:
-                others = ("reference.cache.enabled", "sync_ref_model", "reference.worker_cls")
-                yield Problem(
-                    f"reference.cache.{name}", f"nothing uses it: {why}; remove one of them", others
-                )
+    why = next((f"{key} {reason}" for key, reason in unused.items() if reason), None)
+    for name in ("path", "per_token", "recheck"):
+        if why and _is_changed(cache, name):
+            text = f"nothing is cached: {why}; remove one of them"
+            yield f"reference.cache.{name}", text, *unused
     if cache.enabled and cache.per_token is False and config.ld_alpha not in (None, 1):
-        text = "ld_alpha reads the log-probs of tokens; set it to true or remove it"
-        yield Problem("reference.cache.per_token", text, ("ld_alpha",))
+        text = "ld_alpha needs the log-probs of tokens; set it to true or remove it"
+        yield "reference.cache.per_token", text, "ld_alpha"
 
 
-def _environments(config: DPOConfig) -> Iterator[Problem]:
-    """Equal device mappings share one process, and a process has one environment."""
-    one, other = config.actor_train, config.reference
-    if (one.device_mapping or [0]) == (other.device_mapping or [0]):
-        for name, value in other.system_envs.items():
-            if config.envs(one).get(name) != value:
-                text = "both roles share one process; set it once, in system_envs at the top level"
-                yield Problem(
-                    f"reference.system_envs.{name}",
-                    text,
-                    ("actor_train.system_envs", "system_envs"),
-                )
+def _environments(config: DPOConfig) -> Problems:
+    """Roles with equal device mappings share one process, and a process has one environment."""
+    actor, other = config.actor_train, config.reference
+    for name, value in other.system_envs.items() if actor.devices == other.devices else ():
+        if config.envs(actor).get(name) != value:
+            text = "both roles share one process; set it in system_envs at the top level"
+            yield f"reference.system_envs.{name}", text, "actor_train.system_envs", "system_envs"
 
 
-def _parity(config: DPOConfig) -> Iterator[Problem]:
-    for key, text, others in parity_problems(config, data_parallel(config)):
-        yield Problem(key, text, others)
+def _determinism(config: DPOConfig) -> Problems:
+    """Return everything that would make the bits of `determinism: canonical` depend on the layout."""
+    if config.determinism is None:
+        return
+    for name, role in config.roles.items():
+        if text := _canonical_layout_problem(role):
+            path = f"{name}.strategy_args"
+            yield "determinism", f"canonical: {name} {text}", path, f"{name}.device_mapping"
+            break  # the reference inherits its layout
+    if config.actor_train.model_args.dtype not in (None, "fp32"):
+        yield DTYPE, "determinism: canonical sums gradients in fp32; set it to fp32", "determinism"
+    variable = "OMP_NUM_THREADS"
+    threads = {config.envs(role).get(variable, "1") for role in config.roles.values()}
+    if len(threads) > 1 or not all(text.isdecimal() and int(text) for text in threads):
+        text = (
+            f"determinism: canonical needs one whole number for both roles, not {sorted(threads)}"
+        )
+        others = ("determinism", "actor_train.system_envs", "reference.system_envs")
+        yield f"system_envs.{variable}", text, *others
 
 
-def _determinism(config: DPOConfig) -> Iterator[Problem]:
-    for key, text, others in canonical_problems(config):
-        yield Problem(key, text, others)
+def _canonical_layout_problem(role: RoleConfig) -> str | None:
+    try:
+        found = layout(role)
+    except ConfigError:
+        return None  # reported by _layouts
+    degrees = [
+        f"{axis} {size}" for axis in ("tp", "pp", "cp") if (size := getattr(found, axis)) > 1
+    ]
+    if degrees:
+        return f"has {' x '.join(degrees)}; only data-parallel layouts are supported: ddp or zero1"
+    if LANES % found.dp:
+        return f"has {found.dp} devices; it supports 1, 2 or {LANES}"
+    return f"is {found.name}; set strategy_name to ddp or zero1" if found.stage > 1 else None

@@ -1,7 +1,7 @@
-"""Keys that follow another key when nobody wrote them.
+"""Unset keys that inherit from other keys.
 
-`reference` follows `actor_train`, `validation.data_args` follows `actor_train.data_args`, a policy without a
-model takes `pretrain`, data without a template `global_template`; `train_batch_size` gives its parts.
+`reference` inherits from `actor_train`, `validation.data_args` from `actor_train.data_args`, the policy's model from
+`pretrain`, templates from `global_template`; `train_batch_size` determines its parts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rather.config import checks
 from rather.config.adapters import settings_in_file
-from rather.config.deepspeed import deepspeed_problems, deepspeed_settings, is_deepspeed
+from rather.config.deepspeed import deepspeed_clipping
 from rather.config.parity import PRESETS
+from rather.config.strategies import data_parallel
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -21,43 +21,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 TP_SPELLINGS = ("tp_size", "tensor_model_parallel_size")
 LAYOUT = ("strategy_name", "strategy_config", "tp_size", "pp_size", "cp_size")
+ARGS, DATA = "actor_train.model_args", "actor_train.data_args"
 
 
 def complete(config: DPOConfig) -> dict[str, str]:
-    """Fills a config in the making, before it is frozen for good. Returns key path -> the one it follows."""
+    """Fill unset keys of a config that is being built. Return key path -> the key that it inherits from."""
     followed: dict[str, str] = {}
-    score_is_free = "score" not in config.actor_train.data_args.model_fields_set
-    if (
-        not config.apply_loss_mask
-        and score_is_free
-        and _put(config, "actor_train.data_args.score", "all")
-    ):
-        followed["actor_train.data_args.score"] = "apply_loss_mask"
-    args = config.actor_train.model_args
-    for name, value in settings_in_file(args).items():
-        if name not in args.model_fields_set and _put(
-            config, f"actor_train.model_args.{name}", value
-        ):
-            followed[f"actor_train.model_args.{name}"] = "actor_train.model_args.lora_config"
-    for path, value in PRESETS[config.parity].items() if config.parity else ():
-        if not _said(config, path) and _put(config, path, value):
-            followed[path] = "parity"
-    for path, source in _followers(config):
-        if _put(config, path, value_at(config, source)):
+    for path, value, source in _values(config):
+        if _set(config, path, value):
             followed[path] = followed.get(source, source)
-    if _take_ref_tp(config):
-        followed["reference.strategy_args.tp_size"] = "ref_tp"
-    clipping, said = _deepspeed_clipping(config), "max_grad_norm" in config.model_fields_set
-    if clipping is not None and not said and _put(config, "max_grad_norm", clipping):
-        followed["max_grad_norm"] = "actor_train.strategy_args.strategy_config"
-    for path, size in _batch_sizes(config):
-        if _put(config, path, size):
-            followed[path] = "train_batch_size"
     return followed
 
 
 def value_at(config: Any, path: str) -> Any:
-    """The value of a key path, in models and mappings; None in a section that is not there."""
+    """Return the value of a key path, in models and mappings; None in a section that is null."""
     for name in path.split("."):
         if config is None:
             return None
@@ -65,91 +42,101 @@ def value_at(config: Any, path: str) -> Any:
     return config
 
 
+def _values(config: DPOConfig) -> Iterator[tuple[str, Any, str]]:
+    """Return (key, value, source) for unset keys. Lazy: a source is filled in before what inherits from it."""
+    actor, args = config.actor_train, config.actor_train.model_args
+    presets = {f"{DATA}.score": "all"} if not config.apply_loss_mask else {}
+    yield from _unset(config, presets, "apply_loss_mask")
+    in_file = {f"{ARGS}.{name}": value for name, value in settings_in_file(args).items()}
+    yield from _unset(config, in_file, f"{ARGS}.lora_config")
+    yield from _unset(config, PRESETS if config.parity else {}, "parity")
+    for path, source in _followers(config):
+        yield path, value_at(config, source), source
+    yield from _reference_tp(config)
+    clipping = {
+        "actor_train.training_args.max_grad_norm": actor.training_args.max_grad_norm,
+        "actor_train.strategy_args.strategy_config": deepspeed_clipping(actor.strategy_args),
+    }
+    for source, value in clipping.items():
+        yield from _unset(config, {"max_grad_norm": value} if value is not None else {}, source)
+    yield from _batch_sizes(config)
+
+
+def _unset(
+    config: DPOConfig, values: dict[str, Any], source: str
+) -> Iterator[tuple[str, Any, str]]:
+    for path, value in values.items():
+        parent, _, name = path.rpartition(".")
+        if name not in (value_at(config, parent) if parent else config).model_fields_set:
+            yield path, value, source
+
+
 def _followers(config: DPOConfig) -> Iterator[tuple[str, str]]:
-    """(key, the key it follows) for every key that nobody wrote; sources come before their followers."""
-    actor, validation = config.actor_train, config.validation.data_args
-    if actor.model_args.model_name_or_path is None:
-        yield "actor_train.model_args.model_name_or_path", "pretrain"
-    if actor.data_args.template is None:
-        yield "actor_train.data_args.template", "global_template"
-    if (
-        actor.training_args.max_grad_norm is not None
-        and "max_grad_norm" not in config.model_fields_set
-    ):
-        yield "max_grad_norm", "actor_train.training_args.max_grad_norm"
+    """Return (key, the key that it inherits from) for every unset key; sources come first."""
+    validation = config.validation.data_args
+    if config.actor_train.model_args.model_name_or_path is None:
+        yield f"{ARGS}.model_name_or_path", "pretrain"
+    if config.actor_train.data_args.template is None:
+        yield f"{DATA}.template", "global_template"
     for path in _reference_keys(config):
         yield f"reference.{path}", f"actor_train.{path}"
     for name in type(validation).model_fields:
         if name not in ("file_name", "split") and name not in validation.model_fields_set:
-            yield f"validation.data_args.{name}", f"actor_train.data_args.{name}"
+            yield f"validation.data_args.{name}", f"{DATA}.{name}"
 
 
 def _reference_keys(config: DPOConfig) -> Iterator[str]:
-    said, actor = config.reference, config.actor_train
+    own, args = config.reference, config.reference.model_args
     names = ["dtype", "model_type", "trust_remote_code", "tokenizer_name_or_path"]
-    if said.model_args.model_name_or_path in (None, actor.model_args.model_name_or_path):
-        names += [
-            "model_name_or_path",
-            "revision",
-            "adapter_name_or_path",
-            "quantization",
-        ]  # of one model
-    yield from (
-        f"model_args.{name}" for name in names if name not in said.model_args.model_fields_set
-    )
+    if args.model_name_or_path in (None, config.actor_train.model_args.model_name_or_path):
+        names += ["model_name_or_path", "revision", "adapter_name_or_path", "quantization"]
+    yield from (f"model_args.{name}" for name in names if name not in args.model_fields_set)
     names = ["device_mapping", "infer_batch_size", "max_tokens_per_microbatch_in_infer"]
-    yield from (name for name in names if name not in said.model_fields_set)
-    if not said.strategy_args.model_fields_set & set(LAYOUT):  # one description, followed as one
+    yield from (name for name in names if name not in own.model_fields_set)
+    if not own.strategy_args.model_fields_set & set(LAYOUT):  # a layout is inherited as a whole
         yield from (f"strategy_args.{name}" for name in LAYOUT)
 
 
-def _deepspeed_clipping(config: DPOConfig) -> float | None:
-    args = config.actor_train.strategy_args
-    problems = is_deepspeed(args.strategy_name) and list(deepspeed_problems(args.strategy_config))
-    return deepspeed_settings(args.strategy_config).clipping if problems == [] else None
+def _reference_tp(config: DPOConfig) -> Iterator[tuple[str, Any, str]]:
+    """ColossalChat's ref_tp replaces a degree that was only inherited."""
+    own, path = config.reference.strategy_args, "reference.strategy_args"
+    if config.ref_tp is None or "tp_size" in own.model_fields_set:
+        return
+    if not own.model_fields_set & set(LAYOUT):
+        kept = {key: value for key, value in own.strategy_config.items() if key not in TP_SPELLINGS}
+        yield (
+            f"{path}.strategy_config",
+            kept,
+            f"actor_train.{path.partition('.')[2]}.strategy_config",
+        )
+    yield f"{path}.tp_size", config.ref_tp, "ref_tp"
 
 
-def _take_ref_tp(config: DPOConfig) -> bool:
-    """ColossalChat's ref_tp takes the place of a degree that was only followed."""
-    said = config.reference.strategy_args
-    if config.ref_tp is None or "tp_size" in said.model_fields_set:
-        return False
-    if not said.model_fields_set & set(LAYOUT):
-        details = {
-            key: value for key, value in said.strategy_config.items() if key not in TP_SPELLINGS
-        }
-        _put(config, "reference.strategy_args.strategy_config", details)
-    return _put(config, "reference.strategy_args.tp_size", config.ref_tp)
-
-
-def _batch_sizes(config: DPOConfig) -> Iterator[tuple[str, int]]:
-    """The size that the user left to train_batch_size; whether it comes out even is checked afterwards."""
-    training, prefix = config.actor_train.training_args, "actor_train.training_args"
+def _batch_sizes(config: DPOConfig) -> Iterator[tuple[str, Any, str]]:
+    """The size that is left to train_batch_size; whether it divides evenly is checked afterwards."""
+    training, source = config.actor_train.training_args, "train_batch_size"
     if config.train_batch_size is None:
         return
-    share = config.train_batch_size // checks.data_parallel(config)
-    sizes = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    if config.val_batch_size and sizes[0] * sizes[1] == 2 * share and sizes[0] % 2 == 0:
-        log.warning("%s.per_device_train_batch_size: %d counts answers, as train_batch_size says: read as %d pairs",
-                    prefix, sizes[0], sizes[0] // 2)  # fmt: skip
-        yield f"{prefix}.per_device_train_batch_size", sizes[0] // 2
-        return
-    if "per_device_train_batch_size" not in training.model_fields_set:
-        yield f"{prefix}.per_device_train_batch_size", share // training.gradient_accumulation_steps
-    elif "gradient_accumulation_steps" not in training.model_fields_set:
-        yield f"{prefix}.gradient_accumulation_steps", share // training.per_device_train_batch_size
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    size, steps = (getattr(training, name) for name in names)
+    paths = [f"actor_train.training_args.{name}" for name in names]
+    share = config.train_batch_size // data_parallel(config.actor_train)
+    if config.val_batch_size and size * steps == 2 * share and size % 2 == 0:
+        log.warning(
+            "%s: %d counts answers, two per pair: read as %d pairs", paths[0], size, size // 2
+        )
+        yield paths[0], size // 2, source
+    elif names[0] not in training.model_fields_set:
+        yield paths[0], share // steps, source
+    elif names[1] not in training.model_fields_set:
+        yield paths[1], share // size, source
 
 
-def _said(config: DPOConfig, path: str) -> bool:
-    parent, _, name = path.rpartition(".")
-    return name in (value_at(config, parent) if parent else config).model_fields_set
-
-
-def _put(config: DPOConfig, path: str, value: Any) -> bool:
-    """Whether this changed anything."""
+def _set(config: DPOConfig, path: str, value: Any) -> bool:
+    """Set a value in the frozen config, and return whether this changed it."""
     parent, _, name = path.rpartition(".")
     owner = value_at(config, parent) if parent else config
-    if getattr(owner, name) == value:
-        return False
-    owner.__dict__[name] = value  # frozen for everybody else
-    return True
+    is_new = getattr(owner, name) != value
+    if is_new:
+        owner.__dict__[name] = value
+    return bool(is_new)

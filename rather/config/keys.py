@@ -1,4 +1,4 @@
-"""The schema as a flat table: every key path with its type and range in words, and what a wrong one meant."""
+"""The schema as a flat table of key paths, with types and ranges in words, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -24,11 +24,11 @@ PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}
 SPECIAL = {
     "worker_cls": "a dotted import path or null",
     "device_mapping": "a list of device numbers, a range in text, or null",
-    "split": "a share between 0 and 1, a whole number of pairs, or null",
+    "split": "a fraction between 0 and 1, a whole number of pairs, or null",
 }
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
-# What people write who come from other trainers, and ROLL's old names.
+# Names that users of other trainers expect, and ROLL's old names.
 OTHER_NAMES = {
     "lr": "actor_train.training_args.learning_rate",
     "batch_size": "train_batch_size",
@@ -73,17 +73,16 @@ class Key:
 
     @property
     def default(self) -> Any:
-        return None if self.section else self.field.get_default(call_default_factory=True)
+        return None if self.section else self.field.default
 
     @property
     def meaning(self) -> str:
-        return self.field.description or ""
+        return " ".join((self.field.description or "").split())
 
     @property
     def why(self) -> str:
-        """The reason of the range."""
-        extra = self.field.json_schema_extra
-        return str(extra.get("why", "")) if isinstance(extra, dict) else ""
+        """Return the reason of the range, for messages."""
+        return self.meaning.partition(" Range: ")[2].removesuffix(".")
 
     @property
     def accepted(self) -> tuple[Any, ...]:
@@ -91,7 +90,7 @@ class Key:
 
     @property
     def choices(self) -> list[str]:
-        """The words of a key that takes words of a list."""
+        """Return the words that the key accepts, if it takes one of a list."""
         return [
             word for kind in self.accepted if get_origin(kind) is Literal for word in get_args(kind)
         ]
@@ -102,19 +101,19 @@ class Key:
 
     @property
     def expects(self) -> str:
-        """Type and range in words."""
+        """Return type and range in words."""
         if self.section:
             return "a group of keys"
         if self.name in SPECIAL:
             return SPECIAL[self.name]
-        words = [_word(kind) for kind in self.accepted]
-        words[0] = " ".join([words[0], *_limits(self.field)])
-        return " or ".join(words)
+        first, *others = [_word(kind) for kind in self.accepted]
+        limits = " and ".join(_limits(self.field))
+        return " or ".join([f"{first} {limits}".strip(), *others])
 
 
 @cache
 def table() -> dict[str, Key]:
-    """Every key path of the schema, groups before their members."""
+    """Return every key path of the schema, groups before their members."""
     return {key.path: key for key in _walk(DPOConfig, "")}
 
 
@@ -128,20 +127,21 @@ def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def _limits(field: FieldInfo) -> list[str]:
-    """[">= 0", "and < 0.5"]"""
-    bounds = [
+    """Return the bounds, such as [">= 0", "< 0.5"]. In `Count | None` they are inside the union."""
+    members = [each for each in get_args(field.annotation) if get_origin(each) is Annotated]
+    nested = [limit for each in members for limit in getattr(get_args(each)[1], "metadata", ())]
+    return [
         f"{sign} {getattr(limit, bound):,}"
-        for limit in field.metadata
+        for limit in (*field.metadata, *nested)
         for bound, sign in BOUNDS.items()
         if hasattr(limit, bound)
     ]
-    return [bounds[0], *(f"and {bound}" for bound in bounds[1:])] if bounds else []
 
 
 def _word(kind: Any) -> str:
     origin, members = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return " | ".join(str(member) for member in members)
+        return " | ".join(map(str, members))
     if origin is list:
         inner = accepted_types(members[0])[0]
         return f"a list of {PLURALS.get(inner, _word(inner))}"
@@ -151,45 +151,34 @@ def _word(kind: Any) -> str:
 
 
 def nearest(path: str) -> str | None:
-    """The key path that an unknown one was probably meant to be."""
-    known = table()
+    """Return the key path that an unknown one was probably meant to be."""
     parent, _, name = path.rpartition(".")
-    siblings = {key.name: key.path for key in known.values() if key.parent == parent}
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8)
-    if near:
-        return siblings[near[0]]
-    elsewhere = _first_of_each_name(known)
-    if name in elsewhere:
-        return elsewhere[name]
-    if name in OTHER_NAMES:
-        return OTHER_NAMES[name]
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
-        return siblings[near[0]]
-    near = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.75)
-    return elsewhere[near[0]] if near else None
+    siblings = {key.name: key.path for key in table().values() if key.parent == parent}
+    # The first path of each name: actor_train comes first in the schema, and is what people mean.
+    anywhere = {key.name: key.path for key in reversed(table().values())}
 
+    def similar(places: dict[str, str], cutoff: float) -> str | None:
+        near = difflib.get_close_matches(name, places, n=1, cutoff=cutoff)
+        return places[near[0]] if near else None
 
-def _first_of_each_name(known: dict[str, Key]) -> dict[str, str]:
-    """Name -> its path; actor_train comes first in the schema, and is what people mean."""
-    first: dict[str, str] = {}
-    for path, key in known.items():
-        first.setdefault(key.name, path)
-    return first
-
-
-NEVER_IN_A_FILE = {
-    "tracker_kwargs.api_key": "; keys are not kept in files: run `wandb login`, or set WANDB_API_KEY (SWANLAB_API_KEY)"
-}
+    return (
+        similar(siblings, 0.8)
+        or anywhere.get(name)
+        or OTHER_NAMES.get(name)
+        or similar(siblings, 0.6)
+        or similar(anywhere, 0.75)
+    )
 
 
 def suggestion(path: str) -> str:
-    """'did you mean ...?' for an unknown key; a neighbour by its name, a key elsewhere by its whole path."""
-    if path in NEVER_IN_A_FILE:
-        return NEVER_IN_A_FILE[path]
-    meant = nearest(path)
+    """Return 'did you mean ...?' for an unknown key: the name in the same group, otherwise the whole path."""
+    if path == "tracker_kwargs.api_key":
+        return (
+            "; keep keys out of files: run `wandb login`, or set WANDB_API_KEY or SWANLAB_API_KEY"
+        )
+    meant, parent = nearest(path), path.rpartition(".")[0]
     if meant is None:
-        parent = path.rpartition(".")[0]
         names = [key.name for key in table().values() if key.parent == parent]
         return f"; keys here: {', '.join(names)}" if names else ""
-    same_place = meant.rpartition(".")[0] == path.rpartition(".")[0]
-    return f"; did you mean '{meant.rpartition('.')[2] if same_place else meant}'?"
+    same_group = meant.rpartition(".")[0] == parent
+    return f"; did you mean '{meant.rpartition('.')[2] if same_group else meant}'?"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Rule(NamedTuple):
-    """What a schedule demands; `virtual` counts the stages that a rank holds."""
+class ScheduleRule(NamedTuple):
+    """The requirements of a schedule; `virtual` is the number of stages per rank."""
 
     least_virtual: int
     most_virtual: int | None
@@ -16,12 +16,12 @@ class Rule(NamedTuple):
 
 
 SCHEDULES = {
-    "gpipe": Rule(1, 1),
-    "1f1b": Rule(1, 1),
-    "interleaved": Rule(2, None),
-    "zero_bubble": Rule(1, None, splits_backward=True),
-    "zbv": Rule(2, 2, v_shaped=True, splits_backward=True),
-    "dualpipev": Rule(2, 2, v_shaped=True, splits_backward=True),
+    "gpipe": ScheduleRule(1, 1),
+    "1f1b": ScheduleRule(1, 1),
+    "interleaved": ScheduleRule(2, None),
+    "zero_bubble": ScheduleRule(1, None, splits_backward=True),
+    "zbv": ScheduleRule(2, 2, v_shaped=True, splits_backward=True),
+    "dualpipev": ScheduleRule(2, 2, v_shaped=True, splits_backward=True),
 }
 
 
@@ -40,7 +40,7 @@ class Pipeline:
         return Pipeline(ranks, name, virtual or SCHEDULES[name].least_virtual)
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> ScheduleRule:
         return SCHEDULES[self.schedule]
 
     @property

@@ -1,7 +1,7 @@
-"""strategy_name and strategy_config of a role -> its layout: degrees, what is sharded, what goes to the host.
+"""strategy_name and strategy_config of a role -> its layout: degrees, what is sharded, what is in host memory.
 
-Sizes may be written as `tp_size` in `strategy_args` or `strategy_config`, or with Megatron's long names. Whatever the
-name, torch.distributed runs it: a name stands for degrees and a sharding stage, no more.
+Degrees can be written as `tp_size` in `strategy_args` or `strategy_config`, or with Megatron's long names. Whatever the
+name, torch.distributed runs it: a name only stands for degrees and a sharding stage.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rather.config.deepspeed import deepspeed_problems, deepspeed_settings, is_deepspeed
+from rather.config.deepspeed import deepspeed_problems, deepspeed_sharding, is_deepspeed
 from rather.config.pipelines import SCHEDULES, Pipeline
 from rather.config.plugins import did_you_mean
 from rather.errors import ConfigError
@@ -18,8 +18,8 @@ from rather.errors import ConfigError
 if TYPE_CHECKING:
     from rather.config.schema import RoleConfig, StrategyArgs
 
-# Sharded over the data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 gradients as well, 3 weights as well.
-# None: a key of strategy_config says it.
+# What is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights.
+# None: a key of strategy_config decides.
 STAGES: dict[str, int | None] = {
     "ddp": 0,
     "zero1": 1,
@@ -39,56 +39,52 @@ STAGES: dict[str, int | None] = {
     "deepspeed_infer": None,
 }
 STRATEGIES = tuple(STAGES)
-INFER_STRATEGIES = tuple(name for name in STRATEGIES if name.endswith("_infer"))
-TRAIN_STRATEGIES = tuple(name for name in STRATEGIES if name not in INFER_STRATEGIES)
+TRAIN_STRATEGIES = tuple(name for name in STRATEGIES if not name.endswith("_infer"))
 ON_THE_HOST = ("zero2_cpu", "gemini_auto")
-DEFAULT = "zero2"  # of several devices; one device has nothing to divide
+DEFAULT = "zero2"  # on several devices; one device has nothing to shard
 LANES = (
-    4  # of determinism: canonical: gradients are added up in so many, however many ranks there are
+    4  # of determinism: canonical: gradients are summed in 4 partial sums on any number of ranks
 )
 SHARDED = (
     "",
-    "the optimizer's state",
-    "the optimizer's state and gradients",
-    "weights, gradients and optimizer",
+    "optimizer state",
+    "optimizer state and gradients",
+    "weights, gradients and optimizer state",
 )
 
-# Every spelling of a degree that may stand in strategy_config.
+# Every spelling of a degree in strategy_config.
 DEGREES = {
     "tp": ("tp_size", "tensor_model_parallel_size"),
     "pp": ("pp_size", "pipeline_model_parallel_size"),
     "cp": ("cp_size", "context_parallel_size"),
 }
-VIRTUAL = "virtual_pipeline_model_parallel_size"  # stages that each pipeline rank holds
-SWITCHES = ("use_distributed_optimizer", "sequence_parallel", "offload_activations")
-RECOMPUTED = ("half", "selective", "full")
-# Keys that only some strategies know.
-OWN_KEYS = {
+VIRTUAL = "virtual_pipeline_model_parallel_size"  # stages per pipeline rank
+COUNTS = (*(key for keys in DEGREES.values() for key in keys), "shard_size", VIRTUAL)
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "use_distributed_optimizer": (True, False),
+    "sequence_parallel": (True, False),
+    "offload_activations": (True, False),
+    "zero_stage": (0, 1, 2, 3),
+    "pipeline_schedule": (*SCHEDULES, None),
+    "recompute_granularity": ("full", "selective", "half", None),
+    "recompute_method": ("uniform", None),  # every layer is recomputed
+    "recompute_num_layers": (1,),
+    "expert_model_parallel_size": (1,),
+}
+OWN_KEYS = {  # keys that only some strategies have
     "use_distributed_optimizer": ("megatron_train", "megatron_infer"),
     "zero_stage": ("3d",),
     "shard_size": ("hsdp",),
 }
-STRATEGY_KEYS = (
-    *(name for names in DEGREES.values() for name in names),
-    VIRTUAL,
-    "pipeline_schedule",
-    "expert_model_parallel_size",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "zero_stage",
-    "shard_size",
-    *SWITCHES,
-)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a role lies on its dp x tp x pp x cp devices, and what becomes of its activations.
+    """How a role is laid out on its dp x tp x pp x cp devices.
 
-    `recompute` trades time for memory; None leaves the choice to what fits. `offload` moves activations to the host.
-    The dp ranks are `dp // shard` replicas of `shard` ranks, over which `stage` says what is divided. `host` keeps
-    what is divided in host memory. `canonical`: results do not depend on dp, to the bit.
+    `recompute` trades time for memory; None decides by the memory that is there. `offload` moves activations to the
+    host. The dp ranks are `dp // shard` replicas of `shard` ranks, over which `stage` says what is sharded. `host` keeps
+    the shards in host memory. `canonical`: the bits of the results do not depend on dp.
     """
 
     dp: int
@@ -125,207 +121,132 @@ class Layout:
         """Which share of the pairs a rank sees. Ranks count tp fastest, then cp, then dp, then pp."""
         return rank // (self.tp * self.cp) % self.dp
 
-    def told(self) -> str:
-        """What the name became."""
-        sizes = [
-            f"{axis} {size}"
-            for axis in ("dp", "tp", "pp", "cp")
-            if (size := getattr(self, axis)) > 1
-        ]
-        parts = [
-            f"{self.name} on {self.devices} device{'s' * (self.devices > 1)}: {' x '.join(sizes) or 'one rank'}"
-        ]
-        if self.shard > 1:
-            replicas = self.dp // self.shard
-            where = (
-                f"{replicas} replicas of {self.shard}" if replicas > 1 else f"{self.shard} ranks"
-            )
-            parts.append(f"{SHARDED[self.stage]} divided over {where}")
-        elif self.dp > 1:
-            parts.append("each dp rank holds everything")
-        if self.pp > 1:
-            parts.append(f"{self.pipeline.stages} pipeline stages by schedule '{self.schedule}'")
-        if self.sequence_parallel:
-            parts.append("norms by sequence")
-        if self.canonical:
-            parts.append("gradients added up in canonical order")
-        if self.host:
-            parts.append("what is divided lies in host memory")
-        if self.name.startswith(("megatron", "deepspeed", "gemini", "3d")):
-            parts.append("run by torch.distributed")
-        return "; ".join(parts)
+    def describe(self) -> str:
+        """Return one line for the log."""
+        sizes = {axis: getattr(self, axis) for axis in ("dp", "tp", "pp", "cp")}
+        degrees = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        plural, replicas = "s" * (self.devices > 1), self.dp // self.shard
+        groups = f"{replicas} replicas of {self.shard}" if replicas > 1 else f"{self.shard} ranks"
+        stages = f"{self.pipeline.stages} pipeline stages with schedule '{self.schedule}'"
+        parts = {
+            f"{SHARDED[self.stage]} sharded over {groups}": self.shard > 1,
+            "each dp rank holds everything": self.dp > self.shard == 1,
+            stages: self.pp > 1,
+            "norms by sequence": self.sequence_parallel,
+            "gradients summed in canonical order": self.canonical,
+            "shards in host memory": self.host,
+            "run by torch.distributed": self.name.startswith(
+                ("megatron", "deepspeed", "gemini", "3d")
+            ),
+        }
+        first = f"{self.name} on {self.devices} device{plural}: {degrees or 'one rank'}"
+        return "; ".join([first, *(part for part, applies in parts.items() if applies)])
 
 
-def strategy_problems(args: StrategyArgs, *, trains: bool, devices: int) -> list[tuple[str, str]]:
-    """(key inside strategy_args, sentence) for everything that cannot be laid out on so many devices."""
-    found = _name_problems(args.strategy_name, trains)
-    if is_deepspeed(args.strategy_name):
-        found += [
-            (f"strategy_config.{key}", text)
-            for key, text in deepspeed_problems(args.strategy_config)
-        ]
-    else:
-        for key, value in args.strategy_config.items():
-            text = _key_problem(key, value) or _stranger(key, args.strategy_name)
-            if text:
-                found.append((f"strategy_config.{key}", text))
-    found = found or list(_recompute_problems(args.strategy_config))
-    if found:
-        return found
-    for axis in DEGREES:
-        given = _given(args, axis)
-        if len(set(given.values())) > 1:
-            listing = ", ".join(f"{key}={size}" for key, size in given.items())
-            found.append(
-                (list(given)[-1], f"the same degree has two values ({listing}); keep one of them")
-            )
-    return found or list(_size_problems(args, devices))
+def strategy_problems(role: RoleConfig, devices: int | None = None) -> list[tuple[str, str]]:
+    """Return (key inside strategy_args, sentence) for everything that is impossible on this many devices."""
+    args, name = role.strategy_args, role.strategy_args.strategy_name
+    details, known = args.strategy_config, TRAIN_STRATEGIES if role.trains else STRATEGIES
+    found: list[tuple[str, str]] = []
+    if name in STRATEGIES and name not in known:
+        found.append(("strategy_name", f"'{name}' cannot train; choose one of {', '.join(known)}"))
+    elif name is not None and name not in known:
+        found.append(("strategy_name", f"unknown strategy '{name}'{did_you_mean(name, known)}"))
+    wrong = deepspeed_problems(details) if is_deepspeed(name) else _key_problems(args)
+    found += [(f"strategy_config.{key}", text) for key, text in wrong]
+    found = found or [
+        (
+            list(given)[-1],
+            f"the same degree has two values ({', '.join(f'{key}={size}' for key, size in given.items())}); keep one of them",
+        )
+        for given in (_given(args, axis) for axis in DEGREES)
+        if len(set(given.values())) > 1
+    ]
+    return found or list(_size_problems(args, devices or len(role.devices)))
+
+
+def _key_problems(args: StrategyArgs) -> Iterator[tuple[str, str]]:
+    details, name = args.strategy_config, args.strategy_name
+    for key, value in details.items():
+        owners, choices = OWN_KEYS.get(key), CHOICES.get(key)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if key in COUNTS and not is_count and (key, value) != (VIRTUAL, None):
+            yield key, f"{value!r} is not a whole number >= 1"
+        elif key not in COUNTS and choices is None:
+            yield key, f"unknown key{did_you_mean(str(key), (*COUNTS, *CHOICES))}"
+        elif choices and not any(type(value) is type(each) and value == each for each in choices):
+            words = ["null" if each is None else str(each) for each in choices]
+            yield key, f"{value!r} is not supported{did_you_mean(str(value), words)}"
+        elif owners and name not in owners:
+            text = f"is a key of {' and '.join(owners)}, and strategy_name is {name or 'not set'}"
+            yield key, f"{text}; remove one of them"
+        elif key in ("recompute_method", "recompute_num_layers") and (
+            value is not None and details.get("recompute_granularity") != "full"
+        ):
+            yield key, "needs recompute_granularity: full"
 
 
 def _size_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, str]]:
-    tp, pp, cp = (_degree(args, axis) for axis in DEGREES)
+    details, (tp, pp, cp) = args.strategy_config, _degrees(args)
     if devices % (tp * pp * cp):
-        sizes = f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp}"
-        text = f"{sizes} does not divide the {devices} devices of device_mapping"
-        yield ("strategy_config" if args.strategy_config else "tp_size"), text
+        text = f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp} does not divide the {devices} devices of device_mapping"
+        yield ("strategy_config" if details else "tp_size"), text
         return
-    dp, shard = devices // (tp * pp * cp), args.strategy_config.get("shard_size")
+    dp, shard, pipeline = devices // (tp * pp * cp), details.get("shard_size"), _pipeline(args, pp)
     if args.strategy_name == "hsdp" and devices > 1 and shard is None:
-        yield (
-            "strategy_config",
-            "hsdp needs shard_size: the ranks of one replica, usually the devices of a node",
-        )
+        text = "hsdp needs shard_size: the ranks per replica, usually the devices of a node"
+        yield "strategy_config", text
     elif shard is not None and dp % shard:
         yield "strategy_config.shard_size", f"{shard} does not divide the {dp} data-parallel ranks"
-    yield from _pipeline_problems(args, pp)
-    if args.strategy_config.get("sequence_parallel") and tp == 1:
+    pipeline_keys = [
+        key for key in (VIRTUAL, "pipeline_schedule") if details.get(key) not in (None, 1)
+    ]
+    if pp == 1 and pipeline_keys:
         yield (
-            "strategy_config.sequence_parallel",
-            "divides norms over tensor-parallel ranks, and tp is 1; remove it",
+            f"strategy_config.{pipeline_keys[0]}",
+            "is for pipeline stages, and pp is 1; remove it",
         )
-
-
-def _pipeline_problems(args: StrategyArgs, pp: int) -> Iterator[tuple[str, str]]:
-    details = args.strategy_config
-    for key in (VIRTUAL, "pipeline_schedule"):
-        if pp == 1 and details.get(key) not in (None, 1):
-            yield f"strategy_config.{key}", "is about pipeline stages, and pp is 1; remove it"
-            return
-    pipeline = _pipeline(args, pp)
-    if pipeline.problem:
-        yield (
-            f"strategy_config.{VIRTUAL if VIRTUAL in details else 'pipeline_schedule'}",
-            pipeline.problem,
-        )
+    elif pipeline.problem:
+        key = VIRTUAL if VIRTUAL in details else "pipeline_schedule"
+        yield f"strategy_config.{key}", pipeline.problem
     elif pipeline.rule.splits_backward and details.get("recompute_granularity") == "selective":
-        text = f"selective goes backward once, and schedule '{pipeline.schedule}' twice; set it to full or null"
+        text = f"selective needs one backward pass, and '{pipeline.schedule}' has two; set full or null"
         yield "strategy_config.recompute_granularity", text
+    if details.get("sequence_parallel") and tp == 1:
+        text = "shards norms over tensor-parallel ranks, and tp is 1; remove it"
+        yield "strategy_config.sequence_parallel", text
 
 
 def _pipeline(args: StrategyArgs, pp: int) -> Pipeline:
-    return Pipeline.of(
-        pp, args.strategy_config.get("pipeline_schedule"), args.strategy_config.get(VIRTUAL)
-    )
-
-
-def _name_problems(name: str | None, trains: bool) -> list[tuple[str, str]]:
-    if name is None or name in (TRAIN_STRATEGIES if trains else STRATEGIES):
-        return []
-    if name in STRATEGIES:
-        return [
-            ("strategy_name", f"'{name}' cannot train; choose one of {', '.join(TRAIN_STRATEGIES)}")
-        ]
-    known = TRAIN_STRATEGIES if trains else STRATEGIES
-    return [("strategy_name", f"unknown strategy '{name}'{did_you_mean(name, known)}")]
-
-
-def _key_problem(key: str, value: Any) -> str | None:
-    if key not in STRATEGY_KEYS:
-        return f"unknown key{did_you_mean(str(key), STRATEGY_KEYS)}"
-    if key in SWITCHES:
-        return None if isinstance(value, bool) else f"{value!r} is not true or false"
-    if key == "recompute_granularity":
-        return (
-            None
-            if value in (*RECOMPUTED, None)
-            else f"{value!r} is not 'full', 'selective', 'half' or null"
-        )
-    if key == "recompute_method":
-        return (
-            None
-            if value in ("uniform", None)
-            else f"{value!r} is not offered; every layer is recomputed: uniform"
-        )
-    if key == "zero_stage":
-        return (
-            None
-            if value in (0, 1, 2, 3) and not isinstance(value, bool)
-            else f"{value!r} is not 0, 1, 2 or 3"
-        )
-    if key == "pipeline_schedule":
-        known = tuple(SCHEDULES)
-        return (
-            None
-            if value in (*known, None)
-            else f"unknown schedule '{value}'{did_you_mean(str(value), known)}"
-        )
-    if key == VIRTUAL and value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        return f"{value!r} is not a whole number >= 1"
-    if key == "expert_model_parallel_size" and value != 1:
-        return f"{value} experts in parallel are not offered; set it to 1"
-    if key == "recompute_num_layers" and value != 1:
-        return f"{value} layers at a time are not offered; each layer is recomputed by itself: 1"
-    return None
-
-
-def _stranger(key: str, name: str | None) -> str | None:
-    """A key that means something to other strategies only."""
-    owners = OWN_KEYS.get(key)
-    if owners is None or name in owners:
-        return None
-    return f"is a key of {' and '.join(owners)}, and strategy_name is {name or 'not given'}; remove one of them"
-
-
-def _recompute_problems(details: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for key in ("recompute_method", "recompute_num_layers"):
-        if details.get(key) is not None and details.get("recompute_granularity") != "full":
-            yield (
-                f"strategy_config.{key}",
-                "says how layers are recomputed; set recompute_granularity: full as well",
-            )
+    details = args.strategy_config
+    return Pipeline.of(pp, details.get("pipeline_schedule"), details.get(VIRTUAL))
 
 
 def _given(args: StrategyArgs, axis: str) -> dict[str, int]:
-    """Every place that states this degree, by its key inside strategy_args."""
-    short = f"{axis}_size"
-    own = getattr(args, short)
-    given = {} if own is None else {short: own}
-    return given | {
-        f"strategy_config.{key}": args.strategy_config[key]
-        for key in DEGREES[axis]
-        if key in args.strategy_config
-    }
+    """Return every key inside strategy_args that sets this degree."""
+    details = {f"strategy_config.{key}": args.strategy_config.get(key) for key in DEGREES[axis]}
+    sizes = {f"{axis}_size": getattr(args, f"{axis}_size"), **details}
+    return {key: size for key, size in sizes.items() if size is not None}
 
 
-def _degree(args: StrategyArgs, axis: str) -> int:
-    return next(iter(_given(args, axis).values()), 1)
+def _degrees(args: StrategyArgs) -> list[int]:
+    return [next(iter(_given(args, axis).values()), 1) for axis in DEGREES]
 
 
 def layout(role: RoleConfig, devices: int | None = None) -> Layout:
-    """The layout a role asks for on `devices` devices (those of its device_mapping when not given)."""
-    args, count = role.strategy_args, devices or len(role.device_mapping or [0])
-    found = strategy_problems(args, trains=role.trains, devices=count)
-    if found:
+    """Return the layout of a role on its own devices, or on this many."""
+    args, count = role.strategy_args, devices or len(role.devices)
+    if found := strategy_problems(role, count):
         raise ConfigError([f"strategy_args.{key}: {text}" for key, text in found])
-    tp, pp, cp = (_degree(args, axis) for axis in DEGREES)
-    details, name = args.strategy_config, args.strategy_name or DEFAULT
-    recompute = details.get("recompute_granularity")
-    told = role.model_args.disable_gradient_checkpointing
-    if recompute is None and role.trains and told is not None:
-        recompute = "none" if told else "full"
-    dp, (stage, host) = count // (tp * pp * cp), _sharding(name, details, trains=role.trains)
+    tp, pp, cp = _degrees(args)
+    details, name, dp = args.strategy_config, args.strategy_name or DEFAULT, count // (tp * pp * cp)
+    recompute, keeps = (
+        details.get("recompute_granularity"),
+        role.model_args.disable_gradient_checkpointing,
+    )
+    if recompute is None and role.trains and keeps is not None:
+        recompute = "none" if keeps else "full"
+    stage, host = _sharding(name, details, trains=role.trains)
     shard, pipeline = details.get("shard_size", dp) if stage else 1, _pipeline(args, pp)
     return Layout(
         dp, tp, pp, cp, recompute, bool(details.get("offload_activations")), name,
@@ -335,17 +256,19 @@ def layout(role: RoleConfig, devices: int | None = None) -> Layout:
     )  # fmt: skip
 
 
+def data_parallel(role: RoleConfig) -> int:
+    """Return the dp degree; 1 if the layout is impossible, which is reported separately."""
+    try:
+        return layout(role).dp
+    except ConfigError:
+        return 1
+
+
 def _sharding(name: str, details: dict[str, Any], *, trains: bool) -> tuple[int, bool]:
-    """(stage, whether what is divided lies on the host). A frozen model has only weights to divide."""
-    stage, host = STAGES[name], name in ON_THE_HOST
+    """Return the stage, and whether shards are in host memory. A frozen model has only weights to shard."""
+    stage, host = STAGES[name] or 0, name in ON_THE_HOST
     if is_deepspeed(name):
-        settings = deepspeed_settings(details)
-        stage, host = settings.stage, settings.host
-    elif name == "3d":
-        stage = details.get("zero_stage", 0)
-    elif name == "megatron_train":
-        stage = 1 if details.get("use_distributed_optimizer") else 0
-    assert stage is not None
-    if not trains and stage < 3:
-        return 0, False
-    return stage, host
+        stage, host = deepspeed_sharding(details)
+    elif STAGES[name] is None:  # 3d, megatron_train
+        stage = details.get("zero_stage", int(details.get("use_distributed_optimizer", False)))
+    return (stage, host) if trains or stage == 3 else (0, False)

@@ -21,9 +21,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from rich.console import Console
 
-from rather.config.checks import data_parallel
 from rather.config.parity import check_even
 from rather.config.schema import DataArgs, DPOConfig
+from rather.config.strategies import data_parallel
 from rather.data.cache import BatchWriter, Cache, file_sha, text_sha
 from rather.data.findings import examine, mix
 from rather.data.formats import Layout
@@ -105,7 +105,7 @@ def prepare(
             "held_out_of": "train",
             **figures(evals[""]),
         }
-    check_even(config, len(train), data_parallel(config))
+    check_even(config, len(train), data_parallel(config.actor_train))
     report["train"] |= {**figures(train), "used": len(train)}
     report["warnings"] += _warnings(config, train, report["train"])
     report["look"] = examine(train, evals, report)

@@ -161,7 +161,7 @@ def forecast(
     return Forecast(
         config=config,
         device=device,
-        layout=memory.layout.told(),
+        layout=memory.layout.describe(),
         compiled=compiled,
         chosen=chosen,
         work=work,

@@ -1,4 +1,4 @@
-"""parity: what it presets, and what it refuses because TRL would have meant something else."""
+"""parity: what it presets, and what it refuses because TRL has no such setting."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rather.config.parity import check_even
 from rather.errors import ConfigError
 from tests.config.conftest import smallest
 
-ON, OLD = "parity=trl-1.x", "parity=trl-0.2x"
+ON = "parity=trl-1.x"
 SIZE = "actor_train.training_args.per_device_train_batch_size"
 STEPS = "actor_train.training_args.gradient_accumulation_steps"
 
 
-def test_presets_where_nobody_wrote_them() -> None:
+def test_presets_of_unset_keys() -> None:
     config = config_from_dict(smallest(ON))
     assert (
         config.actor_train.data_args.overlong
@@ -25,21 +25,22 @@ def test_presets_where_nobody_wrote_them() -> None:
     assert config.followed["on_bad"] == "parity"
     assert config_from_dict(smallest(ON, "on_bad=drop")).on_bad == "drop"
     assert config_from_dict(smallest()).on_bad == "drop"
-    old = config_from_dict(smallest(OLD)).actor_train.data_args
-    assert (old.overlong, old.max_prompt_length) == ("truncate_prompt", 512)
-    free = config_from_dict(smallest(OLD, "actor_train.data_args.max_prompt_length=null"))
-    assert free.actor_train.data_args.max_prompt_length is None
+
+
+def test_the_removed_value_names_the_last_version_that_had_it(judged) -> None:
+    (problem,) = judged("parity=trl-0.2x")
+    assert problem == "parity: 'trl-0.2x' was removed; rather 0.1.0 is the last version that has it"
 
 
 @pytest.mark.parametrize(
     ("settings", "key", "said"),
     [
         (["pref_loss=orpo"], "pref_loss", "not a loss of TRL's DPO trainer"),
-        (["label_smoothing=0.1"], "label_smoothing", "TRL 1.x ignores it for sigmoid"),
+        (["label_smoothing=0.1"], "label_smoothing", "TRL ignores it for sigmoid"),
         (["rpo_alpha=1"], "rpo_alpha", "has no such setting"),
         (["gamma=1"], "gamma", "has no such setting"),
         (["pref_loss=sft", f"{STEPS}=2"], "pref_loss", "depends on micro-batches"),
-        (["actor_train.data_args.score=assistant"], "actor_train.data_args.score", "has no choice here"),
+        (["actor_train.data_args.score=assistant"], "actor_train.data_args.score", "has no such choice"),
         (["actor_train.data_args.overlong=drop"], "actor_train.data_args.overlong", "'truncate_response'"),
         (["actor_train.data_args.special_tokens=escape"], "actor_train.data_args.special_tokens", "keep or warn"),
         (["actor_train.training_args.lr_scheduler_type=constant", "actor_train.training_args.warmup_steps=3"],
@@ -53,28 +54,7 @@ def test_what_it_refuses(judged, settings: list[str], key: str, said: str) -> No
     config_from_dict(smallest(*settings))  # none of it is wrong by itself
 
 
-@pytest.mark.parametrize(
-    ("settings", "key", "said"),
-    [
-        (["pref_loss=bco_pair"], "pref_loss", "not a loss of TRL's DPO trainer that can be reproduced"),
-        (["pref_loss=[ipo, sigmoid]"], "pref_loss", "averages the log-probs of every loss"),
-        (["rpo_alpha=1", f"{STEPS}=2"], "rpo_alpha", "depends on micro-batches"),
-        (["use_weighting=true"], "use_weighting", "counts its tokens from the start of the prompt"),
-        (["pref_loss=nca_pair", "reference_free=true"], "reference_free", "not for nca_pair"),
-        (["f_divergence_type=forward_kl"], "f_divergence_type", "has no forward_kl"),
-        (["f_divergence_type=alpha"], "f_alpha_divergence_coef", "is 1 - alpha"),
-        (["actor_train.data_args.overlong=drop"], "actor_train.data_args.overlong", "or 'truncate_response'"),
-    ],
-)  # fmt: skip
-def test_what_it_refuses_before_0_29(judged, settings: list[str], key: str, said: str) -> None:
-    (problem,) = judged(OLD, *settings)
-    assert problem.startswith(f"{key}: ")
-    assert said in problem
-    config_from_dict(smallest(*settings))
-
-
 def test_what_it_lets_through() -> None:
-    config_from_dict(smallest(OLD, "label_smoothing=0.1", "rpo_alpha=1", "reference_free=true"))
     config_from_dict(smallest(ON, "pref_loss=robust", "label_smoothing=0.1"))
     config_from_dict(smallest(ON, "pref_loss=[sigmoid, sft]", "loss_weights=[1, 0.5]"))
 

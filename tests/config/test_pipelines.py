@@ -42,9 +42,9 @@ def test_keys_of_a_pipeline(details: list[str], pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("details", "told"),
+    ("details", "message"),
     [
-        (["pp_size=2", "pipeline_schedule=1f1"], "unknown schedule '1f1'; did you mean '1f1b'?"),
+        (["pp_size=2", "pipeline_schedule=1f1"], "'1f1' is not supported; did you mean '1f1b'?"),
         (["pp_size=2", f"{VIRTUAL}=0"], "0 is not a whole number >= 1"),
         (
             ["pp_size=2", "pipeline_schedule=1f1b", f"{VIRTUAL}=2"],
@@ -60,16 +60,16 @@ def test_keys_of_a_pipeline(details: list[str], pipeline: Pipeline) -> None:
         ),
         (
             ["pp_size=2", "pipeline_schedule=zbv", "recompute_granularity=selective"],
-            "selective goes backward once, and schedule 'zbv' twice; set it to full or null",
+            "selective needs one backward pass, and 'zbv' has two; set full or null",
         ),
-        ([f"{VIRTUAL}=2"], "is about pipeline stages, and pp is 1; remove it"),
-        (["pipeline_schedule=gpipe"], "is about pipeline stages, and pp is 1; remove it"),
+        ([f"{VIRTUAL}=2"], "is for pipeline stages, and pp is 1; remove it"),
+        (["pipeline_schedule=gpipe"], "is for pipeline stages, and pp is 1; remove it"),
     ],
 )
-def test_what_a_schedule_cannot_do_is_refused(details: list[str], told: str) -> None:
+def test_impossible_schedules(details: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_from_dict(settings(*details))
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_compiled_layers_have_one_backward_pass(schedule: str, refused: bool) ->
     if refused:
         with pytest.raises(
             ConfigError,
-            match="divides the backward pass, and compiled layers cannot; set compile=off",
+            match="splits the backward pass, and compiled layers cannot; set compile=off",
         ):
             config_from_dict(values)
     else:

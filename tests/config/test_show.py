@@ -13,7 +13,7 @@ import pytest
 from rather.config.checks import device_problems
 from rather.config.keys import table
 from rather.config.load import config_from_dict, load, load_config
-from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, Format, Schedule
+from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, Schedule
 from rather.config.show import explain, json_schema, reference_markdown, show
 from rather.config.strategies import Layout, layout
 from rather.errors import ConfigError
@@ -41,7 +41,7 @@ def test_explain_a_key(write) -> None:
     assert "value    0.1  (command line)" in text
     assert "takes    a number >= 0 and < 0.5" in text
     assert "default  null" in text
-    assert "Share of pairs" in text
+    assert "Assumed fraction of mislabelled pairs" in text
     assert "keys     learning_rate" in explain(None, "actor_train.training_args")
     with pytest.raises(ConfigError, match="bata: unknown key; did you mean 'beta'"):
         explain(None, "bata")
@@ -184,13 +184,13 @@ def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
     assert device_problems(config_from_dict(both), "cuda") == []
 
 
-def test_lean_on_a_cpu_must_be_told_its_dtype() -> None:
+def test_lean_on_a_cpu_needs_its_dtype() -> None:
     (line,) = device_problems(config_from_dict(smallest("precision=lean")), "cpu")
     assert line.startswith("precision: lean")
-    assert line.endswith("type actor_train.model_args.dtype=bf16")
-    told = config_from_dict(smallest("precision=lean", "actor_train.model_args.dtype=bf16"))
+    assert line.endswith("set actor_train.model_args.dtype=bf16")
+    complete = config_from_dict(smallest("precision=lean", "actor_train.model_args.dtype=bf16"))
     assert (
-        device_problems(told, "cpu")
+        device_problems(complete, "cpu")
         == device_problems(config_from_dict(smallest("precision=lean")), "cuda")
         == []
     )
@@ -199,10 +199,8 @@ def test_lean_on_a_cpu_must_be_told_its_dtype() -> None:
 # --- what the schema says must be what the rest of the house knows ---
 
 
-def test_formats_and_schedules_are_those_that_exist() -> None:
-    formats = pytest.importorskip("rather.data.formats")
+def test_schedules_are_those_that_exist() -> None:
     optim = pytest.importorskip("rather.optim.optimizer")
-    assert set(get_args(Format)) == {"auto", *formats.SHAPES, formats.TOKENISED}
     assert set(get_args(Schedule)) == set(optim.SHAPES)
 
 

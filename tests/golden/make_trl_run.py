@@ -1,8 +1,6 @@
 """Trains a tiny model with real TRL for ten full-batch steps and stores its losses, grad norms and token ids.
 
-    python -m tests.golden.make_trl_run          # needs the `bench` extra (trl, accelerate, datasets)
-
-With TRL 0.24 and transformers 4.57 in its place, it stores those of TRL before 0.29, and the values of its losses.
+python -m tests.golden.make_trl_run          # needs the `bench` extra (trl, accelerate, datasets)
 """
 
 from __future__ import annotations
@@ -20,17 +18,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from tests.golden.trl_run import LOGPS, OLD_RUNS, SETTINGS, SHAPES, STEPS, make_model, make_rows
+from tests.golden.trl_run import SETTINGS, SHAPES, STEPS, make_model, make_rows
 
-IS_OLD = trl.__version__.startswith("0.2")
-OUT = Path(__file__).parent / ("trl_run_0_24.json" if IS_OLD else "trl_run_1_16.json")
-RUNS = OLD_RUNS if IS_OLD else {shape: (shape, SETTINGS) for shape in SHAPES}
-IDS = "_input_ids" if IS_OLD else "_ids"
-LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "sppo_hard", "aot", "aot_pair", "apo_zero",
-    "apo_down", "discopop",
-)  # fmt: skip
-MARGINS = ("sigmoid", "hinge", "exo_pair", "robust")
+OUT = Path(__file__).parent / "trl_run_1_16.json"
 
 
 class Recording(DPOTrainer):  # type: ignore[misc]
@@ -59,7 +49,7 @@ def run(shape: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     trainer.losses = []
     parts = ("prompt", "chosen", "rejected")
     tokens = [
-        {f"{part}_ids": row[f"{part}{IDS}"] for part in parts} for row in trainer.train_dataset
+        {f"{part}_ids": row[f"{part}_ids"] for part in parts} for row in trainer.train_dataset
     ]
     trainer.train()
     steps = settings["gradient_accumulation_steps"]
@@ -69,32 +59,10 @@ def run(shape: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": tokens, "loss": losses, "grad_norm": norms}
 
 
-def values(folder: Path) -> dict[str, list[float]]:
-    """Of each loss as a function of log-probs, with what bends or frees it."""
-    logps = torch.tensor(LOGPS, dtype=torch.float64)
-    changes: dict[str, dict[str, Any]] = {
-        "": {},
-        " js": {"f_divergence_type": "js_divergence"},
-        " alpha": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7},
-        " free": {"reference_free": True},
-    }
-    found = {}
-    for change, more in changes.items():
-        settings = {**OLD_RUNS["plain"][1], "label_smoothing": 0.2, "discopop_tau": 0.4, **more}
-        trainer = made("plain", folder, settings)
-        for loss in MARGINS if change else LOSSES:
-            found[loss + change] = trainer.dpo_loss(*logps, loss)[0].tolist()
-    return found
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(Path(name))
-        runs: dict[str, Any] = {
-            name: run(shape, folder, settings) for name, (shape, settings) in RUNS.items()
-        }
-        if IS_OLD:
-            runs["losses"] = values(folder)
+        runs = {shape: run(shape, folder, SETTINGS) for shape in SHAPES}
     versions = {each.__name__: each.__version__ for each in (trl, transformers, torch, accelerate)}
     lines = [f"{json.dumps(shape)}: {json.dumps(result)}" for shape, result in runs.items()]
     OUT.write_text(

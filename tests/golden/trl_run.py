@@ -44,28 +44,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-# The same before 0.29, where prompts have a limit of their own and label_smoothing counts.
-OLD: dict[str, Any] = {**SETTINGS, "max_prompt_length": 9, "truncation_mode": "keep_end"}
-OLD_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{shape: (shape, OLD) for shape in SHAPES},
-    "keep_start": ("turns", {**OLD, "truncation_mode": "keep_start"}),
-    "rpo": (
-        "chat",
-        {
-            **OLD,
-            "rpo_alpha": 0.5,
-            "per_device_train_batch_size": PAIRS,
-            "gradient_accumulation_steps": 1,
-        },
-    ),
-}
-# Numbers of four pairs, policy's and reference's log-probs of both answers, for TRL's losses as functions.
-LOGPS = [
-    [-3.1, -7.5, -12.2, -20.4], [-4.0, -6.1, -15.3, -18.8],
-    [-3.6, -7.0, -13.9, -19.1], [-3.9, -6.8, -14.0, -19.9],
-]  # fmt: skip
-
-
 def make_model(folder: Path) -> Path:
     vocabulary = {
         word: i

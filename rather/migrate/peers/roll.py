@@ -16,10 +16,7 @@ class OwnKeys(Mapping[str, Rule]):
     """Every key of our schema stays; what has no counterpart is told as the loader tells it."""
 
     def __init__(self) -> None:
-        self.aside, self.refused = (
-            {".".join(names): text for names, text in known}
-            for known in (roll._told(), roll._refused())
-        )
+        self.aside, self.refused = roll.IGNORED, roll.REFUSED
 
     def __getitem__(self, key: str) -> Rule:
         if key in self.aside:

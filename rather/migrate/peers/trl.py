@@ -207,7 +207,7 @@ TRL = Peer(
         "`sft` and `aot` depend on micro-batches in TRL; here they count over the whole step.",
         "Metrics in TRL are averages over micro-batches; here they are averages over pairs.",
         "The order of the pairs is another one.",
-        "`parity: trl-1.x` (before 0.29 trl-0.2x) makes TRL's tokens and refuses what would mean something else there.",
+        "`parity: trl-1.x` makes TRL's tokens and refuses what would mean something else there.",
     ),
     is_early=is_old,
     early={"truncation_mode": "keep_end", "max_prompt_length": 512, "f_alpha_divergence_coef": 1.0},
