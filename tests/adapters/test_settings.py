@@ -54,7 +54,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"lora_rank": 4, "adapter_name_or_path": "x"},
         {},
-        "lora_rank: the adapter in x brings its own",
+        "lora_rank: the adapter in x has its own settings",
     ),
     (
         {"lora_rank": 4, "init_lora_weights": "olora"},
@@ -65,32 +65,32 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"lora_rank": 4, "init_lora_weights": "pissa", "use_dora": True},
         {},
-        "pissa and use_dora each change",
+        "pissa and use_dora both redefine",
     ),
     (
         {"lora_rank": 4, "modules_to_save": "norm", "additional_target": "norm"},
         {},
-        "ROLL's name of modules_to_save",
+        "ROLL's name for modules_to_save",
     ),
     (
         {"lora_rank": 4, "use_dora": True},
         TP,
-        "use_dora: its norms run over weights that tensor parallel cuts",
+        "use_dora: True needs whole weights, which tensor parallelism splits",
     ),
     (
         {"lora_rank": 4, "init_lora_weights": "pissa"},
         TP,
-        "pissa decomposes weights that tensor parallel cuts",
+        "pissa needs whole weights, which tensor parallelism splits",
     ),
     (
         {"lora_rank": 4, "modules_to_save": "norm"},
         TP,
-        "modules that are trained whole are not cut by tensor",
+        "norm needs whole weights, which tensor parallelism splits",
     ),
     (
         {"lora_rank": 4},
         {"sync_ref_model": True},
-        "sync_ref_model: moves the weights of a second model",
+        "sync_ref_model: needs a second model",
     ),
     (
         {"lora_rank": 4},
@@ -106,17 +106,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"quantization": "4bit", "lora_rank": 4, "use_dora": True},
         {},
-        "use_dora begins with the norms of the weights",
+        "use_dora starts from the norms",
     ),
     (
         {"quantization": "4bit", "lora_rank": 4},
         {"actor_train__device_mapping": [0, 1]},
-        "4-bit weights are not divided; use one device",
+        "4-bit weights cannot be sharded; use one device",
     ),
     (
         {},
         {"reference__model_args__quantization": "4bit"},
-        "only a policy with adapters that is its own reference",
+        "only a policy with an adapter that is its own reference",
     ),
 ]
 
@@ -182,7 +182,7 @@ def test_a_file_of_colossalchat_is_read(tmp_path: Path) -> None:
     ("values", "sentence"),
     [
         ({"r": 4, "linear_lora_dropout": 0.1}, "lora_dropout: 0.1: dropout is off"),
-        ({"r": 4, "lora_train_bias": "all"}, "biases stay as they are"),
+        ({"r": 4, "lora_train_bias": "all"}, "biases are not trained"),
         ({"r": 4, "embedding_lora_dropout": 0.1}, "embedding_lora_dropout: dropout is off"),
         ({"r": 4, "target_module": ["q_proj"]}, "unknown key 'target_module'"),
         ({"r": "four"}, "lora_rank is 'four'"),

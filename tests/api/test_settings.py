@@ -166,7 +166,7 @@ def test_clipping_is_what_was_said(tmp_path: Path) -> None:
 def test_args_are_judged_like_a_file(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"lr_scheduler_kwargs\.num_cycle: unknown number of the schedule 'linear'",
+        match=r"lr_scheduler_kwargs\.num_cycle: unknown parameter of the schedule 'linear'",
     ):
         trainer_of(steps_of(2, lr_scheduler_kwargs={"num_cycle": 3}))
     with pytest.raises(ConfigError, match=r"^lr_scheduler_type: "):

@@ -478,8 +478,8 @@ def test_the_spellings_of_a_loss(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ipo": True, "pref_loss": "simpo"}, "ipo: asks for the loss ipo"),
-        ({"loss_type": "simpo_loss", "pref_loss": "orpo"}, "loss_type.*two ways"),
+        ({"ipo": True, "pref_loss": "simpo"}, "ipo: selects the loss ipo"),
+        ({"loss_type": "simpo_loss", "pref_loss": "orpo"}, "loss_type.*both name the loss"),
         (
             {"pref_loss": ["sigmoid", "sft"], "loss_weights": [1.0]},
             "loss_weights: 1 weights for 2 losses",

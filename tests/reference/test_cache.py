@@ -321,11 +321,11 @@ def test_a_worker_of_your_own_is_not_cached(folder: Path) -> None:
     [
         (
             {"reference__cache__enabled": False, "reference__cache__recheck": 3},
-            "recheck: nothing uses it: .*enabled",
+            "recheck: nothing is cached: .*enabled",
         ),
         (
             {"sync_ref_model": True, "reference__cache__path": "x"},
-            "path: nothing uses it: sync_ref_model moves",
+            "path: nothing is cached: sync_ref_model changes",
         ),
         (
             {"reference__worker_cls": "a.B", "reference__cache__per_token": True},
