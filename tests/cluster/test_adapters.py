@@ -88,7 +88,7 @@ def test_ray_trains_as_one_process_does(
 
 
 @pytest.mark.wide
-def test_killed_and_gone_on_to_the_bit(alone: DPOConfig) -> None:
+def test_killed_and_resumed_to_the_bit_on_ray(alone: DPOConfig) -> None:
     folder = folder_of(alone)
     options = {**PLACES["dp2"], "failure_backoff": 0.0}
     whole = config_of(folder, "whole", **options)

@@ -242,7 +242,7 @@ def test_more_devices_than_the_cluster_has_are_refused_with_the_arithmetic() -> 
     assert f"has {SLOTS} on 1 node, so 0 of 1 nodes have {SLOTS + 1}: 1 missing" in text
 
 
-def test_too_little_shared_memory_is_told_before_anything_starts(
+def test_too_little_shared_memory_is_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert resources.shortage_of_shared_memory() is None
@@ -255,7 +255,7 @@ def test_too_little_shared_memory_is_told_before_anything_starts(
         resources.connected(None, 1, tmp_path)
 
 
-def test_devices_in_use_are_told() -> None:
+def test_devices_in_use_are_reported() -> None:
     first = ResourceManager(1, SLOTS - 1)
     try:
         with pytest.raises(ConfigError, match="other jobs use some: 1 are free"):
@@ -299,7 +299,7 @@ MEMORY = r"It crashed, or was killed from outside, often for lack of host memory
         ),
     ],
 )
-def test_the_first_cause_is_told(
+def test_the_first_cause_is_reported(
     manager: ResourceManager, folder: Path, what: str, kind: type[Exception], said: str
 ) -> None:
     broken = cluster(manager, folder, what, [0, 1])
@@ -325,7 +325,7 @@ def test_the_first_of_several_failures_is_the_cause_and_an_echo_never_is() -> No
     assert first_cause({0: echo, 1: late, 2: early}) == 2
 
 
-def test_warnings_of_all_ranks_are_told_once_with_who_says_them(
+def test_warnings_of_all_ranks_are_logged_once_with_their_ranks(
     manager: ResourceManager, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rather")
@@ -353,7 +353,7 @@ def test_processes_of_several_machines_meet_at_a_port_that_all_reach(
 
 
 @pytest.mark.wide
-def test_a_port_that_cannot_be_reached_is_told_at_once(manager: ResourceManager) -> None:
+def test_an_unreachable_port_is_reported_at_once(manager: ResourceManager) -> None:
     manager.timeouts = Timeouts(connect=1.0)
     here, other = manager._start((0, 1), {})
     nowhere = replace(here, address="192.0.2.1")  # reserved for documentation

@@ -102,7 +102,7 @@ class Processes:
     def seats(self, *_: Any) -> list[Seat]:
         handle = SimpleNamespace(
             add=SimpleNamespace(remote=lambda *_: "add"),
-            call=SimpleNamespace(remote=lambda role, step, method, *args: method),
+            call=SimpleNamespace(remote=lambda role, method, *args: method),
         )
         return [Seat(handle, Process("here", 0, ""), "", 0, Room("here", 0, 1 << 40, 0))]
 

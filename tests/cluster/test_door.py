@@ -104,7 +104,7 @@ class Leaky(ActorWorker):
         raise ValueError(f"401 for {os.environ['MY_TOKEN']}")
 
 
-def test_what_a_worker_is_told_is_in_no_log_and_no_argument(
+def test_secrets_of_a_worker_are_in_no_log_and_no_argument(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     import ray

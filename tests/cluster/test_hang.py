@@ -59,9 +59,7 @@ def named(*snapshots: StackSnapshot | None) -> tuple[str, str]:
     return blame({str(rank): snapshot for rank, snapshot in enumerate(snapshots)})
 
 
-def test_the_guilty_is_who_does_not_answer_else_who_waits_for_nobody_else_who_stands_alone() -> (
-    None
-):
+def test_the_blamed_rank_is_unresponsive_or_outside_the_collective_or_alone() -> None:
     reduces, gathers, sleeps = doing("a", "all_reduce"), doing("b", "all_gather"), doing("c")
     assert named(reduces, sleeps, None)[0] == "2"
     assert named(reduces, sleeps, gathers) == (
@@ -99,7 +97,7 @@ def test_a_snapshot_names_the_call_the_line_and_the_collective() -> None:
 # --- how long ---
 
 
-def test_a_deadline_is_as_told_until_the_usual_time_is_known_and_never_longer() -> None:
+def test_a_deadline_is_the_configured_one_until_the_usual_time_is_known() -> None:
     deadlines = Deadlines(Timeouts(step=1000.0, first_step=2000.0))
     assert deadlines.limit("step", 100) == (2000.0, "first_step")
     deadlines.record("step", 100, 2.0)
@@ -233,7 +231,7 @@ def test_under_torchrun_one_watchdog_names_it_and_all_processes_end(
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_under_torchrun_the_same_command_goes_on_from_what_stood_still(tmp_path: Path) -> None:
+def test_under_torchrun_the_same_command_resumes_after_a_hang(tmp_path: Path) -> None:
     config = config_of(
         tmp_path,
         "again",
@@ -262,7 +260,7 @@ def alone(config: DPOConfig, stderr: Path) -> int:
     return pipeline.run()
 
 
-def test_one_process_ends_with_its_stacks_and_goes_on_when_started_again(tmp_path: Path) -> None:
+def test_one_process_ends_with_its_stacks_and_resumes(tmp_path: Path) -> None:
     config = make_config(
         tmp_path,
         max_steps=3,

@@ -16,7 +16,7 @@ from tests.house.source import ROOT
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_roles_are_placed_as_told_and_a_third_node_is_refused(tmp_path: Path) -> None:
+def test_roles_are_placed_as_configured_and_a_third_node_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.cluster.two_nodes", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -85,7 +85,7 @@ def test_a_machine_must_hold_all_its_workers(folder: Path, weights: int) -> None
     )
 
 
-def test_a_gpu_must_hold_its_roles_and_the_number_that_would_is_told(
+def test_a_gpu_must_hold_its_roles_or_the_error_says_how_many_would(
     folder: Path, weights: int
 ) -> None:
     held = need(folder, "ddp", "cuda")

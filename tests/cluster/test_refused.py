@@ -54,7 +54,9 @@ def nobody() -> str:
     ],
     ids=["free port", "no port"],
 )
-def test_an_address_of_nobody_is_told_at_once(tmp_path: Path, address: str, said: str) -> None:
+def test_an_address_that_nobody_answers_is_reported_at_once(
+    tmp_path: Path, address: str, said: str
+) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=said):
         launch(

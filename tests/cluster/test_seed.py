@@ -88,7 +88,9 @@ def test_the_pipeline_makes_them_itself(config: DPOConfig) -> None:
         ("actor_train", None, "no model is named"),
     ],
 )
-def test_what_is_no_cluster(config: DPOConfig, name: str, role: str | None, said: str) -> None:
+def test_what_is_not_a_cluster_is_refused(
+    config: DPOConfig, name: str, role: str | None, said: str
+) -> None:
     own: RoleConfig = getattr(config, role) if role else ActorConfig()
     manager: Any = None  # nothing is placed
     with pytest.raises(ConfigError, match=said):

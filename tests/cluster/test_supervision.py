@@ -62,7 +62,9 @@ class Losses:
         os.utime(self.config.run_dir / LATEST, ns=(number, number))
 
 
-def test_losses_in_a_row_are_survived_as_often_as_told_with_doubled_pauses(tmp_path: Path) -> None:
+def test_failures_in_a_row_are_survived_up_to_max_failures_with_doubled_pauses(
+    tmp_path: Path,
+) -> None:
     run = Losses(tmp_path, max_failures=2, failure_backoff=3.0)
     run.lose(WorkerLost("gone"))
     run.lose(HangError("late"))
@@ -72,7 +74,7 @@ def test_losses_in_a_row_are_survived_as_often_as_told_with_doubled_pauses(tmp_p
     assert run.noted == [("worker_lost", 7), ("hang", 7), ("worker_lost", 7)]
 
 
-def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
+def test_a_new_checkpoint_resets_the_count(tmp_path: Path) -> None:
     run = Losses(tmp_path, max_failures=1, failure_backoff=1.0)
     for number in range(1, 4):
         run.lose(WorkerLost("gone"))
@@ -84,7 +86,7 @@ def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False, "auto", "elsewhere/checkpoint-3"])
-def test_a_run_goes_on_from_its_own_checkpoint_and_deletes_nothing(
+def test_a_run_resumes_from_its_own_checkpoint_and_deletes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: bool | str
 ) -> None:
     run = Losses(tmp_path, resume_from_checkpoint=given, overwrite=given is False)
@@ -280,9 +282,7 @@ GONE = {
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("part", GONE)
-def test_a_run_whose_ray_is_gone_says_so_and_goes_on_when_started_again(
-    tmp_path: Path, part: str
-) -> None:
+def test_a_run_whose_ray_is_gone_says_so_and_resumes(tmp_path: Path, part: str) -> None:
     clean = make_config(tmp_path, exp_name="clean", max_steps=5, save_steps=2, logging_steps=1)
     assert DPOPipeline(clean).run() == 0
     marker, struck = f"gone-{part}-{os.getpid()}", make_config(tmp_path)

@@ -48,7 +48,7 @@ def torchrun(
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_two_processes_train_as_one_does_and_resume(tmp_path: Path) -> None:
     alone = config_of(tmp_path, "alone")
     assert DPOPipeline(alone).run() == 0
     both = config_of(tmp_path, "both", actor_train__device_mapping=[0, 1])
@@ -66,7 +66,7 @@ def test_two_processes_train_as_one_does_and_go_on_from_a_checkpoint(tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_must_be_that_of_the_devices_and_is_told_once(
+def test_a_wrong_number_of_processes_is_reported_once(
     tmp_path: Path,
 ) -> None:
     done = torchrun(config_of(tmp_path, "wrong", actor_train__device_mapping=[0, 1, 2]), 2)
@@ -76,7 +76,7 @@ def test_the_number_of_processes_must_be_that_of_the_devices_and_is_told_once(
 
 
 @pytest.mark.slow
-def test_the_first_cause_is_told_once_and_no_echo(tmp_path: Path) -> None:
+def test_the_first_cause_is_reported_once_and_no_echo(tmp_path: Path) -> None:
     broken = config_of(
         tmp_path,
         "broken",

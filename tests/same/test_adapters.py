@@ -192,7 +192,7 @@ def adapted(folder: str, kind: str, layout: Layout) -> RankTrainer:
         keep=[("pissa", "zero3", "1")],
     ),
 )  # fmt: skip
-def test_a_checkpoint_goes_on_under_another_layout(
+def test_a_checkpoint_resumes_under_another_layout(
     tmp_path: Path, kind: str, before: str, after: str
 ) -> None:
     make_policy(elastic.SETUP).causal_lm.save_pretrained(tmp_path / "base")

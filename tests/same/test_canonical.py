@@ -206,7 +206,7 @@ def test_runs_on_one_two_and_four_workers_write_the_same_bits(folder: Path, stra
         assert_same_bits(config, alone)
 
 
-def test_every_worker_has_as_many_threads_as_are_told(
+def test_every_worker_has_as_many_threads_as_configured(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

@@ -170,7 +170,7 @@ def test_losses_and_families(changes: dict[str, Any]) -> None:
     [({"replicate": 2, "cp": 2}, "ddp"), ({"shard": 2, "cp": 2}, "zero3")],
     ids=["dp", "zero3"],
 )
-def test_beside_other_axes(sizes: Sizes, stage: Stage) -> None:
+def test_together_with_other_axes(sizes: Sizes, stage: Stage) -> None:
     setup = Setup() if stage == "ddp" else Setup(steps=FEW_STEPS)
     assert_same(
         joined(pool(prod(sizes.values())).run(run, sizes, setup, False, stage)), alone(setup)

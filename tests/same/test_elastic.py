@@ -163,7 +163,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("before", "after"), cells(PAIRS, KEPT))
-def test_any_layout_goes_on_under_any_other(
+def test_any_layout_resumes_under_any_other(
     saved: dict[str, Path], expected: list[float], before: str, after: str
 ) -> None:
     assert_goes_on(saved[before], LAYOUTS[after], expected)

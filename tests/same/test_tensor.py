@@ -78,7 +78,7 @@ def test_losses_and_families(changes: dict[str, Any], sequence_parallel: bool) -
     ids=["zero3", "dp", "cp"],
 )
 @BOTH_WAYS
-def test_beside_other_axes(sizes: Sizes, stage: Stage, sequence_parallel: bool) -> None:
+def test_together_with_other_axes(sizes: Sizes, stage: Stage, sequence_parallel: bool) -> None:
     setup = Setup() if stage == "ddp" and "cp" not in sizes else Setup(steps=FEW_STEPS)
     got = joined(pool(prod(sizes.values())).run(run, sizes, setup, sequence_parallel, stage))
     assert_same(got, alone(setup))
@@ -160,7 +160,7 @@ def heads_refusal() -> str:
     return str(refused.value)
 
 
-def test_heads_that_do_not_divide_are_told() -> None:
+def test_heads_that_do_not_divide_are_reported() -> None:
     assert set(pool(4).run(heads_refusal)) == {
         "tp_size: 4 does not divide num_key_value_heads: 2 of model 'llama'"
     }
