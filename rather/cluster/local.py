@@ -3,7 +3,7 @@ breakpoints work."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from rather.errors import ConfigError
 
 
 def local_cluster(name: str, config: DPOConfig) -> ActorWorker:
-    """The worker of role `name`, which answers the calls of a cluster directly."""
+    """Return the worker of role `name`, which answers the calls of a Role directly."""
     role = config.actor_train if name == "actor_train" else config.reference
     member = RankInfo(device="cpu") if device_kind(config.platform) == "cpu" else RankInfo()
     return worker_class(role.worker_cls, f"{name}.worker_cls")(config, name, member)
@@ -32,28 +32,23 @@ def as_local(role: Role, feature: str) -> ActorWorker:
 
 
 def device_kind(platform: str) -> str:
-    """cpu or cuda: what the devices of this machine are."""
+    """Return the kind of this machine's devices: cpu or cuda."""
     if platform == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("platform: cuda, and this machine has no GPU that PyTorch can use")
+        raise ConfigError("platform: cuda, but this machine has no GPU that PyTorch can use")
     return "cuda" if platform != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def worker_class(value: type | str | None, key: str) -> type[ActorWorker]:
-    """A class, or a dotted path written by the config's author, who is trusted; nothing else ever
-    sets it."""
-    if value is None:
-        return ActorWorker
-    found = value if isinstance(value, type) else _imported(value, key)
+    """Return a worker class, given as such or as a dotted path.
+
+    The author of the config wrote the path and is trusted; nothing else ever sets it.
+    """
+    try:
+        found: Any = pkgutil.resolve_name(value) if isinstance(value, str) else value or ActorWorker
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}: '{value}' cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, ActorWorker)):
         raise ConfigError(
             f"{key}: {found!r} is not a subclass of rather.cluster.worker.ActorWorker"
         )
     return found
-
-
-def _imported(path: str, key: str) -> Any:
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}: '{path}' cannot be imported: {error}") from error

@@ -72,6 +72,6 @@ def test_a_gpu_that_is_not_here_needs_no_ray_to_be_missed(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = make_config(tmp_path, platform="cuda", actor_train__device_mapping=[0, 1])
     with pytest.raises(
-        ConfigError, match="platform: cuda, and this machine has no GPU that PyTorch can use"
+        ConfigError, match="platform: cuda, but this machine has no GPU that PyTorch can use"
     ):
         launch(config, with_reference=False)
