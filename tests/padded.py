@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rather.data.batch import Span, TokenPair
+from rather.data.batch import PairBatch, Span, TokenPair
 
 
 def random_pairs(count: int, vocab: int, *, seed: int = 0, longest: int = 24) -> list[TokenPair]:
@@ -99,3 +99,8 @@ def plain_columns(causal_lm: Any, pairs: Sequence[TokenPair]) -> dict[str, Tenso
 
 def _hits(spans: Sequence[Span]) -> Tensor:
     return torch.cat([torch.arange(first, end) for first, end in spans])
+
+
+def fill(batches: Sequence[PairBatch]) -> float:
+    """Return the share of tokens that are not fillers."""
+    return sum(batch.real_tokens for batch in batches) / sum(len(batch.ids_N) for batch in batches)

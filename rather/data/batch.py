@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,30 +33,30 @@ class TokenPair:
     chosen_scored: tuple[Span, ...]
     rejected_scored: tuple[Span, ...]
     weight: float = 1.0
-    margin: float = math.nan  # not a number where the data has none
-    soft_label: float = math.nan  # chance that chosen is the better answer
+    margin: float = math.nan  # NaN if the data has none
+    soft_label: float = math.nan  # probability that chosen is the better answer
     id: str = ""
 
     @property
     def tokens(self) -> int:
-        """What the pair costs in a micro-batch at most: the prompt counts once, whatever else could be shared."""
+        """The most tokens that the pair takes in a micro-batch: the prompt counts once."""
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """What each token may see: query segments lie one after another, keys are gathered by index.
+    """What each token may see: query segments follow one another, keys are gathered by index.
 
     A segment of q queries sees k keys, causal from the bottom right; `key_index_K` lists the keys of all segments.
-    The int32 tensors are for a kernel that takes all segments at once, the lengths as numbers for a loop over them.
-    These are no fields, for compiled code would be made anew for every new list of numbers.
+    The int32 tensors are for a kernel that takes all segments at once, q_lens and k_lens for a loop over them.
+    The lists are not fields, because torch.compile would recompile for every new list of numbers.
     """
 
     key_index_K: Tensor
-    order_K: Tensor  # int32: the places of key_index_K, sorted by the token that they name ...
-    start_N: (
-        Tensor  # ... and where in them each token's begin; [N + 1]. For the gradient of the gather
-    )
+    # For the gradient of the gather: the places of key_index_K sorted by the token that they name (int32),
+    # and where those of each token begin, [N + 1].
+    order_K: Tensor
+    start_N: Tensor
     cu_q: Tensor  # [S + 1]
     cu_k: Tensor
     max_q: int
@@ -87,7 +87,7 @@ def _running_sum(lengths: NDArray[np.int64]) -> Tensor:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """One micro-batch. What several sequences begin with lies there once, and positions count within a sequence.
+    """One micro-batch. A common beginning of several sequences is laid out once; positions count within a sequence.
 
     So one scored token may count in several pairs: the model computes the U different ones, T says where each counts.
     """
@@ -103,17 +103,17 @@ class PairBatch:
     )
     shared_T: Tensor  # 1 within the scored length of the pair's shorter response, else 0
     length_P2: Tensor  # scored tokens of each response
-    weight_P: Tensor  # 1, the user's weight, or 0 for a filler: the only mask on pairs anywhere
+    weight_P: Tensor  # 1, the user's weight, or 0 for a filler: the only mask on pairs
     margin_P: Tensor
     soft_label_P: Tensor
-    pair_P: Tensor  # the pair's place in its optimizer step, to meet its reference log-probs
-    real_tokens: int  # of the N, the others only fill the batch up to its size
+    pair_P: Tensor  # the pair's place in its optimizer step, to find its reference log-probs
+    real_tokens: int  # of the N tokens; the others only fill the batch up to its size
 
     def to(self, device: str) -> PairBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> PairBatch:
-        """In memory from which a GPU copies while it computes."""
+        """Return the batch in pinned memory, from which a GPU copies while it computes."""
         return self._each(Tensor.pin_memory) if torch.cuda.is_available() else self
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PairBatch:
@@ -121,17 +121,18 @@ class PairBatch:
         return replace(self, segments=segments, **_tensors(self, change))
 
 
-def _tensors(item: PairBatch | Segments, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    values = {field.name: getattr(item, field.name) for field in fields(item)}
-    return {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+def _tensors(item: object, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return the changed tensors among the fields of a dataclass."""
+    fields = vars(item).items()
+    return {name: change(value) for name, value in fields if isinstance(value, Tensor)}
 
 
-# Name -> [P, 2]: "sum" of log-probs, and what a loss asks for beside it. What crosses between the roles.
+# Name -> [P, 2]: the "sum" of log-probs, and further columns that a loss asks for. Roles exchange these.
 Columns = Mapping[str, Tensor]
 
 
 class PairLogps(NamedTuple):
-    """All that any loss may know about the pairs of a micro-batch."""
+    """Everything that a loss may know about the pairs of a micro-batch."""
 
     policy: Tensor  # [P, 2] summed log-probs in float64, chosen first
     reference: Tensor | None  # [P, 2]
@@ -143,7 +144,7 @@ class PairLogps(NamedTuple):
 
 @dataclass(frozen=True)
 class PairFacts:
-    """What is known of pairs before any model has seen them."""
+    """What is known about pairs before any model has seen them."""
 
     length: Tensor  # [P, 2] scored tokens
     weight: Tensor  # [P]
@@ -156,27 +157,24 @@ class PairFacts:
 
     @staticmethod
     def of_step(batches: Sequence[PairBatch]) -> PairFacts:
-        """Of all pairs of a step, in their order within it."""
+        """Return the facts of all pairs of a step, in their order within it."""
         order = torch.argsort(torch.cat([batch.pair_P for batch in batches]))
         return PairFacts.joined([PairFacts.of(batch) for batch in batches]).at(order)
 
     @staticmethod
     def joined(parts: Sequence[PairFacts]) -> PairFacts:
-        return PairFacts(
-            *(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(PairFacts))
-        )
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return PairFacts(*map(torch.cat, columns))
 
     def at(self, places: Tensor) -> PairFacts:
-        return PairFacts(*(getattr(self, f.name)[places] for f in fields(PairFacts)))
+        return PairFacts(**_tensors(self, lambda tensor: tensor[places]))
 
     def to(self, device: str) -> PairFacts:
-        return PairFacts(
-            *(getattr(self, f.name).to(device, non_blocking=True) for f in fields(PairFacts))
-        )
+        return PairFacts(**_tensors(self, lambda tensor: tensor.to(device, non_blocking=True)))
 
     @property
     def mean_chosen_length(self) -> Tensor:
-        """Scored tokens of a chosen answer, averaged over pairs by their weights; 1 where nothing has weight."""
+        """The mean scored tokens of a chosen answer, weighted by pair; 1 if nothing has weight."""
         total = self.weight.sum()
         return torch.where(
             total > 0, (self.length[:, 0] @ self.weight) / total.clamp(min=1e-300), 1.0
@@ -185,7 +183,7 @@ class PairFacts:
     def seen_by_a_loss(
         self, policy: Columns, reference: Columns | None, mean_chosen_length: Tensor
     ) -> PairLogps:
-        """These pairs with their log-probs; the mean length is that of all pairs they are averaged with."""
+        """Return these pairs with their log-probs; the mean length is that of all pairs of the average."""
         extra = {
             "margin": self.margin,
             "soft_label": self.soft_label,

@@ -1,10 +1,10 @@
-"""Pairs of one optimizer step -> micro-batches under a token budget, in which nothing is computed twice.
+"""Packs the pairs of one optimizer step into micro-batches under a token budget; nothing is computed twice.
 
 Bins never cross an optimizer step, so the budget changes speed and memory, never the result. A pair is never
 split: one that is larger than the budget gets a bin of its own size.
 
-Pairs with the same prompt form a unit. Its sequences are a tree: each new response leaves an earlier one where their
-tokens differ, and only what follows is laid out. So each token of the tree stands at one place, and is scored once.
+Pairs with the same prompt form a unit. Its sequences are a tree: each new response branches off an earlier one where
+their tokens differ, and only the rest is laid out. So each token of the tree has one place, and is scored once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from rather.data.batch import PairBatch, Segments, TokenPair
 
-Ids = NDArray[np.int64]
+Places = NDArray[np.int64]
+Tokens = NDArray[np.int32]
 
 FILLER_SEGMENT = (
     256  # the longest segment of fillers, so that attention over them costs next to nothing
@@ -36,44 +37,35 @@ def pack(
     ladder: int = 0,
     ranks: int = 1,
 ) -> list[PairBatch]:
-    """All pairs of one step as micro-batches of at most `budget` tokens and `max_pairs` pairs.
+    """Return all pairs of one step as micro-batches of at most `budget` tokens and `max_pairs` pairs.
 
-    With a ladder each is filled up to a size that is a multiple of it, the smallest that serves the step: few sizes,
-    each of which is compiled once. Their number is a multiple of `ranks`; what is missing are batches without pairs.
+    With a ladder each is filled up to a multiple of it, the smallest that fits the step: few sizes, each of which is
+    compiled once. The number of batches is a multiple of `ranks`; the missing ones have no pairs.
     """
-    units = list(_units(pairs, budget, max_pairs))
+    units = list(_units(pairs, budget, max_pairs or len(pairs)))
     sizes, counts = [unit.tokens for unit in units], [len(unit.places) for unit in units]
     if ladder:
         filled = _on_the_ladder(sizes, counts, budget, max_pairs, min(ladder, budget), ranks)
     else:
-        filled = [
-            (0, members) for members in _best_fit(sizes, counts, max_pairs, further=budget) or []
-        ]
+        filled = [(0, members) for members in best_fit(sizes, counts, max_pairs, further=budget)]
     filled += [(ladder or 1, [])] * (-len(filled) % ranks)
-    return [_packed(pairs, [units[i] for i in members], size) for size, members in filled]
+    return [_pack_bin(pairs, [units[i] for i in members], size) for size, members in filled]
 
 
-def fill(batches: Sequence[PairBatch]) -> float:
-    """The share of tokens that are not fillers."""
-    return sum(batch.real_tokens for batch in batches) / sum(len(batch.ids_N) for batch in batches)
+# --- which units share a bin ---
 
 
-# --- which units lie in one bin ---
-
-
-def bins(sizes: Sequence[int], budget: int, max_pairs: int | None = None) -> list[list[int]]:
-    """Best fit, largest first: the fullest bin that still has room. Deterministic; places stay in step order."""
-    return _best_fit(sizes, [1] * len(sizes), max_pairs, further=budget) or []
-
-
-def _best_fit(
+def best_fit(
     sizes: Sequence[int],
     counts: Sequence[int],
     max_pairs: int | None,
     opened: Sequence[int] = (),
     further: int = 0,
-) -> list[list[int]] | None:
-    """Units of these sizes and pair counts in bins of the sizes `opened`, then in further ones; None if too much."""
+) -> list[list[int]]:
+    """Put each unit, largest first, into the fullest bin that still has room; members stay in step order.
+
+    Bins have the sizes `opened`, then `further`; without `further`, return [] if the opened ones do not suffice.
+    """
     members: list[list[int]] = [[] for _ in opened]
     pairs = [0] * len(opened)
     rooms = sorted((room, i) for i, room in enumerate(opened))
@@ -89,7 +81,7 @@ def _best_fit(
             members.append([])
             pairs.append(0)
         else:
-            return None
+            return []
         members[place].append(unit)
         pairs[place] += counts[unit]
         insort(rooms, (room - sizes[unit], place))
@@ -104,38 +96,32 @@ def _on_the_ladder(
     ladder: int,
     ranks: int,
 ) -> list[tuple[int, list[int]]]:
-    """(size, units) of each bin: as few bins as can be, of the smallest sizes into which best fit puts all units."""
+    """Return (size, units) of as few bins as possible, of the smallest sizes into which best fit puts all units."""
     top = budget // ladder * ladder
     alone = [(-(-size // ladder) * ladder, [i]) for i, size in enumerate(sizes) if size > top]
     small = [i for i, size in enumerate(sizes) if size <= top]
     if not small:
         return alone
-    small_sizes, small_counts = [sizes[i] for i in small], [counts[i] for i in small]
-    tokens, pairs = sum(small_sizes), sum(small_counts)
+    sizes, counts = [sizes[i] for i in small], [counts[i] for i in small]
+    tokens, pairs = sum(sizes), sum(counts)
     number = max(-(-tokens // top), -(-pairs // (max_pairs or pairs)))
     while True:
         number += -(number + len(alone)) % ranks
-        least = max(*small_sizes, -(-tokens // number))
+        least = max(*sizes, -(-tokens // number))
         for shape in _shapes(number, range(-(-least // ladder) * ladder, top + 1, ladder), ranks):
-            filled = (
-                _best_fit(small_sizes, small_counts, max_pairs, shape)
-                if sum(shape) >= tokens
-                else None
-            )
-            if filled is not None:
+            filled = best_fit(sizes, counts, max_pairs, shape) if sum(shape) >= tokens else []
+            if filled:
                 members = [[small[i] for i in each] for each in filled]
                 return alone + [each for each in zip(shape, members, strict=True) if each[1]]
         number += 1
 
 
 def _shapes(number: int, sizes: range, ranks: int) -> Iterator[list[int]]:
-    """Sizes of `number` bins, ascending: some of one size, the others a rung below.
+    """Yield sizes of `number` bins, ascending: some of one size, the others one rung below.
 
-    With one size alone, four bins would waste up to four rungs. What the ranks do at a time is of one size.
+    With one size alone, four bins would waste up to four rungs. All ranks work on one size at a time.
     """
-    several = (
-        -(-number // (8 * ranks)) * ranks
-    )  # at most 8 shapes a size, so that the search stays short
+    several = -(-number // (8 * ranks)) * ranks  # at most 8 shapes per size keep the search short
     for size in sizes:
         for larger in (*range(several, number, several), number):
             yield [size] * larger + [size - sizes.step] * (number - larger)
@@ -145,9 +131,9 @@ def _shapes(number: int, sizes: range, ranks: int) -> Iterator[list[int]]:
 
 
 class _Branch(NamedTuple):
-    """A response that leaves an earlier one of its unit after `shared` tokens; the first of a unit leaves none."""
+    """A response that branches off an earlier one of its unit after `shared` tokens; the first one shares none."""
 
-    response: NDArray[np.int32]
+    response: Tokens
     earlier: int
     shared: int
 
@@ -164,32 +150,33 @@ class _Unit:
     tokens: int
 
 
-def _units(pairs: Sequence[TokenPair], budget: int, max_pairs: int | None) -> Iterator[_Unit]:
-    """Pairs by their prompts, in step order. A unit that is too large is halved; a single pair is never split."""
+def _units(pairs: Sequence[TokenPair], budget: int, max_pairs: int) -> Iterator[_Unit]:
+    """Yield pairs by their prompts, in step order."""
     prompts: dict[bytes | int, list[int]] = {}
     for place, pair in enumerate(pairs):
-        # Nothing in common is no reason to lie together.
-        prompts.setdefault(pair.prompt.tobytes() if len(pair.prompt) else place, []).append(place)
+        # Pairs without a prompt have nothing in common, so each is a unit of its own.
+        prompts.setdefault(pair.prompt.tobytes() or place, []).append(place)
     for places in prompts.values():
-        yield from _small_enough(pairs, places, budget, max_pairs or len(pairs))
+        yield from _split(pairs, places, budget, max_pairs)
 
 
-def _small_enough(
+def _split(
     pairs: Sequence[TokenPair], places: Sequence[int], budget: int, max_pairs: int
 ) -> Iterator[_Unit]:
+    """Yield one unit, or its halves if it is too large; a single pair is never split."""
     unit = _unit(pairs, places)
     if len(places) == 1 or (unit.tokens <= budget and len(places) <= max_pairs):
         yield unit
         return
     half = (len(places) + 1) // 2
-    yield from _small_enough(pairs, places[:half], budget, max_pairs)
-    yield from _small_enough(pairs, places[half:], budget, max_pairs)
+    for part in (places[:half], places[half:]):
+        yield from _split(pairs, part, budget, max_pairs)
 
 
 def _unit(pairs: Sequence[TokenPair], places: Sequence[int]) -> _Unit:
     branches: list[_Branch] = []
     known: dict[bytes, int] = {}
-    ordered: list[bytes] = []  # neighbours in this order begin alike the longest
+    ordered: list[bytes] = []  # neighbours in this order have the longest common beginnings
     sides: list[int] = []
     tokens = len(pairs[places[0]].prompt)
     for place in places:
@@ -210,8 +197,8 @@ def _unit(pairs: Sequence[TokenPair], places: Sequence[int]) -> _Unit:
     return _Unit(places, branches, sides, tokens)
 
 
-def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+def _common(one: Tokens, other: Tokens) -> int:
+    """Return how many tokens both begin with."""
     length = min(len(one), len(other))
     if not length or one[0] != other[0]:
         return 0
@@ -227,22 +214,19 @@ class _Layout:
 
     def __init__(self, size: int) -> None:
         self.count = np.arange(size)
-        self.before = (
-            self.count - 1
-        )  # the place whose hidden state predicts a token; -1 where nothing does
+        self.before = self.count - 1  # the place whose hidden state predicts a token; -1: none does
         self.start = 0
-        self.ids: list[NDArray[np.int32]] = []
-        self.positions: list[Ids] = []
-        self.keys: list[Ids] = []
+        self.ids: list[Tokens] = []
+        self.positions: list[Places] = []
+        self.keys: list[Places] = []
         self.q_lens: list[int] = []
 
-    def add(self, ids: Sequence[NDArray[np.int32]], beginning: Ids | None = None) -> Ids:
-        """Lays out tokens that follow those at the places `beginning`; the places of the whole sequence."""
-        start, end = self.start, self.start + sum(map(len, ids))
-        path = self.count[start:end]
-        shared = 0 if beginning is None else len(beginning)
-        if beginning is not None and shared:
-            path = np.concatenate([beginning, path])
+    def add(self, ids: Sequence[Tokens], beginning: Places) -> Places:
+        """Lay out tokens that follow those at the places `beginning`; return the places of the whole sequence."""
+        start, end, shared = self.start, self.start + sum(map(len, ids)), len(beginning)
+        path = (
+            np.concatenate([beginning, self.count[start:end]]) if shared else self.count[start:end]
+        )
         if end > start:
             self.ids += ids
             self.positions.append(self.count[shared : shared + end - start])
@@ -252,66 +236,54 @@ class _Layout:
             self.start = end
         return path
 
-    def add_unit(self, prompt: NDArray[np.int32], branches: Sequence[_Branch]) -> list[Ids]:
-        """The places of each branch's sequence. The prompt's queries ride with the first response."""
-        paths = [self.add((prompt, branches[0].response))]
+    def add_unit(self, prompt: Tokens, branches: Sequence[_Branch]) -> list[Places]:
+        """Return the places of each branch's sequence. The prompt's queries belong to the first response's segment."""
+        paths = [self.add((prompt, branches[0].response), self.count[:0])]
         for response, earlier, shared in branches[1:]:
             paths.append(self.add((response[shared:],), paths[earlier][: len(prompt) + shared]))
         return paths
 
     def fill_up(self) -> None:
         while left := len(self.count) - self.start:
-            self.add((np.zeros(min(left, FILLER_SEGMENT), np.int32),))
-
-    def segments(self) -> Segments:
-        return Segments.of(
-            self.q_lens, [len(keys) for keys in self.keys], _tensor(np.concatenate(self.keys))
-        )
+            self.add((np.zeros(min(left, FILLER_SEGMENT), np.int32),), self.count[:0])
 
 
-def _packed(pairs: Sequence[TokenPair], units: Sequence[_Unit], size: int) -> PairBatch:
+def _pack_bin(pairs: Sequence[TokenPair], units: Sequence[_Unit], size: int) -> PairBatch:
     real_tokens = sum(unit.tokens for unit in units)
     layout = _Layout(max(size, real_tokens))
-    members: list[TokenPair] = []
-    scored: list[Ids] = [layout.count[:0]]
-    lengths: list[int] = []
+    places = [place for unit in units for place in unit.places]
+    scored, lengths = [layout.count[:0]], list[int]()
     for unit in units:
         paths = layout.add_unit(pairs[unit.places[0]].prompt, unit.branches)
-        for place, chosen, rejected in zip(
-            unit.places, unit.sides[::2], unit.sides[1::2], strict=True
-        ):
-            pair = pairs[place]
-            members.append(pair)
-            for path, spans in (
-                (paths[chosen], pair.chosen_scored),
-                (paths[rejected], pair.rejected_scored),
-            ):
-                length = 0
-                for first, end in spans:
-                    scored.append(path[first:end])
-                    length += end - first
-                lengths.append(length)
+        both = (
+            spans
+            for place in unit.places
+            for spans in (pairs[place].chosen_scored, pairs[place].rejected_scored)
+        )
+        for side, spans in zip(unit.sides, both, strict=True):
+            scored += [paths[side][first:end] for first, end in spans]
+            lengths.append(sum(end - first for first, end in spans))
     layout.fill_up()
     ids = np.concatenate(layout.ids, dtype=np.int64)
+    k_lens = [len(keys) for keys in layout.keys]
+    tensors: dict[str, Any] = {
+        f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
+        for name in ("weight", "margin", "soft_label")
+    }
+    tensors |= {"ids_N": ids, "positions_N": np.concatenate(layout.positions)}
+    tensors |= _scored_tokens(
+        np.concatenate(scored), np.asarray(lengths, np.int64), ids, layout.before
+    )
+    tensors["pair_P"] = np.asarray(places, np.int64)
     return PairBatch(
-        ids_N=_tensor(ids),
-        positions_N=_tensor(np.concatenate(layout.positions)),
-        segments=layout.segments(),
-        **_scored_tokens(
-            np.concatenate(scored), np.asarray(lengths, dtype=np.int64), ids, layout.before
-        ),
-        weight_P=_tensor(np.asarray([pair.weight for pair in members], dtype=np.float64)),
-        margin_P=_tensor(np.asarray([pair.margin for pair in members], dtype=np.float64)),
-        soft_label_P=_tensor(np.asarray([pair.soft_label for pair in members], dtype=np.float64)),
-        pair_P=_tensor(
-            np.asarray([place for unit in units for place in unit.places], dtype=np.int64)
-        ),
+        segments=Segments.of(layout.q_lens, k_lens, torch.from_numpy(np.concatenate(layout.keys))),
         real_tokens=real_tokens,
+        **{name: torch.from_numpy(array) for name, array in tensors.items()},  # type: ignore[arg-type]
     )
 
 
-def _scored_tokens(places: Ids, lengths: Ids, ids: Ids, before: Ids) -> dict[str, Any]:
-    """Of the places at which tokens count, response after response: each place once, and where it counts."""
+def _scored_tokens(places: Places, lengths: Places, ids: Places, before: Places) -> dict[str, Any]:
+    """Return each place at which a token counts once, and where it counts, response after response."""
     assert len(places) == lengths.sum(), "a scored span leaves its sequence"
     longer_by = lengths - lengths.reshape(-1, 2).min(axis=1).repeat(2)
     shared = np.ones(len(places))
@@ -325,14 +297,10 @@ def _scored_tokens(places: Ids, lengths: Ids, ids: Ids, before: Ids) -> dict[str
     rows = before.take(unique)
     assert (rows >= 0).all(), "nothing predicts the first token"
     return {
-        "rows_U": _tensor(rows),
-        "targets_U": _tensor(ids.take(unique)),
-        "token_T": _tensor(number.take(places)),
-        "cell_T": _tensor(np.arange(len(lengths)).repeat(lengths)),
-        "shared_T": _tensor(shared),
-        "length_P2": _tensor(lengths.reshape(-1, 2).astype(np.float64)),
+        "rows_U": rows,
+        "targets_U": ids.take(unique),
+        "token_T": number.take(places),
+        "cell_T": np.arange(len(lengths)).repeat(lengths),
+        "shared_T": shared,
+        "length_P2": lengths.reshape(-1, 2).astype(np.float64),
     }
-
-
-def _tensor(array: NDArray[np.int64] | NDArray[np.float64]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))

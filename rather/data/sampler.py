@@ -1,7 +1,7 @@
 """The order of pairs: a pure function of (seed, epoch). The position in it is one integer, the step.
 
-Nothing here depends on the number of devices or on what was drawn before, so a resumed run, or one on another
-number of workers, sees the same pairs in the same order.
+Nothing here depends on the number of devices or on earlier draws, so a resumed run, or one on another number of
+workers, sees the same pairs in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rows = NDArray[np.integer[Any]]
 
 class _Epoch(NamedTuple):
     rows: Rows  # all of them in order
-    cuts: NDArray[np.int64]  # where in them each step begins, and the end
+    cuts: NDArray[np.int64]  # where each step begins, and the end
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,8 @@ class Order:
     groups: NDArray[np.int64] | None = None
 
     def pairs_in(self, epoch: int) -> int:
-        """With groups and fractional weights, epochs draw different groups."""
-        return sum(map(_drawn, self.parts)) if self.groups is None else len(self.epoch(epoch))
+        """Return the pairs of an epoch; with groups and fractional weights, epochs differ."""
+        return sum(map(_rows_in, self.parts)) if self.groups is None else len(self.epoch(epoch))
 
     def steps_in(self, epoch: int) -> int:
         if self.groups is None:
@@ -50,31 +50,30 @@ class Order:
         return self._known_steps[epoch]
 
     def steps(self, epochs: float, limit: float = math.inf) -> int:
-        """Optimizer steps in so many epochs, which may be fractional; no more than `limit` of them are counted."""
+        """Return the optimizer steps in so many (perhaps fractional) epochs, at most `limit`."""
         whole, before = int(epochs), 0
         for epoch in range(whole):
             before += self.steps_in(epoch)
             if before >= limit:
                 break
         if before < limit and epochs > whole:
-            wanted = (epochs - whole) * self.pairs_in(
-                whole
-            ) - 1e-9 * self.batch  # 1.1 - 1 is more than 0.1
-            before += int(np.searchsorted(self._epoch(whole).cuts, wanted))
+            wanted = (epochs - whole) * self.pairs_in(whole)
+            # In floating point, 1.1 - 1 is more than 0.1.
+            before += int(np.searchsorted(self._epoch(whole).cuts, wanted - 1e-9 * self.batch))
         return int(min(before, limit))
 
     def epoch(self, epoch: int) -> Rows:
-        """All rows of one epoch in order. A part of weight 2 comes twice, one of 0.5 gives a fresh half each epoch."""
+        """Return all rows of one epoch in order. A part of weight 2 comes twice, one of 0.5 gives a new half each epoch."""
         return self._epoch(epoch).rows
 
     def step(self, step: int) -> Rows:
-        """Rows of the optimizer step that follows `step` finished ones."""
+        """Return the rows of the optimizer step that follows `step` finished ones."""
         epoch, place = self.place(step)
         rows, cuts = self._epoch(epoch)
         return rows[cuts[place] : cuts[place + 1]]
 
     def place(self, step: int) -> tuple[int, int]:
-        """The epoch of the step that follows `step` finished ones, and its number within the epoch."""
+        """Return the epoch of the step that follows `step` finished ones, and its number within the epoch."""
         if self.groups is None:
             return divmod(step, self.steps_in(0))
         epoch = 0
@@ -84,14 +83,14 @@ class Order:
         return epoch, step
 
     def epoch_at(self, step: int) -> float:
-        """How many epochs `step` finished steps are."""
+        """Return how many epochs `step` finished steps are."""
         if self.groups is None or step == 0:
             return step / self.steps_in(0)
         epoch, place = self.place(step - 1)
         return epoch + (place + 1) / self.steps_in(epoch)
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether the last of `step` finished steps was the last of an epoch."""
+        """Return whether the last of `step` finished steps was the last of an epoch."""
         epoch, place = self.place(step)
         return place == 0 and epoch > 0
 
@@ -101,15 +100,17 @@ class Order:
 
     @cached_property
     def _epoch(self) -> Callable[[int], _Epoch]:
-        return lru_cache(maxsize=2)(self._drawn_epoch)  # at its end, the next is asked for too
+        return lru_cache(maxsize=2)(
+            self._draw_epoch
+        )  # prefetching needs the next one at the end of an epoch
 
-    def _drawn_epoch(self, epoch: int) -> _Epoch:
+    def _draw_epoch(self, epoch: int) -> _Epoch:
         random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
         if self.groups is None:
-            rows = _shuffled(self.parts, random)
+            rows = _shuffle(self.parts, random)
             return _Epoch(rows, np.append(np.arange(0, len(rows), self.batch), len(rows)))
         parts = [(*np.searchsorted(self.groups, part[:2]).tolist(), part[2]) for part in self.parts]
-        drawn = _shuffled(parts, random)
+        drawn = _shuffle(parts, random)
         rows_end = max(end for _, end, _ in self.parts)
         sizes = np.diff(self.groups, append=rows_end)[drawn]
         ends = sizes.cumsum()
@@ -118,7 +119,7 @@ class Order:
 
 
 def _whole_groups(ends: list[int], batch: int) -> NDArray[np.int64]:
-    """Where steps of whole groups begin, and the end: as many groups as a batch holds, and at least one."""
+    """Return where steps of whole groups begin, and the end: as many groups as a batch holds, at least one."""
     cuts, taken = [0], 0
     while taken < len(ends):
         taken = max(taken + 1, bisect_right(ends, cuts[-1] + batch, lo=taken))
@@ -126,13 +127,13 @@ def _whole_groups(ends: list[int], batch: int) -> NDArray[np.int64]:
     return np.asarray(cuts, dtype=np.int64)
 
 
-def _drawn(part: Part) -> int:
+def _rows_in(part: Part) -> int:
     first, end, weight = part
     return round((end - first) * weight)
 
 
-def _shuffled(parts: Sequence[Part], random: np.random.Generator) -> Rows:
-    """In place and in 4 bytes a row: this is what a driver holds of its data."""
+def _shuffle(parts: Sequence[Part], random: np.random.Generator) -> Rows:
+    """Return drawn rows, shuffled in place and in 4 bytes each: a driver keeps them in memory."""
     rows = np.concatenate([_draw(part, random) for part in parts])
     random.shuffle(rows)
     return rows
@@ -141,5 +142,5 @@ def _shuffled(parts: Sequence[Part], random: np.random.Generator) -> Rows:
 def _draw(part: Part, random: np.random.Generator) -> Rows:
     first, end, _ = part
     rows = np.arange(first, end, dtype=np.int32 if end < 1 << 31 else np.int64)
-    times, rest = divmod(_drawn(part), max(1, len(rows)))
+    times, rest = divmod(_rows_in(part), max(1, len(rows)))
     return np.concatenate([np.tile(rows, times), random.permutation(rows)[:rest]])

@@ -1,4 +1,4 @@
-"""`rather data --save`: prepared pairs as folders that `datasets` and Rather open, written whole or not at all."""
+"""`rather data --save`: writes prepared pairs as folders that `datasets` and Rather open, completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,111 +18,95 @@ from rather.data.tokenised import COLUMNS
 from rather.errors import ConfigError, DiskError
 
 if TYPE_CHECKING:
-    from rather.data.batch import Span, TokenPair
+    from rather.data.batch import TokenPair
 
 Decode = Callable[[list[int]], Any]  # token ids -> their text
 
-LABELS = "labels.jsonl"
 DATA = "data-00000-of-00001.arrow"
 ROWS = 1024  # in memory at a time
-STATE: dict[str, Any] = {  # what `datasets` looks for
+STATE = {  # what `datasets` looks for
     "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None,
+    "_data_files": [{"filename": DATA}],
 }  # fmt: skip
 DEFAULTS = {"weight": 1.0, "margin": np.nan, "soft_label": np.nan}
 
 
 def save(prepared: Prepared, folder: Path, decode: Decode) -> list[Path]:
-    """Training pairs in `folder`, each evaluation set in a folder inside. Returns the folders."""
+    """Write training pairs to `folder` and each evaluation set to a folder inside; return the folders."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--save {folder}: is not empty; name a new folder.")
-    names = {name: f"validation-{name}" if name else "validation" for name in prepared.evals}
+    sets = {"": prepared.train}
+    sets |= {f"validation-{name}".rstrip("-"): pairs for name, pairs in prepared.evals.items()}
     temporary = folder.absolute().with_name(f".tmp-{folder.name}")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of one that was killed
-        temporary.mkdir(parents=True)
-        _write(prepared.train, temporary, decode)
-        for name, pairs in prepared.evals.items():
-            (temporary / names[name]).mkdir()
-            _write(pairs, temporary / names[name], decode)
+        shutil.rmtree(temporary, ignore_errors=True)  # from a save that was killed
+        for name, pairs in sets.items():
+            (temporary / name).mkdir(parents=True)
+            _write(pairs, temporary / name, decode)
         os.rename(temporary, folder)
     except OSError as error:
         raise DiskError(f"--save {folder}: cannot be written ({error.strerror}).") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return [folder, *(folder / name for name in names.values())]
+    return [folder / name for name in sets]
 
 
 def _write(pairs: PairDataset, folder: Path, decode: Decode) -> None:
-    extras = _extras(pairs)
-    masks = [
-        (name, pa.list_(pa.int32() if name.endswith("_ids") else pa.int8())) for name in COLUMNS
+    extras = [
+        name
+        for name, default in DEFAULTS.items()
+        if not np.array_equal(pairs.column(name), np.full(len(pairs), default), equal_nan=True)
     ]
-    kinds = [(name, pa.string() if name == "id" else pa.float64()) for name in extras]
-    schema = pa.schema([*masks, *kinds])
+    if any(pair.id for pair in _all(pairs)):
+        extras.append("id")
+    types: dict[str, Any] = {
+        name: pa.list_(pa.int32() if name.endswith("_ids") else pa.int8()) for name in COLUMNS
+    }
+    types |= {name: pa.string() if name == "id" else pa.float64() for name in extras}
+    schema = pa.schema(list(types.items()))
     with (
         (folder / DATA).open("wb") as data,
-        (folder / LABELS).open("w", encoding="utf-8") as labels,
+        (folder / "labels.jsonl").open("w", encoding="utf-8") as labels,
         pa.ipc.new_stream(data, schema) as writer,
     ):
-        for first, some in _parts(pairs):
-            writer.write_batch(
-                pa.RecordBatch.from_pylist([_row(pair, extras) for pair in some], schema)
-            )
-            labels.writelines(_label(first + i, pair, decode) + "\n" for i, pair in enumerate(some))
-    (folder / "dataset_info.json").write_text(
-        json.dumps({"description": "", "citation": ""}), encoding="utf-8"
-    )
-    state = STATE | {"_data_files": [{"filename": DATA}], "_fingerprint": pairs.fingerprint[:16]}
-    (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        rows: list[dict[str, Any]] = []
+        for number, pair in enumerate(_all(pairs)):
+            row, label = _row(number, pair, extras, decode)
+            rows.append(row)
+            labels.write(json.dumps(label, ensure_ascii=False) + "\n")
+            if len(rows) == ROWS or number + 1 == len(pairs):
+                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+                rows.clear()
+    info = {"description": "", "citation": ""}
+    state = {**STATE, "_fingerprint": pairs.fingerprint[:16]}
+    for name, content in (("dataset_info", info), ("state", state)):
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     for file in folder.glob("*.*"):
-        _sync(file)
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
 
 
-def _parts(pairs: PairDataset) -> Iterator[tuple[int, list[TokenPair]]]:
+def _all(pairs: PairDataset) -> Iterator[TokenPair]:
     for first in range(0, len(pairs), ROWS):
-        yield first, pairs.take(range(first, min(first + ROWS, len(pairs))))
+        yield from pairs.take(range(first, min(first + ROWS, len(pairs))))
 
 
-def _extras(pairs: PairDataset) -> list[str]:
-    """Columns that say anything."""
-    numbers = [
-        name for name, usual in DEFAULTS.items() if not np.array_equal(
-            pairs.column(name), np.full(len(pairs), usual), equal_nan=True)
-    ]  # fmt: skip
-    named = any(pair.id for _, some in _parts(pairs) for pair in some)
-    return [*numbers, *(["id"] if named else [])]
-
-
-def _row(pair: TokenPair, extras: list[str]) -> dict[str, Any]:
+def _row(
+    number: int, pair: TokenPair, extras: list[str], decode: Decode
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a pair as a row of the dataset, and its scored spans with their text for people."""
     row: dict[str, Any] = {}
-    for side, answer, spans in _sides(pair):
-        ids = [*pair.prompt.tolist(), *answer]
-        row[f"{side}_input_ids"] = ids
-        row[f"{side}_attention_mask"] = [1] * len(ids)
-        row[f"{side}_loss_mask"] = [int(any(a <= i < b for a, b in spans)) for i in range(len(ids))]
-    values = {name: getattr(pair, name) for name in extras}
-    return row | {
-        name: None if value != value or value == "" else value for name, value in values.items()
-    }
-
-
-def _label(number: int, pair: TokenPair, decode: Decode) -> str:
-    """The scored spans of a pair for people: places, and the text there."""
-    told: dict[str, Any] = {"pair": number} | ({"id": pair.id} if pair.id else {})
-    for side, answer, spans in _sides(pair):
-        ids = [*pair.prompt.tolist(), *answer]
-        told[f"{side}_spans"] = [list(span) for span in spans]
-        told[f"{side}_labels"] = [decode(ids[a:b]) for a, b in spans]
-    return json.dumps(told, ensure_ascii=False)
-
-
-def _sides(pair: TokenPair) -> list[tuple[str, list[int], tuple[Span, ...]]]:
-    return [
-        ("chosen", pair.chosen.tolist(), pair.chosen_scored),
-        ("rejected", pair.rejected.tolist(), pair.rejected_scored),
-    ]
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+    label: dict[str, Any] = {"pair": number} | ({"id": pair.id} if pair.id else {})
+    for side in ("chosen", "rejected"):
+        ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
+        spans, mask = getattr(pair, f"{side}_scored"), [0] * len(ids)
+        for a, b in spans:
+            mask[a:b] = [1] * (b - a)
+        columns = {"input_ids": ids, "attention_mask": [1] * len(ids), "loss_mask": mask}
+        row |= {f"{side}_{name}": value for name, value in columns.items()}
+        label[f"{side}_spans"] = [list(span) for span in spans]
+        label[f"{side}_labels"] = [decode(ids[a:b]) for a, b in spans]
+    for name in extras:
+        value = getattr(pair, name)
+        row[name] = None if value != value or value == "" else value
+    return row, label

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from rather.config.schema import TrainingArgs
 from rather.data.batch import PairBatch, PairFacts, PairLogps, TokenPair
-from rather.data.pack import fill, pack
+from rather.data.pack import pack
 from rather.losses.losses import LOSSES
 from rather.losses.objective import PairLoss, configure
 from rather.model.policy import PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
 from rather.train.rank_trainer import RankTrainer
-from tests.padded import plain_columns, random_pairs, ranked_pairs
+from tests.padded import fill, plain_columns, random_pairs, ranked_pairs
 from tests.tiny import tiny_policy
 
 VOCAB = 61

@@ -1,4 +1,4 @@
-"""Packing: every pair once, limits kept, and every index right when it is looked up by hand."""
+"""Packing: every pair once, within its limits, and every index verified by hand."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import torch
 
 from rather.config.schema import DPOConfig
 from rather.data.batch import PairBatch, TokenPair
-from rather.data.pack import bins, fill, pack
+from rather.data.pack import best_fit, pack
 from rather.data.prepare import prepare
 from rather.data.sampler import Order
-from tests.padded import random_pairs, ranked_pairs
+from tests.padded import fill, random_pairs, ranked_pairs
 
 LIMITS = [(1, None), (40, None), (100, 2), (10**6, 3), (10**6, None)]
 
 
 def sizes_of(seed: int, count: int = 60) -> list[int]:
     return np.random.default_rng(seed).integers(1, 120, count).tolist()
+
+
+def bins(sizes: list[int], budget: int, max_pairs: int | None = None) -> list[list[int]]:
+    return best_fit(sizes, [1] * len(sizes), max_pairs, further=budget)
 
 
 @pytest.mark.parametrize(("budget", "max_pairs"), LIMITS)
@@ -127,7 +131,7 @@ def test_every_index_by_hand(budget: int, max_pairs: int | None, ladder: int) ->
         assert batch.real_tokens <= budget or len(batch.pair_P) == 1
 
 
-def test_what_sequences_begin_with_lies_there_once() -> None:
+def test_common_beginnings_are_laid_out_once() -> None:
     """Of all pairs with one prompt, each different beginning is one token; a prompt of nothing joins nothing."""
     pairs = [*ODD_PAIRS[:1] * 2, *ranked_pairs(50)]
     (batch,) = pack(pairs, 10**6)
@@ -142,7 +146,7 @@ def test_what_sequences_begin_with_lies_there_once() -> None:
     assert fill([batch]) == 1
 
 
-def test_pairs_that_share_nothing_lie_as_they_come() -> None:
+def test_pairs_that_share_nothing_keep_their_order() -> None:
     """Prompt and chosen, then rejected: what runs that began without sharing were computed with."""
     pairs = random_pairs(5, 5000, seed=2)
     (batch,) = pack(pairs, 10**6)
@@ -171,7 +175,7 @@ def test_a_group_larger_than_the_budget_is_split_by_pairs() -> None:
     assert [batch.pair_P.tolist() for batch in pack(pairs, 1)] == [[5], [4], [3], [2], [1], [0]]
 
 
-def test_the_kernels_numbers() -> None:
+def test_segment_tensors_of_the_kernel() -> None:
     (batch,) = pack(ranked_pairs(50), 10**6)
     s = batch.segments
     assert s.cu_q.tolist() == [0, *accumulate(s.q_lens)]
@@ -262,7 +266,7 @@ def test_packing_a_step_takes_milliseconds(steps: list[list[TokenPair]]) -> None
     assert min(map(seconds, steps)) < 0.009
 
 
-def test_a_ladder_with_what_does_not_fit_on_it() -> None:
+def test_a_ladder_with_a_pair_that_is_too_large() -> None:
     pairs = random_pairs(8, 50, seed=1)
     large = max(range(8), key=lambda i: pairs[i].tokens)
     batches = pack(pairs, pairs[large].tokens - 1, ladder=10)
@@ -276,7 +280,7 @@ def test_a_ladder_with_what_does_not_fit_on_it() -> None:
 @pytest.mark.parametrize("ladder", [0, 16])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 @pytest.mark.parametrize("max_pairs", [None, 2])
-def test_each_rank_has_as_many_batches(ladder: int, ranks: int, max_pairs: int | None) -> None:
+def test_each_rank_has_equally_many_batches(ladder: int, ranks: int, max_pairs: int | None) -> None:
     pairs = [*random_pairs(5, 50, seed=4), *ODD_PAIRS]
     for budget in (30, 64, 10**6):
         batches = pack(pairs, budget, max_pairs, ladder=ladder, ranks=ranks)
@@ -312,7 +316,7 @@ def test_the_first_token_is_never_scored() -> None:
         pack([TokenPair(ids(), ids(7, 8), ids(4, 5), ((0, 2),), ((1, 2),))], 100)
 
 
-def test_nothing_is_changed_and_the_same_again() -> None:
+def test_packing_is_deterministic_and_changes_no_pair() -> None:
     pairs = random_pairs(6, 50)
     before = [pair.prompt.copy() for pair in pairs]
     one, other = pack(pairs, 60), pack(pairs, 60)
