@@ -384,7 +384,7 @@ class Ours:
 
         pairs = pairs_of(step)
         both = (pack(pairs, size, ladder=self.ladder) for size in (self.budget, 2 * self.budget))
-        train, infer = ([batch.pinned() for batch in batches] for batches in both)
+        train, infer = ([batch.pin_memory() for batch in batches] for batches in both)
         return train, infer
 
     def forget_reference(self) -> None:

@@ -332,7 +332,7 @@ def train(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]], row:
             pack(step, size, ladder=LADDER[kind])
             for size in (budget.tokens, 65536 if kind == "cuda" else 8192)
         )
-        for_policy, for_reference = ([batch.pinned() for batch in each] for each in batches)
+        for_policy, for_reference = ([batch.pin_memory() for batch in each] for each in batches)
         synchronize()
         began = time.perf_counter()
         columns = (

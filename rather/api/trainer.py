@@ -411,7 +411,7 @@ class DPOTrainer:
             if (known := self._known(share)) is not None:
                 reference.append(known)
         feed.tell_dropped()
-        every, window = PairFacts.joined(facts), Window()
+        every, window = PairFacts.concat(facts), Window()
         self._refuse_columns("evaluation", every)
         sums = rank.score(
             every, concatenate(policy), concatenate(reference) if reference else None
@@ -472,7 +472,7 @@ class _Share:
             )
         first = sum(len(each.weight) for each in everyone[: mesh.rank("dp")])
         moved = [_moved(batch, first) for batch in batches]
-        return _Share(moved, PairFacts.joined(everyone), first, len(set(digests)) == 1)
+        return _Share(moved, PairFacts.concat(everyone), first, len(set(digests)) == 1)
 
 
 def _moved(batch: PairBatch, places: int) -> PairBatch:

@@ -230,7 +230,7 @@ class Session:
     def _rewards(self, batch: PairBatch, policy: TokenLogps, reference: TokenLogps) -> list[float]:
         """Return the implicit rewards of chosen and rejected, as the run's loss defines them."""
         facts = PairFacts.of(batch)
-        x = facts.seen_by_a_loss(policy.columns, reference.columns, facts.mean_chosen_length)
+        x = facts.with_logps(policy.columns, reference.columns, facts.mean_chosen_length)
         return [float(reward) for reward in self.objective.rewards(x)[0]]
 
 

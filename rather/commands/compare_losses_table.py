@@ -47,7 +47,7 @@ class LogProbs:
 
     def pair_logps(self, policy: Columns) -> PairLogps:
         """As a training step would hand them to the objective, with these log-probs of the policy."""
-        return self.facts.seen_by_a_loss(policy, self.reference, self.facts.mean_chosen_length)
+        return self.facts.with_logps(policy, self.reference, self.facts.mean_chosen_length)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def measure(config: DPOConfig, model: str | None = None, pairs: int = PAIRS) -> 
         columns = pipeline.actor_train.compute_log_probs(policy), reference.compute_log_probs(other)
         parts.append((PairFacts.of_step(policy), *columns))
     facts, policies, references = zip(*parts, strict=True)
-    return LogProbs(PairFacts.joined(facts), _joined(policies), _joined(references))
+    return LogProbs(PairFacts.concat(facts), _joined(policies), _joined(references))
 
 
 def trained_weights(config: DPOConfig, model: str | None) -> str | Checkpoint:

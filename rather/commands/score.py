@@ -71,7 +71,7 @@ class Scores:
         if self.objective is None:
             return None
         return self.objective.rewards(
-            self.facts.seen_by_a_loss(self.policy, self.reference, self.facts.mean_chosen_length)
+            self.facts.with_logps(self.policy, self.reference, self.facts.mean_chosen_length)
         )
 
     @property
@@ -95,7 +95,7 @@ class Scores:
         )
         told: dict[str, Any] = {"pairs": len(rows)}
         if self.objective:
-            x = facts.seen_by_a_loss(policy, reference, facts.mean_chosen_length)
+            x = facts.with_logps(policy, reference, facts.mean_chosen_length)
             scored = Scored(x, self.objective(x), self.objective.rewards(x))
             window = Window()
             sums = weighted_sums(scored, facts.weight, self.objective)
@@ -228,7 +228,7 @@ def _asked(
         bar.advance(task, len(pairs))
     return (
         ids,
-        PairFacts.joined(facts),
+        PairFacts.concat(facts),
         {name: torch.cat([part[name] for part in columns]) for name in columns[0]},
     )
 

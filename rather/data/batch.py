@@ -112,7 +112,7 @@ class PairBatch:
     def to(self, device: str) -> PairBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> PairBatch:
+    def pin_memory(self) -> PairBatch:
         """Return the batch in pinned memory, from which a GPU copies while it computes."""
         return self._each(Tensor.pin_memory) if torch.cuda.is_available() else self
 
@@ -159,10 +159,10 @@ class PairFacts:
     def of_step(batches: Sequence[PairBatch]) -> PairFacts:
         """Return the facts of all pairs of a step, in their order within it."""
         order = torch.argsort(torch.cat([batch.pair_P for batch in batches]))
-        return PairFacts.joined([PairFacts.of(batch) for batch in batches]).at(order)
+        return PairFacts.concat([PairFacts.of(batch) for batch in batches]).at(order)
 
     @staticmethod
-    def joined(parts: Sequence[PairFacts]) -> PairFacts:
+    def concat(parts: Sequence[PairFacts]) -> PairFacts:
         columns = zip(*(vars(part).values() for part in parts), strict=True)
         return PairFacts(*map(torch.cat, columns))
 
@@ -180,7 +180,7 @@ class PairFacts:
             total > 0, (self.length[:, 0] @ self.weight) / total.clamp(min=1e-300), 1.0
         )
 
-    def seen_by_a_loss(
+    def with_logps(
         self, policy: Columns, reference: Columns | None, mean_chosen_length: Tensor
     ) -> PairLogps:
         """Return these pairs with their log-probs; the mean length is that of all pairs of the average."""

@@ -278,7 +278,7 @@ def _pack_bin(pairs: Sequence[TokenPair], units: Sequence[_Unit], size: int) -> 
     return PairBatch(
         segments=Segments.of(layout.q_lens, k_lens, torch.from_numpy(np.concatenate(layout.keys))),
         real_tokens=real_tokens,
-        **{name: torch.from_numpy(array) for name, array in tensors.items()},  # type: ignore[arg-type]
+        **{name: torch.from_numpy(array) for name, array in tensors.items()},
     )
 
 

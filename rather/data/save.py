@@ -24,7 +24,7 @@ Decode = Callable[[list[int]], Any]  # token ids -> their text
 
 DATA = "data-00000-of-00001.arrow"
 ROWS = 1024  # in memory at a time
-STATE = {  # what `datasets` looks for
+STATE: dict[str, Any] = {  # what `datasets` looks for
     "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None,
     "_data_files": [{"filename": DATA}],
 }  # fmt: skip

@@ -72,7 +72,7 @@ class Evaluation:
             policy.append(self.retry.without_gradients(self.policy, step, compute))
             if chunk == len(known) and (columns := self.reference.columns(step)):
                 known.append(columns)
-        return PairFacts.joined(facts), concatenate(policy), concatenate(known) if known else None
+        return PairFacts.concat(facts), concatenate(policy), concatenate(known) if known else None
 
 
 def concatenate(parts: Sequence[Columns]) -> Columns:

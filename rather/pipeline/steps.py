@@ -170,5 +170,7 @@ class Packing:
     def _step(self, pairs: Sequence[TokenPair], policy: list[PairBatch], number: int) -> Step:
         reference = self.without_gradients(pairs, self.config.reference)
         if self.here:
-            policy, reference = ([b.pinned() for b in batches] for batches in (policy, reference))
+            policy, reference = (
+                [b.pin_memory() for b in batches] for batches in (policy, reference)
+            )
         return Step(pairs, policy, reference, number)

@@ -369,7 +369,7 @@ class RankTrainer:
         self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts
     ) -> Scored:
         """Losses and rewards of some pairs; `step` holds all pairs they are averaged with."""
-        x = facts.seen_by_a_loss(policy, reference, step.mean_chosen_length)
+        x = facts.with_logps(policy, reference, step.mean_chosen_length)
         return Scored(x, self.loss(x), self.loss.rewards(x))
 
     def _update(

@@ -58,8 +58,8 @@ def test_fresh_and_known_values_come_without_waiting(
     logps = ReferenceLogps(config, from_config(config), compute)
     logps.open()
     pairs = random_pairs(6, 50)
-    bins = [batch.pinned() for batch in pack(pairs, 60)]
-    first = logps.columns(pairs[:3], [batch.pinned() for batch in pack(pairs[:3], 60)])
+    bins = [batch.pin_memory() for batch in pack(pairs, 60)]
+    first = logps.columns(pairs[:3], [batch.pin_memory() for batch in pack(pairs[:3], 60)])
     assert all(column.is_cuda for column in first.values())
     logps.keep()
     torch.cuda.set_sync_debug_mode("error")
@@ -79,7 +79,7 @@ def test_a_parked_model_leaves_its_memory_and_answers_the_same(compiled: bool) -
     arrange_layers(policy, compiled=compiled)
     weights = sum(parameter.nbytes for parameter in policy.parameters())
     trainer = RankTrainer(policy, configure(["sigmoid"], {}))
-    bins = [batch.pinned() for batch in pack(random_pairs(24, 990), 512, ladder=64)]
+    bins = [batch.pin_memory() for batch in pack(random_pairs(24, 990), 512, ladder=64)]
     expected = trainer.log_probs(bins)["sum"]
     assert trainer.park()
     assert not trainer.park()

@@ -151,7 +151,7 @@ def test_one_host_synchronisation_a_step() -> None:
         trainer(qwen()),
         RankTrainer(qwen().requires_grad_(False), configure(["sigmoid"], {})),
     )
-    parts = [batch.pinned() for batch in pack(random_pairs(24, 990), 512, ladder=64)]
+    parts = [batch.pin_memory() for batch in pack(random_pairs(24, 990), 512, ladder=64)]
     for _ in range(2):
         policy.train_step(parts, reference.log_probs(parts))
     torch.cuda.synchronize()

@@ -226,7 +226,7 @@ def ranked_config(folder: Path, **changes: Any) -> DPOConfig:
 
 def test_pairs_of_one_row_come_in_one_step(shared: Path) -> None:
     pipeline = DPOPipeline(ranked_config(shared))
-    data, order = pipeline.data.train, pipeline.order
+    data, order = pipeline.data.train, pipeline.source.order
     assert data.groups is not None
     assert data.groups.tolist() == [*range(0, 36, 3), *range(36, 40)]
     seen = Counter[bytes]()
@@ -243,11 +243,11 @@ def test_pairs_of_one_row_come_in_one_step(shared: Path) -> None:
 
 def test_groups_only_where_they_are_wanted_and_there(shared: Path) -> None:
     alone = DPOPipeline(ranked_config(shared, group_responses=False))
-    assert alone.order.groups is None
-    assert alone.order.steps_in(0) == 5
+    assert alone.source.order.groups is None
+    assert alone.source.order.steps_in(0) == 5
     plain = DPOPipeline(make_config(shared))
     assert plain.data.train.groups is None
-    assert plain.order.groups is None
+    assert plain.source.order.groups is None
     for pipeline in (alone, plain):  # as runs that began before there were groups
         assert pipeline.identity["grouped responses"] is None
 
@@ -255,7 +255,7 @@ def test_groups_only_where_they_are_wanted_and_there(shared: Path) -> None:
 def test_a_run_with_groups_counts_its_epochs(shared: Path) -> None:
     config = ranked_config(shared, actor_train__training_args__num_train_epochs=2)
     pipeline = DPOPipeline(config)
-    steps = [pipeline.order.steps_in(epoch) for epoch in (0, 1)]
+    steps = [pipeline.source.order.steps_in(epoch) for epoch in (0, 1)]
     assert pipeline.total_steps == sum(steps) > 2 * 5
     assert pipeline.run() == 0
     lines = metrics(config)
