@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Lock, Thread
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rather.board.runs import stamp
 from rather.config.redaction import redact
 from rather.errors import RatherError
-from rather.report.folder import CONFIG, FINISHED
+from rather.report.folder import CONFIG, FINISHED, Record
 
 if TYPE_CHECKING:
     from rather.board.session import Session
@@ -38,7 +38,7 @@ class Question(NamedTuple):
 
 
 class Known(NamedTuple):
-    answer: dict[str, Any]
+    answer: Record
     stamp: Stamp  # of the run when it was opened
     time: float
 
@@ -65,7 +65,7 @@ class Inspector:
         self._doing = ""
         self._session: tuple[Path, Stamp, Session] | None = None
 
-    def ask(self, question: Question) -> dict[str, Any]:
+    def ask(self, question: Question) -> Record:
         with self._lock:
             known = self._answers.pop(question, None)
             if known and (

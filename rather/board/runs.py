@@ -28,6 +28,7 @@ from rather.report.folder import (
     RUN_REPORT,
     STARTS,
     MetricsFile,
+    Record,
     newest_records,
     read_object,
     records,
@@ -54,11 +55,11 @@ class RunList:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._found: dict[str, Path] = {}
-        self._rows: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._rows: dict[str, tuple[tuple[Any, ...], Record]] = {}
         self._curves: OrderedDict[str, MetricsFile] = OrderedDict()
         self._lock = Lock()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Record]:
         """Return all runs as they are now, by name."""
         with self._lock:
             self._found = {
@@ -71,7 +72,7 @@ class RunList:
             self.rows()
         return self._found.get(run)
 
-    def _row(self, run: str, path: Path) -> dict[str, Any]:
+    def _row(self, run: str, path: Path) -> Record:
         files = (METRICS, RUN_REPORT, STARTS, CONFIG, *EVENTS)
         stamps = tuple(stamp(path / name) for name in files)
         if run not in self._rows or self._rows[run][0] != stamps:
@@ -84,7 +85,7 @@ class RunList:
         row["story"] = digest(stamps[3:], row["state"], row["report"])
         return row
 
-    def curves(self, run: str, path: Path, metrics: Sequence[str]) -> dict[str, Any]:
+    def curves(self, run: str, path: Path, metrics: Sequence[str]) -> Record:
         """Return the requested metrics, training and held-out, and the names of all metrics."""
         known = self._metrics_file(run, path)
         with known.lock:
@@ -112,10 +113,10 @@ class RunList:
                 self._curves.popitem(last=False)
             return known
 
-    def details(self, path: Path) -> dict[str, Any]:
+    def details(self, path: Path) -> Record:
         """Return config, incidents, findings and answers of a run, and what is wrong with its folder."""
         problems = []
-        found: dict[str, Any] = {"folder": str(path), "config": {}}
+        found: Record = {"folder": str(path), "config": {}}
         try:
             found["config"] = read_config(path)
         except FolderProblem as problem:
@@ -172,8 +173,8 @@ def stamp(file: Path) -> tuple[int, int] | None:
     return None
 
 
-def _row_of(path: Path) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(("step", "total", "loss", "accuracy", "held_out"))
+def _row_of(path: Path) -> Record:
+    row: Record = dict.fromkeys(("step", "total", "loss", "accuracy", "held_out"))
     problems = []
     for part in (_newest_numbers, _model_and_loss):
         try:
@@ -187,7 +188,7 @@ def _row_of(path: Path) -> dict[str, Any]:
     return row | _times(path) | {"problem": "; ".join(problems)}
 
 
-def _newest_numbers(path: Path) -> dict[str, Any]:
+def _newest_numbers(path: Path) -> Record:
     try:
         found, damaged = newest_records(path / METRICS)
     except FileNotFoundError:
@@ -211,7 +212,7 @@ def _number(value: Any) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _model_and_loss(path: Path) -> dict[str, Any]:
+def _model_and_loss(path: Path) -> Record:
     """Parse only the lines of these keys: all of 200 configs would take seconds."""
     text = _config_text(path)
     found = _settings("".join(f"{block}\n" for block in LISTED.findall(text)))
@@ -223,7 +224,7 @@ def _model_and_loss(path: Path) -> dict[str, Any]:
     return {"model": str(model or ""), "loss_type": " + ".join(map(str, names))}
 
 
-def _times(path: Path) -> dict[str, Any]:
+def _times(path: Path) -> Record:
     """Return when the run last wrote a line, and the duration of its last start."""
     last, began, report = (stamp(path / name) for name in (METRICS, CONFIG, RUN_REPORT))
     seconds = (last[1] - began[1]) / 1e9 if last and began else 0.0
@@ -235,7 +236,7 @@ def _times(path: Path) -> dict[str, Any]:
     }
 
 
-def _state(path: Path, row: Mapping[str, Any]) -> str:
+def _state(path: Path, row: Record) -> str:
     """running: its lock is held. ended: it exported a model. stopped: saved, can be resumed. failed: neither."""
     if control.holder(path):
         return "running"
@@ -250,7 +251,7 @@ def _state(path: Path, row: Mapping[str, Any]) -> str:
 # --- config ---
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Record:
     """Return every key, such as actor_train.data_args.file_name, with its value; {} without a config."""
     return _settings(_config_text(path))
 
@@ -266,7 +267,7 @@ def _config_text(path: Path) -> str:
         raise FolderProblem(f"{CONFIG} cannot be read as text") from error
 
 
-def _settings(text: str) -> dict[str, Any]:
+def _settings(text: str) -> Record:
     try:
         # Aliases can expand to billions of values; no run writes them. The C loader overflows its stack on deep lists.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
@@ -279,16 +280,16 @@ def _settings(text: str) -> dict[str, Any]:
     return flat(found)
 
 
-def flat(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
+def flat(values: Mapping[Any, Any], above: str = "") -> Record:
     """Return {"a.b": 1} for {"a": {"b": 1}}."""
-    found: dict[str, Any] = {}
+    found: Record = {}
     for name, value in values.items():
         key = f"{above}{name}"
         found |= flat(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
     return found
 
 
-def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | None]]]:
+def differences(configs: Sequence[Record]) -> list[tuple[str, list[str | None]]]:
     """Return each key on which configs differ, with its value in each; None if one does not have it."""
     texts = [
         {

@@ -31,7 +31,7 @@ from rather.losses.objective import PairLoss, from_config
 from rather.model.policy import PolicyModel
 from rather.parallel.load import Start, compute_dtype, load_policy, same_weights
 from rather.plan.state import stored_weights
-from rather.report.folder import CONFIG, FINISHED
+from rather.report.folder import CONFIG, FINISHED, Record
 from rather.run_folder.model_source import load_weights
 
 HITS = 20  # pairs listed at a time
@@ -94,9 +94,9 @@ class Session:
             raise DataError(f"the run has no set '{name}'; it has {', '.join(self.sets)}.")
         return self.sets[name]
 
-    def search(self, name: str, text: str, start: int) -> dict[str, Any]:
+    def search(self, name: str, text: str, start: int) -> Record:
         """Return pairs from number `start` on that contain the text, ignoring case, or have it as their id."""
-        pairs, wanted, hits = self.dataset(name), text.casefold(), list[dict[str, Any]]()
+        pairs, wanted, hits = self.dataset(name), text.casefold(), list[Record]()
         until, place = monotonic() + SEARCH_SECONDS, max(0, start)
         self.progress("searching")
         while place < len(pairs) and len(hits) < HITS and (monotonic() < until or place == start):
@@ -189,7 +189,7 @@ class Session:
 
     # --- one pair ---
 
-    def pair(self, name: str, index: int) -> dict[str, Any]:
+    def pair(self, name: str, index: int) -> Record:
         """Return a pair with the log-probs of its scored tokens, their sums and its rewards, before and after."""
         pairs = self.dataset(name)
         if not 0 <= index < len(pairs):
@@ -216,7 +216,7 @@ class Session:
             },
         }
 
-    def _side(self, pair: TokenPair, side: str, by_model: dict[str, TokenLogps]) -> dict[str, Any]:
+    def _side(self, pair: TokenPair, side: str, by_model: dict[str, TokenLogps]) -> Record:
         spans, place = getattr(pair, f"{side}_scored"), SIDES.index(side)
         ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
         sums = {model: float(each.columns["sum"][0, place]) for model, each in by_model.items()}

@@ -47,7 +47,7 @@ def data_command(
 
         prepared = prepare(settings)
         report, console = dict(prepared.report), Console(stderr=as_json)
-        if show or save or html:
+        if show or html:
             args = settings.actor_train.model_args
             path = settings.actor_train.tokenizer_path
             tokenizer = load_tokenizer(path, args.revision, args.trust_remote_code)
@@ -60,7 +60,7 @@ def data_command(
             if show:
                 show_pairs(prepared.train, tokenizer, show, console)
         if save:
-            for folder in save_pairs(prepared, save, tokenizer.decode):
+            for folder in save_pairs(prepared, save):
                 typer.echo(f"tokenised pairs are in {folder}", err=as_json)
         if html:
             try:

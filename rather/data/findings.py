@@ -6,8 +6,8 @@ Everything is computed from lengths and from hashes that were stored with the to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
-from math import inf, sqrt
+from itertools import pairwise
+from math import ceil, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ EXAMPLES = 5
 PARTS = ("prompt", "chosen", "rejected")
 SEVERITIES = ("serious", "warning", "info")
 
+Json = dict[str, Any]  # an object of a JSON file
 Hashes = NDArray[np.uint64]
 Rows = NDArray[np.int64]
 
@@ -56,13 +57,6 @@ RULES = {
         "preferred the other way round.",
         "Keep the judgement that you trust; if people simply disagree, robust or label_smoothing helps.",
     ),
-    "answers_both_ways": Rule(
-        inf,  # pairs drawn from one ranking look exactly like this
-        inf,
-        "{both_ways} further pairs of {set} ({percent}) have an answer that is chosen in one row and rejected in "
-        "another, against different answers.",
-        "Expected if rows are parts of one ranking; otherwise check how the rows were judged.",
-    ),
     "duplicate_pairs": Rule(
         0.01,
         0.05,
@@ -90,7 +84,6 @@ NUMBERS = (  # heading, key, format: the table of numbers in the terminal and on
     ("different prompts", "prompts", ","),
     ("repeated pairs", "pairs_again", ","),
     ("contradicted pairs", "swapped", ","),
-    ("pairs with an answer judged both ways", "both_ways", ","),
     ("prompts also in train", "same_prompts", ","),
     ("pairs also in train", "same_pairs", ","),
     ("prompts cut to sequence_length", "cut_prompts", ","),
@@ -120,7 +113,7 @@ def combine(*columns: Hashes) -> Hashes:
     return total
 
 
-def sets_of(report: Mapping[str, Any]) -> dict[str, Any]:
+def sets_of(report: Json) -> Json:
     """Return the entries of a data report by the names of their sets: train, eval, eval <name>."""
     evals = {f"eval {name}".strip(): entry for name, entry in report["evals"].items()}
     return {"train": report["train"], **evals}
@@ -129,7 +122,7 @@ def sets_of(report: Mapping[str, Any]) -> dict[str, Any]:
 class _HashedSet:
     """A set of pairs with the hashes of its normalised texts, and where its rows come from."""
 
-    def __init__(self, name: str, pairs: PairDataset, files: list[dict[str, Any]]) -> None:
+    def __init__(self, name: str, pairs: PairDataset, files: list[Json]) -> None:
         self.name, self.pairs, self.files = name, pairs, files
         self.prompt, self.chosen, self.rejected = (pairs.column(f"normal_{p}") for p in PARTS)
         self.pair = combine(self.prompt, self.chosen, self.rejected)
@@ -139,9 +132,7 @@ class _HashedSet:
         return f"{self.files[self.source[row]]['path']}:{self.number[row]}"
 
 
-def examine(
-    train: PairDataset, evals: Mapping[str, PairDataset], report: Mapping[str, Any]
-) -> dict[str, Any]:
+def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) -> Json:
     """Return the part `look` of a data report: all numbers, the first examples, and the findings."""
     entries, files = sets_of(report), report["train"]["files"]
     own, *held = (
@@ -149,7 +140,7 @@ def examine(
         _HashedSet(name, pairs, entry.get("files") or files)
         for (name, entry), pairs in zip(entries.items(), (train, *evals.values()), strict=True)
     )
-    examples: list[dict[str, Any]] = []
+    examples: list[Json] = []
     inference = report["train"]["inference"]
     look = {
         "sets": {one.name: _set_numbers(one, examples) for one in (own, *held)},
@@ -171,7 +162,7 @@ def examine(
     return {**look, "findings": findings(look)}
 
 
-def findings(look: Mapping[str, Any]) -> list[dict[str, Any]]:
+def findings(look: Json) -> list[Json]:
     """Return all findings, the most severe first."""
     found = []
     for name, set_name, share, facts in _shares(look):
@@ -186,7 +177,7 @@ def findings(look: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: SEVERITIES.index(one["severity"]))
 
 
-def _shares(look: Mapping[str, Any]) -> Iterator[tuple[str, str, float, Mapping[str, Any]]]:
+def _shares(look: Json) -> Iterator[tuple[str, str, float, Json]]:
     """Yield the rule, the set, the share that the rule judges, and the facts that its text names."""
     for name, leak in look["leaks"].items():
         yield "leakage", name, leak["same_prompts"] / max(1, leak["prompts"]), leak
@@ -197,7 +188,6 @@ def _shares(look: Mapping[str, Any]) -> Iterator[tuple[str, str, float, Mapping[
     for name, one in look["sets"].items():
         against, again = one["contradictions"], one["repeats"]
         yield "contradictory_pairs", name, against["swapped"] / one["pairs"], against
-        yield "answers_both_ways", name, against["both_ways"] / one["pairs"], against
         yield "duplicate_pairs", name, again["pairs_again"] / one["pairs"], again
     for name, cut in look["truncation"].items():
         total = cut["cut_prompts"] + cut["cut_answers"]
@@ -217,9 +207,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 
-def number_rows(look: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def number_rows(look: Json) -> list[tuple[str, ...]]:
     """Return the table of numbers: a heading, then one column for each set."""
-    columns: list[dict[str, Any]] = []
+    columns: list[Json] = []
     for name, one in look["sets"].items():
         others = {**look["truncation"].get(name, {}), **look["leaks"].get(name, {})}
         nested = [value for value in one.values() if isinstance(value, dict)]
@@ -233,12 +223,15 @@ def number_rows(look: Mapping[str, Any]) -> list[tuple[str, ...]]:
 # --- the numbers ---
 
 
-def _set_numbers(one: _HashedSet, examples: list[dict[str, Any]]) -> dict[str, Any]:
+def _set_numbers(one: _HashedSet, examples: list[Json]) -> Json:
     lengths = {part: one.pairs.lengths(part) for part in PARTS}
     firsts = np.unique(one.pair, return_index=True)[1]
     repeated = np.setdiff1d(np.arange(len(one.pair)), firsts)
     prompts = len(np.unique(one.prompt))
+    opposite = combine(one.prompt, one.rejected, one.chosen)
+    swapped = np.flatnonzero(np.isin(opposite, one.pair))
     _add(examples, "same_pair", one, repeated, one, lambda row: one.pair == one.pair[row])
+    _add(examples, "swapped", one, swapped, one, lambda row: one.pair == opposite[row])
     return {
         "pairs": len(one.pairs),
         "lengths": _spreads(lengths),
@@ -247,39 +240,12 @@ def _set_numbers(one: _HashedSet, examples: list[dict[str, Any]]) -> dict[str, A
             "prompts_again": len(one.prompt) - prompts,
             "pairs_again": len(repeated),
         },
-        "contradictions": _contradictions(one, examples),
+        "contradictions": {"swapped": len(swapped)},
         "length_bias": _length_bias(lengths["chosen"], lengths["rejected"]),
     }
 
 
-def _contradictions(one: _HashedSet, examples: list[dict[str, Any]]) -> dict[str, int]:
-    """Count pairs with their answers swapped elsewhere, and further ones with an answer judged both ways."""
-    opposite = combine(one.prompt, one.rejected, one.chosen)
-    swapped = np.isin(opposite, one.pair)
-    row = (one.source.astype(np.int64) << 40) | one.number
-    wins, loses = combine(one.prompt, one.chosen), combine(one.prompt, one.rejected)
-    both = ~swapped & (_in_another_row(wins, loses, row) | _in_another_row(loses, wins, row))
-    found = np.flatnonzero(swapped)
-    _add(examples, "swapped", one, found, one, lambda i: one.pair == opposite[i])
-    winners = np.flatnonzero(both & np.isin(wins, loses))
-    _add(
-        examples, "both_ways", one, winners, one,
-        lambda i: (loses == wins[i]) & (row != row[i]),
-    )  # fmt: skip
-    return {"swapped": int(swapped.sum()), "both_ways": int(both.sum())}
-
-
-def _in_another_row(keys: Hashes, others: Hashes, row: Rows) -> NDArray[np.bool_]:
-    """Return which keys are among the others in a different row: one ranked row does not contradict itself."""
-    order = np.lexsort((row, others))
-    others, rows = others[order], row[order]
-    first = np.searchsorted(others, keys)
-    end = np.searchsorted(others, keys, side="right")
-    lowest, highest = rows[np.minimum(first, len(rows) - 1)], rows[end - 1]
-    return np.asarray((end > first) & ((lowest != row) | (highest != row)))
-
-
-def _leak(held: _HashedSet, train: _HashedSet, examples: list[dict[str, Any]]) -> dict[str, int]:
+def _leak(held: _HashedSet, train: _HashedSet, examples: list[Json]) -> dict[str, int]:
     """Count what an evaluation set shares with the training data."""
     first = np.sort(np.unique(held.prompt, return_index=True)[1])
     same = first[np.isin(held.prompt[first], train.prompt)]
@@ -295,7 +261,7 @@ def _leak(held: _HashedSet, train: _HashedSet, examples: list[dict[str, Any]]) -
 
 
 def _add(
-    examples: list[dict[str, Any]],
+    examples: list[Json],
     kind: str,
     one: _HashedSet,
     rows: Rows,
@@ -308,7 +274,7 @@ def _add(
         examples.append({"kind": kind, "set": one.name, "place": one.place(row), "like": like})
 
 
-def _truncation(entry: Mapping[str, Any], sequence_length: int) -> dict[str, Any]:
+def _truncation(entry: Json, sequence_length: int) -> Json:
     def counted(group: str, *kinds: str) -> int:
         return sum(entry[group][kind]["count"] for kind in kinds if kind in entry[group])
 
@@ -336,45 +302,28 @@ def _length_bias(chosen: NDArray[np.int32], rejected: NDArray[np.int32]) -> dict
     }
 
 
-def _spreads(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, dict[str, Any]]:
-    """Return each part's lengths in bars; both answers have the same bars, so that they can be compared."""
+def _spreads(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, Json]:
+    """Return each part's lengths as BARS bars; both answers have the same bars, so that they can be compared.
+
+    Bar i counts from edges[i] to below the next edge; the last one also counts whatever is longer.
+    """
     answers = np.concatenate([lengths["chosen"], lengths["rejected"]])
-    return {
-        part: _spread(lengths[part], _bar_width(lengths[part] if part == "prompt" else answers))
-        for part in PARTS
-    }
+    spreads = {}
+    for part, own in lengths.items():
+        largest = float(np.percentile(own if part == "prompt" else answers, 99))
+        width = ceil((largest + 1) / BARS)
+        spreads[part] = {
+            "median": float(np.median(own)),
+            "p95": float(np.percentile(own, 95)),
+            "longest": int(own.max()),
+            "edges": [width * i for i in range(BARS)],
+            "counts": np.bincount(np.minimum(own // width, BARS - 1), minlength=BARS).tolist(),
+        }
+    return spreads
 
 
-def _bar_width(lengths: NDArray[np.int32]) -> int:
-    """Return the smallest round number of which BARS cover 99 % of the lengths."""
-    wanted = (float(np.percentile(lengths, 99)) + 1) / BARS
-    rounds = (int(digit * 10**exponent) for exponent in count() for digit in (1, 2, 5))
-    return next(width for width in rounds if width >= wanted)
-
-
-def _spread(lengths: NDArray[np.int32], width: int) -> dict[str, Any]:
-    """Bar i counts from edges[i] to below the next edge; the last one also counts whatever is longer."""
-    last = min(BARS - 1, int(lengths.max()) // width)
-    counts = np.bincount(np.minimum(lengths // width, last), minlength=last + 1)
-    return {
-        "median": float(np.median(lengths)),
-        "p95": float(np.percentile(lengths, 95)),
-        "longest": int(lengths.max()),
-        "edges": [width * i for i in range(last + 1)],
-        "counts": counts.tolist(),
-    }
-
-
-def bars(spreads: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], dict[str, list[int]]]:
-    """Return the labels of all bars ('0-49', ..., '750 and more'), and the counts of each name."""
-    longest = max(spreads.values(), key=lambda spread: len(spread["edges"]))
-    edges = longest["edges"]
-    width = edges[1] - edges[0] if len(edges) > 1 else longest["longest"] + 1
-    labels = [f"{edge}-{edge + width - 1}" if width > 1 else str(edge) for edge in edges]
-    if longest["longest"] >= edges[-1] + width:
-        labels[-1] = f"{edges[-1]} and more"
-    padded = {
-        name: [*spread["counts"], *[0] * (len(labels) - len(spread["counts"]))]
-        for name, spread in spreads.items()
-    }
-    return labels, padded
+def bar_labels(spread: Json) -> list[str]:
+    """Return '0-49', '50-99', ..., '750 and more'."""
+    edges = spread["edges"]
+    inner = [f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in pairwise(edges)]
+    return [*inner, f"{edges[-1]} and more"]

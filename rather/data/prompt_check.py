@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from rather.data.findings import Json
 from rather.data.pool import Limits, Result, tokenised
 from rather.data.read import Source
 from rather.data.template import own_template
@@ -32,7 +33,7 @@ class PromptCheck:
         """`by` names what makes the prompt at inference."""
         self.tokenizer, self.by = tokenizer, by
         self.compared = self.different = 0
-        self.examples: list[dict[str, Any]] = []
+        self.examples: list[Json] = []
 
     def add(self, result: Result, prompts: Iterable[tuple[int, Ids]]) -> None:
         batch = pa.ipc.open_stream(result.table).read_next_batch()
@@ -68,13 +69,13 @@ class PromptCheck:
             return [*self._texts(ids[: SHOWN // 2]), " ... ", *self._texts(ids[-SHOWN // 2 :])]
         return [str(self.tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {name: getattr(self, name) for name in ("by", "compared", "different", "examples")}
 
 
 def check_own_template(
     tokenizer: PreTrainedTokenizerBase,
-    setup: dict[str, Any],
+    setup: Json,
     first: Result,
     sources: list[Source],
     limits: Limits,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ from rather.errors import ConfigError, DiskError
 if TYPE_CHECKING:
     from rather.data.batch import TokenPair
 
-Decode = Callable[[list[int]], Any]  # token ids -> their text
-
 DATA = "data-00000-of-00001.arrow"
 ROWS = 1024  # in memory at a time
 STATE: dict[str, Any] = {  # what `datasets` looks for
@@ -31,7 +30,7 @@ STATE: dict[str, Any] = {  # what `datasets` looks for
 DEFAULTS = {"weight": 1.0, "margin": np.nan, "soft_label": np.nan}
 
 
-def save(prepared: Prepared, folder: Path, decode: Decode) -> list[Path]:
+def save(prepared: Prepared, folder: Path) -> list[Path]:
     """Write training pairs to `folder` and each evaluation set to a folder inside; return the folders."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--save {folder}: is not empty; name a new folder.")
@@ -42,7 +41,7 @@ def save(prepared: Prepared, folder: Path, decode: Decode) -> list[Path]:
         shutil.rmtree(temporary, ignore_errors=True)  # from a save that was killed
         for name, pairs in sets.items():
             (temporary / name).mkdir(parents=True)
-            _write(pairs, temporary / name, decode)
+            _write(pairs, temporary / name)
         os.rename(temporary, folder)
     except OSError as error:
         raise DiskError(f"--save {folder}: cannot be written ({error.strerror}).") from error
@@ -51,7 +50,7 @@ def save(prepared: Prepared, folder: Path, decode: Decode) -> list[Path]:
     return [folder / name for name in sets]
 
 
-def _write(pairs: PairDataset, folder: Path, decode: Decode) -> None:
+def _write(pairs: PairDataset, folder: Path) -> None:
     extras = [
         name
         for name, default in DEFAULTS.items()
@@ -64,19 +63,10 @@ def _write(pairs: PairDataset, folder: Path, decode: Decode) -> None:
     }
     types |= {name: pa.string() if name == "id" else pa.float64() for name in extras}
     schema = pa.schema(list(types.items()))
-    with (
-        (folder / DATA).open("wb") as data,
-        (folder / "labels.jsonl").open("w", encoding="utf-8") as labels,
-        pa.ipc.new_stream(data, schema) as writer,
-    ):
-        rows: list[dict[str, Any]] = []
-        for number, pair in enumerate(_all(pairs)):
-            row, label = _row(number, pair, extras, decode)
-            rows.append(row)
-            labels.write(json.dumps(label, ensure_ascii=False) + "\n")
-            if len(rows) == ROWS or number + 1 == len(pairs):
-                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
-                rows.clear()
+    with (folder / DATA).open("wb") as data, pa.ipc.new_stream(data, schema) as writer:
+        rows = (_row(pair, extras) for pair in _all(pairs))
+        while some := list(islice(rows, ROWS)):
+            writer.write_batch(pa.RecordBatch.from_pylist(some, schema))
     info = {"description": "", "citation": ""}
     state = {**STATE, "_fingerprint": pairs.fingerprint[:16]}
     for name, content in (("dataset_info", info), ("state", state)):
@@ -91,22 +81,16 @@ def _all(pairs: PairDataset) -> Iterator[TokenPair]:
         yield from pairs.take(range(first, min(first + ROWS, len(pairs))))
 
 
-def _row(
-    number: int, pair: TokenPair, extras: list[str], decode: Decode
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a pair as a row of the dataset, and its scored spans with their text for people."""
+def _row(pair: TokenPair, extras: list[str]) -> dict[str, Any]:
     row: dict[str, Any] = {}
-    label: dict[str, Any] = {"pair": number} | ({"id": pair.id} if pair.id else {})
     for side in ("chosen", "rejected"):
         ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
-        spans, mask = getattr(pair, f"{side}_scored"), [0] * len(ids)
-        for a, b in spans:
+        mask = [0] * len(ids)
+        for a, b in getattr(pair, f"{side}_scored"):
             mask[a:b] = [1] * (b - a)
         columns = {"input_ids": ids, "attention_mask": [1] * len(ids), "loss_mask": mask}
         row |= {f"{side}_{name}": value for name, value in columns.items()}
-        label[f"{side}_spans"] = [list(span) for span in spans]
-        label[f"{side}_labels"] = [decode(ids[a:b]) for a, b in spans]
     for name in extras:
         value = getattr(pair, name)
         row[name] = None if value != value or value == "" else value
-    return row, label
+    return row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rather.data.findings import bars, number_rows, sets_of
+from rather.data.findings import Json, number_rows, sets_of
 from rather.data.pairs import PairDataset
 from rather.data.report import MEANINGS
 
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
 GROUPS = {"dropped": "red", "changed": "yellow", "warned": "yellow"}
 SEVERITIES = {"serious": "bold red", "warning": "yellow", "info": "dim"}
-COLOURS = {"chosen": "green", "rejected": "red", "prompt": "cyan"}
+COLOURS = {"chosen": "green", "rejected": "red"}
 SIDES = ("chosen", "rejected")
-BAR = 40  # characters of the longest bar
 MOST_TOKENS = 1000  # shown of each side on a page
 WINDOW = 32  # tokens that are decoded together
 
 
-def print_report(report: Mapping[str, Any], console: Console) -> None:
+def print_report(report: Json, console: Console) -> None:
     """Print one table with every set: rows read, dropped and changed; then all warnings and findings."""
     table = _table("Data", "set", "what", "count", "first places")
     for name in sets_of(report):
@@ -43,7 +42,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         console.print(f"[{SEVERITIES[severity]}]{severity}:[/] {text} [dim]{advice}[/]")
 
 
-def report_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
+def report_rows(report: Json) -> Iterator[tuple[str, str, str, str, str]]:
     """Yield set, what, count, detail and style of each row of the table, for the terminal and the page."""
     for name, entry in sets_of(report).items():
         if "rows" in entry:
@@ -72,7 +71,7 @@ def short(place: str) -> str:
     return place.rsplit("/", 1)[-1]
 
 
-def _first_places(entry: Mapping[str, Any], most: int = 3) -> str:
+def _first_places(entry: Json, most: int = 3) -> str:
     """Return the first places, such as ': file:7, 11, 12, ...'."""
     for file, numbers in entry["places"].items():
         more = ", ..." if entry["count"] > min(most, len(numbers)) else ""
@@ -80,11 +79,8 @@ def _first_places(entry: Mapping[str, Any], most: int = 3) -> str:
     return ""
 
 
-def print_look(look: Mapping[str, Any], console: Console) -> None:
-    """Print bars of lengths, the numbers of each set, and prompts that differ at inference."""
-    lengths = look["sets"]["train"]["lengths"]
-    _print_bars("prompts of train by tokens", {"prompt": lengths["prompt"]}, console)
-    _print_bars("answers of train by tokens", {side: lengths[side] for side in SIDES}, console)
+def print_look(look: Json, console: Console) -> None:
+    """Print the numbers of each set, and prompts that differ at inference."""
     table = _table("Numbers", "what", *map(escape, look["sets"]))
     for row in number_rows(look):
         table.add_row(*row)
@@ -101,7 +97,7 @@ def print_look(look: Mapping[str, Any], console: Console) -> None:
             console.print(text, soft_wrap=True)
 
 
-def inference_line(check: Mapping[str, Any]) -> str:
+def inference_line(check: Json) -> str:
     same = check["compared"] - check["different"]
     return f"{same} of {check['compared']} compared prompts begin as {check['by']} writes them at inference."
 
@@ -112,23 +108,6 @@ def _table(title: str, first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="left" if name in ("what", "first places") else "right")
     return table
-
-
-def _print_bars(title: str, spreads: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    labels, counts = bars(spreads)
-    most, width = max(map(max, counts.values())), BAR // len(counts)
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("tokens", justify="right", style="dim", no_wrap=True)
-    for name in counts:
-        table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("", width=width)
-    for i, label in enumerate(labels):
-        cells: list[str | Text] = []
-        for name, each in counts.items():
-            bar = Text("█" * -(-each[i] * width // most), style=COLOURS[name])
-            cells += [f"{each[i]:,}", bar]
-        table.add_row(label, *cells)
-    console.print(table)
 
 
 def show_pairs(
@@ -153,7 +132,7 @@ def show_pairs(
 
 def token_view(
     pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, most: int | None = MOST_TOKENS
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Return the first pairs token by token; each token as [text, whether it is scored]."""
     view = []
     for number, pair in enumerate(pairs.take(range(min(n, len(pairs)))), 1):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rather.errors import ConfigError
-from rather.report.document import as_json, escape, slug, table
+from rather.report.document import Record, as_json, escape, slug, table
 
 Line = tuple[Sequence[Any], Sequence[float | None]]  # x and y of its points
 
@@ -33,7 +33,7 @@ def plotly_bundle() -> str:
     return str(get_plotlyjs())
 
 
-def chart(figure: Mapping[str, Any], name: str, description: str) -> str:
+def chart(figure: Record, name: str, description: str) -> str:
     """Return a labelled chart; names are unique on a page. A colour may be a CSS variable: var(--series-2)."""
     anchor = slug(name)
     height = int(figure.get("layout", {}).get("height", 300))
@@ -48,9 +48,7 @@ def chart(figure: Mapping[str, Any], name: str, description: str) -> str:
     )
 
 
-def lines(
-    series: Mapping[str, Line], *, x: str = "step", y: str = "", most: int = 1000
-) -> dict[str, Any]:
+def lines(series: Mapping[str, Line], *, x: str = "step", y: str = "", most: int = 1000) -> Record:
     """Return a figure with one line for each name; long lines are downsampled, short ones have markers."""
     traces = []
     for name, line in series.items():
@@ -84,7 +82,7 @@ def downsample(
     return [x[place] for place in places], [y[place] for place in places]
 
 
-def _numbers(figure: Mapping[str, Any], name: str) -> str:
+def _numbers(figure: Record, name: str) -> str:
     """Return all points if they are few and share their x values, else a summary of each line."""
     traces = [trace for trace in figure["data"] if len(trace.get("x", ()))]
     names = [str(trace.get("name", "value")) for trace in traces]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rather.report import chart, downsample, lines
-from rather.report.folder import MetricColumns
+from rather.report.folder import MetricColumns, Record
 
 DASHES = {"chosen": "solid", "rejected": "dash"}
 ANSWERS = {
@@ -24,7 +24,7 @@ class Curve(NamedTuple):
     name: str
     metrics: tuple[str, ...]  # two for chosen and rejected
     text: str
-    axis: dict[str, Any] = {}  # noqa: RUF012 - read only
+    axis: Record = {}  # noqa: RUF012 - read only
 
 
 SHARE = {"range": [-0.02, 1.02], "tickformat": ".0%"}
@@ -90,7 +90,7 @@ def answer_curves(columns: MetricColumns) -> str:
     return f'<div class="grid">{"".join(charts)}</div>'
 
 
-def _traces(metrics: tuple[str, ...], columns: MetricColumns) -> Iterator[dict[str, Any]]:
+def _traces(metrics: tuple[str, ...], columns: MetricColumns) -> Iterator[Record]:
     """Yield training in the first colour and held-out sets in the next ones; rejected answers are dashed."""
     sets = {"": "training", **held_out_sets(columns)}
     for number, (prefix, name) in enumerate(sets.items()):

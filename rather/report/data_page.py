@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from rather.data.findings import bars, number_rows
+from rather.data.findings import Json, bar_labels, number_rows
 from rather.data.show import inference_line, report_rows, short
 from rather.report import LEVELS, chart, escape, page, plotly_bundle, table
 
 KINDS = {
     "same_pair": "the same pair",
     "swapped": "preferred the other way round",
-    "both_ways": "its chosen answer is rejected there",
     "leaked_prompt": "the same prompt in train",
     "leaked_pair": "the same pair in train",
 }
@@ -25,13 +23,13 @@ pre.tokens > * { border-right: 1px solid var(--line); }
 </style>"""
 
 
-def data_page(report: Mapping[str, Any], name: str) -> str:
+def data_page(report: Json, name: str) -> str:
     """Return a whole document."""
     body = f'<h2 id="data">What the model will see</h2>{section(report)}'
     return page(f"Data of {name}", body, scripts=[plotly_bundle()])
 
 
-def section(report: Mapping[str, Any]) -> str:
+def section(report: Json) -> str:
     """Return the body, without a heading of its own. Data that was refused has only its table of rows."""
     parts = [STYLE]
     if look := report.get("look"):
@@ -50,7 +48,7 @@ def section(report: Mapping[str, Any]) -> str:
     return "".join(parts) + _pairs(report.get("shown", []))
 
 
-def _findings(findings: Sequence[Mapping[str, Any]], warnings: Sequence[str]) -> str:
+def _findings(findings: Sequence[Json], warnings: Sequence[str]) -> str:
     if not findings and not warnings:
         return "<p>No problems found.</p>"
     items = [(one["severity"], one["text"], one["advice"]) for one in findings]
@@ -63,7 +61,7 @@ def _findings(findings: Sequence[Mapping[str, Any]], warnings: Sequence[str]) ->
     return f"<h3>Findings</h3><ul>{lines}</ul>"
 
 
-def _charts(lengths: Mapping[str, Any]) -> str:
+def _charts(lengths: Json) -> str:
     answers = {side: lengths[side] for side in ("chosen", "rejected")}
     return (
         '<h3>Lengths</h3><div class="grid">'
@@ -73,19 +71,21 @@ def _charts(lengths: Mapping[str, Any]) -> str:
     )
 
 
-def _bar_chart(name: str, what: str, spreads: Mapping[str, Mapping[str, Any]]) -> str:
-    labels, counts = bars(spreads)
+def _bar_chart(name: str, what: str, spreads: Mapping[str, Json]) -> str:
+    traces = [
+        {"type": "bar", "name": each, "x": bar_labels(spread), "y": spread["counts"]}
+        for each, spread in spreads.items()
+    ]
     layout = {
         "xaxis": {"title": {"text": "tokens"}, "type": "category"},
         "yaxis": {"title": {"text": "pairs"}},
-        "showlegend": len(counts) > 1,
+        "showlegend": len(traces) > 1,
         "barmode": "group",
     }
-    traces = [{"type": "bar", "name": each, "x": labels, "y": y} for each, y in counts.items()]
     return chart({"data": traces, "layout": layout}, name, f"Training pairs by {what}.")
 
 
-def _examples(examples: Sequence[Mapping[str, Any]]) -> str:
+def _examples(examples: Sequence[Json]) -> str:
     if not examples:
         return ""
     # A report of an earlier version may name kinds that are no longer counted.
@@ -97,7 +97,7 @@ def _examples(examples: Sequence[Mapping[str, Any]]) -> str:
     return f"<details><summary>Where</summary>{places}</details>"
 
 
-def _inference(check: Mapping[str, Any]) -> str:
+def _inference(check: Json) -> str:
     if not check["compared"]:
         return ""
     tags = {"before": "span", "training": "del", "inference": "ins", "after": "span"}
@@ -114,7 +114,7 @@ def _mark(tokens: Iterable[str], tag: str) -> str:
     return "".join(f"<{tag}>{escape(token)}</{tag}>" for token in tokens)
 
 
-def _pairs(pairs: Sequence[Mapping[str, Any]]) -> str:
+def _pairs(pairs: Sequence[Json]) -> str:
     if not pairs:
         return ""
     cards = ["<h3>Pairs as tokens</h3><p>Scored tokens are <mark>marked</mark>.</p>"]

@@ -13,6 +13,8 @@ from html import escape as escape_html
 from importlib.resources import files
 from typing import Any
 
+Record = dict[str, Any]  # an object of a JSON file
+
 NUMBER = ' class="number"'
 LEVELS = {"serious": "bad", "warning": "warn", "info": "muted"}  # severity -> class of page.css
 HEADING = re.compile(r'<h2 id="([^"]+)"[^>]*>(.*?)</h2>', re.DOTALL)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rather.config.redaction import redact
 from rather.errors import ConfigError
+from rather.report.document import Record as Record
 from rather.tracking.json_lines import current_name
 
 # The names of rather.run_folder.layout, which imports torch; the board must start without it.
@@ -29,7 +30,6 @@ REMEMBERED = (
 )
 MOST_STEPS = 1 << 53
 BETWEEN = "\n\0\n"  # occurs in no text, and no pattern of a secret reaches across it
-Record = dict[str, Any]
 
 
 class JsonLines:

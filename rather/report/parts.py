@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 from rather.report import LEVELS, escape, table
 from rather.report.curves import answer_curves, held_out_sets, step_times
 from rather.report.data_page import section
-from rather.report.folder import ANSWERS, CONFIG, DATA_REPORT, STARTS, Folder
+from rather.report.folder import ANSWERS, CONFIG, DATA_REPORT, STARTS, Folder, Record
 
 MOST_ANSWERS, MOST_INCIDENTS = 12, 200
 COMPUTING = ("torch", "transformers", "tokenizers", "peft", "numpy")
@@ -105,7 +105,7 @@ def time_and_cost(run: Folder) -> str:
     return cost + _forecast(run.plan) + _last_start(run.times) + step_times(run.metrics)
 
 
-def _forecast(plan: Mapping[str, Any]) -> str:
+def _forecast(plan: Record) -> str:
     """Return the forecast next to what was measured."""
     if "measured" not in plan:
         return ""
@@ -124,7 +124,7 @@ def _forecast(plan: Mapping[str, Any]) -> str:
     return table("Forecast and measurement", headings, rows) if rows else ""
 
 
-def _last_start(times: Mapping[str, Any]) -> str:
+def _last_start(times: Record) -> str:
     """Return where the driver's time went; its parts follow one another."""
     parts, whole = times.get("parts", {}), times.get("seconds", 0.0)
     if not parts or not whole:
@@ -169,7 +169,7 @@ def machine(run: Folder) -> str:
 
 def reproduce(run: Folder) -> str:
     """Return a command that needs only the folder: its config.yaml holds every value, resolved."""
-    newest: dict[str, Any] = {"launcher": "rather", "environment": {}, "settings": {}}
+    newest: Record = {"launcher": "rather", "environment": {}, "settings": {}}
     newest |= run.starts[-1] if run.starts else {}
     command = shlex.join(["train", str(run.path / CONFIG), f"exp_name={run.name}-again"])
     text = (
@@ -197,7 +197,7 @@ def reproduce(run: Folder) -> str:
     )
 
 
-def _value(start: Mapping[str, Any], path: str) -> Any:
+def _value(start: Record, path: str) -> Any:
     return start["settings"].get(path, {}).get("value")
 
 

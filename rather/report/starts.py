@@ -13,7 +13,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from rather.cluster.launch import mappings
 from rather.config.inherit import value_at
@@ -21,7 +20,7 @@ from rather.config.keys import table
 from rather.config.masking import public_values
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
-from rather.report.folder import STARTS
+from rather.report.folder import STARTS, Record
 from rather.tracking.json_lines import append_line
 
 log = logging.getLogger(__name__)
@@ -64,10 +63,10 @@ def command() -> str:
     return shlex.join(["python", name, *arguments])
 
 
-def environment(config: DPOConfig, kind: str) -> dict[str, Any]:
+def environment(config: DPOConfig, kind: str) -> Record:
     import torch
 
-    facts: dict[str, Any] = {
+    facts: Record = {
         "devices": len({device for mapping in mappings(config) for device in mapping}),
         "device": _cpu() if kind == "cpu" else "cuda",
         "hosts": int(os.environ.get("GROUP_WORLD_SIZE") or config.num_nodes),
@@ -84,7 +83,7 @@ def environment(config: DPOConfig, kind: str) -> dict[str, Any]:
     return facts
 
 
-def settings(config: DPOConfig) -> dict[str, dict[str, Any]]:
+def settings(config: DPOConfig) -> dict[str, Record]:
     """Return every key that is not at its default, without secrets, and where its value came from."""
     values, found = public_values(config), {}
     for path, key in table().items():
