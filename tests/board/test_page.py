@@ -230,7 +230,9 @@ def test_new_lines_appear(
 @pytest.mark.parametrize(
     ("size", "theme"), [(WIDE, "light"), (NARROW, "dark")], ids=["wide", "narrow"]
 )
-def test_both_themes_and_widths(open_page: OpenPage, board: Board, size: tuple[int, int], theme: str) -> None:
+def test_both_themes_and_widths(
+    open_page: OpenPage, board: Board, size: tuple[int, int], theme: str
+) -> None:
     """Begun in one theme and switched to the other, with two runs compared and a pair shown."""
     page = opened(open_page, board, size, theme)
     page.get_by_role("button", name="first", exact=True).click()
