@@ -24,7 +24,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from rather.commands.demo.base import hide_progress_bars, sample
+from rather.commands.demo.base import sample
 from rather.commands.demo.run import ACCURACY, SEED, write_base, write_run
 from rather.commands.demo.shop import Query, manner_of, on_topic, queries
 from rather.config.load import config_from_dict, load
@@ -85,7 +85,6 @@ def main() -> int:
     unknown = [name for name in args.losses if name not in RECIPES]
     if unknown:
         parser.error(f"no recipe for {', '.join(unknown)}; there are {', '.join(RECIPES)}")
-    hide_progress_bars()
     held_out = [query for query in queries() if query.held_out]
     prepare(args.out, held_out)
     base = judged(args.out / "base", held_out)
@@ -122,7 +121,7 @@ def prepare(out: Path, held_out: Sequence[Query]) -> None:
 
 def loss_settings(name: str) -> dict[str, Any]:
     """The loss and its numbers, as the recipe writes them."""
-    recipe = load(find_recipe(RECIPES[name]).path).config
+    recipe = load(find_recipe(RECIPES[name])).config
     return {"pref_loss": recipe.loss_names, **recipe.loss_numbers, **recipe.loss_modifiers}
 
 

@@ -1,4 +1,4 @@
-"""`rather chat`: a conversation with a model in the terminal, or one answer; with a second model beside it if asked."""
+"""`rather chat`: a conversation with one model, or with two that answer the same questions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ from rather.model.generate import Decoding, generate
 from rather.run_folder.model_source import Weights, here
 
 COMMANDS = (
-    "/reset begins anew, /system TEXT sets the system message, /quit ends; Ctrl-C stops an answer"
+    "/reset starts a new conversation, /system TEXT sets the system message, /quit exits, "
+    "Ctrl-C stops an answer"
 )
-HALF_A_CHARACTER = "\ufffd"  # what a token decodes to whose bytes go on in the next one
+INCOMPLETE = "\ufffd"  # a token decodes to this if its bytes continue in the next one
+
+
+def seed_sampling(seed: int) -> None:
+    torch.manual_seed(seed)
 
 
 @dataclass
 class Speaker:
-    """A model and its own side of the conversation. Without a chat template it goes on with the text."""
+    """A model and its side of the conversation. Without a chat template it continues the text."""
 
     name: str
     causal_lm: Any
@@ -39,143 +44,111 @@ class Speaker:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     @staticmethod
-    def of(weights: Weights, system: str | None) -> Speaker:
-        speaker = Speaker(weights.name, weights.load(here()).causal_lm, weights.tokenizer(), system)
-        if system:
-            speaker.refuse_system()
+    def load(weights: Weights, system: str | None) -> Speaker:
+        speaker = Speaker(weights.name, weights.load(here()).causal_lm, weights.tokenizer())
+        speaker.set_system(system)
         return speaker
 
     @cached_property
     def encoder(self) -> Encoder | LimitedEncoder:
         return encoder_of(recipe_of(self.tokenizer, DPOConfig(), TrainDataArgs()), self.name)
 
-    def refuse_system(self) -> None:
-        if self.encoder.recipe.template is None:
-            raise ConfigError(
-                f"{self.name}: has no chat template, so there is no place for a system message"
-            )
+    def set_system(self, text: str | None) -> None:
+        if text and self.encoder.recipe.template is None:
+            raise ConfigError(f"{self.name}: a system message needs a chat template; it has none.")
+        self.system = text or None
 
-    def answer(self, text: str, decoding: Decoding, tell: Callable[[str], None]) -> None:
-        """Tells the answer piece by piece, and remembers it. One that is broken off is remembered as far as it came."""
+    def answer(self, text: str, decoding: Decoding, show: Callable[[str], None]) -> None:
+        """Show the answer as it is generated, and remember it as far as it was completed."""
         asked = [*self.turns, {"role": "user", "content": text}]
         ids = self._prompt(asked)
-        decoding = self._within(decoding, len(ids))
-        spoken = _Spoken(self.tokenizer, tell)
+        decoding = self._limit(decoding, len(ids))
+        generated: list[int] = []
+        shown = ""
+
+        def receive(tokens: list[int]) -> None:
+            nonlocal shown
+            generated.extend(tokens)
+            decoded = self.tokenizer.decode(generated, skip_special_tokens=True)
+            if not decoded.endswith(INCOMPLETE):
+                show(decoded[len(shown) :])
+                shown = decoded
+
         try:
-            generate(self.causal_lm, self.tokenizer, [ids], decoding, spoken.hear)
+            generate(self.causal_lm, self.tokenizer, [ids], decoding, receive)
         finally:
-            self.turns = [*asked, {"role": "assistant", "content": spoken.text}]
+            self.turns = [*asked, {"role": "assistant", "content": shown}]
 
     def _prompt(self, turns: Sequence[dict[str, str]]) -> list[int]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        prompt: Any = (*system, *turns)
         if self.encoder.recipe.template is None:
-            prompt: Any = "".join(turn["content"] for turn in turns)
-        else:
-            prompt = (
-                *([{"role": "system", "content": self.system}] if self.system else []),
-                *turns,
-            )
+            prompt = "".join(turn["content"] for turn in turns)
         found = self.encoder.inference_prompt(TextPair(prompt, "", ""))
         if isinstance(found, Bad):
             raise DataError(f"{self.name}: {found.detail}")
         return found
 
-    def _within(self, decoding: Decoding, prompt: int) -> Decoding:
-        positions = getattr(
-            self.causal_lm.config.get_text_config(), "max_position_embeddings", None
-        )
+    def _limit(self, decoding: Decoding, prompt: int) -> Decoding:
+        config = self.causal_lm.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
         if positions is None:
             return decoding
         if prompt >= positions:
             raise ConfigError(
-                f"{self.name}: the conversation has {prompt} tokens and the model {positions} positions; /reset it"
+                f"{self.name}: the conversation has {prompt} tokens, the model only {positions} "
+                "positions; start again with /reset."
             )
         return replace(decoding, max_new_tokens=min(decoding.max_new_tokens, positions - prompt))
 
 
-class _Spoken:
-    """The text of the tokens so far, told as soon as its characters are whole."""
-
-    def __init__(self, tokenizer: Any, tell: Callable[[str], None]) -> None:
-        self.tokenizer, self.tell = tokenizer, tell
-        self.ids: list[int] = []
-        self.text = ""
-
-    def hear(self, tokens: list[int]) -> None:
-        self.ids += tokens
-        whole = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not whole.endswith(HALF_A_CHARACTER):
-            self.tell(whole[len(self.text) :])
-            self.text = whole
-
-
 @dataclass(frozen=True)
 class Chat:
-    """One or two models that hear the same."""
+    """One or two models that get the same questions."""
 
     speakers: Sequence[Speaker]
     decoding: Decoding
     console: Console
 
-    @staticmethod
-    def with_models(
-        models: Sequence[Weights],
-        system: str | None,
-        decoding: Decoding,
-        seed: int | None,
-        console: Console,
-    ) -> Chat:
-        torch.manual_seed(seed or 0)
-        return Chat([Speaker.of(weights, system) for weights in models], decoding, console)
-
     def ask(self, text: str) -> None:
-        """The answer of each model, as it comes; under its name where there are two."""
+        """Print the answer of each model, under its name if there are two."""
+
+        def show(piece: str) -> None:
+            self.console.out(piece, end="", highlight=False)
+            self.console.file.flush()
+
         for speaker in self.speakers:
             if len(self.speakers) > 1:
                 self.console.rule(Text(speaker.name), align="left")
             try:
-                speaker.answer(text, self.decoding, self._tell)
+                speaker.answer(text, self.decoding, show)
             finally:
                 self.console.print()
 
-    def _tell(self, piece: str) -> None:
-        self.console.out(piece, end="", highlight=False)
-        self.console.file.flush()
-
     def talk(self) -> None:
-        """Until /quit or the end of the input."""
+        """Read questions until /quit or the end of the input."""
         with suppress(ImportError):
             import readline  # noqa: F401 - arrow keys and history for input()
         self.console.print(Text(COMMANDS), style="dim")
-        while True:
-            try:
-                said = self.console.input("[bold]> [/]").strip()
-            except EOFError:
-                return
-            if said == "/quit":
-                return
-            if said:
-                self._hear(said)
+        with suppress(EOFError):
+            while (line := self.console.input("[bold]> [/]").strip()) != "/quit":
+                if line:
+                    self._handle(line)
 
-    def _hear(self, said: str) -> None:
-        word, _, rest = said.partition(" ")
+    def _handle(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
         try:
-            if word == "/reset":
-                self._begin_anew()
-            elif word == "/system":
+            if word in ("/reset", "/system"):
                 for speaker in self.speakers:
-                    speaker.refuse_system()
-                    speaker.system = rest.strip() or None
-                self._begin_anew()
+                    if word == "/system":
+                        speaker.set_system(rest.strip())
+                    speaker.turns = []
+                self.console.print("(new conversation)", style="dim")
             elif word.startswith("/") and word[1:].isalpha():
-                self.console.print(Text(f"{word} is not known: {COMMANDS}"))
+                self.console.print(Text(f"{word}: unknown command. {COMMANDS}"))
             else:
-                self.ask(said)
+                self.ask(line)
         except KeyboardInterrupt:
             self.console.print("(stopped)", style="dim")
         except (ConfigError, DataError) as error:
             self.console.print(Text(str(error)), style="red")
-
-    def _begin_anew(self) -> None:
-        for speaker in self.speakers:
-            speaker.turns = []
-        self.console.print("(a new conversation)", style="dim")

@@ -1,19 +1,24 @@
-"""The command `rather plan`: will it fit, how long will it take, and what else would."""
+"""`rather plan`: does a run fit, how long will it take, and which settings are better?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from rather.commands.terminal import ConfigPath, Imports, Overrides, guarded, print_json
+from rather.commands.terminal import (
+    AsJson,
+    ConfigPath,
+    Imports,
+    Overrides,
+    command,
+    make_table,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -25,40 +30,33 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
+@command
 def plan_command(
     config: ConfigPath,
     overrides: Overrides = None,
     gpus: Annotated[
-        int | None, typer.Option(help="GPUs that both roles share; else the config's.", min=1)
+        int | None, typer.Option(help="Number of GPUs for both roles; default: the config.", min=1)
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Kind of GPU, such as h100 or l4; else this machine's.")
+        str | None, typer.Option(help="GPU model, such as h100 or l4; default: this machine.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the forecast as JSON.")] = False,
+    as_json: AsJson = False,
     imports: Imports = None,
 ) -> None:
-    """Forecast memory by part, time and disk of a run, for its layout and for others, before anything starts.
+    """Forecast memory, time and disk of a run, and of other settings, before anything starts.
 
-    Of the model only its config.json is read. The pairs are tokenised, as training would, where their files are here.
+    Only config.json of the model is read. If the files of the pairs are here, they are tokenised as
+    for training.
     """
-    raise typer.Exit(guarded(partial(_plan, config, overrides or [], gpus, gpu, as_json)))
-
-
-def _plan(
-    path: Path, overrides: list[str], gpus: int | None, gpu: str | None, as_json: bool
-) -> int:
     from rather.config.load import load
     from rather.config.plugins import load_requested
     from rather.model.sizes import sizes_of
     from rather.plan.forecast import forecast
     from rather.plan.others import best, enough_devices, ways_of
 
-    shared = (
-        [f"{role}.device_mapping=0-{gpus - 1}" for role in ("actor_train", "reference")]
-        if gpus
-        else []
-    )
-    settings = load(path, [*overrides, *shared]).config
+    roles = ("actor_train", "reference") if gpus else ()
+    shared = [f"{role}.device_mapping=0-{(gpus or 1) - 1}" for role in roles]
+    settings = load(config, [*(overrides or []), *shared]).config
     load_requested()
     device = _device(settings, gpu, gpus)
     sizes = sizes_of(settings.actor_train.model_path, settings.actor_train.model_args)
@@ -70,23 +68,14 @@ def _plan(
 
     own = judge(settings)
     ways = best(list(ways_of(settings, sizes, device.kind, judge)))
-    more = (
-        enough_devices(settings, judge) if device.kind == "cuda" and not _fit(own, ways) else None
-    )
+    fits = own.fits or any(way.forecast.fits for way in ways)
+    more = enough_devices(settings, judge) if device.kind == "cuda" and not fits else None
     said = verdict(own, ways, more)
     if as_json:
         others = [{"settings": dict(way.change), **way.forecast.as_json()} for way in ways]
         print_json({**own.as_json(), "verdict": said, "others": others})
     else:
         show(own, ways, said, Console())
-    return 0
-
-
-def _fit(own: Forecast, ways: Sequence[Way]) -> bool:
-    return own.fits or any(way.forecast.fits for way in ways)
-
-
-# --- what is asked ---
 
 
 def _device(config: DPOConfig, gpu: str | None, gpus: int | None) -> Device:
@@ -99,18 +88,18 @@ def _device(config: DPOConfig, gpu: str | None, gpus: int | None) -> Device:
 
     if gpu is not None:
         if gpu.lower() not in GPUS:
-            raise ConfigError(f"--gpu {gpu}: is not listed{did_you_mean(gpu.lower(), tuple(GPUS))}")
+            raise ConfigError(f"--gpu {gpu}: unknown{did_you_mean(gpu.lower(), tuple(GPUS))}")
         return Device("cuda", GPUS[gpu.lower()].gib * GIB)
     kind = device_kind(config.platform)
     if gpus and kind == "cpu":
         raise ConfigError(
-            "--gpus: this machine has no GPU that PyTorch can use; name a kind with --gpu, such as h100."
+            "--gpus: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
         )
     return device_here(config, kind)
 
 
 def _pairs(config: DPOConfig) -> Pairs:
-    """The run's own, where they can be tokenised here; else as long as they may be."""
+    """Return the pairs of the run if they can be tokenised here, else the longest possible ones."""
     from rather.config.paths import check_paths
     from rather.data.prepare import prepare
     from rather.errors import RatherError
@@ -126,19 +115,18 @@ def _pairs(config: DPOConfig) -> Pairs:
 
 
 def _for_batch(pairs: Pairs, config: DPOConfig) -> Pairs:
-    """The same pairs in steps of another size, where a layout changes it; of what comes twice nothing is shared."""
+    """Return the same pairs in steps of another size; repeated pairs share no prompt."""
     wanted, step = config.global_batch(), pairs.sample[0]
     if wanted == len(step):
         return pairs
     copies = range(-(-wanted // len(step)))
-    repeated = [replace(pair, prompt=pair.prompt + copy) for copy in copies for pair in step][
-        :wanted
-    ]
-    return replace(pairs, sample=[repeated], steps=max(1, round(pairs.steps * len(step) / wanted)))
+    repeated = [replace(pair, prompt=pair.prompt + copy) for copy in copies for pair in step]
+    steps = max(1, round(pairs.steps * len(step) / wanted))
+    return replace(pairs, sample=[repeated[:wanted]], steps=steps)
 
 
 def _speed(config: DPOConfig, sizes: Any, device: Device, gpu: str | None, pairs: Pairs) -> Speed:
-    """Of a device that is here, measured now; of one that is not, or of compiled layers, by its data sheet."""
+    """Measure the speed of a device that is here; otherwise, or if compiled, use its data sheet."""
     from rather.pipeline.forecast import gpu_here
     from rather.plan.calibrate import measured_speed
     from rather.plan.forecast import compiles, forecast
@@ -150,103 +138,78 @@ def _speed(config: DPOConfig, sizes: Any, device: Device, gpu: str | None, pairs
         assert name is not None
         return listed_speed(name, sizes.weights, compiled=compiled)
     actor, chosen = config.actor_train, forecast(config, sizes, device, pairs, None).chosen
-    sample = pairs.sample[0]
-    return measured_speed(
-        actor.model_path,
-        actor.model_args,
-        sizes,
-        sample,
-        chosen.tokens,
-        device.kind,
-        chosen.recompute,
-    )
-
-
-# --- what is told ---
+    model, step = (actor.model_path, actor.model_args, sizes), pairs.sample[0]
+    return measured_speed(*model, step, chosen.tokens, device.kind, chosen.recompute)
 
 
 def verdict(own: Forecast, ways: Sequence[Way], more: Way | None) -> str:
-    """One sentence; where it does not fit, with the settings to type."""
-    there, needed = size(own.device.memory), size(own.parts.total)
+    """Return one sentence; if the run does not fit, with the settings to type."""
+    available, needed = size(own.device.memory), size(own.parts.total)
     if own.fits:
-        return f"fits: {needed} of {there} on each device."
-    told = f"does not fit: {needed} are needed and a device has {there}"
-    fitting = [way for way in ways if way.forecast.fits]
-    if fitting:
-        return f"{told}; try {fitting[0].typed}"
+        return f"fits: {needed} of {available} on each device."
+    text = f"does not fit: needs {needed} per device, available {available}"
+    if fitting := [way for way in ways if way.forecast.fits]:
+        return f"{text}; try {fitting[0].typed}"
     if more:
-        return f"{told}; no setting alone helps, try more devices: {more.typed}"
-    return f"{told}; nothing that was tried fits: use a smaller model, sequence_length or per-device batch."
+        return f"{text}; no other setting helps, try more devices: {more.typed}"
+    return f"{text}; try a smaller model, sequence_length or per-device batch."
 
 
 def show(own: Forecast, ways: Sequence[Way], said: str, console: Console) -> None:
-    table = Table(title="memory of each device", title_justify="left", header_style="bold")
-    table.add_column("part")
-    table.add_column("size", justify="right")
+    table = make_table("memory of each device", "part", "size")
     for name, number in asdict(own.parts).items():
         table.add_row(name, size(number))
     table.add_section()
-    table.add_row("together", size(own.parts.total))
-    table.add_row("there", size(own.device.memory))
+    table.add_row("total", size(own.parts.total))
+    table.add_row("available", size(own.device.memory))
     console.print(table)
-    for line in facts(own):
-        console.print(Text(line), soft_wrap=True)
-    if ways:
-        console.print(_others(ways))
-    console.print(Text(said, style="bold green" if own.fits else "bold red"), soft_wrap=True)
-
-
-def facts(own: Forecast) -> list[str]:
-    """Everything but memory, line by line."""
-    chosen, work, pairs, disk = own.chosen, own.work, own.pairs, own.disk
-    host = ", reference on the host between its turns" if chosen.parked else ""
-    narrow = ", gradients added up in bfloat16" if chosen.narrow else ""
-    lines = [
-        f"layout: {own.layout}; {'compiled' if own.compiled else 'not compiled'}; micro-batches of up to "
-        f"{chosen.tokens} tokens, recompute {chosen.recompute}{host}{narrow}",
-        f"batch: {own.batch}; {own.step_tokens} tokens in {work.batches} micro-batches a rank, the largest of "
-        f"{work.tokens} tokens, {work.rows} of them scored",
-    ]
-    if pairs.assumed:
-        lines.append(
-            f"assumed: all pairs are as long as sequence_length allows. Why: {pairs.assumed}"
-        )
-    else:
-        lines.append(f"run: {pairs.count} pairs x {pairs.epochs:g} epochs = {pairs.steps} steps")
-    if own.seconds:
-        run = f", {_duration(own.run_seconds or 0)} the run" if pairs.steps else ""
-        lines.append(f"time: {own.seconds.total:.3g} s a step{run} ({own.speed})")
-    if own.reference_device:
-        lines.append(
-            f"reference: {size(own.reference_device)} of weights on each of its own devices"
-        )
-    parts = ", ".join(f"{name} {size(number)}" for name, number in asdict(disk).items())
-    short = "; that is NOT ENOUGH, choose another output_dir or a smaller max_ckpt_to_keep"
-    enough = "" if disk.total <= own.disk_free else short
-    lines.append(f"disk: {size(disk.total)} ({parts}) of {size(own.disk_free)} free{enough}")
-    return lines
-
-
-def _others(ways: Sequence[Way]) -> Table:
-    table = Table(title="other settings", title_justify="left", header_style="bold")
-    table.add_column("settings", overflow="fold")
-    for name in ("memory", "s a step", "pairs/s", ""):
-        table.add_column(name, justify="right")
+    console.print(Text("\n".join(facts(own))), soft_wrap=True)
+    others = make_table("other settings", "settings", "memory", "s per step", "pairs/s", "")
     for way in ways:
         found = way.forecast
         seconds = found.seconds.total if found.seconds else float("nan")
         speed = found.config.global_batch() / seconds
         fits = "fits" if found.fits else "does not fit"
-        table.add_row(
-            Text(way.typed), size(found.parts.total), f"{seconds:.3g}", f"{speed:.3g}", fits
+        numbers = size(found.parts.total), f"{seconds:.3g}", f"{speed:.3g}"
+        others.add_row(Text(way.typed), *numbers, fits)
+    if ways:
+        console.print(others)
+    console.print(Text(said, style="bold green" if own.fits else "bold red"), soft_wrap=True)
+
+
+def facts(own: Forecast) -> list[str]:
+    """Return everything but memory, line by line."""
+    chosen, work, pairs, disk = own.chosen, own.work, own.pairs, own.disk
+    host = ", reference offloaded to the host between its turns" if chosen.parked else ""
+    narrow = ", gradients summed in bfloat16" if chosen.narrow else ""
+    lines = [
+        f"layout: {own.layout}; {'compiled' if own.compiled else 'not compiled'}; micro-batches of "
+        f"up to {chosen.tokens} tokens, recompute {chosen.recompute}{host}{narrow}",
+        f"batch: {own.batch}; {own.step_tokens} tokens in {work.batches} micro-batches per rank; the "
+        f"largest has {work.tokens} tokens, {work.rows} of them scored",
+    ]
+    if pairs.assumed:
+        lines.append(
+            "assumed: all pairs are as long as sequence_length allows, because " + pairs.assumed
         )
-    return table
+    else:
+        lines.append(f"run: {pairs.count} pairs x {pairs.epochs:g} epochs = {pairs.steps} steps")
+    if own.seconds:
+        minutes, seconds = divmod(round(own.run_seconds or 0), 60)
+        hours, minutes = divmod(minutes, 60)
+        whole = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+        run = f", {whole} for the run" if pairs.steps else ""
+        lines.append(f"time: {own.seconds.total:.3g} s per step{run} ({own.speed})")
+    if own.reference_device:
+        lines.append(
+            f"reference: {size(own.reference_device)} of weights on each of its own devices"
+        )
+    parts = ", ".join(f"{name} {size(number)}" for name, number in asdict(disk).items())
+    short = "; NOT ENOUGH, choose another output_dir or a smaller max_ckpt_to_keep"
+    enough = "" if disk.total <= own.disk_free else short
+    lines.append(f"disk: {size(disk.total)} ({parts}) of {size(own.disk_free)} free{enough}")
+    return lines
 
 
 def size(number: float) -> str:
     return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / (1 << 20):.1f} MiB"
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"

@@ -10,55 +10,42 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rather.commands.terminal import guarded
-from rather.recipes import copy_recipe, list_recipes, show_recipe
+from rather.commands.terminal import Force, command
+from rather.recipes import copy_recipe, find_recipe, list_recipes
 
 recipes_app = typer.Typer(
-    help="Ready configs with the settings of papers and their authors.", no_args_is_help=True
+    help="Ready-made configs with the settings of papers and their authors.", no_args_is_help=True
 )
-
-RecipeName = Annotated[
-    str, typer.Argument(help="A name that `rather recipes list` shows.", show_default=False)
-]
+RecipeName = Annotated[str, typer.Argument(help="A name from `rather recipes list`.")]
 
 
 @recipes_app.command("list")
 def recipes_list() -> None:
     """List all recipes."""
     table = Table("recipe", "what it is", box=None, pad_edge=False)
-    for recipe in list_recipes():
-        table.add_row(Text(recipe.name, "bold"), Text(recipe.title))
+    for name, path in list_recipes().items():
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+        table.add_row(Text(name, "bold"), Text(title))
     Console().print(table)
 
 
 @recipes_app.command("show", epilog="Example: `rather recipes show simpo-llama3-instruct`")
+@command
 def recipes_show(name: RecipeName) -> None:
     """Print a recipe."""
-
-    def work() -> int:
-        typer.echo(show_recipe(name), nl=False)
-        return 0
-
-    raise typer.Exit(guarded(work))
+    typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
 
 
 @recipes_app.command("copy", epilog="Example: `rather recipes copy dpo my_run.yaml`")
+@command
 def recipes_copy(
     name: RecipeName,
-    file: Annotated[
-        Path | None, typer.Argument(help="File or folder; else NAME.yaml.", show_default=False)
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the file where it exists.")
-    ] = False,
+    file: Annotated[Path | None, typer.Argument(help="File or folder; default: NAME.yaml.")] = None,
+    force: Force = False,
 ) -> None:
-    """Copy a recipe to a YAML file of your own, in which you name your model and your pairs."""
-
-    def work() -> int:
-        target = copy_recipe(name, file, force=force)
-        typer.echo(
-            f"{target}: set `pretrain` and `actor_train.data_args.file_name`, then `rather train {target}`"
-        )
-        return 0
-
-    raise typer.Exit(guarded(work))
+    """Copy a recipe to a YAML file, in which you then set your model and your pairs."""
+    target = copy_recipe(name, file, force=force)
+    typer.echo(
+        f"{target}: set `pretrain` and `actor_train.data_args.file_name`, then run "
+        f"`rather train {target}`"
+    )

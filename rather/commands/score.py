@@ -1,4 +1,4 @@
-"""`rather score`: the pairs of any file under any model: rewards against a reference, or log-probs alone."""
+"""`rather score`: any pairs under any model: rewards against a reference, or log-probs alone."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 
 from rather.commands.terminal import settings
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, DPOConfig
-from rather.data.batch import Columns, PairFacts, TokenPair
+from rather.data.batch import Columns, PairFacts, PairLogps, TokenPair
 from rather.data.pairs import PairDataset
-from rather.data.prepare import Prepared, prepare
+from rather.data.prepare import prepare
 from rather.data.read import chunks, find_sources, parsed_rows
 from rather.data.show import print_report
 from rather.errors import ConfigError, DataError, MemoryShortage
@@ -43,85 +42,86 @@ DATA_KEYS = (
     "preprocessing_num_workers", "cache_dir",
 )  # fmt: skip
 LOSS_KEYS = ("pref_loss", "loss_weights", *LOSS_NUMBERS, *LOSS_MODIFIERS)
-TAKEN = (  # what decides tokens, rewards or speed here
-    *LOSS_KEYS, "sequence_length", "global_template", "chosen_key", "rejected_key", "ranked_pairs", "on_bad",
-    "max_bad_fraction", "output_dir", "actor_train.model_args.dtype", "actor_train.infer_batch_size",
-    "actor_train.max_tokens_per_microbatch_in_infer", *(f"actor_train.data_args.{key}" for key in DATA_KEYS),
+ALLOWED = (  # keys that influence tokens, rewards or speed here
+    *LOSS_KEYS, "sequence_length", "global_template", "chosen_key", "rejected_key", "ranked_pairs",
+    "on_bad", "max_bad_fraction", "output_dir", "actor_train.model_args.dtype",
+    "actor_train.infer_batch_size", "actor_train.max_tokens_per_microbatch_in_infer",
+    *(f"actor_train.data_args.{key}" for key in DATA_KEYS),
 )  # fmt: skip
-Z = 1.959964  # of a 95 % interval
+Z = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
 NONE = "(none)"  # the slice of rows without a value
+
+
+class LogProbs(NamedTuple):
+    """What forward passes of policy and reference yield for some pairs."""
+
+    facts: PairFacts
+    policy: Columns
+    reference: Columns | None
+
+    @property
+    def margins(self) -> Tensor:
+        """[P]: log-ratio of the chosen answer minus that of the rejected one, in nats."""
+        assert self.reference is not None
+        return gap(self.policy["sum"] - self.reference["sum"])
+
+    def for_loss(self, policy: Columns | None = None) -> PairLogps:
+        """Return what a training step would pass to the loss, for these policy log-probs."""
+        lengths = self.facts.mean_chosen_length
+        return self.facts.with_logps(policy or self.policy, self.reference, lengths)
+
+    def rows(self, rows: Tensor) -> LogProbs:
+        def pick(columns: Columns) -> Columns:
+            return {name: column[rows] for name, column in columns.items()}
+
+        reference = pick(self.reference) if self.reference else None
+        return LogProbs(self.facts.at(rows), pick(self.policy), reference)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs of all pairs. Without an objective there is nothing to reward by."""
+    """Log-probs of all pairs. Without an objective there are no rewards."""
 
     dataset: PairDataset
-    ids: Sequence[str]
-    facts: PairFacts
-    policy: Columns
-    reference: Columns | None
+    log_probs: LogProbs
     objective: PairLoss | None
     slices: Mapping[str, Sequence[str]]  # column -> its value for each pair
-    report: Mapping[str, Any]
-
-    @cached_property
-    def rewards(self) -> Tensor | None:
-        """[P, 2]"""
-        if self.objective is None:
-            return None
-        return self.objective.rewards(
-            self.facts.with_logps(self.policy, self.reference, self.facts.mean_chosen_length)
-        )
+    files: Sequence[str]
 
     @property
     def everything(self) -> dict[str, Any]:
-        """The numbers of all pairs, and of each slice."""
+        """Return the numbers of all pairs and of each slice."""
         by = {
-            column: {value: self.numbers(rows) for value, rows in _places(v)}
+            column: {value: self.numbers(self.log_probs.rows(rows)) for value, rows in _rows_by(v)}
             for column, v in self.slices.items()
         }
-        return {**self.numbers(torch.arange(len(self.dataset))), "by": by}
+        return {**self.numbers(self.log_probs), "by": by}
 
-    def numbers(self, rows: Tensor) -> dict[str, Any]:
-        facts, policy = (
-            self.facts.at(rows),
-            {name: column[rows] for name, column in self.policy.items()},
-        )
-        reference = (
-            {name: column[rows] for name, column in self.reference.items()}
-            if self.reference
-            else None
-        )
-        told: dict[str, Any] = {"pairs": len(rows)}
+    def numbers(self, x: LogProbs) -> dict[str, Any]:
+        sums, weight = x.policy["sum"], x.facts.weight
+        numbers: dict[str, Any] = {"pairs": len(sums)}
         if self.objective:
-            x = facts.with_logps(policy, reference, facts.mean_chosen_length)
-            scored = Scored(x, self.objective(x), self.objective.rewards(x))
-            window = Window()
-            sums = weighted_sums(scored, facts.weight, self.objective)
-            window.add(
-                {name: float(value) for name, value in sums.items()}, pairs=len(rows), tokens=0
-            )
-            told |= window.means() | _preference("rewards", scored.rewards, facts.weight)
-        told |= _preference("logps", policy["sum"], facts.weight)
-        return told | _preference("logps_per_token", policy["sum"] / facts.length, facts.weight)
+            pairs = x.for_loss()
+            scored = Scored(pairs, self.objective(pairs), self.objective.rewards(pairs))
+            window, totals = Window(), weighted_sums(scored, weight, self.objective)
+            totals = {name: float(value) for name, value in totals.items()}
+            window.add(totals, pairs=len(sums), tokens=0)
+            numbers |= window.means() | _preference("rewards", scored.rewards, weight)
+        numbers |= _preference("logps", sums, weight)
+        return numbers | _preference("logps_per_token", sums / x.facts.length, weight)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """One object for each pair, in the order of the files."""
-        columns: dict[str, Tensor] = {"logps": self.policy["sum"], "tokens": self.facts.length}
-        if self.reference:
-            columns["reference_logps"] = self.reference["sum"]
-        if self.rewards is not None:
-            columns["rewards"] = self.rewards
+        """Yield one object for each pair, in the order of the files."""
+        x = self.log_probs
+        columns: dict[str, Tensor] = {"logps": x.policy["sum"], "tokens": x.facts.length}
+        if x.reference:
+            columns["reference_logps"] = x.reference["sum"]
+        if self.objective:
+            columns["rewards"] = self.objective.rewards(x.for_loss())
         values = {name: column.tolist() for name, column in columns.items()}
-        files = [entry["path"] for entry in self.report["files"]]
-        places = zip(
-            self.dataset.column("source").tolist(),
-            self.dataset.column("number").tolist(),
-            strict=True,
-        )
-        for i, (source, number) in enumerate(places):
-            line: dict[str, Any] = {"file": files[source], "number": number, "id": self.ids[i]}
+        for i, (source, number) in enumerate(_places(self.dataset)):
+            (pair,) = self.dataset.take([i])
+            line: dict[str, Any] = {"file": self.files[source], "number": number, "id": pair.id}
             for name, column in values.items():
                 line |= {f"{name}/chosen": column[i][0], f"{name}/rejected": column[i][1]}
             yield line | {column: v[i] for column, v in self.slices.items()}
@@ -134,7 +134,7 @@ def score(
     overrides: Sequence[str],
     by: Sequence[str] = (),
 ) -> Scores:
-    """Both models one after the other over all pairs: never two of them in memory."""
+    """Score all pairs with one model after the other: never two of them in memory."""
     config = settings_for(model, pairs, overrides)
     objective = _objective(config, reference)
     if reference:
@@ -145,30 +145,25 @@ def score(
     if objective:
         refuse_missing_columns(config, objective, data)
     slices = {column: _values(config, data.train, column) for column in by}
-    dtype = (
-        config.actor_train.model_args.dtype or model.args.dtype
-    )  # the reference's as well: rewards are differences
-    with _progress(console) as bar:
-        ids, facts, policy = _asked(model, dtype, config, data, bar)
-        other = _asked(reference, dtype, config, data, bar)[2] if reference else None
-    return Scores(data.train, ids, facts, policy, other, objective, slices, data.report["train"])
+    # The reference gets the same dtype: rewards are differences.
+    dtype = config.actor_train.model_args.dtype or model.args.dtype
+    found = log_probs(model, reference, dtype, config, data.train)
+    files = [entry["path"] for entry in data.report["train"]["files"]]
+    return Scores(data.train, found, objective, slices, files)
 
 
 def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOConfig:
-    """The config that tokenises and rewards these pairs as a run with these settings would."""
+    """Return the config that tokenises and rewards these pairs as a run with it would."""
     names = [text.partition("=")[0].lstrip("+") for text in overrides]
-    if dead := [name for name in names if name not in TAKEN]:
-        raise ConfigError([f"{name}: has no effect on a score; leave it out" for name in dead])
+    if dead := [name for name in names if name not in ALLOWED]:
+        raise ConfigError([f"{name}: has no effect on a score; leave it out." for name in dead])
     data: dict[str, Any] = {"file_name": str(pairs.expanduser().absolute())}
     if model.run and model.run.actor_train.data_args.template:
         data["template"] = model.run.actor_train.data_args.template
     args = {name: getattr(model.args, name) for name in ("revision", "trust_remote_code")}
-    args |= {"tokenizer_name_or_path": model.tokenizer_path}
-    values = {
-        "exp_name": "score",
-        "pretrain": model.model,
-        "actor_train": {"model_args": args, "data_args": data},
-    }
+    args["tokenizer_name_or_path"] = model.tokenizer_path
+    actor = {"model_args": args, "data_args": data}
+    values = {"exp_name": "score", "pretrain": model.model, "actor_train": actor}
     with TemporaryDirectory() as folder:
         file = Path(folder) / "score.yaml"
         file.write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -176,14 +171,14 @@ def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOCo
 
 
 def _objective(config: DPOConfig, reference: Weights | None) -> PairLoss | None:
-    objective, named = from_config(config), " + ".join(config.loss_names)
+    objective, names = from_config(config), " + ".join(config.loss_names)
     if reference and not objective.needs_reference:
-        raise ConfigError(f"--reference: loss '{named}' compares with no reference; leave it out")
+        raise ConfigError(f"--reference: loss '{names}' does not use a reference; leave it out.")
     if reference or not objective.needs_reference:
         return objective
-    if said := [key for key in LOSS_KEYS if key in config.model_fields_set]:
+    if given := [key for key in LOSS_KEYS if key in config.model_fields_set]:
         raise ConfigError(
-            f"{', '.join(said)}: rewards of loss '{named}' need a reference; name one with --reference"
+            f"{', '.join(given)}: rewards of loss '{names}' need a reference; pass --reference."
         )
     return None
 
@@ -191,53 +186,64 @@ def _objective(config: DPOConfig, reference: Weights | None) -> PairLoss | None:
 def _refuse_other_tokens(model: Weights, reference: Weights) -> None:
     folder = Path(reference.tokenizer_path)
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
-        return  # a bare model: its embeddings are compared with the ids
+        return  # a model without tokenizer: its embeddings are compared with the ids
     if model.tokenizer().get_vocab() != reference.tokenizer().get_vocab():
         raise ConfigError(
-            f"--reference {reference.name}: its tokenizer is not that of {model.name}, so that the same ids are other "
-            "words to it; name a model of the same family"
+            f"--reference {reference.name}: its tokenizer differs from that of {model.name}; "
+            "choose a model of the same family."
         )
 
 
 # --- log-probs ---
 
 
-def _asked(
-    weights: Weights, dtype: str | None, config: DPOConfig, data: Prepared, bar: Progress
-) -> tuple[list[str], PairFacts, Columns]:
-    device, dataset = here(), data.train
+def log_probs(
+    policy: Weights,
+    reference: Weights | None,
+    dtype: str | None,
+    config: DPOConfig,
+    pairs: PairDataset | Sequence[TokenPair],
+) -> LogProbs:
+    """Return the log-probs of the pairs under both models, of which one is loaded at a time."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        facts, columns = _forward(policy, dtype, config, pairs, bar)
+        other = _forward(reference, dtype, config, pairs, bar)[1] if reference else None
+    return LogProbs(facts, columns, other)
+
+
+def _forward(
+    weights: Weights,
+    dtype: str | None,
+    config: DPOConfig,
+    pairs: PairDataset | Sequence[TokenPair],
+    bar: Progress,
+) -> tuple[PairFacts, Columns]:
+    device = here()
     policy = weights.load(device, dtype)
     check_length(policy.causal_lm.config, config.sequence_length)
-    if dataset.largest_id >= policy.vocabulary_size:
+    if isinstance(pairs, PairDataset) and pairs.largest_id >= policy.vocabulary_size:
         raise ConfigError(
-            f"{weights.name}: the pairs have token ids up to {dataset.largest_id}, the model {policy.vocabulary_size} "
-            "embeddings; they are of another model's tokenizer"
+            f"{weights.name}: the pairs have token ids up to {pairs.largest_id}, but the model has "
+            f"{policy.vocabulary_size} embeddings; the tokenizer belongs to another model."
         )
     trainer = RankTrainer(policy, from_config(config))
     packing = Packing(config, device.partition(":")[0], here=True)
-    task = bar.add_task(weights.name, total=len(dataset))
-    ids: list[str] = []
-    facts: list[PairFacts] = []
-    columns: list[Columns] = []
-    for first in range(0, len(dataset), EVALUATION_CHUNK):
-        pairs = dataset.take(range(first, min(first + EVALUATION_CHUNK, len(dataset))))
-        ids += [pair.id for pair in pairs]
-        known, found = _fitting(trainer, packing, pairs)
-        facts.append(known)
-        columns.append({name: column.cpu() for name, column in found.items()})
-        bar.advance(task, len(pairs))
-    return (
-        ids,
-        PairFacts.concat(facts),
-        {name: torch.cat([part[name] for part in columns]) for name in columns[0]},
-    )
+    parts: list[tuple[PairFacts, Columns]] = []
+    for first in bar.track(range(0, len(pairs), EVALUATION_CHUNK), description=weights.name):
+        rows = range(first, min(first + EVALUATION_CHUNK, len(pairs)))
+        taken = pairs.take(rows) if isinstance(pairs, PairDataset) else [pairs[i] for i in rows]
+        parts.append(_forward_chunk(trainer, packing, taken))
+    facts, columns = zip(*parts, strict=True)
+    joined = {name: torch.cat([part[name].cpu() for part in columns]) for name in columns[0]}
+    return PairFacts.concat(facts), joined
 
 
-def _fitting(
+def _forward_chunk(
     trainer: RankTrainer, packing: Packing, pairs: Sequence[TokenPair]
 ) -> tuple[PairFacts, Columns]:
-    """In smaller micro-batches where memory falls short, which never changes a log-prob but for rounding."""
-    role, tokens = packing.config.actor_train, packing.without_gradients_tokens
+    """Use smaller micro-batches if memory is short; log-probs then differ by rounding only."""
+    role = packing.config.actor_train
     while True:
         budget = packing.most_tokens(role)
         batches = packing.without_gradients(pairs, role, budget)
@@ -246,75 +252,62 @@ def _fitting(
         except torch.OutOfMemoryError as error:
             if budget <= SMALLEST_BUDGET:
                 raise MemoryShortage(
-                    f"{error} Shorter pairs (sequence_length) or a smaller model would fit."
+                    f"{error} Use a smaller sequence_length or a smaller model."
                 ) from None
         torch.cuda.empty_cache()
-        tokens["actor_train"] = max(SMALLEST_BUDGET, budget // 2)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        yield bar
+        packing.without_gradients_tokens["actor_train"] = max(SMALLEST_BUDGET, budget // 2)
 
 
 # --- slices ---
 
 
+def _places(dataset: PairDataset) -> Iterator[tuple[int, int]]:
+    """Yield (file, row) of each pair."""
+    columns = (dataset.column(name).tolist() for name in ("source", "number"))
+    return zip(*columns, strict=True)
+
+
 def _values(config: DPOConfig, dataset: PairDataset, column: str) -> list[str]:
-    """What the rows of the pairs say in a column that training does not read."""
+    """Return the value of each pair in a column that training does not read."""
     data = config.actor_train.data_args
     sources = [source for file in data.files for source in find_sources(file)]
     found: dict[tuple[int, int], str] = {}
     names: set[str] = set()
     for index, source in enumerate(sources):
-        for number, row in (
-            pair for chunk in chunks(source, index, data.encoding) for pair in parsed_rows(chunk)
-        ):
-            if isinstance(row, dict):
-                names.update(row)
-                if row.get(column) is not None:
-                    value = row[column]
+        for chunk in chunks(source, index, data.encoding):
+            for number, row in parsed_rows(chunk):
+                names.update(row if isinstance(row, dict) else ())
+                value = row.get(column) if isinstance(row, dict) else None
+                if value is not None:
                     found[index, number] = value if isinstance(value, str) else json.dumps(value)
     if not found:
         raise DataError(
-            f"--by {column}: no row has it; columns of the file are {', '.join(sorted(names)[:20])}."
+            f"--by {column}: no row has this column; columns: {', '.join(sorted(names)[:20])}."
         )
-    places = zip(dataset.column("source").tolist(), dataset.column("number").tolist(), strict=True)
-    return [found.get(place, NONE) for place in places]
+    return [found.get(place, NONE) for place in _places(dataset)]
 
 
-def _places(values: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Each value with the pairs that have it, the most frequent first."""
+def _rows_by(values: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each value with the pairs that have it, the most frequent first."""
     kinds, inverse, counts = np.unique(
         np.array(values, object).astype(str), return_inverse=True, return_counts=True
     )
-    places = np.split(np.argsort(inverse, kind="stable"), np.cumsum(counts)[:-1])
+    rows = np.split(np.argsort(inverse, kind="stable"), np.cumsum(counts)[:-1])
     for kind in np.argsort(-counts, kind="stable").tolist():
-        yield str(kinds[kind]), torch.from_numpy(places[kind])
+        yield str(kinds[kind]), torch.from_numpy(rows[kind])
 
 
 # --- numbers ---
 
 
 def _preference(name: str, column: Tensor, weight: Tensor) -> dict[str, Any]:
-    """Means over pairs of a number that both answers have, and how often the chosen one's is larger."""
+    """Return weighted means of a number of both answers, and how often the chosen one is larger."""
 
     def mean(values: Tensor) -> float:
         return float(values @ weight / weight.sum())
 
-    margin, effective = (
-        gap(column),
-        float(weight.sum() ** 2 / weight.square().sum()),
-    )  # pairs, were all weights equal
+    margin = gap(column)
+    effective = float(weight.sum() ** 2 / weight.square().sum())  # as many equally weighted pairs
     middle, accuracy = mean(margin), mean((margin > 0).double())
     variance = mean((margin - middle).square())
     half = Z * math.sqrt(variance / (effective - 1)) if effective > 1 else math.nan
@@ -330,7 +323,7 @@ def _preference(name: str, column: Tensor, weight: Tensor) -> dict[str, Any]:
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """The 95 % interval of a share of so many independent pairs (Wilson, 1927): sound near 0 and 1, too."""
+    """Return the 95 % interval of a share of independent pairs (Wilson, 1927): sound near 0 and 1."""
     if not count:
         return 0.0, 1.0
     middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
@@ -338,22 +331,19 @@ def wilson(share: float, count: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-# --- a file of pairs ---
-
-
 @contextmanager
-def written(file: Path | None) -> Iterator[IO[str] | None]:
-    """A file that is opened before the work begins, and gets its name when it is complete."""
+def open_output(file: Path | None) -> Iterator[IO[str] | None]:
+    """Open a file before the work begins; it gets its name when it is complete."""
     if file is None:
         yield None
         return
     if file.is_dir():
-        raise ConfigError(f"--out {file}: is a folder; name a file in it")
+        raise ConfigError(f"--out {file}: is a folder; name a file in it.")
     temporary = file.with_name(f".tmp-{file.name}")
     try:
         out = temporary.open("w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--out {file}: cannot be written ({error.strerror})") from error
+        raise ConfigError(f"--out {file}: cannot be written ({error.strerror}).") from error
     try:
         with out:
             yield out

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ class Weights:
     args: ActorModelArgs = field(default_factory=ActorModelArgs)
     checkpoint: Checkpoint | None = None
     run: DPOConfig | None = None
+    group: str = "model"  # of the checkpoint; `reference` for one that followed the policy
 
     def load(self, device: str, dtype: Any = None) -> PolicyModel:
         """Load the frozen model, with the checks that a run does."""
@@ -40,7 +42,7 @@ class Weights:
         start = Start(self.run.seed, keeps_start(self.run)) if self.run else Start()
         policy = load_policy(self.model, args, device, start=start)
         if self.checkpoint:
-            load_weights(policy, self.checkpoint)
+            load_weights(policy, self.checkpoint, self.group)
         return freeze(policy)
 
     def tokenizer(self) -> Any:
@@ -53,6 +55,7 @@ class Weights:
 def weights_of(name: str) -> Weights:
     """Resolve a name; a run folder means its result, or its newest checkpoint without one."""
     if not is_local(name):
+        _refuse_unreachable(name)
         return Weights(name, name, name)
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -75,6 +78,19 @@ def weights_of(name: str) -> Weights:
         f"{name}: contains neither a model (config.json), an adapter (adapter_config.json) nor a "
         "run with a checkpoint; use such a folder, or a hub model"
     )
+
+
+def _refuse_unreachable(name: str) -> None:
+    """Fail at once for a name that the hub does not know; transformers would retry for minutes."""
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of the hub, of its HTTP library, or of the network
+        raise ConfigError(
+            f"{name}: neither a local folder nor a model that the hub provides "
+            f"({str(error).splitlines()[0]})"
+        ) from error
 
 
 def here() -> str:

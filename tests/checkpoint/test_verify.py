@@ -31,10 +31,10 @@ def test_a_good_run_and_its_parts(folder: Path, run: Path) -> None:
             name in line and line.endswith("good")
             for line in map(str.rstrip, whole.output.splitlines())
         ), name
-    assert "18 files, 0 damaged (every byte)" in whole.output
+    assert "18 files, 0 damaged (checked every byte)" in whole.output
     one = verify(str(run / "checkpoint-4"), "--quick")
     assert one.exit_code == 0
-    assert "5 files, 0 damaged (names and sizes only, and the state)" in one.output
+    assert "5 files, 0 damaged (checked names, sizes and the state)" in one.output
     cache = verify(str(folder / "output" / ".cache" / "reference"))
     assert cache.exit_code == 0
     assert ".logps" in cache.output
@@ -67,7 +67,7 @@ def test_quick_does_not_read_tensors(run: Path) -> None:
         (lambda run: os.truncate(run / "metrics.jsonl", 50), "line 1 is no whole record"),
         (lambda run: (run / "metrics.jsonl").write_text(""), "where checkpoint-6 was saved"),
         (lambda run: (run / "metrics.jsonl").unlink(), "cannot be read (No such file or directory)"),
-        (lambda run: flip_bit(run / "reference.log"), "bytes are damaged; what they held is computed again"),
+        (lambda run: flip_bit(run / "reference.log"), "bytes; their log-probs are computed again"),
     ],
 )  # fmt: skip
 def test_the_other_files_of_a_run(run: Path, change: object, reason: str) -> None:
@@ -81,4 +81,4 @@ def test_the_other_files_of_a_run(run: Path, change: object, reason: str) -> Non
 def test_a_folder_that_is_none_of_them(tmp_path: Path) -> None:
     found = verify(str(tmp_path))
     assert found.exit_code == 2
-    assert "is no checkpoint, no run folder and no reference cache" in found.output
+    assert "not a checkpoint, run folder or reference cache" in found.output

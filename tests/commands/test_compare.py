@@ -32,7 +32,7 @@ def test_the_same_run_twice_is_equal_to_the_bit(
     assert found["weights"]["equal"]
     assert found["config"] == {}
     assert found["first_difference"] is None
-    assert "the runs are equal to the bit" in rather("compare", run.run_dir, twin.run_dir).stdout
+    assert "The runs are bit-identical." in rather("compare", run.run_dir, twin.run_dir).stdout
 
 
 def test_another_learning_rate(run: DPOConfig, other: DPOConfig) -> None:
@@ -62,7 +62,7 @@ def test_another_learning_rate(run: DPOConfig, other: DPOConfig) -> None:
     first = min(step for step, value in accuracies.items() if value == top)
     assert found["metrics"]["eval/rewards/accuracies"]["best"][0] == [top, first]
     table = rather("compare", run.run_dir, other.run_dir).stdout
-    assert "they differ from step 1 on: lr is" in table
+    assert "They differ from step 1: lr is" in table
     assert "learning_rate" in table
 
 
@@ -93,13 +93,13 @@ def test_a_run_that_ended_earlier(run: DPOConfig, tmp_path: Path) -> None:
     assert found["first_difference"] is None
     assert found["weights"] is None
     assert not found["equal"]
-    assert "weights are not compared" in rather("compare", run.run_dir, tmp_path / "short").stdout
+    assert "Weights were not compared" in rather("compare", run.run_dir, tmp_path / "short").stdout
 
 
 def test_no_run(folder: Path, run: DPOConfig) -> None:
     done = rather("compare", run.run_dir, folder)
     assert done.exit_code == 2
-    assert "is no run folder: it has no config.yaml" in done.output
+    assert "not a run folder, config.yaml is missing" in done.output
 
 
 def test_numbers_that_are_none() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.checkpoint import checkpoint
-from rather.commands.export import bytes_of
+from rather.commands.export import parse_size
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
 from tests.commands.conftest import rather
@@ -33,7 +33,7 @@ def test_a_run_in_half_precision_and_small_files(run: DPOConfig, tmp_path: Path)
     out = tmp_path / "out"
     done = rather("export", run.run_dir, out, "--dtype", "bf16", "--shard-size", "20KB")
     assert done.exit_code == 0, done.output
-    assert "at most 0.1 is allowed" in done.output
+    assert "(allowed: 0.1)" in done.output
     before, after = weights(run.run_dir / "model"), weights(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor.bfloat16()) for name, tensor in before.items())
@@ -98,14 +98,14 @@ def test_what_does_not_open_is_not_there(
 
 def test_what_cannot_be_exported_says_why(run: DPOConfig, lora: DPOConfig, tmp_path: Path) -> None:
     for arguments, sentence in (
-        ((run.run_dir, tmp_path), "is there already; name a folder that is not"),
+        ((run.run_dir, tmp_path), "already exists; choose a new folder"),
         (
             (run.run_dir, tmp_path / "out", "--adapter"),
-            "has no adapter; leave it out to export the model",
+            "has no adapter; export the model without it",
         ),
         (
             (lora.run_dir, tmp_path / "out", "--adapter", "--dtype", "bf16"),
-            "an adapter is one file in float32",
+            "do not apply to --adapter",
         ),
         (
             (run.run_dir, tmp_path / "out", "--shard-size", "5 apples"),
@@ -119,6 +119,10 @@ def test_what_cannot_be_exported_says_why(run: DPOConfig, lora: DPOConfig, tmp_p
 
 
 def test_sizes() -> None:
-    assert (bytes_of("5GB"), bytes_of("0.5 mb"), bytes_of("300KB")) == (5 * 10**9, 500_000, 300_000)
+    assert (parse_size("5GB"), parse_size("0.5 mb"), parse_size("300KB")) == (
+        5 * 10**9,
+        500_000,
+        300_000,
+    )
     with pytest.raises(ConfigError):
-        bytes_of("0GB")
+        parse_size("0GB")

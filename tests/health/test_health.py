@@ -283,7 +283,7 @@ def test_the_command_prints_the_worst_first(village: Village) -> None:
 
 def test_the_command_on_a_healthy_run_and_on_no_run(village: Village, tmp_path: Path) -> None:
     run_dir = village.trained("sigmoid", HEALTHY["sigmoid"]).run_dir
-    assert "nothing was found" in CliRunner().invoke(app, ["health", str(run_dir)]).output
+    assert "No problems found." in CliRunner().invoke(app, ["health", str(run_dir)]).output
     assert json.loads(CliRunner().invoke(app, ["health", str(run_dir), "--json"]).output) == []
     refused = CliRunner().invoke(app, ["health", str(tmp_path)])
     assert refused.exit_code == 2

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rather.commands.doctor import findings
+from rather.commands.doctor import diagnose
 from rather.config.load import dump_yaml
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import WORDS, make_config, make_model
@@ -201,7 +201,7 @@ def test_doctor_names_problems_with_their_fix(run: dict[str, Any]) -> None:
     done = invoke("doctor", str(run["yaml"]), "no_such_key=1")
     assert done.exit_code == 1
     assert "no_such_key" in done.stdout
-    found = [each for each in findings(run["yaml"], ["no_such_key=1"]) if each.state == "problem"]
+    found = [each for each in diagnose(run["yaml"], ["no_such_key=1"]) if each.state == "problem"]
     assert [each.name for each in found] == ["config"]
     assert all(each.fix for each in found)
 
@@ -211,7 +211,7 @@ def test_doctor_names_problems_with_their_fix(run: dict[str, Any]) -> None:
 )
 def test_doctor_sees_a_folder_that_cannot_be_written(run: dict[str, Any], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    found = list(findings(run["yaml"], [f"output_dir={tmp_path}/out"]))
+    found = list(diagnose(run["yaml"], [f"output_dir={tmp_path}/out"]))
     assert any(each.state == "problem" and "cannot be written" in each.text for each in found)
 
 
@@ -225,9 +225,9 @@ def test_doctor_knows_packages_from_folders_and_from_those_of_another_name(
 
     monkeypatch.setattr(doctor, "version_of", unknown)
     monkeypatch.setattr(doctor, "find_spec", lambda name: ModuleSpec(name, None, origin="here"))
-    assert next(doctor._ray()).state == "ok"
+    assert doctor.check_ray().state == "ok"
     monkeypatch.setattr(doctor, "find_spec", lambda name: ModuleSpec(name, None))
-    assert next(doctor._ray()).state == "warning"
+    assert doctor.check_ray().state == "warning"
 
 
 def test_doctor_judges_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_doctor_judges_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.locale, "getpreferredencoding", lambda _: "ANSI_X3.4-1968")
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)
     monkeypatch.setattr(doctor, "LITTLE_DISK", 1 << 60)
-    found = {each.name: each for each in findings()}
+    found = {each.name: each for each in diagnose()}
     assert (found["encoding"].state, found["encoding"].fix) == ("warning", "export LC_ALL=C.UTF-8")
     assert (found["Ray"].state, "torchrun" in found["Ray"].fix) == ("warning", True)
     assert any(name.startswith("disk") and each.state == "warning" for name, each in found.items())

@@ -102,7 +102,7 @@ def test_modifiers_page_names_every_modifier() -> None:
 
 def test_index_names_every_recipe() -> None:
     index = read("index.md")
-    assert not [recipe.name for recipe in list_recipes() if f"`{recipe.name}`" not in index]
+    assert not [name for name in list_recipes() if f"`{name}`" not in index]
 
 
 def test_metrics_page_names_every_metric() -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer and a base model made on the spot, since the demo needs no network; and sampling from a model folder."""
+"""Build the tokenizer and the base model of the demo, which needs no network, and sample answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BatchEncoding,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
@@ -34,48 +33,31 @@ CHAT_TEMPLATE = (
 )
 
 
-def hide_progress_bars() -> None:
-    """A bar for loading a file of one megabyte would only hide the story."""
-    transformers_logging.disable_progress_bar()
-
-
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """One token per word (with the space before it) or mark of the given texts; any other word is unknown."""
+    """Return a tokenizer with one token per word, including the space before it, or mark."""
     words = Tokenizer(models.WordLevel(unk_token=UNK))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+| ?[^\w\s]"), behavior="isolated")
     words.decoder = decoders.Fuse()
-    words.train_from_iterator(
-        texts, trainers.WordLevelTrainer(special_tokens=list(SPECIAL), show_progress=False)
-    )
+    trainer = trainers.WordLevelTrainer(special_tokens=list(SPECIAL), show_progress=False)
+    words.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNK,
-        additional_special_tokens=[USER, ASSISTANT],
-        padding_side="left",
-    )
+        tokenizer_object=words, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNK,
+        additional_special_tokens=[USER, ASSISTANT], padding_side="left",
+    )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of some two hundred thousand parameters with fresh weights."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=96,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-            initializer_range=0.08,  # wider than the default 0.02, which is meant for wide models: learns twice as fast
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    """Return an untrained Llama with about two hundred thousand parameters."""
+    # A wider initialisation than the default 0.02, which suits wide models, learns twice as fast.
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=128, initializer_range=0.08,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def train_base(
@@ -84,7 +66,7 @@ def train_base(
     draw: Callable[[], tuple[str, str]],
     console: Console,
 ) -> None:
-    """Plain next-token training on the answers of freshly drawn (prompt, answer) rows."""
+    """Train on the answers of randomly drawn (prompt, answer) rows: plain next-token prediction."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=8e-3, total_steps=STEPS, pct_start=0.1
@@ -92,7 +74,11 @@ def train_base(
     answer_starts = tokenizer.convert_tokens_to_ids(ASSISTANT)
     model.train()
     for _ in track(range(STEPS), "training the base model", console=console):
-        rows = _encode(tokenizer, [draw() for _ in range(BATCH)])
+        # Padded on the left, which does not matter to a Llama: its positions are relative.
+        rows = tokenizer(
+            _texts(tokenizer, [draw() for _ in range(BATCH)]), return_tensors="pt", padding=True,
+            padding_side="left", add_special_tokens=False,
+        )  # fmt: skip
         in_answer = (rows["input_ids"] == answer_starts).cumsum(dim=1) > 0
         loss = model(**rows, labels=rows["input_ids"].masked_fill(~in_answer, -100)).loss
         optimizer.zero_grad()
@@ -104,42 +90,30 @@ def train_base(
 
 
 def sample(folder: Path, prompts: Sequence[str], seed: int) -> list[str]:
-    """One answer to each prompt, drawn from the model's own distribution (temperature 1, nothing cut off)."""
+    """Return one answer to each prompt, drawn from the model's own distribution."""
+    transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)  # a folder made here  # nosec B615
     model: Any = AutoModelForCausalLM.from_pretrained(folder)  # the same  # nosec B615
-    asked = [
-        tokenizer(text, add_special_tokens=False).input_ids
-        for text in _texts(tokenizer, [(p,) for p in prompts])
-    ]
+    texts = _texts(tokenizer, [(prompt,) for prompt in prompts])
+    asked = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     torch.manual_seed(seed)
     drawn = generate(model, tokenizer, asked, Decoding(max_new_tokens=40, temperature=1.0))
-    answers: list[str] = tokenizer.batch_decode(
-        [answer.ids for answer in drawn], skip_special_tokens=True
-    )
+    ids = [answer.ids for answer in drawn]
+    answers: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return answers
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[str]]) -> BatchEncoding:
-    """Rows of (prompt,) or (prompt, answer) as one batch, padded on the left: a Llama's positions are relative."""
-    rows: BatchEncoding = tokenizer(
-        _texts(tokenizer, turns),
-        return_tensors="pt",
-        padding=True,
-        padding_side="left",
-        add_special_tokens=False,
-    )
-    return rows
-
-
-def _texts(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[str]]) -> list[str]:
-    """As the template writes them; behind a prompt alone an answer begins."""
-    roles = ("user", "assistant")
+def _texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[str]]) -> list[str]:
+    """Apply the template to (prompt,) or (prompt, answer); after a prompt alone, an answer starts."""
     texts: list[Any] = [
         tokenizer.apply_chat_template(
-            [{"role": role, "content": text} for role, text in zip(roles, row, strict=False)],
+            [
+                {"role": role, "content": text}
+                for role, text in zip(("user", "assistant"), row, strict=False)
+            ],
             tokenize=False,
             add_generation_prompt=len(row) == 1,
         )
-        for row in turns
+        for row in rows
     ]
     return texts

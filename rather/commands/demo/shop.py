@@ -1,8 +1,9 @@
-"""The task of the demo: a village shopkeeper who is kind or grumpy, and a judge who tells which.
+"""The task of the demo: a village shopkeeper who is kind or grumpy, and a judge of the manner.
 
-A question asks for the place or the price of one item. An answer is manner around a fact, so manner and fact can be
-judged apart: alignment should change the first and keep the second. Prompts are built of greeting x wording x item.
-Whole (wording, item) combinations are held out, with every greeting: neither base model nor pairs ever see them.
+A question asks for the place or the price of one item. An answer is a manner around a fact, so that
+both can be rated separately: alignment should change the manner and keep the fact. Prompts consist
+of greeting x wording x item. Whole (wording, item) combinations are held out, with every greeting:
+neither the base model nor the pairs contain them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ PLACES = (
 )
 PRICES = ("one coin", "two coins", "three coins", "five coins", "seven coins", "nine coins")
 ITEMS = (
-    "bread", "butter", "candle", "cheese", "chocolate", "cider", "coffee", "flour", "garlic", "ginger", "honey", "jam",
-    "lantern", "mustard", "paper", "pepper", "pie", "rope", "salt", "soap", "sugar", "tea", "vinegar", "wool",
+    "bread", "butter", "candle", "cheese", "chocolate", "cider", "coffee", "flour", "garlic",
+    "ginger", "honey", "jam", "lantern", "mustard", "paper", "pepper", "pie", "rope", "salt", "soap",
+    "sugar", "tea", "vinegar", "wool",
 )  # fmt: skip
 FACTS = {
     item: {"place": PLACES[i * 5 % 6], "price": PRICES[(i * 5 + i // 6) % 6]}
@@ -86,7 +88,7 @@ CLOSERS = {
 
 @dataclass(frozen=True)
 class Query:
-    """What a customer says, and what it asks for."""
+    """What a customer says, and what they ask for."""
 
     greeting: str
     wording: str
@@ -99,19 +101,19 @@ class Query:
 
     @property
     def held_out(self) -> bool:
-        """One wording in four of each item, for the place and for the price, is kept away from all training."""
+        """Hold out one wording in four of each item, for the place and for the price."""
         return WORDINGS[self.asks].index(self.wording) == ITEMS.index(self.item) % 4
 
 
 def queries() -> Iterator[Query]:
-    """Everything that can be asked in this shop."""
+    """Yield everything that can be asked in this shop."""
     for asks, wordings in WORDINGS.items():
         for greeting, wording, item in product(GREETINGS, wordings, ITEMS):
             yield Query(greeting, wording, item, asks)
 
 
 def answer(query: Query, manner: str, rng: random.Random) -> str:
-    """One of the many right answers in the given manner."""
+    """Return one of the many right answers in this manner."""
     body = rng.choice(BODIES[query.asks]).format(
         item=query.item, fact=FACTS[query.item][query.asks]
     )
@@ -119,7 +121,7 @@ def answer(query: Query, manner: str, rng: random.Random) -> str:
 
 
 def pair(query: Query, rng: random.Random) -> dict[str, str]:
-    """One row of a pair file: kindness is chosen rather than grumpiness."""
+    """Return a row of a pair file: the kind answer is chosen, the grumpy one rejected."""
     chosen, rejected = answer(query, "kind", rng), answer(query, "grumpy", rng)
     return {"instruction": query.prompt, "input": "", "chosen": chosen, "rejected": rejected}
 
@@ -134,12 +136,12 @@ MARKS = {"kind": _SAID["kind"] - _SAID["grumpy"], "grumpy": _SAID["grumpy"] - _S
 
 
 def manner_of(text: str) -> Manner:
-    """The judge: kind or grumpy when the text has words of that manner and none of the other, else neither."""
+    """Return kind or grumpy if the text has words of that manner only, else neither."""
     kind, grumpy = (bool(words(text) & MARKS[manner]) for manner in ("kind", "grumpy"))
     return "neither" if kind == grumpy else "kind" if kind else "grumpy"
 
 
 def on_topic(query: Query, text: str) -> bool:
-    """Whether the text names the item that was asked for with its true place or price, and no other."""
+    """Whether the text names the item with its true place or price, and no other."""
     named = [name for name in (*ITEMS, *PLACES, *PRICES) if re.search(rf"\b{name}\b", text)]
     return sorted(named) == sorted((query.item, FACTS[query.item][query.asks]))

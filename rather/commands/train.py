@@ -1,0 +1,39 @@
+"""Train one run in this process: for `rather train`, and for the runs of a sweep."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+from rather.config.schema import DPOConfig
+from rather.data.prepare import BadRows
+from rather.data.show import print_report
+from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.layout import write_data_report
+from rather.run_folder.lock import locked
+from rather.run_folder.signals import StopRequest
+from rather.tracking import close_logging, setup_logging, worker_log
+
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def train_run(config: DPOConfig, stop: StopRequest) -> int:
+    """Train, or resume, and return the exit code."""
+    rank = int(os.environ["RANK"]) if UNDER_TORCHRUN else 0
+    with locked(config, is_main=rank == 0):
+        if rank == 0:
+            setup_logging(config.log_dir)
+        try:
+            for role in ("actor_train", "reference"):
+                worker_log(config.log_dir, role, rank)
+            pipeline = DPOPipeline(config)
+            pipeline.roles.watch()
+            if rank == 0:
+                print_report(pipeline.data.report, Console(stderr=True))
+            return pipeline.run(stop)
+        except BadRows as refused:
+            write_data_report(config.run_dir, refused.report)
+            raise
+        finally:
+            close_logging()
