@@ -1,4 +1,4 @@
-"""One engine for all peers: rules give values for our keys, our own schema judges them, and no key is lost silently."""
+"""The engine for all tools: rules set keys of Rather, its schema checks them, no key is lost silently."""
 
 from __future__ import annotations
 
@@ -27,29 +27,25 @@ from rather.migrate.rules import (
     WRITTEN,
     Given,
     Outcome,
-    Refused,
     Rule,
+    Unsupported,
 )
-from rather.migrate.source import Source, flat
+from rather.migrate.source import SourceSettings, flat
 
 ORDER = (KEPT, RENAMED, CHANGED, WRITTEN, OPEN, IMPOSSIBLE, UNKNOWN, NEEDLESS)
 MODEL, PAIRS = "pretrain", "actor_train.data_args.file_name"
-MAPPINGS = (
-    ".strategy_config.",
-    ".lr_scheduler_kwargs.",
-    "system_envs.",
-)  # keys of ours that hold any name
+MAPPINGS = (".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # take any name
 DEVICES = "actor_train.device_mapping"
 PLACES = {MODEL: "path/to/model", PAIRS: "path/to/pairs.jsonl"}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another trainer: its keys, the defaults that differ from ours, and how its files are told from others'.
+    """Another trainer: its keys, the defaults that differ from Rather's, and how to recognise its files.
 
-    `marks` are keys, or words of a command line, that only this peer has. `whole` are keys whose value is a mapping.
-    `reader` reads a file whose values refer to others. `always` are differences that no key tells. Files of a version
-    before, which `is_early` tells, have the `early` defaults.
+    `marks` and `words` are keys, and words of a command line, that only this tool has. `whole` are
+    keys whose value is a mapping. `reader` reads a file whose values refer to others. `always` are
+    differences that no key expresses. Files that `is_early` recognises have the `early` defaults.
     """
 
     name: str
@@ -64,7 +60,7 @@ class Peer:
     early: Mapping[str, Any] = field(default_factory=dict)
 
     def rule(self, key: str) -> Rule | None:
-        """Of a dotted key the last part is enough, where a peer moved its flags into groups."""
+        """Accept the last part of a dotted key: some tools moved their flags into groups."""
         return self.rules.get(key) or self.rules.get(key.rpartition(".")[2])
 
 
@@ -87,30 +83,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Migrated:
-    """Values of ours as nested mappings, and the table."""
+    """Values for Rather as nested mappings, and the table."""
 
     peer: Peer
-    source: Source
+    source: SourceSettings
     values: dict[str, Any]
     rows: list[Row]
     config: DPOConfig
 
     def yaml(self) -> str:
-        told = [row for row in self.rows if row.status in (OPEN, IMPOSSIBLE, UNKNOWN)]
         lines = [f"# Made by `rather migrate` from {self.source.name} ({self.peer.name})."]
         lines += [
             f"# {row.status}: {row.key} = {_short(row.value)}; {row.outcome.note}".rstrip("; ")
-            for row in told
+            for row in self.rows
+            if row.status in (OPEN, IMPOSSIBLE, UNKNOWN)
         ]
-        return (
-            "\n".join(lines)
-            + "\n"
-            + yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
-        )
+        values = yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
+        return "\n".join([*lines, values])
 
 
-def guess(source: Source, peers: Mapping[str, Peer]) -> Peer:
-    """The one peer whose words or keys these are; an error where none or several could be meant."""
+def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
+    """Return the tool that these words or keys belong to; an error if none or several match."""
     keys = {key for key, _ in flat(source.values)} | set(source.values)
     line = " ".join(source.words)
     best = [peer.name for peer in peers.values() if any(word in line for word in peer.words)]
@@ -120,12 +113,14 @@ def guess(source: Source, peers: Mapping[str, Peer]) -> Peer:
         best = [name for name, count in found.items() if count == most and most]
     if len(best) == 1:
         return peers[best[0]]
-    could = f"could be of {' or '.join(best)}" if best else "has no key that tells whose it is"
-    raise ConfigError(f"{source.name}: {could}; say it: --from {'|'.join(best or peers)}")
+    raise ConfigError(
+        f"{source.name}: cannot tell which tool this file is for; add --from "
+        + "|".join(best or peers)
+    )
 
 
-def migrate(source: Source, peer: Peer, devices: int | None = None) -> Migrated:
-    """Our settings of the same meaning, as far as there are any."""
+def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> Migrated:
+    """Return settings of the same meaning, as far as Rather has them."""
     values = peer.reader(source.file) if peer.reader and source.file else source.values
     written = dict(_without_no(peer, *item) for item in flat(values, peer.whole))
     defaults = {**peer.defaults, **(peer.early if peer.is_early(written) else {})}
@@ -143,7 +138,7 @@ def migrate(source: Source, peer: Peer, devices: int | None = None) -> Migrated:
 
 
 def _without_no(peer: Peer, key: str, value: Any) -> tuple[str, Any]:
-    """`--no_remove_unused_columns` says remove_unused_columns: false."""
+    """`--no_remove_unused_columns` means remove_unused_columns: false."""
     short = key.removeprefix("no_")
     turned = (
         short != key and peer.rule(key) is None and peer.rule(short) is not None and value is True
@@ -152,7 +147,7 @@ def _without_no(peer: Peer, key: str, value: Any) -> tuple[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted paths as nested mappings, in the order of the schema."""
+    """Return dotted paths as nested mappings, in the order of the schema."""
     order = list(table())
     result: dict[str, Any] = {}
     for path in sorted(values, key=lambda path: order.index(_known(path))):
@@ -165,24 +160,21 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known(path: str) -> str:
-    """The key of the schema that holds a path: strategy_config takes any key."""
+    """Return the key of the schema that a path belongs to: strategy_config takes any key."""
     while path not in table():
         path = path.rpartition(".")[0]
     return path
 
 
 def _row(peer: Peer, key: str, value: Any, given: Given) -> Row:
-    """What becomes of a key. A text under a name like hub_token is neither shown nor written."""
+    """Apply the rule of a key. A text under a name like hub_token is neither shown nor written."""
     row = _ruled(peer, key, value, given)
-    if not (looks_secret(key) and isinstance(value, str)) or _written_openly(row):
+    paths = row.outcome.values
+    public = bool(paths) and not any(map(looks_secret, paths))
+    if not (looks_secret(key) and isinstance(value, str)) or public:
         return row
-    return Row(
-        key, MASK, Outcome(IMPOSSIBLE, note="a secret is not written; give it in the environment")
-    )
-
-
-def _written_openly(row: Row) -> bool:
-    return bool(row.outcome.values) and not any(looks_secret(path) for path in row.outcome.values)
+    note = "secrets are not written; set it in the environment"
+    return Row(key, MASK, Outcome(IMPOSSIBLE, note=note))
 
 
 def _ruled(peer: Peer, key: str, value: Any, given: Given) -> Row:
@@ -192,14 +184,11 @@ def _ruled(peer: Peer, key: str, value: Any, given: Given) -> Row:
         return Row(key, value, Outcome(UNKNOWN, note=f"did you mean {near[0]}?" if near else ""))
     try:
         outcome = rule(value, given)
-    except Refused as why:
+    except Unsupported as why:
         return Row(key, value, Outcome(IMPOSSIBLE, note=str(why)))
     except (TypeError, ValueError, AttributeError, LookupError):
-        return Row(
-            key,
-            value,
-            Outcome(IMPOSSIBLE, note=f"{_short(value)} is not a value that {peer.name} takes"),
-        )
+        note = f"{_short(value)} is not a value that {peer.name} accepts"
+        return Row(key, value, Outcome(IMPOSSIBLE, note=note))
     absent = [path for path in outcome.values if not _exists(path)]
     if absent:
         return Row(key, value, Outcome(IMPOSSIBLE, note=f"this version has no {', '.join(absent)}"))
@@ -214,7 +203,7 @@ def _exists(path: str) -> bool:
 
 
 def _default(peer: Peer, key: str, given: Given, said: set[str]) -> Row | None:
-    """A default of the peer is written out where ours is another."""
+    """Write a default of the tool if Rather's is another."""
     outcome = _row(peer, key, given[key], given).outcome
     differ = {
         path: value
@@ -224,28 +213,21 @@ def _default(peer: Peer, key: str, given: Given, said: set[str]) -> Row | None:
     if not differ:
         return None
     ours = ", ".join(_short(table()[path].default) for path in differ if path in table())
-    note = (
-        f"{peer.name}'s default"
-        + (f"; ours is {ours}" if ours else "")
-        + (f"; {outcome.note}" * bool(outcome.note))
-    )
-    return Row(key, given[key], Outcome(WRITTEN, differ, note))
+    notes = (f"Rather's default is {ours}" if ours else "", outcome.note)
+    return Row(key, given[key], Outcome(WRITTEN, differ, "; ".join(filter(None, notes))))
 
 
 def _device_rows(devices: int | None) -> list[Row]:
     if devices is None or devices == 1:
         return []
-    return [
-        Row(
-            "(devices)", devices, Outcome(WRITTEN, {DEVICES: f"0-{devices - 1}"}, "of the launcher")
-        )
-    ]
+    values = {DEVICES: f"0-{devices - 1}"}
+    return [Row("(devices)", devices, Outcome(RENAMED, values, "from the launcher"))]
 
 
 def _place(path: str, rows: list[Row]) -> Row | None:
     if path in _values(rows):
         return None
-    return Row(f"({path})", None, Outcome(OPEN, {path: PLACES[path]}, "the source does not say it"))
+    return Row(f"({path})", None, Outcome(OPEN, {path: PLACES[path]}, "not set in the source file"))
 
 
 def _values(rows: list[Row]) -> dict[str, Any]:
@@ -256,7 +238,7 @@ def _values(rows: list[Row]) -> dict[str, Any]:
 
 
 def _judged(rows: list[Row]) -> tuple[list[Row], DPOConfig]:
-    """What our schema and the loss refuse leaves the values and is told; each round removes a value, or is the last."""
+    """Remove what the schema or the loss rejects, with the reason, until the rest is accepted."""
     while True:
         try:
             config = config_from_dict(nested(_values(rows)))
@@ -274,21 +256,12 @@ def _judged(rows: list[Row]) -> tuple[list[Row], DPOConfig]:
 def _without(row: Row, problems: list[str]) -> Row:
     for problem in problems:
         keys, _, text = problem.partition(": ")
-        refused = [
-            path
-            for path in row.outcome.values
-            if any(_within(path, key) for key in keys.split(", "))
-        ]
-        if refused:
-            values = {
-                path: value for path, value in row.outcome.values.items() if path not in refused
-            }
-            return Row(row.key, row.value, Outcome(IMPOSSIBLE, values, text))
+        rejected = tuple(f"{key}." for key in keys.split(", "))
+        values = row.outcome.values
+        kept = {path: v for path, v in values.items() if not f"{path}.".startswith(rejected)}
+        if len(kept) < len(values):
+            return Row(row.key, row.value, Outcome(IMPOSSIBLE, kept, text))
     return row
-
-
-def _within(path: str, key: str) -> bool:
-    return path == key or path.startswith(f"{key}.")
 
 
 def _short(value: Any) -> str:
@@ -298,13 +271,13 @@ def _short(value: Any) -> str:
 
 
 def write(migrated: Migrated, file: Path, *, force: bool = False) -> None:
-    """Writes the YAML, never over a file unless forced."""
+    """Write the YAML; replace a file only if forced."""
     try:
         with open(file, "w" if force else "x", encoding="utf-8") as out:
             out.write(migrated.yaml())
     except FileExistsError:
         raise ConfigError(
-            f"{file}: exists already; name another with --out, or replace it with --force."
+            f"{file}: already exists; choose another with --out, or replace it with --force."
         ) from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written ({error.strerror}).") from error

@@ -1,4 +1,4 @@
-"""What becomes of one key of another trainer. A table of a peer is a mapping: its key -> such a rule."""
+"""What becomes of one key of another trainer. The table of a tool maps its keys to such rules."""
 
 from __future__ import annotations
 
@@ -6,48 +6,43 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Given = Mapping[
-    str, Any
-]  # a peer's keys, nested ones with dots, and its own defaults where nobody wrote them
+Given = Mapping[str, Any]  # the tool's keys, nested ones with dots; its defaults for unset keys
 NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
 
 KEPT, RENAMED, CHANGED = "kept", "renamed", "changed in meaning"
-WRITTEN, NEEDLESS, IMPOSSIBLE, UNKNOWN = "written out", "not needed", "not possible", "not known"
+WRITTEN = "filled in from that tool's default"
+NEEDLESS, IMPOSSIBLE, UNKNOWN = "not needed", "not possible", "not known"
 OPEN = "to fill in"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Values for keys of ours, and what there is to say."""
+    """Values for keys of Rather, and a note."""
 
     status: str
     values: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
 
+NOT_NEEDED = Outcome(NEEDLESS)
 Rule = Callable[[Any, Given], Outcome]
 Converter = Callable[[Any], Any]
 
 
-class Refused(Exception):
+class Unsupported(Exception):
     """A value that has no counterpart; the message says why."""
 
 
-def to(
-    path: str, convert: Converter | Mapping[Any, Any] | None = None, *, note: str = "", **more: Any
-) -> Rule:
-    """Our key of the same meaning. `convert` changes the value; `note` makes it a change in meaning.
+def to(path: str, convert: Converter | Mapping[Any, Any] | None = None, *, note: str = "") -> Rule:
+    """Set Rather's key of the same meaning. A `note` marks a change in meaning.
 
-    Keywords are further keys of ours that go with it, dots written as two underscores.
+    `convert` changes the value.
     """
-    beside = {name.replace("__", "."): value for name, value in more.items()}
 
     def rule(value: Any, given: Given) -> Outcome:
         if value is None:
             return Outcome(NEEDLESS, note="left to the default")
-        return Outcome(
-            CHANGED if note else RENAMED, {path: converted(convert, value), **beside}, note
-        )
+        return Outcome(CHANGED if note else RENAMED, {path: converted(convert, value)}, note)
 
     return rule
 
@@ -58,36 +53,50 @@ def converted(convert: Converter | Mapping[Any, Any] | None, value: Any) -> Any:
     if not isinstance(convert, Mapping):
         return convert(value)
     if value not in convert:
-        raise Refused(f"{value!r} has no counterpart; there are {', '.join(map(str, convert))}")
+        raise Unsupported(
+            f"{value!r} has no counterpart; supported: {', '.join(map(str, convert))}"
+        )
     return convert[value]
 
 
 def never(why: str, *, unless: tuple[Any, ...] = ()) -> Rule:
-    """Not possible, unless the value asks for nothing."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        asks_nothing = value in NOTHING or value in unless
-        return (
-            Outcome(NEEDLESS, note="asks for nothing")
-            if asks_nothing
-            else Outcome(IMPOSSIBLE, note=why)
-        )
-
-    return rule
+    """Reject every value except those that switch the feature off."""
+    return lambda value, given: (
+        Outcome(NEEDLESS, note="off")
+        if value in NOTHING or value in unless
+        else Outcome(IMPOSSIBLE, note=why)
+    )
 
 
 def needless(why: str) -> Rule:
-    """Of the peer's machinery: no result depends on it, or it is always so here."""
+    """Ignore a key: no result depends on it, or Rather always does this."""
     return lambda value, given: Outcome(NEEDLESS, note=why)
 
 
 def only(*allowed: Any, why: str) -> Rule:
-    """The one value that is always so here; any other is not possible."""
+    """Accept only what Rather always does."""
     return lambda value, given: (
-        Outcome(NEEDLESS, note="always so") if value in allowed else Outcome(IMPOSSIBLE, note=why)
+        Outcome(NEEDLESS, note="Rather always does this")
+        if value in allowed
+        else Outcome(IMPOSSIBLE, note=why)
     )
 
 
 def each(names: str, rule: Rule) -> dict[str, Rule]:
-    """The same rule for several keys."""
+    """Use the same rule for several keys."""
     return dict.fromkeys(names.split(), rule)
+
+
+def when(condition: Callable[[Any, Given], object], rule: Rule) -> Rule:
+    """Apply a rule if the condition holds; otherwise the key is not needed."""
+    return lambda value, given: rule(value, given) if condition(value, given) else NOT_NEEDED
+
+
+def if_set(path: str) -> Rule:
+    """Set the key unless the value is empty, 0 or false."""
+    return when(lambda value, given: value, to(path))
+
+
+def if_given(key: str, wanted: Any, path: str) -> Rule:
+    """Set the key if another one has this value."""
+    return when(lambda value, given: given.get(key) == wanted, to(path))

@@ -1,4 +1,4 @@
-"""A YAML or JSON file or a command line -> the keys and values that somebody wrote for another trainer."""
+"""Read the settings of another trainer: a YAML or JSON file, or a command line."""
 
 from __future__ import annotations
 
@@ -18,22 +18,17 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 FILES = (".yaml", ".yml", ".json")
 # Of launchers: how many processes a node runs, and how many nodes.
-PROCESSES = (
-    "num_processes",
-    "nproc_per_node",
-    "nproc-per-node",
-    "num_gpus",
-    "n_gpus_per_node",
-    "NPROC_PER_NODE",
-)
-LAUNCHER = ("module", "config_file", "config_path", "config_name", "hostfile", "master_port", "master_addr",
-            "node_rank", "main_process_port", "rdzv_backend", "rdzv_endpoint", "standalone")  # fmt: skip
+PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "n_gpus_per_node",
+             "NPROC_PER_NODE")  # fmt: skip
+LAUNCHER = ("module", "config_file", "config_path", "config_name", "hostfile", "master_port",
+            "master_addr", "node_rank", "main_process_port", "rdzv_backend", "rdzv_endpoint",
+            "standalone")  # fmt: skip
 NODES = ("nnodes", "num_nodes", "num_machines", "NNODES")
 
 
 @dataclass(frozen=True)
-class Source:
-    """What was written: nested values, the words of a command line, and how many devices its launcher asks for."""
+class SourceSettings:
+    """Nested values, the words of a command line, and the devices that its launcher asks for."""
 
     name: str
     values: dict[str, Any]
@@ -42,16 +37,16 @@ class Source:
     file: Path | None = None
 
 
-def read_file(path: Path) -> Source:
-    """A YAML or JSON file of settings, or a text file that holds a command line."""
+def read_file(path: Path) -> SourceSettings:
+    """Read a YAML or JSON file, or a text file with a command line."""
     text = _text(path)
     if path.suffix in FILES:
-        return Source(path.name, _mapping(text, path), file=path)
+        return SourceSettings(path.name, _mapping(text, path), file=path)
     return read_line(text, path.name, path.parent)
 
 
-def read_line(line: str, name: str = "the line", folder: Path = Path()) -> Source:
-    """A command line as it would be typed: environment, launcher, script, flags; a config file in it is read too."""
+def read_line(line: str, name: str = "the line", folder: Path = Path()) -> SourceSettings:
+    """Read a command line: environment, launcher, script, flags, and a config file that it names."""
     joined = "\n".join(
         each for each in line.replace("\\\n", " ").splitlines() if not each.lstrip().startswith("#")
     )
@@ -60,7 +55,7 @@ def read_line(line: str, name: str = "the line", folder: Path = Path()) -> Sourc
     except ValueError as error:
         raise ConfigError(f"{name}: is not a command line ({error}).") from None
     if not words:
-        raise ConfigError(f"{name}: holds no command line.")
+        raise ConfigError(f"{name}: contains no command line.")
     written = list(_written(words))
     values: dict[str, Any] = {}
     for key, value in written:
@@ -71,13 +66,13 @@ def read_line(line: str, name: str = "the line", folder: Path = Path()) -> Sourc
     values |= {
         key: value for key, value in flags.items() if key not in launched and not key.isupper()
     }
-    return Source(name, values, tuple(words), _devices(flags))
+    return SourceSettings(name, values, tuple(words), _devices(flags))
 
 
 def flat(
     values: Mapping[str, Any], whole: tuple[str, ...] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """{"policy": {"precision": "bf16"}} -> ("policy.precision", "bf16"); keys of `whole` keep their mapping."""
+    """Yield ("policy.precision", "bf16") for nested mappings; keys of `whole` stay mappings."""
     for key, value in values.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and path not in whole:
@@ -87,7 +82,7 @@ def flat(
 
 
 def with_powers(value: Any) -> Any:
-    """The values of a file. YAML 1.1 reads 5e-7 as text; other text was written in quotes and stays text."""
+    """Convert 5e-7, which YAML 1.1 reads as text, to a number; other text stays text."""
     if isinstance(value, list):
         return [with_powers(item) for item in value]
     if isinstance(value, dict):
@@ -97,7 +92,7 @@ def with_powers(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Numbers and words of a command line, where all is text."""
+    """Convert the numbers and words of a command line, where everything is text."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     if not isinstance(value, str):
@@ -119,7 +114,7 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error}); name a YAML, JSON or text file."
+            f"{path}: cannot be read ({error}); pass a YAML, JSON or text file."
         ) from None
 
 
@@ -129,23 +124,23 @@ def _mapping(text: str, path: Path) -> dict[str, Any]:
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from None
     if not isinstance(values, dict) or not values:
-        raise ConfigError(f"{path}: holds no keys and values.")
+        raise ConfigError(f"{path}: contains no keys and values.")
     return values
 
 
 def _base(word: str, folder: Path, name: str) -> dict[str, Any]:
-    """The values of a config file that a command line names."""
+    """Return the values of a config file that a command line names."""
     path = Path(word).expanduser()
     found = next((each for each in (folder / path, path) if each.is_file()), None)
     if found is None:
         raise ConfigError(
-            f"{name}: the config file {word} is not there; run this where the line would be typed."
+            f"{name}: the config file {word} does not exist; run this in the folder of that command."
         )
     return _mapping(_text(found), found)
 
 
 def _written(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """--key value, --key=value, --switch, --key a b c, key=value; a word that stands alone has the empty key."""
+    """Yield --key value, --key=value, --switch, --key a b c, key=value; other words without key."""
     i = 0
     while i < len(words):
         word = words[i]

@@ -24,14 +24,15 @@ from rather.migrate.peers.shared import (
 )
 from rather.migrate.rules import (
     CHANGED,
-    NEEDLESS,
+    NOT_NEEDED,
     OPEN,
     RENAMED,
     Given,
     Outcome,
-    Refused,
     Rule,
+    Unsupported,
     each,
+    if_given,
     needless,
     never,
     only,
@@ -46,11 +47,11 @@ TEMPLATES = {
 
 
 def datasets(path: str) -> Rule:
-    """A list of {path, split, type, ...}: files are taken, names on a hub must be saved first."""
+    """Translate a list of {path, split, type, ...}; data sets of a hub must be saved first."""
 
     def rule(value: Any, given: Given) -> Outcome:
         if not value:
-            return Outcome(NEEDLESS)
+            return NOT_NEEDED
         entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in value]
         names: list[Any] = []
         for entry in entries:
@@ -60,7 +61,7 @@ def datasets(path: str) -> Rule:
         kinds = sorted({str(entry["type"]) for entry in entries if entry.get("type")})
         if not kinds:
             return found
-        note = f"the shape of the rows is found by itself (type: {', '.join(kinds)})"
+        note = f"the format of the rows is detected (type: {', '.join(kinds)})"
         status = found.status if found.status == OPEN else CHANGED
         return Outcome(status, found.values, "; ".join(filter(None, (found.note, note))))
 
@@ -69,23 +70,8 @@ def datasets(path: str) -> Rule:
 
 def loss(value: Any, given: Given) -> Outcome:
     if value not in LOSSES:
-        raise Refused(
-            f"rl: {value} is not preference training on pairs; there are {', '.join(LOSSES)}"
-        )
+        raise Unsupported(f"not preference training on pairs; supported: {', '.join(LOSSES)}")
     return Outcome(RENAMED, {"pref_loss": LOSSES[value]})
-
-
-def only_for(kind: str, path: str) -> Rule:
-    def rule(value: Any, given: Given) -> Outcome:
-        return Outcome(RENAMED, {path: value}) if given.get("rl") == kind else Outcome(NEEDLESS)
-
-    return rule
-
-
-def per_epoch(value: Any, given: Given) -> Outcome:
-    return Outcome(
-        NEEDLESS, note="checkpoints and evaluations are counted in steps: save_steps, eval_steps"
-    )
 
 
 def adapter_kind(value: Any, given: Given) -> Outcome:
@@ -95,17 +81,7 @@ def adapter_kind(value: Any, given: Given) -> Outcome:
 
 
 def target_linear(value: Any, given: Given) -> Outcome:
-    return Outcome(RENAMED, {MODEL + "lora_target": "all-linear"}) if value else Outcome(NEEDLESS)
-
-
-def flash(value: Any, given: Given) -> Outcome:
-    return Outcome(NEEDLESS, note="attention is Rather's own")
-
-
-def prepared(value: Any, given: Given) -> Outcome:
-    return Outcome(
-        NEEDLESS, note="tokenised data lie in <output_dir>/.cache; see data_args.cache_dir"
-    )
+    return Outcome(RENAMED, {MODEL + "lora_target": "all-linear"}) if value else NOT_NEEDED
 
 
 RULES: dict[str, Rule] = {
@@ -128,14 +104,14 @@ RULES: dict[str, Rule] = {
     "dpo_label_smoothing": to("label_smoothing", note="Axolotl's TRL 1.x ignores it for rl: dpo; here it counts"),
     "dpo_use_weighting": to("use_weighting"),
     "rpo_alpha": to("rpo_alpha"),
-    "simpo_gamma": only_for("simpo", "gamma"),
-    "cpo_alpha": only_for("simpo", "rpo_alpha"),
-    "orpo_alpha": only_for("orpo", "beta"),
+    "simpo_gamma": if_given("rl", "simpo", "gamma"),
+    "cpo_alpha": if_given("rl", "simpo", "rpo_alpha"),
+    "orpo_alpha": if_given("rl", "orpo", "beta"),
     "datasets": datasets(SAMPLES),
     "test_datasets": datasets("validation.data_args.file_name"),
     "val_set_size": to("validation.data_args.split", lambda value: int(value) if value >= 1 else value or None),
     "chat_template": to("global_template", TEMPLATES),
-    "dataset_prepared_path": prepared,
+    "dataset_prepared_path": needless("tokenised data are in <output_dir>/.cache; see cache_dir"),
     "dataset_processes": to(DATA + "preprocessing_num_workers"),
     "sequence_len": length(),
     "excess_length_strategy": to(DATA + "overlong", {"drop": "drop", "truncate": "truncate_response",
@@ -148,15 +124,16 @@ RULES: dict[str, Rule] = {
     "lr_scheduler": to(TRAINING + "lr_scheduler_type", SCHEDULES),
     "auto_resume_from_checkpoints": to("resume_from_checkpoint", {True: "auto", False: False}),
     "early_stopping_patience": to("early_stopping_patience"),
-    **each("saves_per_epoch evals_per_epoch", per_epoch),
-    **each("flash_attention sdp_attention xformers_attention eager_attention flex_attention", flash),
+    **each("saves_per_epoch evals_per_epoch", needless("counted in steps: save_steps, eval_steps")),
+    **each("flash_attention sdp_attention xformers_attention eager_attention flex_attention",
+           needless("Rather has its own attention")),
     **each("sample_packing pad_to_sequence_len eval_sample_packing", needless("pairs are always packed")),
-    **each("wandb_project", tracker("wandb")),
-    **each("use_tensorboard", tracker("tensorboard")),
-    **each("use_mlflow", tracker("mlflow")),
+    "wandb_project": tracker("wandb"),
+    "use_tensorboard": tracker("tensorboard"),
+    "use_mlflow": tracker("mlflow"),
     **each("hub_model_id hub_strategy", never(UPLOAD)),
     **each("special_tokens tokens", never("change the tokenizer's folder instead")),
-    **each("plugins unfrozen_parameters", never("is not offered")),
+    **each("plugins unfrozen_parameters", never("not supported")),
     **each("model_type tokenizer_type wandb_entity wandb_watch wandb_name wandb_log_model strict "
            "is_llama_derived_model debug local_rank train_on_inputs group_by_length loss_watchdog_threshold "
            "loss_watchdog_patience liger_rope liger_rms_norm liger_glu_activation flash_attn_cross_entropy "

@@ -20,7 +20,6 @@ from rather.migrate.peers.shared import (
 )
 from rather.migrate.rules import (
     CHANGED,
-    NEEDLESS,
     RENAMED,
     Given,
     Outcome,
@@ -29,65 +28,52 @@ from rather.migrate.rules import (
     needless,
     never,
     to,
+    when,
 )
 
 PLUGINS = ("ddp", "zero2", "zero2_cpu", "gemini", "gemini_auto", "3d")
-WIDE = "only the plugin 3d reads it"
 
 
 def of_3d(path: str) -> Rule:
-    """Degrees, which ColossalChat reads for one plugin only."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        if given.get("plugin") != "3d" or value in (None, False, 1):
-            return Outcome(NEEDLESS, note=WIDE if given.get("plugin") != "3d" else "")
-        return Outcome(RENAMED, {path: value})
-
-    return rule
+    """Set a degree, which ColossalChat reads for one plugin only."""
+    return when(
+        lambda value, given: given.get("plugin") == "3d" and value not in (None, False, 1),
+        to(path),
+    )
 
 
 def loss(value: Any, given: Given) -> Outcome:
-    """simpo_loss only normalises by length and sets a margin: the reference stays unless it is disabled."""
+    """simpo_loss normalises by length and sets a margin; it keeps the reference unless disabled."""
     if value != "simpo_loss":
         return Outcome(RENAMED, {"pref_loss": "sigmoid"})
     if given.get("disable_reference_model"):
         return Outcome(RENAMED, {"pref_loss": "simpo", "gamma": given.get("gamma") or 1.4})
     note = "with its reference this is length-normalised DPO with a margin, not SimPO"
-    values = {
-        "pref_loss": "sigmoid",
-        "length_normalization": True,
-        "gamma": given.get("gamma") or 1.4,
-    }
+    margin = given.get("gamma") or 1.4
+    values = {"pref_loss": "sigmoid", "length_normalization": True, "gamma": margin}
     return Outcome(CHANGED, values, note)
 
 
-def gamma(value: Any, given: Given) -> Outcome:
-    simpo = given.get("loss_type") == "simpo_loss"
-    return Outcome(RENAMED, {"gamma": value}) if value and not simpo else Outcome(NEEDLESS)
+def unless_simpo(path: str) -> Rule:
+    return when(lambda value, given: value and given.get("loss_type") != "simpo_loss", to(path))
 
 
 def warmup(value: Any, given: Given) -> Outcome:
-    if value is None:
-        return Outcome(RENAMED, {TRAINING + "warmup_ratio": 0.025})
-    return Outcome(RENAMED, {TRAINING + "warmup_steps": value})
-
-
-def reference(value: Any, given: Given) -> Outcome:
-    simpo = given.get("loss_type") == "simpo_loss"
-    return Outcome(RENAMED, {"reference_free": True}) if value and not simpo else Outcome(NEEDLESS)
+    values = {"warmup_ratio": 0.025} if value is None else {"warmup_steps": value}
+    return Outcome(RENAMED, {TRAINING + name: number for name, number in values.items()})
 
 
 def files(path: str) -> Rule:
-    return lambda value, given: (
-        Outcome(CHANGED, {path: value if isinstance(value, list) else [value]}, "folders of prepare_dataset.py")
-        if value else Outcome(NEEDLESS)
-    )  # fmt: skip
+    return when(
+        lambda value, given: value,
+        to(path, lambda v: v if isinstance(v, list) else [v], note="folders of prepare_dataset.py"),
+    )
 
 
 def accumulation(value: Any, given: Given) -> Outcome:
-    note = "the loss is a mean over the step; ColossalChat sums micro-batches, so that its clipping bites harder"
-    values = {TRAINING + "gradient_accumulation_steps": value}
-    return Outcome(CHANGED, values, note) if value > 1 else Outcome(RENAMED, values)
+    note = "the loss is a mean over the step; ColossalChat sums micro-batches and so clips harder"
+    path = TRAINING + "gradient_accumulation_steps"
+    return to(path, note=note if value > 1 else "")(value, given)
 
 
 RULES: dict[str, Rule] = {
@@ -104,9 +90,9 @@ RULES: dict[str, Rule] = {
     "ref_tp": to("ref_tp"),
     "loss_type": loss,
     "beta": to("beta"),
-    "gamma": gamma,
+    "gamma": unless_simpo("gamma"),
     "length_normalization": to("length_normalization"),
-    "disable_reference_model": reference,
+    "disable_reference_model": unless_simpo("reference_free"),
     "disable_loss_mask": to("apply_loss_mask", {True: False, False: True}),
     "dataset": files(SAMPLES),
     "eval_dataset": files("validation.data_args.file_name"),

@@ -19,13 +19,13 @@ from rather.migrate.peers.shared import (
     loss_name,
 )
 from rather.migrate.rules import (
-    NEEDLESS,
+    NOT_NEEDED,
     OPEN,
-    RENAMED,
     Given,
     Outcome,
     Rule,
     each,
+    if_given,
     needless,
     never,
     only,
@@ -39,27 +39,18 @@ TEMPLATES = {
 
 
 def registered(path: str) -> Rule:
-    """Data sets are names in dataset_info.json, which is not read."""
+    """Data sets are names from dataset_info.json, which is not read."""
 
     def rule(value: Any, given: Given) -> Outcome:
         if not value:
-            return Outcome(NEEDLESS)
-        names = [
-            name.strip() for name in (value if isinstance(value, list) else str(value).split(","))
-        ]
+            return NOT_NEEDED
+        given_names = value if isinstance(value, list) else str(value).split(",")
+        names = [name.strip() for name in given_names]
         files = [name if PurePath(name).suffix else f"{name}.json" for name in names]
-        note = "names of dataset_info.json; write the files they stand for"
+        note = "names from dataset_info.json; write the files they stand for"
         return Outcome(OPEN, {path: files[0] if len(files) == 1 else files}, note)
 
     return rule
-
-
-def simpo_gamma(value: Any, given: Given) -> Outcome:
-    return (
-        Outcome(RENAMED, {"gamma": value})
-        if given.get("pref_loss") == "simpo"
-        else Outcome(NEEDLESS)
-    )
 
 
 RULES: dict[str, Rule] = {
@@ -80,9 +71,9 @@ RULES: dict[str, Rule] = {
     "pref_loss": loss_name(kto_pair=None),
     "pref_beta": to("beta"),
     "pref_ftx": to("pref_ftx"),
-    "pref_bco_weight": never("is not offered; pref_loss takes a list with loss_weights", unless=(0, 0.0)),
+    "pref_bco_weight": never("not supported; pref_loss takes a list with loss_weights", unless=(0, 0.0)),
     "dpo_label_smoothing": to("label_smoothing"),
-    "simpo_gamma": simpo_gamma,
+    "simpo_gamma": if_given("pref_loss", "simpo", "gamma"),
     "ld_alpha": to("ld_alpha"),
     "dataset": registered(SAMPLES),
     "eval_dataset": registered("validation.data_args.file_name"),
@@ -94,14 +85,14 @@ RULES: dict[str, Rule] = {
     "max_samples": never("cut the file instead"),
     "mix_strategy": only("concat", why="data_args.weights mixes files"),
     "deepspeed": deepspeed,
-    "flash_attn": needless("attention is Rather's own"),
+    "flash_attn": needless("Rather has its own attention"),
     "packing": needless("pairs are always packed, which changes no result"),
     "mask_history": to(DATA + "score", {True: "last", False: "last"}),
     **each("overwrite_cache plot_loss use_fast_tokenizer low_cpu_mem_usage enable_liger_kernel "
            "enable_thinking cache_dir upcast_layernorm preprocessing_batch_size use_swanlab tokenized_path "
            "double_quantization quantization_method ray_run_name ray_storage_path", needless(MACHINERY)),
     **each("use_galore use_badam use_apollo use_muon use_adam_mini loraplus_lr_ratio freeze_trainable_layers "
-           "train_on_prompt resize_vocab rope_scaling neat_packing use_unsloth use_mca", never("is not offered")),
+           "train_on_prompt resize_vocab rope_scaling neat_packing use_unsloth use_mca", never("not supported")),
 }  # fmt: skip
 
 LLAMA_FACTORY = Peer(

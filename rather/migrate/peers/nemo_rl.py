@@ -11,6 +11,7 @@ from rather.migrate.peers.shared import (
     DTYPES,
     MACHINERY,
     MODEL,
+    STRATEGY,
     TRAINING,
     dataset,
     length,
@@ -20,54 +21,46 @@ from rather.migrate.peers.shared import (
 )
 from rather.migrate.rules import (
     CHANGED,
-    NEEDLESS,
+    NOT_NEEDED,
     RENAMED,
     Given,
     Outcome,
     Rule,
     each,
+    if_set,
     needless,
     never,
     only,
     to,
+    when,
 )
 
 
 def enabled(section: str, rule: Rule) -> Rule:
-    """A key of a backend counts where that backend is on."""
+    """Use a key of a backend only if that backend is on."""
 
-    def of(value: Any, given: Given) -> Outcome:
-        on = given.get(f"policy.{section}.enabled", False)
-        return rule(value, given) if on else Outcome(NEEDLESS, note=f"{section} is off")
+    return when(lambda value, given: given.get(f"policy.{section}.enabled"), rule)
 
-    return of
+
+def backend(strategy: str) -> Rule:
+    return when(lambda value, given: value, to(STRATEGY, lambda _: strategy))
 
 
 def degree(path: str) -> Rule:
-    return lambda value, given: (
-        Outcome(RENAMED, {path: value}) if value and value > 1 else Outcome(NEEDLESS)
-    )
+    return when(lambda value, given: value and value > 1, to(path))
 
 
 def betas(value: Any, given: Given) -> Outcome:
     return Outcome(RENAMED, {TRAINING + "adam_beta1": value[0], TRAINING + "adam_beta2": value[1]})
 
 
-def averaged(value: Any, given: Given) -> Outcome:
-    return Outcome(RENAMED, {"length_normalization": True}) if value else Outcome(NEEDLESS)
-
-
 def sft_weight(value: Any, given: Given) -> Outcome:
     if not value:
-        return Outcome(NEEDLESS)
+        return NOT_NEEDED
     average = given.get("dpo.sft_average_log_probs")
     key = "pref_ftx" if average else "rpo_alpha"
-    note = (
-        ""
-        if average
-        else "NeMo-RL sums the log-probs of an answer, ours is a mean over tokens: choose it anew"
-    )
-    return Outcome(CHANGED if note else RENAMED, {key: value}, note)
+    note = "NeMo-RL sums the log-probs of an answer; Rather averages over tokens: tune it again"
+    return to(key, note="" if average else note)(value, given)
 
 
 def devices(value: Any, given: Given) -> Outcome:
@@ -77,7 +70,7 @@ def devices(value: Any, given: Given) -> Outcome:
 
 
 def schedule(value: Any, given: Given) -> Outcome:
-    """A list of torch schedulers: one linear warm-up and what follows it."""
+    """Translate a list of torch schedulers: a linear warm-up and what follows it."""
     parts = value if isinstance(value, list) else [value]
     named = {str(part.get("name", "")).rpartition(".")[2]: part.get("kwargs", {}) for part in parts}
     values: dict[str, Any] = {TRAINING + "lr_scheduler_type": "constant"}
@@ -87,7 +80,7 @@ def schedule(value: Any, given: Given) -> Outcome:
         values |= {TRAINING + "lr_scheduler_kwargs": {"min_lr": floor}} if floor else {}
     if "LinearLR" in named:
         values[TRAINING + "warmup_steps"] = int(named["LinearLR"].get("total_iters", 0))
-    return Outcome(CHANGED, values, "warm-up begins at 0, and a cosine ends with the run")
+    return Outcome(CHANGED, values, "warm-up starts at 0, and a cosine ends with the run")
 
 
 RULES: dict[str, Rule] = {
@@ -96,7 +89,7 @@ RULES: dict[str, Rule] = {
     "dpo.val_period": positive("eval_steps"),
     "dpo.seed": to("seed"),
     "dpo.reference_policy_kl_penalty": to("beta"),
-    "dpo.preference_average_log_probs": averaged,
+    "dpo.preference_average_log_probs": if_set("length_normalization"),
     "dpo.preference_loss_weight": only(1, 1.0, why="the preference loss has weight 1; change rpo_alpha instead"),
     "dpo.sft_loss_weight": sft_weight,
     "dpo.sft_average_log_probs": needless("sft_loss_weight says it"),
@@ -130,11 +123,8 @@ RULES: dict[str, Rule] = {
     "policy.dtensor_cfg.activation_checkpointing": enabled(
         "dtensor_cfg", to(MODEL + "disable_gradient_checkpointing", {True: False, False: True})),
     "policy.dtensor_cfg.cpu_offload": never("strategy_name: zero2_cpu or gemini_auto keeps it on the host"),
-    "policy.dtensor_cfg.enabled": lambda value, given: (
-        Outcome(RENAMED, {"actor_train.strategy_args.strategy_name": "fsdp2_train"}) if value else Outcome(NEEDLESS)),
-    "policy.megatron_cfg.enabled": lambda value, given: (
-        Outcome(RENAMED, {"actor_train.strategy_args.strategy_name": "megatron_train"}) if value else
-        Outcome(NEEDLESS)),
+    "policy.dtensor_cfg.enabled": backend("fsdp2_train"),
+    "policy.megatron_cfg.enabled": backend("megatron_train"),
     "policy.megatron_cfg.tensor_model_parallel_size": enabled("megatron_cfg", degree(DETAILS + "tp_size")),
     "policy.megatron_cfg.pipeline_model_parallel_size": enabled("megatron_cfg", degree(DETAILS + "pp_size")),
     "policy.megatron_cfg.context_parallel_size": enabled("megatron_cfg", degree(DETAILS + "cp_size")),

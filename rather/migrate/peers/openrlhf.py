@@ -1,4 +1,4 @@
-"""OpenRLHF: the flags of train_dpo. Newer versions group them with dots; the last part of a name is enough."""
+"""OpenRLHF: the flags of train_dpo. Newer versions group them with dots; the last part counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rather.migrate.peers.shared import (
 )
 from rather.migrate.rules import (
     CHANGED,
-    NEEDLESS,
+    NOT_NEEDED,
     RENAMED,
     Given,
     Outcome,
@@ -43,21 +43,15 @@ def betas(value: Any, given: Given) -> Outcome:
 
 def schedule(value: Any, given: Given) -> Outcome:
     """Its cosine ends at a tenth of the peak."""
-    floor = (
-        {TRAINING + "lr_scheduler_kwargs.min_lr_rate": 0.1} if value == "cosine_with_min_lr" else {}
-    )
-    return Outcome(RENAMED, {TRAINING + "lr_scheduler_type": SCHEDULES[value], **floor})
+    values = {TRAINING + "lr_scheduler_type": SCHEDULES[value]}
+    if value == "cosine_with_min_lr":
+        values[TRAINING + "lr_scheduler_kwargs.min_lr_rate"] = 0.1
+    return Outcome(RENAMED, values)
 
 
 def ipo(value: Any, given: Given) -> Outcome:
-    note = "OpenRLHF's IPO sums log-probs; ours averages them over tokens, as the paper does"
-    return Outcome(CHANGED, {"pref_loss": "ipo"}, note) if value else Outcome(NEEDLESS)
-
-
-def micro_batch(value: Any, given: Given) -> Outcome:
-    return Outcome(
-        NEEDLESS, note="pairs of a step are train_batch_size; micro-batches follow a token budget"
-    )
+    note = "OpenRLHF's IPO sums log-probs; Rather averages them over tokens, as the paper does"
+    return Outcome(CHANGED, {"pref_loss": "ipo"}, note) if value else NOT_NEEDED
 
 
 RULES: dict[str, Rule] = {
@@ -87,7 +81,7 @@ RULES: dict[str, Rule] = {
     "max_norm": to("max_grad_norm"),
     "max_epochs": to(TRAINING + "num_train_epochs", float),
     "train_batch_size": to("train_batch_size"),
-    "micro_train_batch_size": micro_batch,
+    "micro_train_batch_size": needless("micro-batches follow a token budget"),
     "zero_stage": zero_stage,
     "adam_offload": never("strategy_name: zero2_cpu keeps the optimizer on the host"),
     "ds_tensor_parallel_size": to(DETAILS + "tp_size"),
@@ -105,9 +99,9 @@ RULES: dict[str, Rule] = {
     "use_wandb": tracker("wandb"),
     "use_tensorboard": tracker("tensorboard"),
     "packing_samples": needless("pairs are always packed"),
-    **each("flash_attn attn_implementation use_liger_kernel", needless("attention and head are Rather's own")),
+    **each("flash_attn attn_implementation use_liger_kernel", needless("Rather has its own attention and head")),
     "apply_chat_template": needless("the tokenizer's template is always applied, where it has one"),
-    **each("aux_loss_coef", never("mixtures of experts are not offered", unless=(0, 0.0))),
+    "aux_loss_coef": never("mixtures of experts are not supported", unless=(0, 0.0)),
     **each("ckpt_path save_hf_ckpt disable_ds_ckpt max_ckpt_mem use_ds_universal_ckpt overlap_comm zpg "
            "grad_accum_dtype disable_fast_tokenizer local_rank deepcompile dataset_split eval_split "
            "wandb_org wandb_group wandb_project wandb_run_name disable_trace_cache full_determinism "

@@ -9,7 +9,16 @@ from rather.config import roll
 from rather.config.keys import table
 from rather.config.load import composed_values
 from rather.migrate.engine import Peer
-from rather.migrate.rules import IMPOSSIBLE, NEEDLESS, RENAMED, Given, Outcome, Rule, needless
+from rather.migrate.rules import (
+    IMPOSSIBLE,
+    NEEDLESS,
+    NOT_NEEDED,
+    RENAMED,
+    Given,
+    Outcome,
+    Rule,
+    needless,
+)
 
 
 class OwnKeys(Mapping[str, Rule]):
@@ -40,7 +49,7 @@ class OwnKeys(Mapping[str, Rule]):
 
 def kept(key: str, value: Any, given: Given) -> Outcome:
     if value is None:
-        return Outcome(NEEDLESS)
+        return NOT_NEEDED
     return Outcome(RENAMED, {key: value})
 
 

@@ -1,4 +1,4 @@
-"""Rules that several peers share: transformers' TrainingArguments, adapters, data sets, batch sizes, DeepSpeed."""
+"""Rules that several tools share: TrainingArguments, adapters, data sets, sizes, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
     NEEDLESS,
+    NOT_NEEDED,
     NOTHING,
     OPEN,
     RENAMED,
     Given,
     Outcome,
-    Refused,
     Rule,
+    Unsupported,
     each,
     needless,
     never,
     only,
     to,
+    when,
 )
 
 TRAINING, MODEL, DATA = (
@@ -56,8 +58,8 @@ ADAMW = (
     "AdamW",
     "torch.optim.AdamW",
 )
-MACHINERY = "of the peer's machinery; no result depends on it"
-UPLOAD = "nothing is uploaded; the run folder holds model and model card"
+MACHINERY = "internal to that tool; no result depends on it"
+UPLOAD = "nothing is uploaded; the run folder has the model and its card"
 NO_LIMIT = 32768
 
 
@@ -65,64 +67,59 @@ NO_LIMIT = 32768
 
 
 def positive(path: str) -> Rule:
-    """-1 and 0 stand for `not given`."""
-    return lambda value, given: (
-        Outcome(RENAMED, {path: value}) if value and value > 0 else Outcome(NEEDLESS)
-    )
+    """Treat -1 and 0 as not set."""
+    return when(lambda value, given: value and value > 0, to(path))
 
 
 def whole_steps(path: str) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         if isinstance(value, float) and not value.is_integer():
-            raise Refused(f"{value} is a share of the run; write a number of steps")
-        return Outcome(RENAMED, {path: int(value)}) if value and value > 0 else Outcome(NEEDLESS)
+            raise Unsupported(f"{value} is a share of the run; write a number of steps")
+        return positive(path)(int(value or 0), given)
 
     return rule
 
 
 def length(*, cut: str = "", note: str = "") -> Rule:
-    """Tokens of prompt and answer, and what happens to longer pairs."""
+    """Set the tokens of prompt and answer, and what happens to longer pairs."""
 
     def rule(value: Any, given: Given) -> Outcome:
         more = {OVERLONG: cut} if cut else {}
         if value is None:
-            told = f"a length is needed here; pairs above {NO_LIMIT} tokens are dropped and counted"
-            return Outcome(CHANGED, {LENGTH: NO_LIMIT}, told)
+            text = f"Rather needs a length; pairs above {NO_LIMIT} tokens are dropped and counted"
+            return Outcome(CHANGED, {LENGTH: NO_LIMIT}, text)
         return Outcome(CHANGED if note else RENAMED, {LENGTH: value, **more}, note)
 
     return rule
 
 
 def run_folder(value: Any, given: Given) -> Outcome:
-    """`out/my-run` is the folder `out` and the run `my-run` in it."""
+    """Split `out/my-run` into the folder `out` and the run `my-run`."""
     if not value:
-        return Outcome(NEEDLESS)
+        return NOT_NEEDED
     path = Path(str(value))
     parent = "./" if str(path.parent) == "." else str(path.parent)
-    note = "the run is written to this folder; the model lies in its subfolder model/"
+    note = "the run is written to this folder; the model is in its subfolder model/"
     return Outcome(CHANGED, {"output_dir": parent, "exp_name": path.name}, note)
 
 
 def dataset(path: str = SAMPLES) -> Rule:
-    """A local file is read as it is; a name on a hub has to be saved to a file first."""
+    """Accept local files; a data set of a hub has to be saved to a file first."""
 
     def rule(value: Any, given: Given) -> Outcome:
         if value in NOTHING:
-            return Outcome(NEEDLESS)
+            return NOT_NEEDED
         names = [str(name) for name in value] if isinstance(value, list) else str(value).split(",")
         files = [
             name if name.endswith(READABLE) else f"{Path(name.partition('#')[0]).name}.jsonl"
             for name in names
         ]
-        strangers = [name for name, file in zip(names, files, strict=True) if name != file]
+        remote = [name for name, file in zip(names, files, strict=True) if name != file]
         values = {path: files[0] if len(files) == 1 else files}
-        if not strangers:
+        if not remote:
             return Outcome(RENAMED, values)
-        return Outcome(
-            OPEN,
-            values,
-            f"only local files are read: save {', '.join(strangers)} as JSON lines there",
-        )
+        note = f"only local files are read: save {', '.join(remote)} as JSON lines there"
+        return Outcome(OPEN, values, note)
 
     return rule
 
@@ -135,26 +132,23 @@ def trackers(value: Any, given: Given) -> Outcome:
     lost = [name for name in wanted if name not in known]
     values = {"track_with": kept[0] if len(kept) == 1 else kept or None}
     if lost:
-        return Outcome(
-            IMPOSSIBLE, values, f"no tracker {', '.join(lost)}; there are {', '.join(known)}"
-        )
+        note = f"no tracker {', '.join(lost)}; supported: {', '.join(known)}"
+        return Outcome(IMPOSSIBLE, values, note)
     return Outcome(RENAMED, values)
 
 
 def tracker(name: str) -> Rule:
-    """A switch of one tracker."""
-    return lambda value, given: (
-        trackers(name, given) if value else Outcome(NEEDLESS, note="no tracker")
-    )
+    """Translate the switch of one tracker."""
+    return when(lambda value, given: value, lambda value, given: trackers(name, given))
 
 
 def loss_name(path: str = "pref_loss", **others: str | None) -> Rule:
-    """The name of a loss, where a peer has another name for it; None where we have no such loss."""
+    """Translate the name of a loss; None marks a loss that Rather does not have."""
 
     def rule(value: Any, given: Given) -> Outcome:
         names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
         if lost := [name for name in names if name in others and others[name] is None]:
-            raise Refused(f"there is no loss {lost[0]}")
+            raise Unsupported(f"Rather has no loss {lost[0]}")
         ours = [others.get(name) or name for name in names]
         return Outcome(RENAMED, {path: ours[0] if len(ours) == 1 else ours})
 
@@ -165,18 +159,15 @@ def loss_name(path: str = "pref_loss", **others: str | None) -> Rule:
 
 
 def bf16(value: Any, given: Given) -> Outcome:
-    """One of three: bf16, fp16, or neither."""
+    """Choose bf16, fp16 or neither."""
     other = given.get("fp16") in (True, "true", "auto")
     dtype = "fp16" if other else "bf16" if value in (True, "auto") else "fp32"
-    return Outcome(
-        CHANGED,
-        {MODEL + "dtype": dtype},
-        "weights have exact float32 copies, sums are float32 or better",
-    )
+    note = "weights have exact float32 copies, sums are float32 or better"
+    return Outcome(CHANGED, {MODEL + "dtype": dtype}, note)
 
 
 def fp16(value: Any, given: Given) -> Outcome:
-    return Outcome(RENAMED, {MODEL + "dtype": "fp16"}) if value is True else Outcome(NEEDLESS)
+    return Outcome(RENAMED, {MODEL + "dtype": "fp16"}) if value is True else NOT_NEEDED
 
 
 def recompute(value: Any, given: Given) -> Outcome:
@@ -184,9 +175,9 @@ def recompute(value: Any, given: Given) -> Outcome:
 
 
 def deepspeed(value: Any, given: Given) -> Outcome:
-    """A DeepSpeed file that lies here is read; otherwise its name tells the stage."""
+    """Read a DeepSpeed file that exists here; otherwise take the stage from its name."""
     if value in NOTHING:
-        return Outcome(NEEDLESS)
+        return NOT_NEEDED
     if isinstance(value, dict):
         return Outcome(RENAMED, {STRATEGY: "deepspeed_train", DETAILS[:-1]: value})
     if Path(str(value)).expanduser().is_file():
@@ -194,12 +185,10 @@ def deepspeed(value: Any, given: Given) -> Outcome:
     name = Path(str(value)).name
     stage = next((stage for stage in "123" if f"zero{stage}" in name or f"z{stage}" in name), None)
     if stage is None:
-        raise Refused(
-            f"{value} is not here, and its name tells no stage; set actor_train.strategy_args.strategy_name"
-        )
+        raise Unsupported(f"{value} is not here, and its name has no stage; set {STRATEGY}")
     cpu = "offload" in name and stage == "2"
-    told = f"{value} is not here; its name tells stage {stage}"
-    return Outcome(CHANGED, {STRATEGY: f"zero{stage}" + ("_cpu" if cpu else "")}, told)
+    note = f"{value} is not here; stage {stage} is taken from its name"
+    return Outcome(CHANGED, {STRATEGY: f"zero{stage}" + ("_cpu" if cpu else "")}, note)
 
 
 def zero_stage(value: Any, given: Given) -> Outcome:
@@ -208,11 +197,11 @@ def zero_stage(value: Any, given: Given) -> Outcome:
 
 def fsdp(value: Any, given: Given) -> Outcome:
     if value in NOTHING:
-        return Outcome(NEEDLESS)
+        return NOT_NEEDED
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     if "hybrid" in text:
-        raise Refused(
-            "set strategy_name: hsdp with strategy_config.shard_size, the ranks of one replica"
+        raise Unsupported(
+            "set strategy_name: hsdp and strategy_config.shard_size (ranks per replica)"
         )
     return Outcome(RENAMED, {STRATEGY: "zero2" if "shard_grad_op" in text else "fsdp2_train"})
 
@@ -222,32 +211,25 @@ def fsdp(value: Any, given: Given) -> Outcome:
 
 def warmup(value: Any, given: Given) -> Outcome:
     if given.get("lr_scheduler_type") == "constant" and value:
-        return Outcome(
-            CHANGED, {}, "transformers' constant schedule has no warm-up; ours would have one"
-        )
+        return Outcome(CHANGED, {}, "transformers' constant schedule has no warm-up")
     share = isinstance(value, float) and 0 < value < 1
-    return Outcome(
-        RENAMED,
-        {TRAINING + ("warmup_ratio" if share else "warmup_steps"): value if share else int(value)},
-    )
+    values = {"warmup_ratio": value} if share else {"warmup_steps": int(value)}
+    return Outcome(RENAMED, {TRAINING + name: number for name, number in values.items()})
 
 
 def warmup_ratio(value: Any, given: Given) -> Outcome:
     if given.get("warmup_steps"):
         return Outcome(NEEDLESS, note="warmup_steps wins")
     constant = given.get("lr_scheduler_type") == "constant" and value
-    return (
-        warmup(value, given) if constant else Outcome(RENAMED, {TRAINING + "warmup_ratio": value})
-    )
+    return (warmup if constant else to(TRAINING + "warmup_ratio"))(value, given)
 
 
 def evaluated(value: Any, given: Given) -> Outcome:
-    """eval_strategy: steps without eval_steps means logging_steps."""
+    """eval_strategy: steps without eval_steps means every logging_steps."""
     if str(value) != "steps" or given.get("eval_steps"):
         return Outcome(NEEDLESS, note="evaluation is always after each epoch and at the end")
-    return Outcome(
-        CHANGED, {"eval_steps": int(given.get("logging_steps") or 1)}, "as often as logging_steps"
-    )
+    steps = int(given.get("logging_steps") or 1)
+    return Outcome(CHANGED, {"eval_steps": steps}, "as often as logging_steps")
 
 
 def eval_steps(value: Any, given: Given) -> Outcome:
@@ -259,29 +241,22 @@ def eval_steps(value: Any, given: Given) -> Outcome:
 
 def save_strategy(value: Any, given: Given) -> Outcome:
     if str(value) == "steps":
-        return Outcome(NEEDLESS)
-    note = (
-        "checkpoints are counted in steps; the last one is always written"
-        if str(value) != "no"
-        else ""
-    )
-    return Outcome(CHANGED if note else RENAMED, {"save_steps": None}, note)
+        return NOT_NEEDED
+    if str(value) == "no":
+        return Outcome(RENAMED, {"save_steps": None})
+    note = "checkpoints are counted in steps; the last one is always written"
+    return Outcome(CHANGED, {"save_steps": None}, note)
 
 
 def save_steps(value: Any, given: Given) -> Outcome:
-    other = str(given.get("save_strategy") or "steps") != "steps"
-    return (
-        Outcome(NEEDLESS, note="save_strategy decides")
-        if other
-        else whole_steps("save_steps")(value, given)
-    )
+    if str(given.get("save_strategy") or "steps") != "steps":
+        return Outcome(NEEDLESS, note="save_strategy decides")
+    return whole_steps("save_steps")(value, given)
 
 
 def best_metric(value: Any, given: Given) -> Outcome:
-    name = str(value).removeprefix("eval_")
-    return (
-        Outcome(RENAMED, {"metric_for_best_model": f"eval/{name}"}) if value else Outcome(NEEDLESS)
-    )
+    path = "metric_for_best_model"
+    return to(path)(f"eval/{str(value).removeprefix('eval_')}", given) if value else NOT_NEEDED
 
 
 HF: dict[str, Rule] = {
@@ -319,11 +294,11 @@ HF: dict[str, Rule] = {
     "save_steps": save_steps,
     "save_total_limit": lambda value, given: Outcome(RENAMED, {"max_ckpt_to_keep": value or 0}),
     "per_device_eval_batch_size": to("actor_train.infer_batch_size"),
-    "load_best_model_at_end": to("save_best", note="the best model lies beside the last one"),
+    "load_best_model_at_end": to("save_best", note="the best model is saved next to the last one"),
     "metric_for_best_model": best_metric,
     "resume_from_checkpoint": to("resume_from_checkpoint"),
     "overwrite_output_dir": to(
-        "overwrite", note="true starts anew where a run exists, and never continues it"
+        "overwrite", note="true starts an existing run from scratch and never resumes it"
     ),
     "report_to": trackers,
     "deepspeed": deepspeed,
@@ -334,13 +309,10 @@ HF: dict[str, Rule] = {
         "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision",
         never(UPLOAD),
     ),
-    **each("neftune_noise_alpha label_smoothing_factor", never("is not offered", unless=(0, 0.0))),
-    **each(
-        "save_only_model",
-        needless("checkpoints are always whole; the result in model/ is the model alone"),
-    ),
+    **each("neftune_noise_alpha label_smoothing_factor", never("not supported", unless=(0, 0.0))),
+    "save_only_model": needless("checkpoints are always complete; model/ is the model alone"),
     **each("run_name project", needless("a run is named after its folder")),
-    **each("use_liger_kernel", needless("log-probs are always made without holding the logits")),
+    "use_liger_kernel": needless("the full logits are never kept in memory"),
     **each("group_by_length auto_find_batch_size", needless("micro-batches follow a token budget")),
     **each(
         "do_train do_eval do_predict logging_strategy logging_first_step logging_nan_inf_filter log_level disable_tqdm "
@@ -370,36 +342,31 @@ def adapter(
     *,
     off: tuple[str, Any] | None = None,
 ) -> dict[str, Rule]:
-    """Keys of an adapter by the peer's names. `off`: the key and its values that say that there is no adapter."""
+    """Return rules for the keys of an adapter, by the tool's names.
+
+    `off`: a key and the values with which there is no adapter.
+    """
 
     def wanted(rule: Rule) -> Rule:
-        def of(value: Any, given: Given) -> Outcome:
-            if off and given.get(off[0]) in off[1]:
-                return Outcome(NEEDLESS, note="no adapter is trained")
-            return rule(value, given) if value is not None else Outcome(NEEDLESS)
-
-        return of
-
-    def dropped(value: Any, given: Given) -> Outcome:
-        return (
-            Outcome(CHANGED, {MODEL + "lora_dropout": 0.0}, "dropout is off in preference training")
-            if value
-            else (Outcome(NEEDLESS))
+        return when(
+            lambda value, given: value is not None and not (off and given.get(off[0]) in off[1]),
+            rule,
         )
+
+    no_dropout = to(
+        MODEL + "lora_dropout", lambda _: 0.0, note="dropout is off in preference training"
+    )
 
     return {
         rank: wanted(positive(MODEL + "lora_rank")),
         alpha: wanted(to(MODEL + "lora_alpha", float)),
-        dropout: wanted(dropped),
+        dropout: wanted(when(lambda value, given: value, no_dropout)),
         target: wanted(to(MODEL + "lora_target", _targets)),
         modules: wanted(to(MODEL + "modules_to_save")),
         "use_rslora": wanted(to(MODEL + "use_rslora")),
         "use_dora": wanted(to(MODEL + "use_dora")),
-        **each("load_in_4bit", to(MODEL + "quantization", {True: "4bit", False: None})),
-        **each(
-            "load_in_8bit",
-            never("weights are held in 4 bits or not at all: model_args.quantization"),
-        ),
+        "load_in_4bit": to(MODEL + "quantization", {True: "4bit", False: None}),
+        "load_in_8bit": never("only 4-bit weights are supported: model_args.quantization"),
         **each(
             "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype lora_task_type",
             needless(MACHINERY),

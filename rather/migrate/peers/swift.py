@@ -19,14 +19,14 @@ from rather.migrate.peers.shared import (
 )
 from rather.migrate.peers.trl import DIVERGENCES
 from rather.migrate.rules import (
-    CHANGED,
-    NEEDLESS,
+    NOT_NEEDED,
     RENAMED,
     Given,
     Outcome,
-    Refused,
     Rule,
+    Unsupported,
     each,
+    if_set,
     needless,
     never,
     only,
@@ -39,37 +39,19 @@ CUTS = {"delete": "drop", "left": "truncate_prompt", "right": "truncate_response
 
 def kind(value: Any, given: Given) -> Outcome:
     if value not in KINDS:
-        raise Refused(
-            f"rlhf_type {value} is not preference training on pairs; there are {', '.join(KINDS)}"
-        )
+        raise Unsupported(f"not preference training on pairs; supported: {', '.join(KINDS)}")
     ours = KINDS[value]
-    return Outcome(RENAMED, {"pref_loss": ours}) if ours else Outcome(NEEDLESS)
+    return Outcome(RENAMED, {"pref_loss": ours}) if ours else NOT_NEEDED
 
 
 def loss_type(value: Any, given: Given) -> Outcome:
-    return (
-        loss_name(kto_pair=None)(value, given)
-        if value and given.get("rlhf_type") == "dpo"
-        else Outcome(NEEDLESS)
-    )
-
-
-def scored(value: Any, given: Given) -> Outcome:
-    known = {"last_round": "last", "default": "assistant", "all": "all"}
-    if value not in known:
-        raise Refused(f"loss_scale {value} is not offered; there are {', '.join(known)}")
-    return Outcome(RENAMED, {DATA + "score": known[value]})
-
-
-def split(value: Any, given: Given) -> Outcome:
-    return Outcome(RENAMED, {"validation.data_args.split": value}) if value else Outcome(NEEDLESS)
+    dpo = value and given.get("rlhf_type") == "dpo"
+    return loss_name(kto_pair=None)(value, given) if dpo else NOT_NEEDED
 
 
 def cut(value: Any, given: Given) -> Outcome:
-    if value not in CUTS:
-        raise Refused(f"truncation_strategy {value} is not offered; there are {', '.join(CUTS)}")
     note = "" if value == "delete" else "left cuts the prompt, right the answers"
-    return Outcome(CHANGED if note else RENAMED, {DATA + "overlong": CUTS[value]}, note)
+    return to(DATA + "overlong", CUTS, note=note)(value, given)
 
 
 RULES: dict[str, Rule] = {
@@ -87,12 +69,12 @@ RULES: dict[str, Rule] = {
     "quant_bits": to(MODEL + "quantization", {4: "4bit"}),
     "dataset": dataset(),
     "val_dataset": dataset("validation.data_args.file_name"),
-    "split_dataset_ratio": split,
+    "split_dataset_ratio": if_set("validation.data_args.split"),
     "template": never("name one of ours: global_template"),
     "system": never("write the system message into the rows"),
     "max_length": length(),
     "truncation_strategy": cut,
-    "loss_scale": scored,
+    "loss_scale": to(DATA + "score", {"last_round": "last", "default": "assistant", "all": "all"}),
     "loss_type": loss_type,
     "loss_weights": to("loss_weights"),
     "beta": to("beta"),
@@ -106,7 +88,7 @@ RULES: dict[str, Rule] = {
     "sequence_parallel_size": to("actor_train.strategy_args.cp_size"),
     "columns": to(DATA + "columns", note="swift writes its name first: {theirs: ours}; turn the entries round"),
     **each("packing padding_free", needless("pairs are always packed")),
-    **each("attn_impl", needless("attention is Rather's own")),
+    "attn_impl": needless("Rather has its own attention"),
     **each("freeze_vit freeze_llm freeze_aligner", needless("language models only")),
     **each("use_hf model_type task_type add_version dataset_shuffle lazy_tokenize load_from_cache_file "
            "create_checkpoint_symlink dataloader_num_workers model_author model_name strict ignore_args_error "

@@ -1,4 +1,4 @@
-"""TRL: DPOConfig as YAML or JSON, or a `trl dpo` line. Version 1.x, unless a key is there that 0.29 removed."""
+"""TRL: DPOConfig as YAML or JSON, or a `trl dpo` line; 1.x, or older if it has removed keys."""
 
 from __future__ import annotations
 
@@ -22,24 +22,22 @@ from rather.migrate.peers.shared import (
 from rather.migrate.rules import (
     CHANGED,
     NEEDLESS,
+    NOT_NEEDED,
     OPEN,
     RENAMED,
     Given,
     Outcome,
     Rule,
     each,
+    if_given,
     needless,
     never,
     only,
     to,
+    when,
 )
 
-SMOOTHED = (
-    "robust",
-    "exo_pair",
-    "aot",
-    "aot_unpaired",
-)  # in 1.x; before, sigmoid was smoothed as well
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # in 1.x; before also sigmoid
 REMOVED = (
     "max_prompt_length", "max_completion_length", "generate_during_eval", "reference_free", "rpo_alpha",
     "force_use_ref_model", "ref_adapter_name", "model_adapter_name", "label_pad_token_id", "use_logits_to_keep",
@@ -59,69 +57,45 @@ def label_smoothing(value: Any, given: Given) -> Outcome:
     losses = given.get("loss_type") or ["sigmoid"]
     names = losses if isinstance(losses, list) else [losses]
     if not value:
-        return Outcome(NEEDLESS)
+        return NOT_NEEDED
     if any(name in SMOOTHED for name in names) or (is_old(given) and "sigmoid" in names):
         return Outcome(RENAMED, {"label_smoothing": value})
-    return Outcome(CHANGED, {}, f"TRL 1.x ignores it for {', '.join(names)}; write it to have it")
+    return Outcome(
+        CHANGED, {}, f"TRL 1.x ignores it for {', '.join(names)}; set it in the YAML if you want it"
+    )
 
 
 def truncation(value: Any, given: Given) -> Outcome:
     if value in (None, "keep_start"):
         return Outcome(RENAMED, {OVERLONG: "truncate_response"})
-    note = (
-        "prompts are cut, of both answers alike; pairs whose answer alone is too long are dropped"
-    )
+    note = "the common prompt is cut; pairs with an answer that is too long alone are dropped"
     return Outcome(CHANGED, {OVERLONG: "truncate_prompt"}, note)
 
 
 def alpha(value: Any, given: Given) -> Outcome:
     if given.get("f_divergence_type") != "alpha_divergence":
-        return Outcome(NEEDLESS)
+        return NOT_NEEDED
     if is_old(given):
-        return Outcome(
-            CHANGED,
-            {"f_alpha_divergence_coef": 1 - value},
-            "1 - alpha, as TRL writes it from 0.29 on",
-        )
+        note = "1 - alpha, as TRL writes it since 0.29"
+        return Outcome(CHANGED, {"f_alpha_divergence_coef": 1 - value}, note)
     return Outcome(RENAMED, {"f_alpha_divergence_coef": value})
 
 
 def weights_dtype(value: Any, given: Given) -> Outcome:
-    """TRL's dtype is that of the weights; what is computed in is bf16 or fp16."""
+    """TRL's dtype is that of the weights; it computes in bf16 or fp16."""
     if value in (None, "auto", "float32"):
-        return Outcome(NEEDLESS, note="the optimizer works on float32 weights anyway")
-    note = "weights have exact float32 copies, so that no small step is lost"
+        return Outcome(NEEDLESS, note="the optimizer always has float32 weights")
+    note = "weights have exact float32 copies, so no small update is lost"
     return Outcome(CHANGED, {MODEL + "dtype": DTYPES[value]}, note)
 
 
 def init_kwargs(value: Any, given: Given) -> Outcome:
     if not value:
-        return Outcome(NEEDLESS)
+        return NOT_NEEDED
     known = weights_dtype(value.get("dtype") or value.get("torch_dtype"), given)
-    lost = [
-        key
-        for key in value
-        if key not in ("dtype", "torch_dtype", "attn_implementation", "use_cache")
-    ]
-    return Outcome(CHANGED, known.values, f"not read: {', '.join(lost)}") if lost else known
-
-
-def synced(path: str) -> Rule:
-    def rule(value: Any, given: Given) -> Outcome:
-        return Outcome(RENAMED, {path: value}) if given.get("sync_ref_model") else Outcome(NEEDLESS)
-
-    return rule
-
-
-def only_with(loss: str, path: str) -> Rule:
-    def rule(value: Any, given: Given) -> Outcome:
-        return (
-            Outcome(RENAMED, {path: value})
-            if loss in str(given.get("loss_type"))
-            else Outcome(NEEDLESS)
-        )
-
-    return rule
+    read = ("dtype", "torch_dtype", "attn_implementation", "use_cache")
+    lost = [key for key in value if key not in read]
+    return Outcome(CHANGED, known.values, f"ignored: {', '.join(lost)}") if lost else known
 
 
 def named_dataset(value: Any, given: Given) -> Outcome:
@@ -162,7 +136,8 @@ RULES: dict[str, Rule] = {
     "f_divergence_type": to("f_divergence_type", DIVERGENCES),
     "f_alpha_divergence_coef": alpha,
     "use_weighting": to("use_weighting"),
-    "discopop_tau": only_with("discopop", "discopop_tau"),
+    "discopop_tau": when(lambda value, given: "discopop" in str(given.get("loss_type")),
+                         to("discopop_tau")),
     "rpo_alpha": to("rpo_alpha", note="the NLL is a mean over all tokens of the step, whatever the micro-batches"),
     "reference_free": to("reference_free"),
     "max_length": length(),
@@ -173,8 +148,8 @@ RULES: dict[str, Rule] = {
                                    note="the reference is always computed once and kept on disk"),
     "precompute_ref_batch_size": to("reference.infer_batch_size"),
     "sync_ref_model": to("sync_ref_model"),
-    "ref_model_mixup_alpha": synced("ref_model_mixup_alpha"),
-    "ref_model_sync_steps": synced("ref_model_sync_steps"),
+    "ref_model_mixup_alpha": if_given("sync_ref_model", True, "ref_model_mixup_alpha"),
+    "ref_model_sync_steps": if_given("sync_ref_model", True, "ref_model_sync_steps"),
     "router_aux_loss_coef": never("mixtures of experts are not offered", unless=(0, 0.0)),
     "disable_dropout": only(True, why="dropout is always off in preference training"),
     "generate_during_eval": never("no answers are generated during evaluation"),
@@ -207,7 +182,7 @@ TRL = Peer(
         "`sft` and `aot` depend on micro-batches in TRL; here they count over the whole step.",
         "Metrics in TRL are averages over micro-batches; here they are averages over pairs.",
         "The order of the pairs is another one.",
-        "`parity: trl-1.x` makes TRL's tokens and refuses what would mean something else there.",
+        "`parity: trl-1.x` makes TRL's tokens and rejects settings that mean something else there.",
     ),
     is_early=is_old,
     early={"truncation_mode": "keep_end", "max_prompt_length": 512, "f_alpha_divergence_coef": 1.0},
