@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,15 +78,13 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from rather import __version__
-
-        typer.echo(f"rather {__version__}")
+        typer.echo(f"rather {version('rather')}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    version: Annotated[
+    show_version: Annotated[
         bool,
         typer.Option(
             "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
@@ -105,7 +104,8 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
 
         if not dry_run:
             return train_run(config, stop)
-        with closing(DPOPipeline(config)) as pipeline:
+        pipeline: Any = DPOPipeline(config)
+        with closing(pipeline):
             print_report(pipeline.data.report, Console(stderr=True))
             pipeline.initialize()
             first = next(pipeline.steps())

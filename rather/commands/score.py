@@ -103,9 +103,8 @@ class Scores:
         if self.objective:
             pairs = x.for_loss()
             scored = Scored(pairs, self.objective(pairs), self.objective.rewards(pairs))
-            window, totals = Window(), weighted_sums(scored, weight, self.objective)
-            totals = {name: float(value) for name, value in totals.items()}
-            window.add(totals, pairs=len(sums), tokens=0)
+            window, totals = Window(), weighted_sums(scored, weight, self.objective).items()
+            window.add({name: float(n) for name, n in totals}, pairs=len(sums), tokens=0)
             numbers |= window.means() | _preference("rewards", scored.rewards, weight)
         numbers |= _preference("logps", sums, weight)
         return numbers | _preference("logps_per_token", sums / x.facts.length, weight)

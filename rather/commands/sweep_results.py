@@ -56,6 +56,7 @@ class RunResult(NamedTuple):
         return wilson(value, pairs) if pairs else None
 
     def as_json(self, metric: str | None) -> dict[str, Any]:
+        curve = self.curves.get(metric or "")
         return {
             "name": self.run.name,
             "folder": str(self.run.config.run_dir),
@@ -63,7 +64,7 @@ class RunResult(NamedTuple):
             "steps": self.steps,
             "value": self.last(metric),
             "interval": self.interval(metric),
-            "best": best(metric, self.curves[metric]) if metric in self.curves else None,
+            "best": best(str(metric), curve) if curve else None,
             "reference_forwards": self.forwards,
             "seconds": self.times.get("seconds"),
             "final": {name: self.last(name) for name in self.curves},

@@ -14,7 +14,7 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.adapters import keeps_start
 from rather.config.load import load
 from rather.config.paths import is_local, nearest_names
-from rather.config.schema import ActorModelArgs, DPOConfig
+from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
 from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
 from rather.model.digest import model_folder
@@ -31,7 +31,7 @@ class Weights:
     name: str  # as it was typed
     model: str  # folder or hub name of the weights, or of an adapter's base
     tokenizer_path: str
-    args: ActorModelArgs = field(default_factory=ActorModelArgs)
+    args: ModelArgs = field(default_factory=ActorModelArgs)
     checkpoint: Checkpoint | None = None
     run: DPOConfig | None = None
     group: str = "model"  # of the checkpoint; `reference` for one that followed the policy

@@ -63,8 +63,8 @@ def test_quick_does_not_read_tensors(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda run: (run / "LATEST").write_text("checkpoint-9\n"), "names checkpoint-9, which is not there"),
-        (lambda run: os.truncate(run / "metrics.jsonl", 50), "line 1 is no whole record"),
+        (lambda run: (run / "LATEST").write_text("checkpoint-9\n"), "names checkpoint-9, which does not exist"),
+        (lambda run: os.truncate(run / "metrics.jsonl", 50), "line 1 is not a complete record"),
         (lambda run: (run / "metrics.jsonl").write_text(""), "where checkpoint-6 was saved"),
         (lambda run: (run / "metrics.jsonl").unlink(), "cannot be read (No such file or directory)"),
         (lambda run: flip_bit(run / "reference.log"), "bytes; their log-probs are computed again"),

@@ -82,12 +82,12 @@ def test_the_demo_clears_only_its_own_things(tmp_path: Path) -> None:
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()
-    with pytest.raises(ConfigError, match=r"not made by the demo.*--out DIR"):
+    with pytest.raises(ConfigError, match=r"not created by the demo.*--out DIR"):
         claim(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
     file = tmp_path / "file"
     file.write_text("a file")
-    with pytest.raises(ConfigError, match="not made by the demo"):
+    with pytest.raises(ConfigError, match="not created by the demo"):
         claim(file)
     assert file.read_text() == "a file"
 

@@ -28,7 +28,7 @@ from rather.migrate.rules import (
     UNKNOWN,
     WRITTEN,
 )
-from rather.migrate.source import Source, flat, read_file, read_line
+from rather.migrate.source import SourceSettings, flat, read_file, read_line
 
 SOURCES = {path.stem: path for path in (Path(__file__).parent / "sources").iterdir()}
 OF_ROLL = Path(__file__).parents[1] / "config" / "roll"
@@ -37,7 +37,7 @@ TRAINING = "actor_train.training_args"
 
 
 def of(values: dict[str, Any], peer: str = "trl", devices: int | None = None) -> Migrated:
-    return migrate(Source("test", values), PEERS[peer], devices)
+    return migrate(SourceSettings("test", values), PEERS[peer], devices)
 
 
 def status(result: Migrated, key: str) -> str:
@@ -259,7 +259,7 @@ def test_devices_of_a_launcher(line: str, devices: int | None) -> None:
 
 
 def test_a_line_that_names_a_file_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"config file nowhere.yaml is not there"):
+    with pytest.raises(ConfigError, match=r"config file nowhere.yaml does not exist"):
         read_line("trl dpo --config nowhere.yaml")
 
 
@@ -299,7 +299,7 @@ def test_deepspeed_by_its_file_or_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [{"beta": 0.1}, {"rl": "dpo", "stage": "dpo"}])
 def test_what_could_be_anybodys_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--from"):
-        guess(Source("x.yaml", values), PEERS)
+        guess(SourceSettings("x.yaml", values), PEERS)
 
 
 def test_the_names_of_the_option_are_the_peers() -> None:
@@ -321,7 +321,7 @@ def test_the_command(tmp_path: Path) -> None:
     arguments = ["migrate", str(SOURCES["trl"]), "--out", str(out)]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert "A step has 16 pairs: 2 a device x 8 accumulated x 1 data-parallel" in done.output
+    assert "A step has 16 pairs: 2 per device x 8 accumulated x 1 data-parallel" in done.output
     assert yaml.safe_load(out.read_text())["pretrain"] == "Qwen/Qwen2-0.5B-Instruct"
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2
@@ -331,8 +331,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [([], "one of the two"), (["x.yaml", "--line", "y"], "one of the two"), (["nowhere.yaml"], "cannot be read"),
-     (["--line", "trl dpo --beta 0.1", "--from", "tlr"], "unknown; there are trl")],
+    [([], "either a file or a command line"), (["x.yaml", "--line", "y"], "either a file or a command line"), (["nowhere.yaml"], "cannot be read"),
+     (["--line", "trl dpo --beta 0.1", "--from", "tlr"], "unknown; choose one of trl")],
 )  # fmt: skip
 def test_what_the_command_refuses(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["migrate", *arguments])

@@ -231,7 +231,7 @@ def test_exit_codes(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
     no_file = rather("train", tmp_path / "none.yaml")
     assert (no_file.exit_code, "none.yaml" in no_file.stderr) == (2, True)
     no_model_yet = rather("eval", yaml_file())
-    assert (no_model_yet.exit_code, "train first" in no_model_yet.stderr) == (2, True)
+    assert (no_model_yet.exit_code, "Train first" in no_model_yet.stderr) == (2, True)
     nothing_to_evaluate = rather("eval", yaml_file(validation={}))
     assert (nothing_to_evaluate.exit_code, "held-out" in nothing_to_evaluate.stderr) == (2, True)
     not_finite = rather(

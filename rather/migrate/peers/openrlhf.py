@@ -43,7 +43,7 @@ def betas(value: Any, given: Given) -> Outcome:
 
 def schedule(value: Any, given: Given) -> Outcome:
     """Its cosine ends at a tenth of the peak."""
-    values = {TRAINING + "lr_scheduler_type": SCHEDULES[value]}
+    values: dict[str, Any] = {TRAINING + "lr_scheduler_type": SCHEDULES[value]}
     if value == "cosine_with_min_lr":
         values[TRAINING + "lr_scheduler_kwargs.min_lr_rate"] = 0.1
     return Outcome(RENAMED, values)
