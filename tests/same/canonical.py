@@ -49,6 +49,9 @@ VARIANTS: list[Any] = cells(
 )
 
 
+STEPS = pytest.mark.parametrize("steps", cells([4, 20], keep=[4]))  # of the canonical run
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is trained, and how."""

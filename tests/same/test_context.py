@@ -19,6 +19,7 @@ from tests.model.test_families import FAMILIES, VOCAB
 from tests.padded import random_pairs, ranked_pairs
 from tests.same.against_whole import worst_difference
 from tests.same.canonical import (
+    STEPS,
     VARIANTS,
     Setup,
     alone,
@@ -151,9 +152,10 @@ def test_every_family(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", cells([2, 4], keep=[2]))
-def test_the_canonical_run(ranks: int) -> None:
+@STEPS
+def test_the_canonical_run(ranks: int, steps: int) -> None:
     """Some sequences are longer than a rank's share of their micro-batch."""
-    setup = Setup()
+    setup = Setup(steps=steps)
     batches = [batch for pairs in pairs_of(setup) for batch in make_step(pairs, 1).dealt[0]]
     assert any(max(batch.segments.k_lens) > -(-len(batch.ids_N) // ranks) for batch in batches)
     assert_same(joined(pool(ranks).run(run, {"cp": ranks}, setup)), alone(setup))
@@ -171,7 +173,7 @@ def test_losses_and_families(changes: dict[str, Any]) -> None:
     ids=["dp", "zero3"],
 )
 def test_together_with_other_axes(sizes: Sizes, stage: Stage) -> None:
-    setup = Setup() if stage == "ddp" else Setup(steps=FEW_STEPS)
+    setup = Setup(steps=FEW_STEPS)
     assert_same(
         joined(pool(prod(sizes.values())).run(run, sizes, setup, False, stage)), alone(setup)
     )

@@ -17,6 +17,7 @@ from rather.parallel.shard import Sharding, Stage, shard
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells
 from tests.same.canonical import (
+    STEPS,
     VARIANTS,
     Outcome,
     Setup,
@@ -56,8 +57,10 @@ def run(sizes: Sizes, stage: Stage, setup: Setup, changes: dict[str, Any] | None
     ],
     ids=["dp2", "dp4", "zero1", "zero2", "zero3", "hsdp"],
 )
-def test_the_canonical_run(sizes: Sizes, stage: Stage) -> None:
-    assert_same(joined(pool(prod(sizes.values())).run(run, sizes, stage, Setup())), alone(Setup()))
+@STEPS
+def test_the_canonical_run(sizes: Sizes, stage: Stage, steps: int) -> None:
+    setup = Setup(steps=steps)
+    assert_same(joined(pool(prod(sizes.values())).run(run, sizes, stage, setup)), alone(setup))
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=variant_name)

@@ -20,11 +20,13 @@ from rather.model.layers import Recompute
 from rather.model.policy import pair_columns
 from rather.parallel import stages
 from rather.parallel.apply import build_mesh, divide
+from rather.parallel.context import filled_to
 from rather.parallel.load import load_divided
 from rather.parallel.mesh import Mesh
 from rather.parallel.stages import Stages, check_cut, cut
 from tests.cells import cells
 from tests.same.canonical import (
+    STEPS,
     VARIANTS,
     Outcome,
     Setup,
@@ -63,8 +65,9 @@ def layout_of(pipeline: Pipeline, *, dp: int = 1, **others: Any) -> Layout:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks_by_every_schedule(schedule: str) -> None:
-    setup = Setup() if schedule == "1f1b" else Setup(steps=SHORT)
+@STEPS
+def test_two_ranks_by_every_schedule(schedule: str, steps: int) -> None:
+    setup = Setup(steps=steps)
     assert_same(piped(setup, layout_of(Pipeline.of(2, schedule, None))), alone(setup))
 
 
@@ -283,8 +286,8 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_filled_up_micro_batches_have_the_same_log_probs() -> None:
     policy = make_policy(Setup())
     batch = pack(pairs_of(Setup(steps=1))[0], 72)[0]
-    filled = stages._filled(batch, len(batch.ids_N) + 300)
-    empty = stages._filled(stages._emptied(batch), 300)
+    filled = filled_to(batch, len(batch.ids_N) + 300)
+    empty = filled_to(stages._emptied(batch), 300)
     with torch.no_grad():
         assert torch.allclose(
             pair_columns(policy, filled)["sum"], pair_columns(policy, batch)["sum"], rtol=1e-6

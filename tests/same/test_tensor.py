@@ -20,6 +20,7 @@ from tests.cells import cells
 from tests.model.test_families import FAMILIES, SMALL
 from tests.same.against_whole import worst_difference
 from tests.same.canonical import (
+    STEPS,
     VARIANTS,
     Outcome,
     Setup,
@@ -56,8 +57,9 @@ def run(
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])
-def test_the_canonical_run(sequence_parallel: bool) -> None:
-    setup = Setup(steps=FEW_STEPS) if sequence_parallel else Setup()
+@STEPS
+def test_the_canonical_run(sequence_parallel: bool, steps: int) -> None:
+    setup = Setup(steps=steps)
     assert_same(joined(pool(2).run(run, {"tp": 2}, setup, sequence_parallel)), alone(setup))
 
 
@@ -79,7 +81,7 @@ def test_losses_and_families(changes: dict[str, Any], sequence_parallel: bool) -
 )
 @BOTH_WAYS
 def test_together_with_other_axes(sizes: Sizes, stage: Stage, sequence_parallel: bool) -> None:
-    setup = Setup() if stage == "ddp" and "cp" not in sizes else Setup(steps=FEW_STEPS)
+    setup = Setup(steps=FEW_STEPS)
     got = joined(pool(prod(sizes.values())).run(run, sizes, setup, sequence_parallel, stage))
     assert_same(got, alone(setup))
 
