@@ -352,9 +352,9 @@ def log_probs(trainer: RankTrainer, batches: list[Any]) -> Any:
     """Of the reference: a model of its own, or the policy with its adapters off."""
     if trainer.optimizer is None:
         return trainer.log_probs(batches)
-    from rather.model.adapters import as_it_began
+    from rather.model.adapters import as_reference
 
-    with as_it_began(trainer.policy):
+    with as_reference(trainer.policy):
         return trainer.log_probs(batches)
 
 

@@ -29,7 +29,7 @@ from rather.losses.objective import PairLoss, from_config, own_loss
 from rather.model.budget import TOKENS, Budget, NoRoom, choose_budget
 from rather.model.check import check_length
 from rather.model.export import export_adapter, export_model, export_stored
-from rather.model.generate import Answer, Decoding, generate
+from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.model.layers import Recompute, arrange_layers, plain_layers
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
@@ -309,17 +309,21 @@ class ActorWorker:
         with."""
         if not self.borrowed:
             return nullcontext()
-        from rather.model.adapters import as_it_began
+        from rather.model.adapters import as_reference
 
-        return as_it_began(self.trainer.policy)
+        return as_reference(self.trainer.policy)
 
     def answer(
         self, prompts: Sequence[Sequence[int]], tokenizer: Any, max_new_tokens: int
-    ) -> list[Answer]:
+    ) -> list[GeneratedAnswer]:
         """Return one greedy answer to each prompt, of a model that is whole on its device."""
         policy, parked = self.trainer.policy, self.trainer.parked
         assert isinstance(policy, PolicyModel)
-        with self._as_own_role(), parked.here() if parked else nullcontext(), plain_layers(policy):
+        with (
+            self._as_own_role(),
+            parked.on_device() if parked else nullcontext(),
+            plain_layers(policy),
+        ):
             return generate(policy.causal_lm, tokenizer, prompts, Decoding(max_new_tokens))
 
     def score(

@@ -1,10 +1,11 @@
-"""Adapters of the LoRA family, through PEFT: small trained matrices beside frozen weights.
+"""Adapters of the LoRA family, through PEFT: small trained matrices next to frozen weights.
 
-PEFT puts its layers into the Hugging Face model in place of the linear ones; whatever else runs the model sees the same
-model as before. Adapters off, it is the base; a frozen copy of an adapter that did not begin as nothing lies beside it.
+PEFT replaces the linear layers of the Hugging Face model; whatever else runs the model sees no
+difference. With adapters off, it is the base model. If an adapter does not start with zero effect,
+a frozen copy of its start is kept as the reference.
 
-What an adapter begins with is a function of the seed, the layer's name and the base weights alone: however a model is
-divided, each rank takes its part of the same numbers.
+The start of an adapter depends on the seed, the layer name and the base weights alone: however a
+model is sharded, each rank takes its part of the same numbers.
 """
 
 from __future__ import annotations
@@ -37,28 +38,28 @@ from rather.checkpoint.sharded_tensors import (
 from rather.config.adapters import PISSA
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.errors import CheckpointError, ConfigError
-from rather.model.digest import model_folder
-from rather.model.files import refuse_outside
+from rather.model.files import model_folder, refuse_outside
 from rather.model.policy import START
 
-TRAINED = "default"  # PEFT's name of the adapter that is trained; its frozen beginning is the adapter START
+TRAINED = "default"  # PEFT's name of the trained adapter; its frozen start is the adapter START
 CONFIG, WEIGHTS, NOTES = "adapter_config.json", "adapter_model.safetensors", "rather.json"
 ALL_LINEAR = "all-linear"
-KNOWN = (  # what an adapter's config may say; anything else must be as PEFT's default
-    "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora", "lora_dropout", "task_type",
-    "peft_type", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights", "auto_mapping",
-    "peft_version", "megatron_core", "runtime_config", "qalora_group_size",
+KNOWN = (  # keys that an adapter's config may set; all others must have PEFT's default
+    "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora",
+    "lora_dropout", "task_type", "peft_type", "base_model_name_or_path", "revision",
+    "inference_mode", "init_lora_weights", "auto_mapping", "peft_version",
+    "megatron_core", "runtime_config", "qalora_group_size",
 )  # fmt: skip
 _MATRIX = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)\.(?:default|reference)\.weight")
 _WHOLE = re.compile(r"(.+)\.modules_to_save\.(?:default|reference)\.(.+)")
-_PEFT = "base_model.model."  # what every name in an adapter's file begins with
+_PEFT = "base_model.model."  # the prefix of every name in an adapter's file
 
 
 # --- which adapter ---
 
 
 def adapter_config(args: ModelArgs) -> LoraConfig:
-    """PEFT's description of the adapter that a role's settings ask for: a new one, or one that is there."""
+    """Return PEFT's config of the adapter in a role's settings: a new or an existing one."""
     if args.adapter_name_or_path is not None:
         return saved_config(adapter_folder(args.adapter_name_or_path))
     assert isinstance(args, ActorModelArgs)
@@ -80,8 +81,8 @@ def adapter_folder(name: str) -> Path:
     folder = model_folder(name, None)
     if folder is None or not (folder / CONFIG).exists() or not (folder / WEIGHTS).exists():
         raise ConfigError(
-            f"adapter_name_or_path: {name} is no PEFT adapter, which is a folder with {CONFIG} and {WEIGHTS}, or a hub "
-            "name of one"
+            f"adapter_name_or_path: {name} is not a PEFT adapter; use a folder with {CONFIG} and "
+            f"{WEIGHTS}, or the hub name of one"
         )
     for file in (CONFIG, WEIGHTS):
         refuse_outside(folder, file)
@@ -89,7 +90,7 @@ def adapter_folder(name: str) -> Path:
 
 
 def saved_config(folder: Path) -> LoraConfig:
-    """Of an adapter on the disk; one that does more than we know is refused."""
+    """Return the config of an adapter on the disk; refuse one with unknown features."""
     values = _values(folder, CONFIG)
     plain = LoraConfig().to_dict()
     odd = [
@@ -103,20 +104,20 @@ def saved_config(folder: Path) -> LoraConfig:
             or f"peft_type: {values.get('peft_type')}"
         )
         raise ConfigError(
-            f"adapter_name_or_path: {folder} has {kind}, which is not supported; LoRA and its kin are"
+            f"adapter_name_or_path: {folder} has {kind}; only LoRA and its variants are supported"
         )
     own = {key: values[key] for key in KNOWN[:6] if values.get(key) is not None}
     return LoraConfig(**own, init_lora_weights=True, task_type="CAUSAL_LM")
 
 
 def base_of(folder: Path) -> tuple[str | None, str | None]:
-    """Name and revision of the model that an adapter was trained on, as it says itself."""
+    """Return name and revision of the base model, as an adapter's config gives them."""
     values = _values(folder, CONFIG)
     return values.get("base_model_name_or_path"), values.get("revision")
 
 
 def quantization_of(folder: Path) -> Any:
-    """How the base was held in training, as Rather writes it down; None where it was not quantised."""
+    """Return the quantization of the base in training, as Rather recorded it; None without one."""
     return _values(folder, NOTES).get("quantization") if (folder / NOTES).exists() else None
 
 
@@ -127,12 +128,12 @@ def _values(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder / name}: cannot be read ({error})") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{folder / name}: holds no settings of an adapter")
+        raise ConfigError(f"{folder / name}: is not the config of an adapter")
     return values
 
 
 def config_of(causal_lm: Any) -> LoraConfig | None:
-    """Of the adapter in a model; None without one."""
+    """Return the config of the adapter in a model; None without one."""
     found: LoraConfig | None = getattr(causal_lm, "peft_config", {}).get(TRAINED)
     return found
 
@@ -149,7 +150,7 @@ def _names(value: str | list[str]) -> list[str]:
 
 
 def _number(value: float) -> Any:
-    """PEFT writes down whole numbers."""
+    """Return a whole number as an int, as PEFT writes it."""
     return int(value) if float(value).is_integer() else value
 
 
@@ -157,16 +158,16 @@ def _number(value: float) -> Any:
 
 
 def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> None:
-    """Puts the adapter into the model, on the meta device as well, and freezes all else; values come from `Source`.
+    """Add the adapter to the model, also on the meta device, and freeze all else.
 
-    PiSSA's start is kept whatever the reference is: on the base as it was, the trained adapter is less it.
+    `AdapterWeights` has its values. PiSSA's start is always kept: the export subtracts it.
     """
     config = adapter_config(args)
     start = config.init_lora_weights
     config.init_lora_weights = False
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT speaks of tied weights and of second adapters
+            warnings.simplefilter("ignore")  # PEFT warns of tied weights and second adapters
             tuner = LoraModel(causal_lm, config, TRAINED)
             if keeps_start or _is_pissa(start):
                 tuner.peft_config[START] = config
@@ -186,7 +187,7 @@ def _is_pissa(init: Any) -> bool:
 
 
 def _refuse_unused(causal_lm: Any, config: LoraConfig) -> None:
-    """Names that PEFT passes over in silence. It writes all-linear out; a text is a pattern of an existing adapter."""
+    """Refuse names that PEFT silently ignores. A string is the pattern of an existing adapter."""
     targets = [] if isinstance(config.target_modules, str) else sorted(config.target_modules or [])
     whole = config.modules_to_save or []
     for key, names, kind in (
@@ -198,11 +199,11 @@ def _refuse_unused(causal_lm: Any, config: LoraConfig) -> None:
             name for name in names if not any(f".{one}".endswith(f".{name}") for one in found)
         ]
         if unused:
-            raise ConfigError(f"{key}: the model has no module that is named {', '.join(unused)}")
+            raise ConfigError(f"{key}: the model has no module named {', '.join(unused)}")
 
 
 def _refuse_others(causal_lm: Any) -> None:
-    """What PEFT would take, but would be merged to something else, or never be asked."""
+    """Refuse modules that PEFT accepts but that could not be merged or would never be called."""
     layers = [
         module for module in causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
@@ -212,15 +213,15 @@ def _refuse_others(causal_lm: Any) -> None:
             continue
         if id(module) not in inside or not isinstance(module.get_base_layer(), nn.Linear):
             raise ConfigError(
-                f"lora_target: {name} is no linear layer inside the decoder layers, and only those take an adapter; "
-                "to train it whole, name it in modules_to_save"
+                f"lora_target: {name} is not a linear layer inside the decoder layers, and only those "
+                "can have an adapter; to train it whole, add it to modules_to_save"
             )
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     tied = causal_lm.config.get_text_config().tie_word_embeddings
     if tied and any(isinstance(end, ModulesToSaveWrapper) for end in ends):
         raise ConfigError(
-            "modules_to_save: the embedding of this model is its head as well (tie_word_embeddings), and a trained "
-            "copy of one would part them; leave both out"
+            "modules_to_save: the embedding of this model is also its head (tie_word_embeddings), and "
+            "a trained copy of one would untie them; remove both"
         )
 
 
@@ -233,10 +234,10 @@ def tuned_layers(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def as_it_began(model: nn.Module) -> Iterator[None]:
-    """Meanwhile the model is its own reference: the frozen copy of its adapter, or the base alone where there is none.
+def as_reference(model: nn.Module) -> Iterator[None]:
+    """Run the model as its own reference: with the frozen start of its adapter, or the base alone.
 
-    Not through PEFT's switches, which also turn gradients off and on: FSDP2 would keep them off.
+    PEFT's own switches also turn gradients off and on, and FSDP2 would keep them off.
     """
     layers = tuned_layers(model)
     kept = any(
@@ -259,16 +260,16 @@ def as_it_began(model: nn.Module) -> Iterator[None]:
 # --- what it begins with ---
 
 
-class Source:
-    """The weights of a model with an adapter by their names in it: of the base's files, and of the adapter's.
+class AdapterWeights:
+    """The weights of a model with an adapter, from the files of the base and of the adapter.
 
-    Asked as `ShardedFiles` is. PiSSA takes what its adapter begins with out of the base.
+    Read like `ShardedFiles`. PiSSA moves the start of its adapter out of the base.
     """
 
     def __init__(self, base: ShardedFiles, config: LoraConfig, args: ModelArgs, seed: int) -> None:
         self.base, self.config, self.seed = base, config, seed
         path = args.adapter_name_or_path
-        self.saved = _saved(adapter_folder(path), base) if path is not None else None
+        self.saved = _open_adapter(adapter_folder(path), base) if path is not None else None
         self.changes_base = _is_pissa(config.init_lora_weights)
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
@@ -290,35 +291,35 @@ class Source:
             match[2]
         ]
 
-    def read(self, name: str, place: ShardSpec) -> Tensor:
+    def read(self, name: str, spec: ShardSpec) -> Tensor:
         if match := _MATRIX.fullmatch(name):
-            return self._begun(match[1])[match[2]][place.slices].clone()
+            return self._matrices(match[1])[match[2]][spec.slices].clone()
         if self.changes_base and name.endswith(".base_layer.weight"):
-            return self._begun(name.removesuffix(".base_layer.weight"))["base"][
-                place.slices
+            return self._matrices(name.removesuffix(".base_layer.weight"))["base"][
+                spec.slices
             ].clone()
         if self.saved is not None and _WHOLE.fullmatch(name):
-            return self.saved.read(_saved_name(name), place)
-        return self.base.read(base_name(name), place)
+            return self.saved.read(_saved_name(name), spec)
+        return self.base.read(base_name(name), spec)
 
-    def _begun(self, module: str) -> dict[str, Tensor]:
-        """The whole matrices of one layer; those of the last are kept, for one is asked for several times."""
+    def _matrices(self, module: str) -> dict[str, Tensor]:
+        """Return the whole matrices of one layer; the last one is kept for the next read."""
         if self._last[0] != module:
             self._last = (
                 module,
-                self._loaded(module) if self.saved is not None else self._fresh(module),
+                self._read_saved(module) if self.saved is not None else self._initialize(module),
             )
         return self._last[1]
 
-    def _loaded(self, module: str) -> dict[str, Tensor]:
+    def _read_saved(self, module: str) -> dict[str, Tensor]:
         assert self.saved is not None
         kinds = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if self.config.use_dora else [])]
         return {
             kind: self.saved[_saved_name(f"{module}.{kind}.{TRAINED}.weight")] for kind in kinds
         }
 
-    def _fresh(self, module: str) -> dict[str, Tensor]:
-        """PEFT's own start of a layer, on the CPU in float32."""
+    def _initialize(self, module: str) -> dict[str, Tensor]:
+        """Return PEFT's own start of a layer, on the CPU in float32."""
         name = f"{module}.weight"
         out, inner = self.base.shape(name)
         asks = self.changes_base or self.config.use_dora
@@ -328,44 +329,44 @@ class Source:
         )
         seed = int.from_bytes(sha256(f"{self.seed} {module}".encode()).digest()[:7], "big")
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(
-                seed
-            )  # the CPU's alone: of a GPU nothing is put back
+            torch.default_generator.manual_seed(seed)  # the CPU's only: fork_rng restores no GPU's
             layer: Any = LoraLinear(
                 linear, TRAINED, self.config, r=self.config.r, lora_alpha=self.config.lora_alpha
             )
-        begun = {
+        start = {
             kind: getattr(layer, kind)[TRAINED].weight.detach() for kind in ("lora_A", "lora_B")
         }
         if self.config.use_dora:
-            begun["lora_magnitude_vector"] = layer.lora_magnitude_vector[TRAINED].weight.detach()
+            start["lora_magnitude_vector"] = layer.lora_magnitude_vector[TRAINED].weight.detach()
         if self.changes_base:
-            begun["base"] = linear.weight.detach()
-            # Singular vectors have no sign of their own: ranks on different machines must choose the same.
-            rows = begun["lora_A"]
+            start["base"] = linear.weight.detach()
+            # The sign of singular vectors is arbitrary: ranks on different machines must choose the
+            # same.
+            rows = start["lora_A"]
             signs = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True)).sign()
-            begun |= {"lora_A": rows * signs, "lora_B": begun["lora_B"] * signs.T}
-        return begun
+            start |= {"lora_A": rows * signs, "lora_B": start["lora_B"] * signs.T}
+        return start
 
 
 def base_name(name: str) -> str:
-    """The name in the base of a frozen weight, or of the one that a module trained whole began as."""
+    """Return the base's name of a frozen weight, or of the start of a module trained whole."""
     if match := _WHOLE.fullmatch(name):
         return f"{match[1]}.{match[2]}"
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _saved_name(name: str) -> str:
-    """A trained weight's name in the file of an adapter."""
+    """Return a trained weight's name in an adapter's file."""
     if match := _MATRIX.fullmatch(name):
-        return f"{_PEFT}{match[1]}.{match[2]}{'' if match[2] == 'lora_magnitude_vector' else '.weight'}"
+        end = "" if match[2] == "lora_magnitude_vector" else ".weight"
+        return f"{_PEFT}{match[1]}.{match[2]}{end}"
     return f"{_PEFT}{base_name(name)}"
 
 
 # --- onto the disk ---
 
 
-def adapter_files(
+def write_adapter(
     folder: Path,
     config: LoraConfig,
     weights: Mapping[str, Tensor],
@@ -373,7 +374,7 @@ def adapter_files(
     revision: str | None,
     quantized: str | None,
 ) -> None:
-    """Writes what PeftModel.from_pretrained opens. `weights` are named as in the policy, and stay float32."""
+    """Write what PeftModel.from_pretrained opens. `weights` have the policy's names; float32."""
 
     def of(adapter: str) -> dict[str, Tensor]:
         names = [name for name in weights if f".{adapter}." in name]
@@ -403,12 +404,14 @@ def adapter_files(
             json.dumps({"quantization": quantized}) + "\n", encoding="utf-8"
         )
     with open(folder / WEIGHTS, "xb") as file:
-        for chunk in safetensors_file({name: _whole(saved[name]) for name in sorted(saved)}, {}):
+        for chunk in safetensors_file(
+            {name: TensorStream.of(saved[name]) for name in sorted(saved)}, {}
+        ):
             file.write(chunk)
 
 
 def _difference(name: str, now: Tensor, began: Tensor | None) -> Tensor:
-    """PiSSA: the base lacks what the adapter began with. On the base as it was, the adapter is B A - B0 A0."""
+    """PiSSA: relative to the original base, the adapter is B A - B0 A0."""
     if name.endswith("lora_A.weight") and began is not None:
         return torch.cat([now, began])
     if name.endswith("lora_B.weight") and began is not None:
@@ -416,21 +419,17 @@ def _difference(name: str, now: Tensor, began: Tensor | None) -> Tensor:
     return now
 
 
-def _whole(tensor: Tensor) -> TensorStream:
-    return TensorStream(tensor.dtype, tuple(tensor.shape), lambda: iter([tensor]))
-
-
 # --- into the base ---
 
 
-def merged(base: ShardedFiles, adapter: Path, dtype: torch.dtype) -> dict[str, TensorStream]:
-    """The base with an adapter in it, in the base's names: computed in float32, a weight at a time, when written."""
-    config, saved = saved_config(adapter), _saved(adapter, base)
-    return {name: _merged(name, base, config, saved, dtype) for name in sorted(base)}
+def merge(base: ShardedFiles, adapter: Path, dtype: torch.dtype) -> dict[str, TensorStream]:
+    """Return the base with an adapter merged in, computed in float32 as each weight is written."""
+    config, saved = saved_config(adapter), _open_adapter(adapter, base)
+    return {name: _merge_weight(name, base, config, saved, dtype) for name in sorted(base)}
 
 
-def _saved(adapter: Path, base: ShardedFiles) -> ShardedFiles:
-    """The matrices of an adapter; those of another model are refused."""
+def _open_adapter(adapter: Path, base: ShardedFiles) -> ShardedFiles:
+    """Open the matrices of an adapter; refuse those of another model."""
     try:
         saved = ShardedFiles([adapter / WEIGHTS])
     except CheckpointError as error:
@@ -438,18 +437,18 @@ def _saved(adapter: Path, base: ShardedFiles) -> ShardedFiles:
     changed = {_module_of(own) or own for own in (name.removeprefix(_PEFT) for name in saved)}
     if foreign := changed - set(base):
         raise ConfigError(
-            f"{adapter}: the adapter is of another model: the base has no {min(foreign)}"
+            f"{adapter}: the adapter belongs to another model: the base has no {min(foreign)}"
         )
     return saved
 
 
 def _module_of(name: str) -> str | None:
-    """The base weight that an adapter's matrix changes."""
+    """Return the base weight that an adapter's matrix changes."""
     match = re.fullmatch(r"(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)", name)
     return f"{match[1]}.weight" if match else None
 
 
-def _merged(
+def _merge_weight(
     name: str, base: ShardedFiles, config: LoraConfig, saved: ShardedFiles, dtype: torch.dtype
 ) -> TensorStream:
     if _PEFT + name in saved:

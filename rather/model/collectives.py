@@ -42,8 +42,7 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Forward: this rank's part of the sum over ranks. Backward: concatenate all parts' gradients.
-    """
+    """Forward: this rank's part of the sum over ranks. Backward: concatenate the gradients."""
     return _apply(x, _part_of_sum, _concatenate, dim, group)
 
 
@@ -56,8 +55,7 @@ def gather_same(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Forward: this rank's part of what all ranks hold. Backward: concatenate all parts' gradients.
-    """
+    """Forward: this rank's part of what all ranks hold. Backward: concatenate the gradients."""
     return _apply(x, _part, _concatenate, dim, group)
 
 

@@ -1,4 +1,4 @@
-"""Trained weights -> a folder that `from_pretrained` opens: sharded safetensors, config, tokenizer, model card."""
+"""Export trained weights as a folder for `from_pretrained`: weights, config, tokenizer, card."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from rather.checkpoint.sharded_tensors import ShardedFiles, TensorStream, safete
 from rather.config.paths import is_local
 from rather.config.schema import ModelArgs
 from rather.errors import DiskError
-from rather.model.digest import model_folder
-from rather.model.files import weight_files
+from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
 
-LARGEST_FILE = 4_000_000_000  # bytes, as transformers' "4GB"
+LARGEST_FILE = 4_000_000_000  # bytes, transformers' "4GB"
 
 
 def export_model(
     policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, card: str
 ) -> None:
-    """Writes `weights` (names as in the policy) in the dtype of the source model. Complete or not there at all."""
+    """Export `weights` (with the policy's names) in the dtype of the source model, atomically."""
     publish(whole_model(policy, weights, tokenizer, folder), folder, card)
 
 
@@ -39,19 +38,17 @@ def whole_model(
     folder: Path,
     largest: int | None = None,
 ) -> Path:
-    """The same, not yet published as `folder`, in files of at most so many bytes."""
+    """Write a model that `publish` renames to `folder`, in files of at most so many bytes."""
     model = policy.causal_lm
     dtype = model.config.dtype
-    with _made(folder) as temporary:
+    with _new_folder(folder) as temporary:
         try:
             with _any_generation_config(model, temporary / "generation_config.json"):
                 state = _state(policy, weights, dtype)
                 model.save_pretrained(temporary, state_dict=state, max_shard_size=largest or "4GB")
         finally:
-            model.config.dtype = (
-                dtype  # save_pretrained overwrites it with the dtype it was trained in
-            )
-        _name_dtype(temporary / "config.json", dtype)
+            model.config.dtype = dtype  # save_pretrained sets it to the dtype of the training
+        _set_dtype(temporary / "config.json", dtype)
         tokenizer.save_pretrained(temporary)
     return temporary
 
@@ -59,15 +56,15 @@ def whole_model(
 def export_stored(
     model: Any, stored: ShardedFiles, tokenizer: Any, folder: Path, card: str
 ) -> None:
-    """The same from weights that several ranks have written to files; of `model` only its configs are read.
+    """Export weights that several ranks have written to files; `model` gives only its configs.
 
-    They are streamed: no more than some rows of one weight are in memory.
+    They are streamed: at most some rows of one weight are in memory.
     """
     dtype = model.config.dtype
     weights = {
         name.removeprefix("causal_lm."): stored.stream(name, dtype) for name in sorted(stored)
     }
-    publish(_streamed(model, weights, tokenizer, folder), folder, card)
+    publish(_write_model(model, weights, tokenizer, folder), folder, card)
 
 
 def export_adapter(
@@ -78,12 +75,12 @@ def export_adapter(
     folder: Path,
     card: str,
 ) -> None:
-    """The adapter as PEFT opens it, beside `folder`, and in `folder` the source's weights with it merged in."""
+    """Export the adapter for PEFT next to `folder`, and the merged model in `folder`."""
     name, args = source
-    base, beside = model_folder(name, args.revision), adapter_beside(folder)
+    base, adapter = model_folder(name, args.revision), adapter_export(folder)
     assert base is not None
-    publish(whole_adapter(model, weights, source, tokenizer, beside), beside, card)
-    publish(merged_model(model, base, beside, tokenizer, folder), folder, card)
+    publish(whole_adapter(model, weights, source, tokenizer, adapter), adapter, card)
+    publish(merged_model(model, base, adapter, tokenizer, folder), folder, card)
 
 
 def whole_adapter(
@@ -93,16 +90,16 @@ def whole_adapter(
     tokenizer: Any,
     folder: Path,
 ) -> Path:
-    """The adapter alone, not yet published as `folder`."""
-    from rather.model.adapters import adapter_files, config_of
+    """Write an adapter that `publish` renames to `folder`."""
+    from rather.model.adapters import config_of, write_adapter
 
     name, args = source
     config, base = config_of(model), model_folder(name, args.revision)
     assert config is not None
     assert base is not None
-    with _made(folder) as temporary:
+    with _new_folder(folder) as temporary:
         named = str(base.absolute()) if is_local(name) else name
-        adapter_files(temporary, config, weights, named, args.revision, args.quantization)
+        write_adapter(temporary, config, weights, named, args.revision, args.quantization)
         tokenizer.save_pretrained(temporary)
     return temporary
 
@@ -110,29 +107,29 @@ def whole_adapter(
 def merged_model(
     model: Any, base: Path, adapter: Path, tokenizer: Any, folder: Path, largest: int | None = None
 ) -> Path:
-    """The weights of a base with an adapter merged in, not yet published as `folder`; of `model` its configs are read."""
-    from rather.model.adapters import merged
+    """Write a base with an adapter merged in; `publish` renames it to `folder`."""
+    from rather.model.adapters import merge
 
-    weights = merged(ShardedFiles(weight_files(base)), adapter, model.config.dtype)
-    return _streamed(model, weights, tokenizer, folder, largest)
+    weights = merge(ShardedFiles(weight_files(base)), adapter, model.config.dtype)
+    return _write_model(model, weights, tokenizer, folder, largest)
 
 
-def adapter_beside(folder: Path) -> Path:
-    """model -> adapter, best_model -> best_adapter."""
+def adapter_export(folder: Path) -> Path:
+    """Return the adapter's folder: model -> adapter, best_model -> best_adapter."""
     return folder.with_name(folder.name.replace("model", "adapter"))
 
 
-def _streamed(
+def _write_model(
     model: Any,
     weights: Mapping[str, TensorStream],
     tokenizer: Any,
     folder: Path,
     largest: int | None = None,
 ) -> Path:
-    """All but the card, in a folder of another name."""
-    with _made(folder) as temporary:
+    """Write all files but the card into a temporary folder."""
+    with _new_folder(folder) as temporary:
         model.config.save_pretrained(temporary)
-        _name_dtype(temporary / "config.json", model.config.dtype)
+        _set_dtype(temporary / "config.json", model.config.dtype)
         model.generation_config.to_json_file(temporary / "generation_config.json")
         _write_weights(temporary, weights, largest)
         tokenizer.save_pretrained(temporary)
@@ -140,35 +137,34 @@ def _streamed(
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[Path]:
-    """A new folder to be filled, which gets its name by `publish`."""
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Create the temporary folder that `publish` renames."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    with _or_nothing(temporary, folder):
+    with _removed_on_error(temporary, folder):
         temporary.mkdir(parents=True)
         yield temporary
 
 
 @contextmanager
-def _or_nothing(temporary: Path, folder: Path) -> Iterator[None]:
-    """What goes wrong leaves nothing that takes room; an error of the disk is told as one."""
+def _removed_on_error(temporary: Path, folder: Path) -> Iterator[None]:
+    """Remove the temporary folder on any error; report a disk error as one."""
     try:
         yield
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if not isinstance(
-            error, OSError | SafetensorError
-        ):  # safetensors' own writer gives no OSError
+        # The writer of safetensors does not raise OSError.
+        if not isinstance(error, OSError | SafetensorError):
             raise
         cause = getattr(error, "strerror", None) or error
         raise DiskError(
-            f"{folder}: could not be written ({cause}). Make room on the disk and start the same command again; what "
-            "was there before is untouched."
+            f"{folder}: could not be written ({cause}). Free some disk space and run the same "
+            "command again; an earlier export is unchanged."
         ) from error
 
 
 def _write_weights(folder: Path, weights: Mapping[str, TensorStream], largest: int | None) -> None:
-    """One file, or several with the index that transformers reads."""
+    """Write one file, or several with the index that transformers reads."""
     shards: list[dict[str, TensorStream]] = [{}]
     for name, weight in weights.items():
         if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + weight.nbytes > (
@@ -194,8 +190,8 @@ def _write_weights(folder: Path, weights: Mapping[str, TensorStream], largest: i
 
 
 def publish(temporary: Path, folder: Path, card: str) -> None:
-    """What was made under another name becomes `folder`, complete or not at all."""
-    with _or_nothing(temporary, folder):
+    """Add the card and rename a temporary folder to `folder`, atomically."""
+    with _removed_on_error(temporary, folder):
         (temporary / "README.md").write_text(card, encoding="utf-8")
         for file in temporary.rglob("*"):
             _sync(file)
@@ -206,7 +202,7 @@ def publish(temporary: Path, folder: Path, card: str) -> None:
 def _state(
     policy: PolicyModel, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The full state dict of the Hugging Face model; tied weights stay one tensor, so they are stored once."""
+    """Return the state dict of the Hugging Face model; tied weights stay one tensor."""
     trained: dict[int, Tensor] = {}
     for name, parameter in policy.named_parameters():
         trained[id(parameter)] = weights.get(name, parameter).detach().to(dtype).cpu()
@@ -218,7 +214,7 @@ def _state(
 
 @contextmanager
 def _any_generation_config(model: Any, file: Path) -> Iterator[None]:
-    """Writes the source's own: save_pretrained refuses one that sets a temperature and does not sample, as many do."""
+    """Write the source's generation config as it is; save_pretrained refuses many valid ones."""
     own = model.generation_config
     model.generation_config = type(own)()
     try:
@@ -228,11 +224,9 @@ def _any_generation_config(model: Any, file: Path) -> Iterator[None]:
     own.to_json_file(file)
 
 
-def _name_dtype(config_file: Path, dtype: torch.dtype) -> None:
+def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    config.pop(
-        "quantization_config", None
-    )  # how it was held in training; what is written is not quantised
+    config.pop("quantization_config", None)  # of the training; the export is not quantised
     config["dtype"] = str(dtype).removeprefix("torch.")
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -1,48 +1,116 @@
-"""The files of a model or adapter folder, which comes from others: names and links that lead out of it are refused."""
+"""The files of a model or adapter folder: where it is, what it contains, and its digest.
+
+A folder comes from others: names and links that lead out of it are refused.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+
+from rather.config.paths import is_local
+from rather.data.cache import text_sha
 from rather.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Fields of config.json that no forward pass reads: its author, the dtype on the disk, generation.
+NOT_IN_A_FORWARD = frozenset({
+    "_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "bos_token_id",
+    "eos_token_id", "pad_token_id", "decoder_start_token_id", "output_attentions",
+    "output_hidden_states", "return_dict", "id2label", "label2id",
+    "problem_type", "task_specific_params",
+})  # fmt: skip
+CONTENT = ("*.safetensors", "*.py")
+
+
+def model_folder(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a model, or the snapshot of a hub name; None if it is unavailable."""
+    if is_local(name):
+        return Path(name).expanduser()
+    try:
+        wanted = [*CONTENT, "*.json"]
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]
+            )
+        )
+    except (OSError, ValueError):  # loading the model will report why
+        return None
 
 
 def weight_files(folder: Path | None) -> list[Path]:
-    """One file, or those that the index names, in the order in which transformers looks for them."""
+    """Return the one file of weights, or those in the index, in the order of transformers."""
     if folder is None:
-        raise FileNotFoundError("neither a folder nor a hub model that can be had")
-    whole, index = folder / WEIGHTS, folder / INDEX
-    names = [WEIGHTS] if whole.exists() or not index.exists() else sorted(set(_listed(index)))
+        raise FileNotFoundError("neither a folder nor a hub model that is available")
+    names = [WEIGHTS]
+    if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
+        names = _indexed_names(folder / INDEX)
     for name in names:
         refuse_outside(folder, name)
     return [folder / name for name in names]
 
 
-def _listed(index: Path) -> list[str]:
+def _indexed_names(index: Path) -> list[str]:
     try:
         names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index}: does not name the files of the weights ({error!r})") from error
+        raise ConfigError(f"{index}: is not an index of weight files ({error!r})") from error
     for name in names:
-        if (
-            not isinstance(name, str)
-            or Path(name).name != name
-            or not name.endswith(".safetensors")
-        ):
-            raise ConfigError(f"{index}: names {name!r}; weights are .safetensors files beside it")
-    return names
+        is_plain = isinstance(name, str) and Path(name).name == name
+        if not is_plain or not name.endswith(".safetensors"):
+            raise ConfigError(
+                f"{index}: lists {name!r}; only .safetensors files next to it are read"
+            )
+    return sorted(set(names))
 
 
 def refuse_outside(folder: Path, name: str) -> None:
-    """A hub's cache is made of links from snapshots/<commit> to blobs beside it; no other link leads out."""
+    """Refuse a link out of the folder, except from snapshots/<commit> to blobs of a hub cache."""
     target, homes = (folder / name).resolve(), [folder.resolve()]
     if homes[0].parent.name == "snapshots":
         homes.append(homes[0].parent.parent / "blobs")
     if target.parent not in homes:
         raise ConfigError(
-            f"{folder / name}: is a link to {target}, out of its folder; copy the file into it"
+            f"{folder / name}: is a link to {target}, outside of its folder; copy the file into it"
         )
+
+
+def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:
+    """Return a digest of all that decides the log-probs: weights, code, and config fields.
+
+    `sha` hashes a file. None if there are no weights or the files cannot be read.
+    """
+    fields = _forward_fields(folder)
+    try:
+        files = sorted(file for pattern in CONTENT for file in folder.glob(pattern))
+        contents = {file.name: sha(file) for file in files}
+    except OSError:
+        return None
+    if fields is None or not any(name.endswith(".safetensors") for name in contents):
+        return None
+    return text_sha(json.dumps([fields, contents], sort_keys=True))
+
+
+def config_digest(name: str, revision: str | None) -> str | None:
+    """Return a digest of the config fields alone; None if the file cannot be read."""
+    folder = model_folder(name, revision)
+    fields = _forward_fields(folder) if folder else None
+    return None if fields is None else text_sha(json.dumps(fields, sort_keys=True))
+
+
+def _forward_fields(folder: Path) -> object:
+    """Return the config fields that a forward pass reads, also in parts such as text_config."""
+
+    def select(config: object) -> object:
+        if not isinstance(config, dict):
+            return config
+        return {key: select(value) for key, value in config.items() if key not in NOT_IN_A_FORWARD}
+
+    try:
+        return select(json.loads((folder / "config.json").read_text("utf-8")))
+    except (OSError, ValueError):
+        return None

@@ -1,7 +1,9 @@
-"""Answers of a model, token by token, with the attention it came with and a cache of keys and values.
+"""Answers of a model, token by token, with the attention it came with and a cache of keys and
+values.
 
-The likeliest token each time unless a temperature is given. What generation_config.json says of sampling is left aside:
-two models are compared by the same rule. The tokens that end an answer are taken from there.
+The likeliest token each time unless a temperature is given. What generation_config.json says of
+sampling is left aside: two models are compared by the same rule. The tokens that end an answer are
+taken from there.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ class Decoding:
     top_p: float = 1.0
 
 
-class Answer(NamedTuple):
-    """The tokens of an answer without the one that ends it; `ended` is False where the limit cut it off."""
+class GeneratedAnswer(NamedTuple):
+    """The tokens of an answer without the one that ends it; `ended` is False where the limit cut it
+    off.
+    """
 
     ids: list[int]
     ended: bool
@@ -39,8 +43,9 @@ def generate(
     prompts: Sequence[Sequence[int]],
     decoding: Decoding,
     tell: Callable[[list[int]], None] | None = None,
-) -> list[Answer]:
-    """One answer to each prompt. `tell` gets the next token of each as it comes; an answer that has ended is filled up.
+) -> list[GeneratedAnswer]:
+    """One answer to each prompt. `tell` gets the next token of each as it comes; an answer that has
+    ended is filled up.
 
     The model may be one that is being trained: its attention over packed pairs is put back.
     """
@@ -62,7 +67,9 @@ def generate(
 
 
 def end_tokens(causal_lm: Any, tokenizer: Any) -> list[int]:
-    """The tokenizer's own, and those that generation_config names: a chat model often ends its turns by another."""
+    """The tokenizer's own, and those that generation_config names: a chat model often ends its
+    turns by another.
+    """
     own = causal_lm.generation_config.eos_token_id
     named = own if isinstance(own, list) else [own]
     return list(
@@ -85,14 +92,16 @@ def _settings(decoding: Decoding, ends: list[int]) -> GenerationConfig:
     )
 
 
-def _answer(tokens: list[int], ends: list[int]) -> Answer:
+def _answer(tokens: list[int], ends: list[int]) -> GeneratedAnswer:
     stop = next((place for place, token in enumerate(tokens) if token in ends), None)
-    return Answer(tokens[:stop], stop is not None)
+    return GeneratedAnswer(tokens[:stop], stop is not None)
 
 
 @contextmanager
 def _ready(causal_lm: Any) -> Iterator[None]:
-    """Meanwhile with its own attention; and without its own settings, which would fill in what ours leave out."""
+    """Meanwhile with its own attention; and without its own settings, which would fill in what ours
+    leave out.
+    """
     attention, settings = causal_lm.config._attn_implementation, causal_lm.generation_config
     causal_lm.set_attn_implementation("sdpa" if causal_lm._supports_sdpa else "eager")
     causal_lm.generation_config = GenerationConfig()

@@ -1,7 +1,8 @@
-"""A frozen model that waits on the host: between two of its turns its memory on the GPU serves training.
+"""A frozen model that waits on the host, so that training can use its GPU memory in between.
 
-Its weights come back through pinned memory in the order in which they are used, and the first layers run while the
-last ones are still on their way. Nothing goes the other way: a frozen model does not change.
+Its weights are copied back through pinned memory in the order of their use; the first layers run
+while the last ones are still being copied. Nothing is copied to the host again: a frozen model does
+not change.
 """
 
 from __future__ import annotations
@@ -19,33 +20,32 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rather.model.policy import PolicyModel
 
 
-class Parked:
-    """Takes the weights of a frozen policy off its GPU; inside `here` they are there."""
+class HostOffloaded:
+    """Moves the weights of a frozen policy to the host; inside `on_device` they are on the GPU."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self.device = policy.causal_lm.device
         self.carrier: Any = torch.cuda.Stream(self.device)
-        buffer, copies = _on_the_host(policy.parameters())
-        weakref.finalize(
-            self, _unpin, _pinned(buffer)
-        )  # memory that is freed while pinned cannot be used again
+        buffer, copies = _copy_to_host(policy.parameters())
+        # Memory that is freed while pinned cannot be used again.
+        weakref.finalize(self, _unpin, _pin(buffer))
         self.groups = [
             _Group(module, [(parameter, copies[parameter]) for parameter in weights])
             for module, weights in _in_order(policy)
         ]
-        self._leave()
+        self._free_device()
 
     @contextmanager
-    def here(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         try:
-            self._come()
+            self._copy_to_device()
             yield
         finally:
             torch.cuda.current_stream(self.device).wait_stream(self.carrier)
-            self._leave()
+            self._free_device()
 
-    def _come(self) -> None:
-        """Memory is taken by the stream that computes, and so comes from what training has just left."""
+    def _copy_to_device(self) -> None:
+        """Allocate on the computing stream, which reuses memory freed by training; then copy."""
         for group in self.groups:
             for parameter, host in group.weights:
                 parameter.data = torch.empty_like(host, device=self.device)
@@ -56,14 +56,14 @@ class Parked:
                     parameter.data.copy_(host, non_blocking=True)
                 group.arrived.record(self.carrier)
 
-    def _leave(self) -> None:
+    def _free_device(self) -> None:
         for group in self.groups:
             for parameter, _ in group.weights:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
 
 class _Group:
-    """Weights that a module, and what comes before it in the model, needs; it waits for them."""
+    """Weights that a module needs; its forward waits for them."""
 
     def __init__(self, module: nn.Module, weights: list[tuple[nn.Parameter, Tensor]]) -> None:
         self.weights = weights
@@ -75,9 +75,9 @@ class _Group:
 
 
 def _in_order(policy: PolicyModel) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Modules with the weights that must be there when they begin: embedding, layers, and with the last one the rest.
+    """Yield modules with the weights they need: embedding, layers, and with the last one the rest.
 
-    The head is no module that is called, so its weights come before the last layer.
+    The head is not called as a module, so its weights come before the last layer.
     """
     embedding: nn.Module = policy.causal_lm.get_input_embeddings()
     layers = [
@@ -92,8 +92,8 @@ def _in_order(policy: PolicyModel) -> Iterator[tuple[nn.Module, list[nn.Paramete
     yield layers[-1] if layers else policy, rest
 
 
-def _on_the_host(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-    """Copies of all weights, and the one buffer in which they lie."""
+def _copy_to_host(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+    """Return copies of all weights, and the one buffer that holds them."""
     wanted = list(parameters)
     starts = list(accumulate((_aligned(parameter.nbytes) for parameter in wanted), initial=0))
     buffer = torch.empty(starts[-1], dtype=torch.uint8)
@@ -110,8 +110,8 @@ def _aligned(size: int) -> int:
     return -(-size // 256) * 256
 
 
-def _pinned(buffer: Tensor) -> Tensor:
-    """A GPU can read it by itself from now on. Not torch's pinned memory, which is rounded up to a power of two."""
+def _pin(buffer: Tensor) -> Tensor:
+    """Pin memory for the GPU. torch's own pinned memory is rounded up to a power of two."""
     torch.cuda.check_error(
         torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
     )

@@ -29,8 +29,7 @@ from rather.config.strategies import Layout
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
-from rather.model.digest import model_folder
-from rather.model.files import weight_files
+from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
 from rather.parallel.apply import divide, shards
 from rather.parallel.mesh import Mesh
@@ -152,12 +151,16 @@ def _adapted(name: str, causal_lm: Any, args: ModelArgs, start: Start) -> Any:
     one."""
     if not args.has_adapter:
         return None
-    from rather.model.adapters import Source, adapter_config, inject  # PEFT takes seconds to import
+    from rather.model.adapters import (  # PEFT takes seconds to import
+        AdapterWeights,
+        adapter_config,
+        inject,
+    )
 
     with _opening(f"model '{name}': its weights"):
         stored = ShardedFiles(weight_files(model_folder(name, args.revision)))
     inject(causal_lm, args, keeps_start=start.kept)
-    return Source(stored, adapter_config(args), args, start.seed)
+    return AdapterWeights(stored, adapter_config(args), args, start.seed)
 
 
 def _fill_adapter(

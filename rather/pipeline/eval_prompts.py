@@ -23,7 +23,7 @@ from rather.data.prepare import recipe_of
 from rather.data.sandboxed import encoder_of
 from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
-from rather.model.generate import Answer
+from rather.model.generate import GeneratedAnswer
 from rather.pipeline.evaluation import Interrupted
 from rather.tracking.json_lines import strict_json
 
@@ -47,7 +47,7 @@ class Answers:
         self.config, self.roles, self.asked = config, roles, config.eval_prompts
         self.file = config.run_dir / ANSWERS
         self.prompts = read_prompts(self.asked, config)
-        self._reference: list[Answer] | None = None
+        self._reference: list[GeneratedAnswer] | None = None
 
     def begin(self, tokenizer: Any, *, resumes: bool) -> None:
         """Makes tokens of the prompts, as training does.
@@ -122,9 +122,11 @@ class Answers:
             )
         return ids
 
-    def _answers(self, role: Role, stopped: Callable[[], bool] = lambda: False) -> list[Answer]:
+    def _answers(
+        self, role: Role, stopped: Callable[[], bool] = lambda: False
+    ) -> list[GeneratedAnswer]:
         assert isinstance(role, ActorWorker)
-        found: list[Answer] = []
+        found: list[GeneratedAnswer] = []
         for first in range(0, len(self.ids), AT_ONCE):
             if stopped():
                 raise Interrupted
@@ -132,7 +134,7 @@ class Answers:
         role.release()
         return [self._cut(answer) for answer in found]
 
-    def _fitting(self, role: ActorWorker, prompts: Sequence[list[int]]) -> list[Answer]:
+    def _fitting(self, role: ActorWorker, prompts: Sequence[list[int]]) -> list[GeneratedAnswer]:
         """All at once, or one half after the other where memory falls short."""
         try:
             return role.answer(prompts, self.tokenizer, self.asked.max_new_tokens)
@@ -145,13 +147,13 @@ class Answers:
         half = len(prompts) // 2
         return [*self._fitting(role, prompts[:half]), *self._fitting(role, prompts[half:])]
 
-    def _cut(self, answer: Answer) -> Answer:
+    def _cut(self, answer: GeneratedAnswer) -> GeneratedAnswer:
         """At the token with which the template ends a turn: a base model's own settings need not know it."""
         if self.end_of_turn not in answer.ids:
             return answer
-        return Answer(answer.ids[: answer.ids.index(self.end_of_turn)], ended=True)
+        return GeneratedAnswer(answer.ids[: answer.ids.index(self.end_of_turn)], ended=True)
 
-    def _text(self, answer: Answer) -> str:
+    def _text(self, answer: GeneratedAnswer) -> str:
         text: str = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
         return text
 
@@ -195,7 +197,7 @@ def _prompt_of(line: str, place: str) -> str:
     return text
 
 
-def _stats(answer: Answer) -> dict[str, Any]:
+def _stats(answer: GeneratedAnswer) -> dict[str, Any]:
     return {"tokens": len(answer.ids), "repetition": repetition(answer.ids), "ended": answer.ended}
 
 

@@ -11,7 +11,7 @@ from rather.config.schema import DPOConfig
 from rather.data.prepare import Prepared
 from rather.errors import CheckpointError
 from rather.losses.objective import PairLoss
-from rather.model.digest import config_digest
+from rather.model.files import config_digest
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from rather.data.batch import Columns, PairBatch, Span, TokenPair
 from rather.data.cache import Cache, text_sha
 from rather.errors import ConfigError
 from rather.losses.objective import PairLoss
-from rather.model.digest import model_digest, model_folder
+from rather.model.files import model_digest, model_folder
 from rather.parallel.load import compute_dtype, device_of
 from rather.reference.logprob_cache import UNKNOWN, BlockFile, Found, Records, Stored, Table
 

@@ -17,7 +17,7 @@ from rather.config.paths import is_local, nearest_names
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
 from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
-from rather.model.digest import model_folder
+from rather.model.files import model_folder
 from rather.model.policy import PolicyModel
 from rather.parallel.load import Start, freeze, load_policy
 

@@ -21,7 +21,7 @@ from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.losses.metrics import Scored, weighted_sums
 from rather.losses.objective import PairLoss
 from rather.model.collectives import all_reduce_
-from rather.model.offload import Parked
+from rather.model.offload import HostOffloaded
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
@@ -123,7 +123,7 @@ class RankTrainer:
         self.policy, self.loss, self.optimizer = policy, loss, optimizer
         self.mesh = mesh or Mesh.one()
         self.count_zeros = count_zeros
-        self.parked: Parked | None = None
+        self.parked: HostOffloaded | None = None
         self.device = device_of(policy)
         self.runner: Runner = runner or (
             policy if isinstance(policy, Stages) else WholeModelRunner(policy)
@@ -139,7 +139,7 @@ class RankTrainer:
 
         `pairs` counts those of all ranks, which otherwise ask each other.
         """
-        with self.parked.here() if self.parked else nullcontext():
+        with self.parked.on_device() if self.parked else nullcontext():
             return self._gathered(batches, pairs)
 
     def park(self) -> bool:
@@ -148,7 +148,7 @@ class RankTrainer:
         if self.parked or self.optimizer or not whole or not self.device.startswith("cuda"):
             return False
         assert isinstance(self.policy, PolicyModel)
-        self.parked = Parked(self.policy)
+        self.parked = HostOffloaded(self.policy)
         return True
 
     def train_step(

@@ -58,7 +58,7 @@ def test_half_precision_is_allowed_its_rounding(tuned: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"num_hidden_layers": 1}, "is of another model: the base has no model.layers.1"),
+        ({"num_hidden_layers": 1}, "belongs to another model: the base has no model.layers.1"),
         ({"intermediate_size": 64}, "do not fill the model: model.layers.0.mlp.down_proj.lora_A"),
     ],
 )

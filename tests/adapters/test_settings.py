@@ -226,7 +226,7 @@ def test_where_the_reference_is() -> None:
         ({"lora_target": "q_project"}, "lora_target: Target modules"),
         (
             {"lora_target": "q_proj,v_project"},
-            "lora_target: the model has no module that is named v_project",
+            "lora_target: the model has no module named v_project",
         ),
         (
             {"lora_rank": 2, "modules_to_save": ["norm", "nrom"]},
@@ -234,11 +234,11 @@ def test_where_the_reference_is() -> None:
         ),
         (
             {"lora_target": "embed_tokens"},
-            "embed_tokens is no linear layer inside the decoder layers",
+            "embed_tokens is not a linear layer inside the decoder layers",
         ),
         (
             {"lora_target": ["q_proj", "lm_head"]},
-            "lm_head is no linear layer inside the decoder layers",
+            "lm_head is not a linear layer inside the decoder layers",
         ),
         (
             {"lora_rank": 2, "modules_to_save": "lm_head"},
@@ -267,7 +267,7 @@ def test_an_adapter_that_is_not_there_is_told_before_anything_starts(shared: Pat
 
 
 def test_a_folder_that_is_no_adapter_is_refused(shared: Path, tuned: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="base is no PEFT adapter"):
+    with pytest.raises(ConfigError, match="base is not a PEFT adapter"):
         load_policy(
             str(shared / "base"), ModelArgs(adapter_name_or_path=str(shared / "base")), "cpu"
         )

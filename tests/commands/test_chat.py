@@ -15,7 +15,7 @@ from rather.commands.chat import Chat, Speaker
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
-from rather.model.generate import Answer, Decoding, generate
+from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.parallel.load import load_policy
 from rather.run_folder.model_source import weights_of
 from tests.commands.conftest import rather
@@ -175,5 +175,7 @@ def test_answers_of_many_are_those_of_each_and_leave_the_model_as_it_was(
     first = together[0].ids
     causal_lm.generation_config.eos_token_id = [2, first[2]]
     place = first.index(first[2])
-    assert generate(causal_lm, tokenizer, prompts[:1], Decoding(7)) == [Answer(first[:place], True)]
+    assert generate(causal_lm, tokenizer, prompts[:1], Decoding(7)) == [
+        GeneratedAnswer(first[:place], True)
+    ]
     assert torch.is_grad_enabled()

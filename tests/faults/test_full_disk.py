@@ -35,7 +35,7 @@ def test_a_full_disk_during_an_export(world: World, layout: str) -> None:
     assert "could not be written (No space left on device)" in missed["reason"]
     assert "MISSED SAVE of the best model at step 3" in run.told()
     assert (
-        f"{run_dir / 'model'}: could not be written (No space left on device). Make room"
+        f"{run_dir / 'model'}: could not be written (No space left on device). Free some"
         in run.told()
     )
     assert run.leftovers() == []

@@ -17,7 +17,7 @@ from rather.config.schema import DPOConfig
 from rather.data.prepare import recipe_of
 from rather.data.tokens import Encoder
 from rather.errors import ConfigError, DataError, MemoryShortage
-from rather.model.generate import Answer
+from rather.model.generate import GeneratedAnswer
 from rather.pipeline.eval_prompts import ANSWERS, Answers, read_prompts, repetition
 from rather.pipeline.pipeline import DPOPipeline
 from tests.health.village import RATE, Case, Village, kind
@@ -266,11 +266,13 @@ class Small:
     def __init__(self, most: int) -> None:
         self.most, self.calls = most, list[int]()
 
-    def answer(self, prompts: Sequence[list[int]], _tokenizer: Any, _most: int) -> list[Answer]:
+    def answer(
+        self, prompts: Sequence[list[int]], _tokenizer: Any, _most: int
+    ) -> list[GeneratedAnswer]:
         self.calls.append(len(prompts))
         if len(prompts) > self.most:
             raise torch.OutOfMemoryError("none left")
-        return [Answer(prompt, ended=True) for prompt in prompts]
+        return [GeneratedAnswer(prompt, ended=True) for prompt in prompts]
 
     def release(self) -> None:
         pass
@@ -291,5 +293,9 @@ def test_fewer_prompts_at_once_where_memory_falls_short(run: DPOConfig) -> None:
 def test_an_answer_ends_with_the_turn_of_its_template() -> None:
     answers = Answers.__new__(Answers)
     answers.end_of_turn = 9
-    assert answers._cut(Answer([4, 5, 9, 6], ended=False)) == Answer([4, 5], ended=True)
-    assert answers._cut(Answer([4, 5], ended=False)) == Answer([4, 5], ended=False)
+    assert answers._cut(GeneratedAnswer([4, 5, 9, 6], ended=False)) == GeneratedAnswer(
+        [4, 5], ended=True
+    )
+    assert answers._cut(GeneratedAnswer([4, 5], ended=False)) == GeneratedAnswer(
+        [4, 5], ended=False
+    )

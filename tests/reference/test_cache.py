@@ -21,7 +21,7 @@ from rather.data.batch import Columns, PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.losses.objective import from_config
-from rather.model import digest
+from rather.model import files
 from rather.pipeline.pipeline import DPOPipeline
 from rather.reference.logprob_cache import BlockFile, Records
 from rather.reference.logps import ReferenceLogps
@@ -206,7 +206,7 @@ def test_other_weights_are_another_model(folder: Path) -> None:
 
 def test_only_what_enters_a_forward_tells_models_apart(folder: Path) -> None:
     def digested() -> str | None:
-        return digest.model_digest(folder / "base", lambda file: str(hash(file.read_bytes())))
+        return files.model_digest(folder / "base", lambda file: str(hash(file.read_bytes())))
 
     def change(**values: Any) -> None:
         file = folder / "base" / "config.json"
@@ -246,9 +246,9 @@ def test_a_hub_name_is_its_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatc
     (repository / "refs" / "main").write_text("abc123")
     shutil.copytree(folder / "base", repository / "snapshots" / "abc123")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
-    assert digest.model_folder("someone/tiny", None) == repository / "snapshots" / "abc123"
-    assert digest.model_folder("someone/other", None) is None
-    assert digest.model_folder(str(folder / "base"), None) == folder / "base"
+    assert files.model_folder("someone/tiny", None) == repository / "snapshots" / "abc123"
+    assert files.model_folder("someone/other", None) is None
+    assert files.model_folder(str(folder / "base"), None) == folder / "base"
 
 
 # --- what is found out ---

@@ -22,7 +22,7 @@ from rather.config.schema import ActorModelArgs, DPOConfig
 from rather.config.strategies import Layout
 from rather.data.pack import pack
 from rather.data.template import load_tokenizer
-from rather.model.adapters import as_it_began
+from rather.model.adapters import as_reference
 from rather.model.policy import PolicyModel
 from rather.parallel.apply import build_mesh
 from rather.parallel.load import Start, load_divided, load_policy
@@ -84,7 +84,7 @@ def args_of(case: Case) -> ActorModelArgs:
 def reference(trainer: RankTrainer) -> Tensor:
     """By the policy as it began, after it was trained."""
     step = make_step(pairs_of(SETUP)[0], trainer.mesh.size("dp"))
-    with as_it_began(trainer.policy):
+    with as_reference(trainer.policy):
         return trainer.log_probs(step.dealt[trainer.mesh.rank("dp")], len(step.facts.weight))["sum"]
 
 

@@ -123,7 +123,7 @@ def test_a_pickled_adapter(
     file = config(actor_train__model_args__adapter_name_or_path=str(adapter))
     merge = ("merge", adapter, "--out", "written")
     for command in (("train", file), merge, *commands(good, adapter)):
-        assert "is no PEFT adapter, which is a folder with adapter_config.json and" in refused(
+        assert "is not a PEFT adapter; use a folder with adapter_config.json and" in refused(
             *command
         )
     (adapter / WEIGHTS).write_bytes(pickled)
@@ -137,6 +137,6 @@ def test_a_pickled_adapter(
 def test_an_adapters_config_that_is_none(good: Path, adapter: Path, text: str) -> None:
     (adapter / CONFIG).write_text(text)
     with pytest.raises(
-        ConfigError, match=r"adapter_config\.json: (cannot be read|holds no settings)"
+        ConfigError, match=r"adapter_config\.json: (cannot be read|is not the config)"
     ):
         load_policy(str(good / "base"), ModelArgs(adapter_name_or_path=str(adapter)), "cpu")

@@ -121,7 +121,7 @@ def test_an_index_cannot_lead_out(
     sharded(model, name.replace("{tmp}", str(tmp_path)))
     done = rather("train", config())
     assert done.exit_code == 2
-    assert "weights are .safetensors files beside it" in done.stderr
+    assert "only .safetensors files next to it are read" in done.stderr
 
 
 def test_an_index_that_is_none(model: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_linked_shard_cannot_lead_out(
     shard.symlink_to(elsewhere)
     done = rather("train", config())
     assert done.exit_code == 2
-    assert "out of its folder; copy the file into it" in done.stderr
+    assert "outside of its folder; copy the file into it" in done.stderr
 
 
 def test_links_inside_the_folder_and_of_a_hub_cache_are_followed(
