@@ -213,15 +213,15 @@ def _refuse_others(causal_lm: Any) -> None:
             continue
         if id(module) not in inside or not isinstance(module.get_base_layer(), nn.Linear):
             raise ConfigError(
-                f"lora_target: {name} is not a linear layer inside the decoder layers, and only those "
-                "can have an adapter; to train it whole, add it to modules_to_save"
+                f"lora_target: {name} is not a linear layer inside the decoder layers, and only "
+                "those can have an adapter; to train it whole, add it to modules_to_save"
             )
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     tied = causal_lm.config.get_text_config().tie_word_embeddings
     if tied and any(isinstance(end, ModulesToSaveWrapper) for end in ends):
         raise ConfigError(
-            "modules_to_save: the embedding of this model is also its head (tie_word_embeddings), and "
-            "a trained copy of one would untie them; remove both"
+            "modules_to_save: the embedding of this model is also its head (tie_word_embeddings), "
+            "and a trained copy of one would untie them; remove both"
         )
 
 

@@ -1,9 +1,12 @@
-"""Attention over segments: each query segment sees its own gathered keys, causal from the bottom right.
+"""Attention over segments: each query segment sees its own gathered keys, causal from the bottom
+right.
 
-Registered with transformers under the name `rather`, so the model files stay Hugging Face's own. CUDA in half
-precision runs one variable-length kernel; everything else (CPU, float32, soft-capped families) loops over segments.
+Registered with transformers under the name `rather`, so the model files stay Hugging Face's own.
+CUDA in half precision runs one variable-length kernel; everything else (CPU, float32, soft-capped
+families) loops over segments.
 
-Where ranks divide the tokens of a micro-batch, each gathers the keys and values of all and keeps to its own queries.
+If ranks divide the tokens of a micro-batch, each gathers the keys and values of all for its own
+queries.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ IMPLEMENTATION = "rather"
 
 @dataclass(frozen=True)
 class SpreadSegments(Segments):
-    """Segments of one rank's tokens, whose keys are counted over the tokens of all ranks, one rank after another."""
+    """Segments of one rank's tokens; key indices count the concatenated tokens of all ranks."""
 
     group: Group
 
@@ -47,18 +50,18 @@ def segment_attention(
     """query [1, H, N, D], key and value [1, Hkv, N, D] -> [1, N, H, D]."""
     if s_aux is not None:
         raise ConfigError(
-            f"{type(module).__name__}: attention sinks are not supported; use a model without them"
+            f"{type(module).__name__}: attention sinks are not supported; use another model"
         )
     if isinstance(segments, SpreadSegments):
-        key, value = _of_all_ranks(key, value, segments.group)
+        key, value = _gather_keys(key, value, segments.group)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not softcap:
         return _varlen(query, key, value, segments, scale, sliding_window), None
     return _one_by_one(query, key, value, segments, scale, sliding_window, softcap), None
 
 
-def _of_all_ranks(key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """In one message. Backward: each rank gets the sum of what the queries of all ranks give its keys and values."""
+def _gather_keys(key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Gather in one message. Backward: sum the gradients from the queries of all ranks."""
     both = gather(torch.cat([key, value], dim=-1), 2, group)
     return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
@@ -66,7 +69,7 @@ def _of_all_ranks(key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Ten
 # --- CPU, float32, soft-caps: one segment after another ---
 
 
-# The lengths are Python numbers: each micro-batch would be compiled anew.
+# The lengths are Python numbers: each micro-batch would be compiled again.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
     query: Tensor,
@@ -113,7 +116,7 @@ def _soft_capped(
 
 
 def _visible(q: int, k: int, window: int | None, device: torch.device) -> Tensor:
-    """[q, k]: may query i see key j? Aligned at the bottom right, where both end at the same token."""
+    """Return [q, k]: whether query i sees key j. Both end at the same token."""
     behind = torch.arange(k - q, k, device=device)[:, None] - torch.arange(k, device=device)
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
@@ -133,9 +136,9 @@ def _varlen(
     return out[None]
 
 
-# Gather and kernel are one operator, so that a compiler sees neither the number of gathered keys nor the sum over
-# their gradients, which it would turn into slow atomic additions. torch's own `varlen_attn` calls the same kernels;
-# its grouped heads are spelled differently from release to release, the operators below are not.
+# Gather and kernel are one operator, so that a compiler sees neither the number of gathered keys
+# nor the sum over their gradients, which it would turn into slow atomic additions. torch's own
+# `varlen_attn` calls the same kernels, but its option for grouped heads changes between releases.
 @torch.library.custom_op("rather::segment_attention", mutates_args=(), device_types="cuda")
 def _forward(
     query: Tensor,
@@ -161,7 +164,7 @@ def _forward(
         max_q,
         max_k,
         0.0,
-        left < 0,  # causal; else the window's right end, 0, says so
+        left < 0,  # causal; with a window, its right end of 0 is
         False,
         scale=scale,
         window_size_left=left,
@@ -244,5 +247,5 @@ def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | 
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 AttentionInterface.register(IMPLEMENTATION, segment_attention)
-# Segments say what each token sees: transformers must build no mask of its own from the positions.
+# Segments define what each token sees: transformers must not build a mask from the positions.
 AttentionMaskInterface.register(IMPLEMENTATION, lambda *_args, **_kwargs: None)

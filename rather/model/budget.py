@@ -1,8 +1,9 @@
-"""How many tokens a training micro-batch may have, and what becomes of its activations, so that a step fits the device.
+"""Choose the tokens of a training micro-batch and its recomputation, so that a step fits the
+device.
 
-Measured, not computed: two small rehearsals of forward and backward give the memory per token of this very model,
-kernels and precision, and the largest micro-batch there may be is tried before the first step. Neither choice changes
-a result; they cost or save time.
+Measured, not computed: two small trial passes give the memory per token of this model, kernels and
+precision, and the largest micro-batch is tried before the first step. Neither choice changes a
+result; they only cost or save time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -23,19 +25,14 @@ from rather.model.policy import PolicyModel
 
 log = logging.getLogger(__name__)
 
-TOKENS = {
-    "cpu": 4096,
-    "cuda": 32768,
-}  # of a training micro-batch where nothing is told: no larger one is faster
-LEAST = 3072  # a GPU is badly used below; recomputing activations is then the better choice
-LADDER = {
-    "cpu": 0,
-    "cuda": 512,
-}  # micro-batches are filled up to multiples of it, where shapes are compiled
+TOKENS = {"cpu": 4096, "cuda": 32768}  # default of a micro-batch; larger ones are not faster
+LEAST = 3072  # with fewer tokens a GPU is badly used, and recomputing activations is better
+LADDER = {"cpu": 0, "cuda": 512}  # compiled shapes are padded to a multiple
 REHEARSED = (2048, 4096)
 REHEARSED_PAIR = 1024  # tokens of the pairs in them
-PARKING_PAYS = 20_000  # tokens of a step from which bringing a parked reference back is cheaper than recomputing
-SHARE = 0.94  # of the free memory that is planned with: what is left covers fragments
+# From so many tokens per step, copying an offloaded reference back is cheaper than recomputing.
+PARKING_PAYS = 20_000
+SHARE = 0.94  # of the free memory is used; the rest covers fragmentation
 
 
 class NoRoom(MemoryShortage):
@@ -43,7 +40,7 @@ class NoRoom(MemoryShortage):
 
 
 class Rehearsing(Protocol):
-    """What can run a micro-batch without an update, and forget it."""
+    """Something that can run a micro-batch without an update, and discard it."""
 
     def rehearse(self, batch: PairBatch) -> None: ...
 
@@ -56,7 +53,7 @@ class Budget:
 
     tokens: int
     recompute: Recompute
-    bytes_of_token: float | None = None  # as rehearsed: activations and logits
+    bytes_of_token: float | None = None  # measured: activations and logits
 
 
 def choose_budget(
@@ -70,9 +67,9 @@ def choose_budget(
     largest_pair: int,
     make_room: Callable[[], bool] | None = None,
 ) -> Budget:
-    """Takes what is told; chooses the rest as fast as fits. Leaves the layers arranged accordingly.
+    """Choose what is not given, as fast as fits, and arrange the layers accordingly.
 
-    `make_room` frees memory that others hold, at a price below that of recomputing, and tells whether it did.
+    `make_room` frees memory at a lower cost than recomputing, and returns whether it did.
     """
     device = policy.causal_lm.device.type
     wanted = tokens or TOKENS[device]
@@ -93,48 +90,46 @@ def choose_budget(
         ):
             return Budget(tried, level, each)
     raise NoRoom(
-        f"the policy does not fit: beside its weights and optimizer there is room for micro-batches of {fitting} "
-        f"tokens, {needed} are needed ({largest_pair} by the longest pair)."
+        f"the policy does not fit: next to its weights and optimizer there is memory for "
+        f"micro-batches of {fitting} tokens, but {needed} are "
+        f"needed ({largest_pair} by the longest pair)."
     )
 
 
 def _largest_tried(
     policy: PolicyModel, trainer: Rehearsing, tokens: int, least: int, largest_pair: int
 ) -> int:
-    """Runs the largest micro-batch that such a budget allows, and halves it until it fits; 0 where none does."""
+    """Run the largest micro-batch of a budget, and halve it until it fits; 0 if none does."""
     while True:
         try:
             for batch in _rehearsal(policy, max(tokens, largest_pair), largest_pair):
                 trainer.rehearse(batch)
             return tokens
         except torch.OutOfMemoryError as error:
-            told = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
         finally:
             trainer.forget()
             torch.cuda.empty_cache()
         if tokens // 2 < least:
             return 0
-        log.warning(
-            "a micro-batch of %d tokens was tried: %s Half as many are tried next.", tokens, told
-        )
+        log.warning("tried a micro-batch of %d tokens: %s Trying half as many.", tokens, reason)
         tokens //= 2
 
 
 def _tokens_that_fit(policy: PolicyModel, trainer: Rehearsing) -> tuple[int, float | None]:
-    """By a line through the peaks of two rehearsals, and its slope in bytes; 0 where even these do not fit."""
+    """Return the tokens that fit, from the peaks of two trial passes, and the bytes per token.
+
+    0 tokens if even the trial passes do not fit.
+    """
     torch.cuda.empty_cache()
     resting = torch.cuda.memory_allocated()
-    room = (
-        SHARE * torch.cuda.mem_get_info()[0]
-    )  # with an empty cache: all that others have not taken
+    room = SHARE * torch.cuda.mem_get_info()[0]  # the cache is empty: all that is free
     peaks = []
     try:
-        for batch in (
-            batch for tokens in REHEARSED for batch in _rehearsal(policy, tokens, REHEARSED_PAIR)
-        ):
-            trainer.rehearse(
-                batch
-            )  # compiles, and leaves gradients, beside which all further micro-batches run
+        batches = [_rehearsal(policy, tokens, REHEARSED_PAIR) for tokens in REHEARSED]
+        for batch in chain.from_iterable(batches):
+            # The first pass compiles, and leaves the gradients that all further ones run with.
+            trainer.rehearse(batch)
             torch.cuda.reset_peak_memory_stats()
             trainer.rehearse(batch)
             peaks.append(torch.cuda.max_memory_allocated() - resting)
@@ -149,7 +144,7 @@ def _tokens_that_fit(policy: PolicyModel, trainer: Rehearsing) -> tuple[int, flo
 
 
 def _rehearsal(policy: PolicyModel, tokens: int, largest_pair: int) -> list[PairBatch]:
-    """A micro-batch whose tokens are nearly all scored, of one pair and smaller ones: no real one needs more memory."""
+    """Return a micro-batch of which nearly all tokens are scored: none needs more memory."""
     random = np.random.default_rng(0)
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     smaller = min(REHEARSED_PAIR, largest_pair)

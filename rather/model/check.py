@@ -1,8 +1,9 @@
-"""Load-time self-check: packed log-probs must equal the model's own padded forward, or the model is refused.
+"""Load-time self-check: packed log-probs must equal the model's own padded forward.
 
-A family that does not ask transformers' attention interface would train on wrong log-probs without an error (falcon
-was off by 1e-2 per token). So each model is checked twice: a shrunken twin in float32 with a window of 8, which proves
-the family's code on 40-token pairs, and the loaded weights themselves, which prove the kernels of this device.
+A family that does not use transformers' attention interface would train on wrong log-probs without
+an error (falcon was off by 1e-2 per token). So each model is checked twice: a small twin in float32
+with a window of 8 tests the family's code on 40-token pairs; the loaded weights test the kernels of
+this device.
 """
 
 from __future__ import annotations
@@ -31,24 +32,27 @@ TOLERANCE = {
 
 
 def check_family(config: PretrainedConfig) -> bool:
-    """Refuses a model family whose packed log-probs differ from its padded ones; False where no twin can be made."""
+    """Refuse a family whose packed log-probs differ from padded ones; False without a twin."""
     try:
         twin = twin_of(config)
         _padded(twin, two_pairs(twin.config.vocab_size)[0])
-    except Exception:  # a config that cannot be shrunk is checked on its real weights alone
+    except Exception:  # a config that cannot be shrunk is only checked on its real weights
         return False
     _compare(PolicyModel(twin), config.model_type)
     return True
 
 
 def check_model(policy: PolicyModel) -> None:
-    """Refuses loaded weights on which this device's kernels disagree with the padded forward."""
+    """Refuse loaded weights on which this device's kernels disagree with the padded forward."""
     _compare(policy, policy.causal_lm.config.model_type)
 
 
 def check_length(config: PretrainedConfig, tokens: int) -> None:
-    """Refuses sequences longer than the positions of a family. Rotary ones have no end, but for longrope and dynamic
-    scaling: their frequencies change with the longest sequence of a micro-batch, so packing would change log-probs."""
+    """Refuse sequences longer than the positions of a family.
+
+    Rotary positions have no limit, except with longrope and dynamic scaling: their frequencies
+    depend on the longest sequence of a micro-batch, so packing would change log-probs.
+    """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if rope := getattr(text, "rope_parameters", None):
@@ -56,8 +60,8 @@ def check_length(config: PretrainedConfig, tokens: int) -> None:
         limit = limits.get(rope.get("rope_type"))
     if limit and tokens > limit:
         raise ConfigError(
-            f"sequence_length: {tokens} exceeds the {limit} positions on which '{text.model_type}' can be trained; "
-            f"set it to at most {limit}"
+            f"sequence_length: {tokens} exceeds the {limit} positions on which '{text.model_type}' "
+            f"can be trained; set it to at most {limit}"
         )
 
 
@@ -74,13 +78,14 @@ def _compare(policy: PolicyModel, family: str) -> None:
         packed = policy(batch)[0][batch.token_T].double()
     except Exception as error:
         raise ConfigError(
-            f"model family '{family}' cannot be trained: it does not take packed pairs ({error})"
+            f"model family '{family}' cannot be trained: it does not accept packed pairs ({error})"
         ) from error
     worst = float(((packed - padded).abs() / (1 + padded.abs())).max())
     if not worst <= TOLERANCE[model.dtype]:
         raise ConfigError(
-            f"model family '{family}' cannot be trained: its packed log-probs differ from its own padded forward by "
-            f"{worst:.2g} per token. It does not use transformers' attention interface; choose another family."
+            f"model family '{family}' cannot be trained: its packed log-probs differ from its own "
+            f"padded forward by {worst:.2g} per token. It does not use transformers' attention "
+            "interface; choose another family."
         )
 
 
@@ -96,7 +101,7 @@ def two_pairs(vocab: int) -> list[TokenPair]:
 
 
 def _padded(model: Any, pair: TokenPair) -> Tensor:
-    """Token log-probs of both answers by the model's own forward, one sequence at a time."""
+    """Return the token log-probs of both answers by the model's own forward."""
     logps = []
     for response in (pair.chosen, pair.rejected):
         ids = torch.from_numpy(np.concatenate([pair.prompt, response]).astype(np.int64)).to(
@@ -111,11 +116,11 @@ def _padded(model: Any, pair: TokenPair) -> Tensor:
 
 
 def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
-    """A small random model of the family in float32."""
+    """Return a small random model of the family in float32."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(0)  # the CPU's alone: of a GPU nothing is put back
+        torch.default_generator.manual_seed(0)  # the CPU's only: fork_rng restores no GPU's
         small = _shrunken(config.get_text_config(), kv_heads)
-        # The config's own choice may name a kernel to be fetched from a hub.
+        # The config's own choice may be a kernel from a hub.
         twin = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -126,7 +131,7 @@ def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
 
 
 def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
-    """The same family, small: one layer of each kind, few heads, a window of 8 tokens."""
+    """Return a small config of the family: a layer of each kind, few heads, a window of 8."""
     small = copy.deepcopy(config)
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
@@ -153,9 +158,6 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
                 setattr(small, key, value)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = getattr(small, "rope_parameters", None) or {}
-    for name in rope.keys() & {
-        "short_factor",
-        "long_factor",
-    }:  # longrope has one number per rotary frequency
+    for name in rope.keys() & {"short_factor", "long_factor"}:  # one number per frequency
         rope[name] = rope[name][: len(rope[name]) * 16 // head_dim]
     return small

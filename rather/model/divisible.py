@@ -1,4 +1,4 @@
-"""Can a model be divided as a layout says? From its config alone, before any process starts."""
+"""Check from its config alone whether a model can be divided by a layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BY_HEADS = ("colwise", "rowwise")  # styles of transformers' plans that give eac
 
 
 def division_problems(name: str, role: RoleConfig) -> Iterator[str]:
-    """One sentence for each size that does not go up; none where the config cannot be opened: loading tells why."""
+    """Yield one sentence for each size that is not divisible; loading reports a bad config."""
     args, wanted = role.model_args, layout(role)
     try:
         config = AutoConfig.from_pretrained(
@@ -26,11 +26,13 @@ def division_problems(name: str, role: RoleConfig) -> Iterator[str]:
     if any(style in BY_HEADS and "att" in module for module, style in plan.items()):
         for key in ("num_attention_heads", "num_key_value_heads"):
             if (count := getattr(text, key, None)) and count % wanted.tp:
-                yield f"{name}.strategy_args.tp_size: {wanted.tp} does not divide {key}: {count} of {role.model_path}"
+                key = f"{key}: {count} of {role.model_path}"
+                yield f"{name}.strategy_args.tp_size: {wanted.tp} does not divide {key}"
     stages, layers = (
         wanted.pipeline.stages if wanted.pp > 1 else 1,
         getattr(text, "num_hidden_layers", None),
     )
     if layers and stages > layers:
         sizes = f"{wanted.pp} ranks x {wanted.virtual} = {stages} stages"
-        yield f"{name}.strategy_args.pp_size: {sizes}, but {role.model_path} has only {layers} layers"
+        less = f"{role.model_path} has only {layers} layers"
+        yield f"{name}.strategy_args.pp_size: {sizes}, but {less}"

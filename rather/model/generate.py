@@ -1,9 +1,7 @@
-"""Answers of a model, token by token, with the attention it came with and a cache of keys and
-values.
+"""Generate answers with the model's own attention and a key-value cache.
 
-The likeliest token each time unless a temperature is given. What generation_config.json says of
-sampling is left aside: two models are compared by the same rule. The tokens that end an answer are
-taken from there.
+Greedy unless a temperature is given. Sampling settings of generation_config.json are ignored, so
+that two models are compared by the same rule; its end tokens are used.
 """
 
 from __future__ import annotations
@@ -21,17 +19,15 @@ from transformers.generation.streamers import BaseStreamer
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the next token is chosen, and how many there may be."""
+    """How the next token is chosen, and the maximum number of tokens."""
 
     max_new_tokens: int
-    temperature: float = 0.0  # 0: always the likeliest
+    temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
 
 
 class GeneratedAnswer(NamedTuple):
-    """The tokens of an answer without the one that ends it; `ended` is False where the limit cut it
-    off.
-    """
+    """The tokens of an answer without its end token; `ended` is False if the limit cut it off."""
 
     ids: list[int]
     ended: bool
@@ -42,12 +38,11 @@ def generate(
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     decoding: Decoding,
-    tell: Callable[[list[int]], None] | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
 ) -> list[GeneratedAnswer]:
-    """One answer to each prompt. `tell` gets the next token of each as it comes; an answer that has
-    ended is filled up.
+    """Return one answer to each prompt; the model may be in training.
 
-    The model may be one that is being trained: its attention over packed pairs is put back.
+    `on_tokens` gets the next token of each answer as it is generated; finished answers are padded.
     """
     ends = end_tokens(causal_lm, tokenizer)
     width = max(map(len, prompts))
@@ -61,15 +56,13 @@ def generate(
             input_ids=ids.to(causal_lm.device),
             attention_mask=seen.to(causal_lm.device),
             generation_config=_settings(decoding, ends),
-            streamer=_Teller(tell) if tell else None,
+            streamer=_Streamer(on_tokens) if on_tokens else None,
         )
     return [_answer(row, ends) for row in out[:, width:].tolist()]
 
 
 def end_tokens(causal_lm: Any, tokenizer: Any) -> list[int]:
-    """The tokenizer's own, and those that generation_config names: a chat model often ends its
-    turns by another.
-    """
+    """Return the end tokens of tokenizer and generation_config."""
     own = causal_lm.generation_config.eos_token_id
     named = own if isinstance(own, list) else [own]
     return list(
@@ -99,9 +92,7 @@ def _answer(tokens: list[int], ends: list[int]) -> GeneratedAnswer:
 
 @contextmanager
 def _ready(causal_lm: Any) -> Iterator[None]:
-    """Meanwhile with its own attention; and without its own settings, which would fill in what ours
-    leave out.
-    """
+    """Use the model's own attention, and none of its generation defaults."""
     attention, settings = causal_lm.config._attn_implementation, causal_lm.generation_config
     causal_lm.set_attn_implementation("sdpa" if causal_lm._supports_sdpa else "eager")
     causal_lm.generation_config = GenerationConfig()
@@ -112,16 +103,16 @@ def _ready(causal_lm: Any) -> Iterator[None]:
         causal_lm.generation_config = settings
 
 
-class _Teller(BaseStreamer):
-    """Tokens as they come; the first that transformers hands over is the prompt."""
+class _Streamer(BaseStreamer):
+    """Passes tokens on; the first call from transformers has the prompt."""
 
-    def __init__(self, tell: Callable[[list[int]], None]) -> None:
-        self.tell, self.begun = tell, False
+    def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
+        self.on_tokens, self.begun = on_tokens, False
 
     def put(self, value: Tensor) -> None:
         if self.begun:
-            self.tell(value.tolist())
+            self.on_tokens(value.tolist())
         self.begun = True
 
     def end(self) -> None:
-        """Nothing waits to be told."""
+        """Do nothing: no token is buffered."""

@@ -1,11 +1,13 @@
-"""Hidden rows -> log-probs of their target tokens, without holding the logits longer than needed.
+"""Hidden rows -> log-probs of their target tokens, keeping the logits no longer than needed.
 
-Only rows that predict a scored token come here. Forward keeps the logits when they fit the budget and turns them
-into their own gradient in place (3 matrix products); past the budget it keeps two numbers per row and computes the
-logits again, chunk by chunk (4 products). Log-sum-exp and sums are in float32 (float64 stays float64). On CUDA two
-Triton kernels read the logits once each; elsewhere torch does the same.
+Only rows that predict a scored token come here. Forward keeps the logits if they fit the budget,
+and backward turns them into their own gradient in place (3 matrix products). Over the budget,
+forward keeps two numbers per row and backward recomputes the logits in chunks (4 products).
+Log-sum-exp and sums are in float32 (float64 stays float64). On CUDA two Triton kernels read the
+logits once each; elsewhere torch does the same.
 
-Where ranks divide the vocabulary, each does all this with its own words, and they exchange three numbers per row.
+If ranks divide the vocabulary, each does this with its own words, and they exchange three numbers
+per row.
 """
 
 from __future__ import annotations
@@ -18,11 +20,8 @@ from torch import Tensor
 
 from rather.model.collectives import Group, gather_ranks
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits worked on at a time
-KEEP_BYTES = {
-    "cpu": 2 << 30,
-    "cuda": 8 << 30,
-}  # logits kept from forward to backward, unless told otherwise
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits that are in work at a time
+KEEP_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # default budget of logits kept for backward
 
 
 def token_logps(
@@ -37,11 +36,13 @@ def token_logps(
     keep_bytes: int | None = None,
     words: Words | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target | hidden) per row in float32 and, with `squares`, log sum of p^2 over the vocabulary, else nothing.
+    """Return log p(target | hidden) per row in float32 and, with `squares`, log sum p^2, else an
+    empty tensor.
 
-    `scale` and `softcap` are the family's own treatment of logits. With `words`, weight and bias hold only these, while
-    hidden rows and targets are the same on all ranks, and so are the results. Backward: the gradient of the hidden rows
-    is then this rank's part of a sum over the ranks, which whatever made the rows has to form (`enter`, `gather`).
+    `scale` and `softcap` are the family's own treatment of logits. With `words`, weight and bias
+    hold only these, while hidden rows, targets and results are the same on all ranks. Then the
+    gradient of the hidden rows is this rank's term of a sum over ranks, which the caller has to
+    form (`enter`, `gather`).
     """
     budget = KEEP_BYTES[hidden_TD.device.type] if keep_bytes is None else keep_bytes
     keep = torch.is_grad_enabled() and 0 < hidden_TD.shape[0] * _row_bytes(weight_VD) <= budget
@@ -52,14 +53,14 @@ def token_logps(
 
 
 class Words(NamedTuple):
-    """The part of the vocabulary that this rank holds: its first word, and the group that holds all of it."""
+    """This rank's part of the vocabulary: its first word, and the group that holds all of it."""
 
     first: int
     group: Group
 
 
 class _Treatment(NamedTuple):
-    """What a family does with hidden @ weight before its softmax."""
+    """What a family does with hidden @ weight before the softmax."""
 
     scale: float
     softcap: float | None
@@ -76,7 +77,7 @@ class _Treatment(NamedTuple):
 
 
 class _TokenLogps(torch.autograd.Function):
-    """Kept logits become their gradient in place; a second backward (zero-bubble schedules) computes them again."""
+    """Kept logits become their gradient in place; a second backward recomputes them."""
 
     @staticmethod
     def forward(
@@ -154,13 +155,13 @@ class _TokenLogps(torch.autograd.Function):
                 )
                 d_logits = logits_gradient_(logits, lse[rows], hits, grad[rows], treatment.scale)
             else:
-                if not was_kept and _raises(logits, treatment):
-                    _raise(logits, largest[rows])
+                if not was_kept and _keeps_exponentials(logits, treatment):
+                    _exponentiate_(logits, largest[rows])
                 numbers = (lse[rows], largest[rows], targets[rows], grad[rows], at_target[rows])
                 d_logits = _gradient(logits, *numbers, treatment)
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if ctx.needs_input_grad[1]:
-                d_weight = _added(
+                d_weight = _add_weight_gradient(
                     d_weight, d_logits, hidden[rows], lse.dtype, whole=rows == slice(0, len(hidden))
                 )
             if d_bias is not None:
@@ -170,10 +171,13 @@ class _TokenLogps(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
-def _added(
+def _add_weight_gradient(
     d_weight: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torch.dtype, *, whole: bool
 ) -> Tensor:
-    """d_weight + d_logits^T hidden. Chunks add up in at least float32: bfloat16 would round each to the sum's size."""
+    """Return d_weight + d_logits^T hidden, summed in at least float32.
+
+    A sum of chunks in bfloat16 would round each chunk to the precision of the sum.
+    """
     if d_weight is None and (whole or hidden.dtype == wide):
         return torch.mm(d_logits.t(), hidden)
     if d_weight is None:
@@ -187,7 +191,7 @@ def _added(
 
 
 def _combine(logps: Tensor, lse: Tensor, squared: Tensor, outside: Tensor, group: Group) -> None:
-    """The numbers of each row over this rank's words become those over the whole vocabulary, in one exchange."""
+    """Combine each row's numbers over this rank's words to those over the vocabulary, in place."""
     own = [logps.masked_fill(outside, float("-inf")), lse, *([squared] if len(squared) else [])]
     ranks_3T = gather_ranks(torch.stack(own), group)
     torch.logsumexp(ranks_3T[:, 1], dim=0, out=lse)
@@ -204,12 +208,15 @@ def _fused(logits: Tensor, treatment: _Treatment) -> bool:
 # --- the same in torch ---
 
 
-def _raises(logits: Tensor, treatment: _Treatment) -> bool:
-    """May exponentials take the place of the logits? An exp is dear on a CPU; a soft-cap's slope needs the logits."""
+def _keeps_exponentials(logits: Tensor, treatment: _Treatment) -> bool:
+    """Return whether exponentials may replace the logits: exp is slow on a CPU.
+
+    The slope of a soft-cap needs the logits.
+    """
     return treatment.softcap is None and logits.dtype in (torch.float32, torch.float64)
 
 
-def _raise(logits: Tensor, largest: Tensor) -> Tensor:
+def _exponentiate_(logits: Tensor, largest: Tensor) -> Tensor:
     return logits.sub_(largest[:, None]).exp_()
 
 
@@ -221,11 +228,11 @@ def _statistics(
     largest: Tensor,
     treatment: _Treatment,
 ) -> Tensor:
-    """Fills in the numbers of each row; returns the logits, as exponentials where that is possible."""
+    """Fill in the numbers of each row; return the logits, or their exponentials if possible."""
     at_target = logits.gather(1, targets[:, None])[:, 0].to(lse.dtype)
     largest.copy_(logits.amax(dim=-1))
-    if _raises(logits, treatment):
-        lse.copy_(_raise(logits, largest).sum(dim=-1).log_().add_(largest))
+    if _keeps_exponentials(logits, treatment):
+        lse.copy_(_exponentiate_(logits, largest).sum(dim=-1).log_().add_(largest))
     else:
         lse.copy_(torch.logsumexp(logits.to(lse.dtype), dim=-1))
     torch.sub(at_target, lse, out=logps)
@@ -235,7 +242,7 @@ def _statistics(
 def _log_sum_of_squares(
     logits: Tensor, lse: Tensor, largest: Tensor, treatment: _Treatment
 ) -> Tensor:
-    if _raises(logits, treatment):
+    if _keeps_exponentials(logits, treatment):
         return logits.square().sum(dim=-1).log_() + 2 * (largest - lse)
     return torch.logsumexp(2 * logits.to(lse.dtype), dim=-1) - 2 * lse
 
@@ -249,13 +256,13 @@ def _gradient(
     at_target: Tensor,
     treatment: _Treatment,
 ) -> Tensor:
-    """Turns logits (or their exponentials) into d loss / d (hidden @ weight) in place.
+    """Turn logits (or their exponentials) into d loss / d (hidden @ weight) in place.
 
-    That is grad * (one-hot - softmax), then the chain back through soft-cap and scale. `at_target` is grad, or 0 where
-    another rank holds the target.
+    That is grad * (one-hot - softmax), then the chain rule through soft-cap and scale. `at_target`
+    is grad, or 0 if another rank holds the target.
     """
     slope = None
-    if _raises(logits, treatment):
+    if _keeps_exponentials(logits, treatment):
         d_logits = logits.mul_((-grad * (largest - lse).exp())[:, None])
     else:
         if treatment.softcap is not None:
@@ -270,7 +277,7 @@ def _gradient(
 
 
 def _chunks(rows: int, weight: Tensor, *, whole: bool) -> Iterator[slice]:
-    """On CUDA, logits that are kept anyway are made by one product."""
+    """Return the chunks of rows; on CUDA, logits that are kept anyway are one product."""
     size = rows if whole else CHUNK_BYTES[weight.device.type] // _row_bytes(weight)
     return (slice(first, min(first + size, rows)) for first in range(0, rows, max(1, size)))
 

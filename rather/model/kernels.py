@@ -1,7 +1,6 @@
-"""Triton kernels of the model path, for CUDA: what torch would do in several passes over large tensors.
+"""Triton kernels of the model: what torch would do in several passes over large tensors.
 
-Imported only where CUDA tensors come: Triton has no other use here. The same arithmetic in plain torch stands in
-head.py, and serves on a CPU.
+Imported only for CUDA tensors. The same arithmetic in plain torch is in head.py, for the CPU.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -31,9 +30,10 @@ def _sum_by_key_kernel(source, order, start, out, WIDTH: tl.constexpr, BLOCK: tl
 
 
 def sum_by_key(gathered_K: Tensor, order_K: Tensor, start_N: Tensor) -> Tensor:
-    """Gradient of a gather: for each token the sum, in float32, of all places that it was gathered to.
+    """Return the gradient of a gather: for each token the float32 sum over its places.
 
-    `order_K` lists the places token by token, `start_N` where each token's begin. No atomics: the same bits always.
+    `order_K` lists the places token by token, `start_N` where each token's begin. Without atomics,
+    so that the bits are always the same.
     """
     gathered_K = gathered_K.contiguous()
     tokens, width = len(start_N) - 1, gathered_K[0].numel()
@@ -83,7 +83,7 @@ def _row_statistics_kernel(
 def row_statistics(
     logits: Tensor, targets: Tensor, logps: Tensor, lse: Tensor, squared: Tensor | None
 ) -> None:
-    """One pass over the logits: log-sum-exp, log-prob of the target, and log sum p^2 where `squared` is given."""
+    """Compute log-sum-exp, target log-prob and, if `squared` is given, log sum p^2 in one pass."""
     rows, vocabulary = logits.shape
     if rows:
         arguments: tuple[Any, ...] = (
@@ -120,7 +120,7 @@ def _logits_gradient_kernel(
 def logits_gradient_(
     logits: Tensor, lse: Tensor, targets: Tensor, grad: Tensor, scale: float
 ) -> Tensor:
-    """Logits -> grad * scale * (one-hot - softmax), in place."""
+    """Turn logits into grad * scale * (one-hot - softmax) in place."""
     rows, vocabulary = logits.shape
     if rows:
         grid = (triton.cdiv(vocabulary, VOCABULARY_BLOCK), rows)

@@ -1,7 +1,7 @@
-"""How the decoder layers run: activations kept, computed again or moved to the host; compiled or not.
+"""How decoder layers run: activations kept, recomputed or offloaded to the host; compiled or not.
 
-Compilation is regional: one layer class is compiled once, with the number of tokens left open, and all layers of
-policy and reference share it.
+Compilation is regional: one layer class is compiled once, for any number of tokens, and shared by
+all layers of policy and reference.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.checkpoint import (
@@ -26,18 +26,13 @@ from rather.model.policy import PolicyModel
 
 Recompute = Literal["none", "half", "selective", "full"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-LEVELS: tuple[Recompute, ...] = (
-    "none",
-    "half",
-    "selective",
-    "full",
-)  # ever less memory, ever more time
+LEVELS: tuple[Recompute, ...] = get_args(Recompute)  # less and less memory, more and more time
 
 log = logging.getLogger(__name__)
 
 
 def layers_of(policy: PolicyModel) -> list[Any]:
-    """The decoder layers, as transformers marks them."""
+    """Return the decoder layers, as transformers marks them."""
     return [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -48,7 +43,7 @@ def arrange_layers(
     offload: bool = False,
     compiled: bool = False,
 ) -> None:
-    """Sets how the layers run from now on; calling it again replaces what was set before."""
+    """Set how the layers run from now on; replaces an earlier setting."""
     layers = layers_of(policy)
     family = policy.causal_lm.config.model_type
     if not layers and (recompute != "none" or offload):
@@ -66,7 +61,7 @@ def arrange_layers(
 
 @contextmanager
 def plain_layers(policy: PolicyModel) -> Iterator[None]:
-    """Meanwhile the layers run as their class does: compiled ones would be compiled anew for a cache of keys."""
+    """Run the layers uncompiled: a key-value cache would compile them again."""
     arranged = [(layer, layer.__dict__.pop("forward", None)) for layer in layers_of(policy)]
     try:
         yield
@@ -82,7 +77,8 @@ def _run(
 ) -> Callable[..., Any]:
     run = forward
     if recompute != "none":
-        # Not transformers' own checkpointing, which works only in training mode, and that switches dropout on.
+        # Not transformers' own checkpointing: it works only in training mode, which enables
+        # dropout.
         keeping = {"half": _keep_half_of_the_wide, "selective": _keep_narrow_results}
         contexts: Any = {"context_fn": keeping[recompute]} if recompute in keeping else {}
         run = partial(
@@ -96,21 +92,21 @@ def _run(
 
 
 def _keep_narrow_results() -> Contexts:
-    """Keeps what attention gives and every matrix product that is not much wider than what went into it.
+    """Keep the output of attention and every matrix product that is not much wider than its input.
 
-    The wide ones open the MLP: most of the memory, and the cheapest to compute again per byte.
+    The wide ones open the MLP: most of the memory, and the cheapest to recompute per byte.
     """
     return _keeping(lambda _number: False)
 
 
 def _keep_half_of_the_wide() -> Contexts:
-    """Keeps also every second wide product."""
+    """Keep also every second wide product."""
     return _keeping(lambda number: number % 2 == 1)
 
 
 def _keeping(keeps_wide: Callable[[int], bool]) -> Contexts:
-    """`keeps_wide` is asked for each wide product by its number within the layer."""
-    seen = {False: 0, True: 0}  # in the first run, and in the one that recomputes
+    """Return contexts that keep a wide product if `keeps_wide` of its number in the layer."""
+    seen = {False: 0, True: 0}  # wide products in the first run, and in the recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if operator == torch.ops.rather.segment_attention.default:

@@ -1,4 +1,4 @@
-"""The model card that lies beside the aligned weights: what they are and how they came to be."""
+"""The model card next to the exported weights: what they are and how they were trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rather.config.schema import DPOConfig
 
 
 def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool) -> str:
-    """Markdown with the front matter that model hubs read."""
+    """Return Markdown with the front matter that model hubs read."""
     training = config.actor_train.training_args
     settings = config.loss_numbers | config.loss_modifiers
     numbers = ", ".join(f"{key} {value}" for key, value in settings.items())
@@ -37,4 +37,4 @@ tags: [rather, preference-alignment, {", ".join(config.loss_names)}]
 | sequence length | {config.sequence_length} |
 | seed | {config.seed} |
 """
-    return redact(card)  # a model's address may hold a password
+    return redact(card)  # a URL of a model may contain a password

@@ -1,4 +1,4 @@
-"""The sizes of a model from its config.json: no weight is read, and none need be there."""
+"""The sizes of a model from its config.json, without its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of a decoder, and the shapes of all its parameters; what is tied is one."""
+    """Widths of a decoder, and the shapes of all its parameters; tied ones count once."""
 
     family: str
     hidden: int
@@ -61,12 +61,12 @@ class Sizes:
 
     @property
     def gated(self) -> bool:
-        """Whether two wide products open the MLP."""
+        """Return whether two wide products open the MLP."""
         return any("gate" in name for name in self.shapes)
 
     @property
     def norms(self) -> list[int]:
-        """Widths that the norms of one layer work on."""
+        """Return the widths of the norms of one layer."""
         named = {
             LAYER.split(name)[1]: shape for name, shape in self.shapes.items() if LAYER.search(name)
         }
@@ -78,7 +78,7 @@ class Sizes:
 
 
 def sizes_of(name: str, args: ModelArgs) -> Sizes:
-    """Of a folder with a config.json, or of a hub model that has been downloaded."""
+    """Return the sizes of a model folder, or of a hub model that has been downloaded."""
     folder = _folder(name, args.revision)
     try:
         config = AutoConfig.from_pretrained(
@@ -101,14 +101,14 @@ def sizes_of(name: str, args: ModelArgs) -> Sizes:
             shapes=shapes,
         )
     except Exception as error:  # a config.json may be anything
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{folder / 'config.json'}: tells no sizes of a causal language model: {said}"
+            f"{folder / 'config.json'}: is not the config of a causal language model: {reason}"
         ) from error
 
 
 def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torch.dtype) -> Any:
-    """The same model with random weights and so few layers; with its adapter, where one is asked for."""
+    """Return the model with random weights and few layers; with its adapter, if it has one."""
     folder = _folder(name, args.revision)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)  # local  # nosec B615
     text = config.get_text_config()
@@ -144,7 +144,7 @@ def _folder(name: str, revision: str | None) -> Path:
         folder = Path(name).expanduser()
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"{folder.absolute()}: has no config.json, which tells the sizes of a model."
+                f"{folder.absolute()}: has no config.json, which gives the sizes of a model."
             )
         return folder
     try:
@@ -154,6 +154,6 @@ def _folder(name: str, revision: str | None) -> Path:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{name}: is no folder here, and nothing of it has been downloaded; get its config.json with "
-            f"`hf download {name} config.json`, or name a folder."
+            f"{name}: is neither a folder nor a downloaded model; get its config.json with "
+            f"`hf download {name} config.json`, or use a folder."
         ) from error

@@ -164,7 +164,7 @@ def test_a_frozen_weight_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> No
     hidden, weight, _, targets = inputs(bias=False)
     whole = gradients(token_logps(hidden, weight, None, targets), (hidden, weight))[0]
     weight.requires_grad_(False)
-    monkeypatch.setattr(head, "_added", None)
+    monkeypatch.setattr(head, "_add_weight_gradient", None)
     token_logps(hidden, weight, None, targets).backward(
         torch.linspace(-1, 2, ROWS, dtype=torch.float64)
     )

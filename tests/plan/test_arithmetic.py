@@ -363,11 +363,11 @@ def test_without_data_pairs_are_as_long_as_they_may_be(folder: Path) -> None:
 
 def test_a_model_that_is_not_here_is_a_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"nobody/nothing: is no folder here.*hf download nobody/nothing "
+        ConfigError, match=r"nobody/nothing: is neither a folder.*hf download nobody/nothing "
     ):
         sizes_of("nobody/nothing", ModelArgs())
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         sizes_of(str(tmp_path), ModelArgs())
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="tells no sizes"):
+    with pytest.raises(ConfigError, match="is not the config of a causal"):
         sizes_of(str(tmp_path), ModelArgs())
