@@ -168,7 +168,7 @@ def _exported_twice(base: Path, out: Path) -> int:
     )
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limit[1]))
     with pytest.raises(
-        DiskError, match=r"model: could not be written \(.*File too large.*\)\. Make room"
+        DiskError, match=r"model: could not be written \(.*File too large.*\)\. Free some"
     ):
         export_model(policy, {}, tokenizer, out / "model", "card")
     assert [path.name for path in out.rglob("*")] == ["model", "older"]
