@@ -20,8 +20,8 @@ from rather.data.pack import pack
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError
 from rather.model.check import TOLERANCE, two_pairs
-from rather.model.files import model_folder
 from rather.model.export import merged_model, publish, whole_adapter, whole_model
+from rather.model.files import model_folder
 from rather.model.policy import PolicyModel
 from rather.parallel.load import DTYPES, load_policy, takes_4_bits
 from rather.run_folder.model_source import Weights, here, weights_of
