@@ -1,4 +1,6 @@
-"""The plain padded computation that ours must equal: one row per answer, Hugging Face's forward, full log-softmax."""
+"""The plain padded computation that ours must equal: one row per answer, Hugging Face's forward,
+full log-softmax.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ def random_pairs(count: int, vocab: int, *, seed: int = 0, longest: int = 24) ->
 def ranked_pairs(vocab: int, *, seed: int = 0) -> list[TokenPair]:
     """Pairs that share what can be shared, between single ones: four answers to one prompt in all six pairs.
 
-    One answer begins another, two begin alike; a turn inside the prompt is scored too. The last pair repeats a prompt
-    with the same chosen answer.
+    One answer begins another, two begin alike; a turn inside the prompt is scored too. The last
+    pair repeats a prompt with the same chosen answer.
     """
     random = np.random.default_rng(seed)
 
@@ -73,7 +75,8 @@ def padded_logps(causal_lm: Any, pairs: Sequence[TokenPair]) -> Tensor:
         for first, end in getattr(pair, f"{side}_scored"):
             scored[i, first:end] = True
     ids, scored = ids.to(causal_lm.device), scored.to(causal_lm.device)
-    # Padding on the right is never seen by a causal model; a mask of it makes rows with no visible key, which are NaN
+    # Padding on the right is never seen by a causal model; a mask of it makes rows with no visible
+    # key, which are NaN
     # in Hugging Face's float64 window attention.
     seen = torch.ones_like(ids)
     logits = causal_lm(input_ids=ids, attention_mask=seen, use_cache=False).logits[:, :-1]
@@ -83,7 +86,9 @@ def padded_logps(causal_lm: Any, pairs: Sequence[TokenPair]) -> Tensor:
 
 
 def plain_columns(causal_lm: Any, pairs: Sequence[TokenPair]) -> dict[str, Tensor]:
-    """[P, 2] sums, sums within the shorter answer's length, and sums of log sum p^2, by one sequence at a time."""
+    """[P, 2] sums, sums within the shorter answer's length, and sums of log sum p^2, by one
+    sequence at a time.
+    """
     columns: dict[str, list[Tensor]] = {"sum": [], "shared": [], "squares": []}
     for pair in pairs:
         hits = [_hits(spans) for spans in (pair.chosen_scored, pair.rejected_scored)]

@@ -1,6 +1,7 @@
-"""The pair inspector: log-probs of each token of a pair under the reference, the initial and the trained policy.
+"""The pair inspector: log-probs of a pair's tokens under reference, initial and trained policy.
 
-One thread at a time computes, and the models of one run at a time are in memory. Nothing is written to the run.
+One thread at a time computes, and the models of one run at a time are in memory. Nothing is
+written to the run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_KEPT = 32  # answers: one of 32,768 tokens a side takes 10 MB
-FRESH = 30.0  # seconds an answer stays valid although its run has saved since: it may save faster than models load
+# Seconds an answer stays valid although its run has saved since: models may load more slowly.
+FRESH = 30.0
 
 Stamp = tuple[object, ...]
 
@@ -49,10 +51,10 @@ def stamp_of(run_dir: Path) -> Stamp:
 
 
 class Inspector:
-    """`ask` returns at once: an answer, or what is being done for it. The page asks again until it is done.
+    """`ask` returns at once: an answer, or what is being done for it. The page asks again.
 
-    So no queue is needed: while one question is computed, the others wait in their pages, and a page that
-    was closed asks no more.
+    So no queue is needed: while one question is computed, the others wait in their pages, and a
+    page that was closed asks no more.
     """
 
     def __init__(

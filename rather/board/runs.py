@@ -1,4 +1,6 @@
-"""The runs under a folder: a row of the list for each, its curves, its findings, and how configs differ."""
+"""The runs under a folder: a row of the list for each, its curves, its findings, and how configs
+differ.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class FolderProblem(Exception):
 
 
 class RunList:
-    """All runs under a folder. A run is known by its id: what a request says never becomes a path."""
+    """All runs under a folder. A run is known by its id: what a request says never becomes a
+    path.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,7 +84,8 @@ class RunList:
         name = path.relative_to(self.folder).as_posix() if path != self.folder else path.name
         row = {"id": run, "name": name, **self._rows[run][1]}
         row |= {"state": _state(path, row), "report": (path / REPORT_PAGE).is_file()}
-        # A new line of metrics changes only `version`: what people are reading about the run stays open.
+        # A new line of metrics changes only `version`: what people are reading about the run stays
+        # open.
         row["version"] = digest(stamps, row["state"])
         row["story"] = digest(stamps[3:], row["state"], row["report"])
         return row
@@ -102,7 +107,9 @@ class RunList:
             return {"lines": lines, "metrics": names, "damaged": known.file.damaged}
 
     def _metrics_file(self, run: str, path: Path) -> MetricsFile:
-        """Return the columns of a run; the least recently used ones are dropped if there are too many points."""
+        """Return the columns of a run; the least recently used ones are dropped if there are too
+        many points.
+        """
         with self._lock:
             known = self._curves.setdefault(run, MetricsFile(path / METRICS))
             self._curves.move_to_end(run)
@@ -114,7 +121,9 @@ class RunList:
             return known
 
     def details(self, path: Path) -> Record:
-        """Return config, incidents, findings and answers of a run, and what is wrong with its folder."""
+        """Return config, incidents, findings and answers of a run, and what is wrong with its
+        folder.
+        """
         problems = []
         found: Record = {"folder": str(path), "config": {}}
         try:
@@ -237,7 +246,10 @@ def _times(path: Path) -> Record:
 
 
 def _state(path: Path, row: Record) -> str:
-    """running: its lock is held. ended: it exported a model. stopped: saved, can be resumed. failed: neither."""
+    """running: its lock is held. ended: it exported a model. stopped: saved, can be resumed.
+
+    failed: neither.
+    """
     if control.holder(path):
         return "running"
     if row["problem"]:
@@ -252,7 +264,9 @@ def _state(path: Path, row: Record) -> str:
 
 
 def read_config(path: Path) -> Record:
-    """Return every key, such as actor_train.data_args.file_name, with its value; {} without a config."""
+    """Return every key, such as actor_train.data_args.file_name, with its value; {} without a
+    config.
+    """
     return _settings(_config_text(path))
 
 
@@ -269,7 +283,8 @@ def _config_text(path: Path) -> str:
 
 def _settings(text: str) -> Record:
     try:
-        # Aliases can expand to billions of values; no run writes them. The C loader overflows its stack on deep lists.
+        # Aliases can expand to billions of values; no run writes them. The C loader overflows its
+        # stack on deep lists.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise FolderProblem(f"{CONFIG} contains aliases")
         found = yaml.safe_load(text) if text else {}
@@ -290,7 +305,9 @@ def flat(values: Mapping[Any, Any], above: str = "") -> Record:
 
 
 def differences(configs: Sequence[Record]) -> list[tuple[str, list[str | None]]]:
-    """Return each key on which configs differ, with its value in each; None if one does not have it."""
+    """Return each key on which configs differ, with its value in each; None if one does not have
+    it.
+    """
     texts = [
         {
             key: value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,4 +1,6 @@
-"""The server of the board: loopback only, GET only, a token for everything; no path in a request names a file."""
+"""The server of the board: loopback only, GET only, a token for everything; no path in a request
+names a file.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ ADDRESS = "127.0.0.1"
 MOST_RUNS = 8  # in one chart: as many as there are colours
 TITLE = "Rather board"
 FRAMED = "frame-ancestors 'none'"
-# A report comes from a run folder, perhaps a stranger's: its scripts run in an origin of their own, from which no
+# A report comes from a run folder, perhaps a stranger's: its scripts run in an origin of their
+# own, from which no
 # request is answered, so they cannot ask the board for anything.
 ALONE = (
-    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src "
+    "'unsafe-inline'; "
     f"img-src data: blob:; {FRAMED}"
 )
 HEADERS = {
@@ -76,7 +80,8 @@ class Board(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), Handler)
         except OSError as error:
             raise ConfigError(
-                f"--port {port}: cannot be used ({error.strerror}); choose another, or omit it for a free one."
+                f"--port {port}: cannot be used ({error.strerror}); choose another, or omit it for "
+                "a free one."
             ) from error
         self.hosts = {f"{name}:{self.server_port}" for name in (ADDRESS, "localhost")}
         # The port is in the name because browsers send cookies of a host to all its ports.
@@ -134,14 +139,18 @@ class Handler(BaseHTTPRequestHandler):
     )
 
     def _check_host(self) -> None:
-        """Refuse DNS rebinding: a stranger's page whose name points to 127.0.0.1 sends its own host name."""
+        """Refuse DNS rebinding: a stranger's page whose name points to 127.0.0.1 sends its own
+        host name.
+        """
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
             own = f"{ADDRESS}:{self.server.server_port}"
             raise RequestRefused(421, f"This is {own}, and the request names another host.")
 
     def _check_token(self, query: Query) -> bool:
-        """Require the token in the address, a header or the cookie; return whether it was in the address."""
+        """Require the token in the address, a header or the cookie; return whether it was in the
+        address.
+        """
         in_address = any(map(self.server.knows, query.get("token", [])))
         # Other programs on this host set cookies too; SimpleCookie stops at `a={"b":1}`.
         pairs = (each.strip().partition("=") for each in self.headers.get("Cookie", "").split(";"))

@@ -61,7 +61,8 @@ class Session:
         for name in ("actor_train", "reference"):
             if getattr(self.config, name).model_args.trust_remote_code:
                 raise ConfigError(
-                    f"{name}.model_args.trust_remote_code: the board does not run code that came with a model, so "
+                    f"{name}.model_args.trust_remote_code: the board does not run code that came "
+                    "with a model, so "
                     "the pairs of this run cannot be shown."
                 )
 
@@ -95,7 +96,9 @@ class Session:
         return self.sets[name]
 
     def search(self, name: str, text: str, start: int) -> Record:
-        """Return pairs from number `start` on that contain the text, ignoring case, or have it as their id."""
+        """Return pairs from number `start` on that contain the text, ignoring case, or have it as
+        their id.
+        """
         pairs, wanted, hits = self.dataset(name), text.casefold(), list[Record]()
         until, place = monotonic() + SEARCH_SECONDS, max(0, start)
         self.progress("searching")
@@ -183,14 +186,17 @@ class Session:
         needed, free = models * weights * compute_dtype(args, "cpu").itemsize, free_memory()
         if needed > ROOM * free:
             raise ConfigError(
-                f"{models} models of {name} need {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are "
+                f"{models} models of {name} need {needed / 2**30:.1f} GiB of memory and "
+                f"{free / 2**30:.1f} GiB are "
                 "free; close other programs, or start the board on a machine with more."
             )
 
     # --- one pair ---
 
     def pair(self, name: str, index: int) -> Record:
-        """Return a pair with the log-probs of its scored tokens, their sums and its rewards, before and after."""
+        """Return a pair with the log-probs of its scored tokens, their sums and its rewards,
+        before and after.
+        """
         pairs = self.dataset(name)
         if not 0 <= index < len(pairs):
             raise DataError(f"pair {index}: '{name}' has {len(pairs)} pairs, counted from 0.")
@@ -259,7 +265,8 @@ def trained_weights(run_dir: Path) -> Path | Checkpoint:
     if newest := newest_checkpoint(run_dir):
         return newest
     raise ConfigError(
-        f"{run_dir}: has no trained weights yet, neither a checkpoint nor model/; try again after it has saved "
+        f"{run_dir}: has no trained weights yet, neither a checkpoint nor model/; try again after "
+        "it has saved "
         "(save_steps, or `rather save-now`)."
     )
 

@@ -49,8 +49,8 @@ BODY = f"""
 <h2 id="runs">Runs</h2>
 <div class="tools">
 <label for="filter">Filter</label>
-<input id="filter" type="search" placeholder="words of name, state, model" aria-keyshortcuts="/" autocomplete="off">
-<span id="shown" class="muted"></span>
+<input id="filter" type="search" placeholder="words of name, state, model" aria-keyshortcuts="/"
+autocomplete="off"> <span id="shown" class="muted"></span>
 <button type="button" id="keys" aria-keyshortcuts="?">Keys</button>
 </div>
 <div class="scroll runs" role="region" aria-label="List of runs" tabindex="0">
@@ -62,8 +62,8 @@ BODY = f"""
 <section aria-labelledby="curves">
 <h2 id="curves">Curves</h2>
 <p id="compared" class="muted"></p>
-<div class="tools"><label for="metric">Metric of the last chart</label><select id="metric"></select></div>
-<div id="charts" class="grid"></div>
+<div class="tools"><label for="metric">Metric of the last chart</label><select
+id="metric"></select></div> <div id="charts" class="grid"></div>
 </section>
 
 <section aria-labelledby="differences">
@@ -78,8 +78,8 @@ BODY = f"""
 
 <section aria-labelledby="pairs">
 <h2 id="pairs">Pairs</h2>
-<p class="muted">Each token of an answer, coloured by how much more or less likely the policy makes it than the
-reference does. The first pair of a run takes a while because its models are loaded.</p>
+<p class="muted">Each token of an answer, coloured by how much more or less likely the policy makes
+it than the reference does. The first pair of a run takes a while because its models are loaded.</p>
 <p>Run: <strong id="inspected"></strong></p>
 <form id="ask" class="tools">
 <label for="set">Set</label><select id="set"><option>train</option></select>
@@ -89,11 +89,11 @@ reference does. The first pair of a run takes a while because its models are loa
 <button type="button" id="next" aria-keyshortcuts="n">Next</button>
 </form>
 <form id="find" class="tools" role="search">
-<label for="text">Find pairs with</label><input id="text" type="search" maxlength="200" autocomplete="off">
-<button type="submit">Find</button>
+<label for="text">Find pairs with</label><input id="text" type="search" maxlength="200"
+autocomplete="off"> <button type="submit">Find</button>
 </form>
-<p class="muted"><span id="doing" role="status"></span> <span id="waited" aria-hidden="true"></span></p>
-<div id="hits"></div>
+<p class="muted"><span id="doing" role="status"></span> <span id="waited"
+aria-hidden="true"></span></p> <div id="hits"></div>
 <div id="pair"></div>
 </section>
 

@@ -26,7 +26,9 @@ def board_command(
     ] = 0,
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
 ) -> None:
-    """Show all runs of a folder on a local page: live curves, comparisons, findings, and pairs token by token."""
+    """Show all runs of a folder on a local page: live curves, comparisons, findings, and pairs
+    token by token.
+    """
 
     def work() -> int:
         from rather.board.serve import Board
@@ -57,7 +59,8 @@ def board_command(
 def private_page(address: str) -> Iterator[str]:
     """Provide the address of a page, readable by this user only, that redirects to the board.
 
-    Every user of the machine can read the arguments of a browser process, and the board's address has the token.
+    Every user of the machine can read the arguments of a browser process, and the board's address
+    has the token.
     """
     with TemporaryDirectory(prefix="rather-board-") as folder:
         page = Path(folder) / "board.html"
@@ -70,7 +73,9 @@ def private_page(address: str) -> Iterator[str]:
 
 
 def has_display() -> bool:
-    """Return whether a browser can open a window; without a display it would open in this terminal."""
+    """Return whether a browser can open a window; without a display it would open in this
+    terminal.
+    """
     return sys.platform != "linux" or bool(
         os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     )

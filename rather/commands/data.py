@@ -34,8 +34,9 @@ def data_command(
     ] = False,
     imports: Imports = None,
 ) -> None:
-    """Prepare the pairs and show what the model will see: dropped rows with reasons, lengths, repeats, contradictions,
-    evaluation prompts that are also in train, and prompts that differ at inference."""
+    """Prepare the pairs and show what the model will see: dropped rows with reasons, lengths,
+    repeats, contradictions, evaluation prompts that are also in train, and prompts that differ at
+    inference."""
 
     def work() -> int:
         settings = settings_of(config, overrides or [])

@@ -1,6 +1,7 @@
-"""The types that travel: a tokenised pair, a packed micro-batch of pairs, and the log-probs of its pairs.
+"""The types that travel: a tokenised pair, a packed micro-batch, and the log-probs of its pairs.
 
-Shape suffixes: N tokens, S segments, K gathered keys, U scored tokens, T where each of them counts, P pairs.
+Shape suffixes: N tokens, S segments, K gathered keys, U scored tokens, T where each of them
+counts, P pairs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ Span = tuple[int, int]
 class TokenPair:
     """One preference pair as token ids. `prompt` is the exact common beginning of both sequences.
 
-    `chosen_scored` and `rejected_scored` are half-open spans of scored tokens, counted from the start of
-    prompt + response (so that earlier assistant turns inside the prompt can be scored too).
+    `chosen_scored` and `rejected_scored` are half-open spans of scored tokens, counted from the
+    start of prompt + response (so that earlier assistant turns inside the prompt can be scored
+    too).
     """
 
     prompt: NDArray[np.int32]
@@ -47,13 +49,15 @@ class TokenPair:
 class Segments:
     """What each token may see: query segments follow one another, keys are gathered by index.
 
-    A segment of q queries sees k keys, causal from the bottom right; `key_index_K` lists the keys of all segments.
-    The int32 tensors are for a kernel that takes all segments at once, q_lens and k_lens for a loop over them.
-    The lists are not fields, because torch.compile would recompile for every new list of numbers.
+    A segment of q queries sees k keys, causal from the bottom right; `key_index_K` lists the keys
+    of all segments. The int32 tensors are for a kernel that takes all segments at once, q_lens and
+    k_lens for a loop over them. The lists are not fields, because torch.compile would recompile
+    for every new list of numbers.
     """
 
     key_index_K: Tensor
-    # For the gradient of the gather: the places of key_index_K sorted by the token that they name (int32),
+    # For the gradient of the gather: the places of key_index_K sorted by the token that they name
+    # (int32),
     # and where those of each token begin, [N + 1].
     order_K: Tensor
     start_N: Tensor
@@ -87,9 +91,11 @@ def _running_sum(lengths: NDArray[np.int64]) -> Tensor:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """One micro-batch. A common beginning of several sequences is laid out once; positions count within a sequence.
+    """One micro-batch.
 
-    So one scored token may count in several pairs: the model computes the U different ones, T says where each counts.
+    A common beginning of several sequences is laid out once; positions count within a sequence.
+    So one scored token may count in several pairs: the model computes the U different ones, and
+    T says where each counts.
     """
 
     ids_N: Tensor
@@ -127,7 +133,8 @@ def _tensors(item: object, change: Callable[[Tensor], Tensor]) -> dict[str, Any]
     return {name: change(value) for name, value in fields if isinstance(value, Tensor)}
 
 
-# Name -> [P, 2]: the "sum" of log-probs, and further columns that a loss asks for. Roles exchange these.
+# Name -> [P, 2]: the "sum" of log-probs, and further columns that a loss asks for. Roles exchange
+# these.
 Columns = Mapping[str, Tensor]
 
 
@@ -183,7 +190,9 @@ class PairFacts:
     def with_logps(
         self, policy: Columns, reference: Columns | None, mean_chosen_length: Tensor
     ) -> PairLogps:
-        """Return these pairs with their log-probs; the mean length is that of all pairs of the average."""
+        """Return these pairs with their log-probs; the mean length is that of all pairs of the
+        average.
+        """
         extra = {
             "margin": self.margin,
             "soft_label": self.soft_label,

@@ -1,6 +1,7 @@
 """Findings about the pairs of a run: repeats, contradictions, leakage, truncation and length bias.
 
-Everything is computed from lengths and from hashes that were stored with the tokens, so no text is read again.
+Everything is computed from lengths and from hashes that were stored with the tokens, so no text is
+read again.
 """
 
 from __future__ import annotations
@@ -39,28 +40,35 @@ RULES = {
     "leakage": Rule(
         0,
         0.1,
-        "{percent} of the prompts of {set} are also in train, and {same_pairs} of its {pairs} pairs with both "
+        "{percent} of the prompts of {set} are also in train, and {same_pairs} of its {pairs} "
+        "pairs with both "
         "answers: its scores measure memory as well as learning.",
-        "Remove these rows from one of the two sets, or use validation.data_args.split, which holds out whole prompts.",
+        "Remove these rows from one of the two sets, or use validation.data_args.split, which "
+        "holds out whole prompts.",
     ),
     "prompt_difference": Rule(
         0,
         0.5,
-        "{different} of {compared} compared prompts differ from those at inference: training has {training!r} where "
+        "{different} of {compared} compared prompts differ from those at inference: training has "
+        "{training!r} where "
         "{by} gives {inference!r}.",
-        "Prompt the trained model with exactly the training prompt, or choose the data_args.template it is served with.",
+        "Prompt the trained model with exactly the training prompt, or choose the "
+        "data_args.template it is served with.",
     ),
     "contradictory_pairs": Rule(
         0,
         0.05,
-        "{swapped} pairs of {set} ({percent}) are contradicted: elsewhere the same two answers to the same prompt are "
+        "{swapped} pairs of {set} ({percent}) are contradicted: elsewhere the same two answers to "
+        "the same prompt are "
         "preferred the other way round.",
-        "Keep the judgement that you trust; if people simply disagree, robust or label_smoothing helps.",
+        "Keep the judgement that you trust; if people simply disagree, robust or label_smoothing "
+        "helps.",
     ),
     "duplicate_pairs": Rule(
         0.01,
         0.05,
-        "{pairs_again} pairs of {set} ({percent}) repeat an earlier pair, ignoring case and white space.",
+        "{pairs_again} pairs of {set} ({percent}) repeat an earlier pair, ignoring case and white "
+        "space.",
         "Remove them, unless they should count more; a weight column does that explicitly.",
     ),
     "truncation": Rule(
@@ -72,9 +80,11 @@ RULES = {
     "length_bias": Rule(
         0,
         0.8,
-        'accuracy of "pick the {which} answer": {percent} (median difference {difference:+.0f} tokens, correlation '
+        'accuracy of "pick the {which} answer": {percent} (median difference {difference:+.0f} '
+        "tokens, correlation "
         "{correlation:+.2f}): a model may learn only that.",
-        "Watch the length of answers during evaluation; ld_alpha, a length-normalised loss (simpo, sigmoid_norm) or "
+        "Watch the length of answers during evaluation; ld_alpha, a length-normalised loss (simpo, "
+        "sigmoid_norm) or "
         "pairs of similar length help.",
     ),
 }
@@ -97,7 +107,10 @@ NUMBERS = (  # heading, key, format: the table of numbers in the terminal and on
 
 
 def mix(x: Hashes) -> Hashes:
-    """Return splitmix64 of each number. Held-out splits are drawn by it, so it must never change."""
+    """Return splitmix64 of each number.
+
+    Held-out splits are drawn by it, so it must never change.
+    """
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -133,7 +146,9 @@ class _HashedSet:
 
 
 def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) -> Json:
-    """Return the part `look` of a data report: all numbers, the first examples, and the findings."""
+    """Return the part `look` of a data report: all numbers, the first examples, and the
+    findings.
+    """
     entries, files = sets_of(report), report["train"]["files"]
     own, *held = (
         # Pairs that are held out of train come from its files.
@@ -178,7 +193,9 @@ def findings(look: Json) -> list[Json]:
 
 
 def _shares(look: Json) -> Iterator[tuple[str, str, float, Json]]:
-    """Yield the rule, the set, the share that the rule judges, and the facts that its text names."""
+    """Yield the rule, the set, the share that the rule judges, and the facts that its text
+    names.
+    """
     for name, leak in look["leaks"].items():
         yield "leakage", name, leak["same_prompts"] / max(1, leak["prompts"]), leak
     check = look["inference"]
@@ -298,7 +315,9 @@ def _truncation(entry: Json, sequence_length: int) -> Json:
 
 
 def _length_bias(chosen: NDArray[np.int32], rejected: NDArray[np.int32]) -> dict[str, float]:
-    """Measure what the length of an answer alone says about which one is chosen; a tie counts half."""
+    """Measure what the length of an answer alone says about which one is chosen; a tie counts
+    half.
+    """
     longer, shorter = float((chosen > rejected).mean()), float((chosen < rejected).mean())
     both = np.concatenate([chosen, rejected]).astype(np.float64)
     label = np.repeat([1.0, 0.0], len(chosen))
@@ -312,7 +331,7 @@ def _length_bias(chosen: NDArray[np.int32], rejected: NDArray[np.int32]) -> dict
 
 
 def _spreads(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, Json]:
-    """Return each part's lengths as BARS bars; both answers have the same bars, so that they can be compared.
+    """Return each part's lengths as BARS bars; both answers have the same, to be comparable.
 
     Bar i counts from edges[i] to below the next edge; the last one also counts whatever is longer.
     """

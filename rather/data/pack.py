@@ -1,10 +1,11 @@
-"""Packs the pairs of one optimizer step into micro-batches under a token budget; nothing is computed twice.
+"""Packs the pairs of one optimizer step into micro-batches; nothing is computed twice.
 
-Bins never cross an optimizer step, so the budget changes speed and memory, never the result. A pair is never
-split: one that is larger than the budget gets a bin of its own size.
+Bins never cross an optimizer step, so the budget changes speed and memory, never the result. A
+pair is never split: one that is larger than the budget gets a bin of its own size.
 
-Pairs with the same prompt form a unit. Its sequences are a tree: each new response branches off an earlier one where
-their tokens differ, and only the rest is laid out. So each token of the tree has one place, and is scored once.
+Pairs with the same prompt form a unit. Its sequences are a tree: each new response branches off an
+earlier one where their tokens differ, and only the rest is laid out. So each token of the tree has
+one place, and is scored once.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def pack(
     ladder: int = 0,
     ranks: int = 1,
 ) -> list[PairBatch]:
-    """Return all pairs of one step as micro-batches of at most `budget` tokens and `max_pairs` pairs.
+    """Return the pairs of one step as micro-batches of at most `budget` tokens, `max_pairs` pairs.
 
-    With a ladder each is filled up to a multiple of it, the smallest that fits the step: few sizes, each of which is
-    compiled once. The number of batches is a multiple of `ranks`; the missing ones have no pairs.
+    With a ladder each is filled up to a multiple of it, the smallest that fits the step: few
+    sizes, each of which is compiled once. The number of batches is a multiple of `ranks`; the
+    missing ones have no pairs.
     """
     units = list(_units(pairs, budget, max_pairs or len(pairs)))
     sizes, counts = [unit.tokens for unit in units], [len(unit.places) for unit in units]
@@ -62,9 +64,10 @@ def best_fit(
     opened: Sequence[int] = (),
     further: int = 0,
 ) -> list[list[int]]:
-    """Put each unit, largest first, into the fullest bin that still has room; members stay in step order.
+    """Put each unit, largest first, into the fullest bin with room; members stay in step order.
 
-    Bins have the sizes `opened`, then `further`; without `further`, return [] if the opened ones do not suffice.
+    Bins have the sizes `opened`, then `further`; without `further`, return [] if the opened ones
+    do not suffice.
     """
     members: list[list[int]] = [[] for _ in opened]
     pairs = [0] * len(opened)
@@ -96,7 +99,9 @@ def _on_the_ladder(
     ladder: int,
     ranks: int,
 ) -> list[tuple[int, list[int]]]:
-    """Return (size, units) of as few bins as possible, of the smallest sizes into which best fit puts all units."""
+    """Return (size, units) of as few bins as possible, of the smallest sizes into which best fit
+    puts all units.
+    """
     top = budget // ladder * ladder
     alone = [(-(-size // ladder) * ladder, [i]) for i, size in enumerate(sizes) if size > top]
     small = [i for i, size in enumerate(sizes) if size <= top]
@@ -119,7 +124,8 @@ def _on_the_ladder(
 def _shapes(number: int, sizes: range, ranks: int) -> Iterator[list[int]]:
     """Yield sizes of `number` bins, ascending: some of one size, the others one rung below.
 
-    With one size alone, four bins would waste up to four rungs. All ranks work on one size at a time.
+    With one size alone, four bins would waste up to four rungs. All ranks work on one size at a
+    time.
     """
     several = -(-number // (8 * ranks)) * ranks  # at most 8 shapes per size keep the search short
     for size in sizes:
@@ -131,7 +137,9 @@ def _shapes(number: int, sizes: range, ranks: int) -> Iterator[list[int]]:
 
 
 class _Branch(NamedTuple):
-    """A response that branches off an earlier one of its unit after `shared` tokens; the first one shares none."""
+    """A response that branches off an earlier one of its unit after `shared` tokens; the first one
+    shares none.
+    """
 
     response: Tokens
     earlier: int
@@ -222,7 +230,9 @@ class _Layout:
         self.q_lens: list[int] = []
 
     def add(self, ids: Sequence[Tokens], beginning: Places) -> Places:
-        """Lay out tokens that follow those at the places `beginning`; return the places of the whole sequence."""
+        """Lay out tokens that follow those at the places `beginning`; return the places of the
+        whole sequence.
+        """
         start, end, shared = self.start, self.start + sum(map(len, ids)), len(beginning)
         path = (
             np.concatenate([beginning, self.count[start:end]]) if shared else self.count[start:end]
@@ -237,7 +247,10 @@ class _Layout:
         return path
 
     def add_unit(self, prompt: Tokens, branches: Sequence[_Branch]) -> list[Places]:
-        """Return the places of each branch's sequence. The prompt's queries belong to the first response's segment."""
+        """Return the places of each branch's sequence.
+
+        The prompt's queries belong to the first response's segment.
+        """
         paths = [self.add((prompt, branches[0].response), self.count[:0])]
         for response, earlier, shared in branches[1:]:
             paths.append(self.add((response[shared:],), paths[earlier][: len(prompt) + shared]))
@@ -283,7 +296,9 @@ def _pack_bin(pairs: Sequence[TokenPair], units: Sequence[_Unit], size: int) -> 
 
 
 def _scored_tokens(places: Places, lengths: Places, ids: Places, before: Places) -> dict[str, Any]:
-    """Return each place at which a token counts once, and where it counts, response after response."""
+    """Return each place at which a token counts once, and where it counts, response after
+    response.
+    """
     assert len(places) == lengths.sum(), "a scored span leaves its sequence"
     longer_by = lengths - lengths.reshape(-1, 2).min(axis=1).repeat(2)
     shared = np.ones(len(places))

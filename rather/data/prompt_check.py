@@ -80,7 +80,7 @@ def check_own_template(
     sources: list[Source],
     limits: Limits,
 ) -> PromptCheck | None:
-    """Compare pairs trained as plain text with the template that the tokenizer itself would apply at inference.
+    """Compare pairs trained as plain text with what the tokenizer's template gives at inference.
 
     The template is rendered in a child process: only there it is limited in time and memory.
     """

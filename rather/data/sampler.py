@@ -1,7 +1,7 @@
-"""The order of pairs: a pure function of (seed, epoch). The position in it is one integer, the step.
+"""The order of pairs: a pure function of (seed, epoch). The position is one integer, the step.
 
-Nothing here depends on the number of devices or on earlier draws, so a resumed run, or one on another number of
-workers, sees the same pairs in the same order.
+Nothing here depends on the number of devices or on earlier draws, so a resumed run, or one on
+another number of workers, sees the same pairs in the same order.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class _Epoch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Which pairs each optimizer step takes. A step never crosses an epoch; the last of an epoch may be smaller.
+    """Which pairs each optimizer step takes.
 
-    `groups` are the first rows of groups that stay together: groups are drawn instead of rows, and a step takes
-    whole ones until the next would be too much. So steps differ in their pairs, and epochs in their steps.
+    A step never crosses an epoch; the last one of an epoch may be smaller.
+    `groups` are the first rows of groups that stay together: groups are drawn instead of rows, and
+    a step takes whole ones until the next would be too much. So steps differ in their pairs, and
+    epochs in their steps.
     """
 
     parts: tuple[Part, ...]
@@ -63,7 +65,10 @@ class Order:
         return int(min(before, limit))
 
     def epoch(self, epoch: int) -> Rows:
-        """Return all rows of one epoch in order. A part of weight 2 comes twice, one of 0.5 gives a new half each epoch."""
+        """Return all rows of one epoch in order.
+
+        A part of weight 2 comes twice, one of 0.5 gives a new half each epoch.
+        """
         return self._epoch(epoch).rows
 
     def step(self, step: int) -> Rows:
@@ -73,7 +78,9 @@ class Order:
         return rows[cuts[place] : cuts[place + 1]]
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of the step that follows `step` finished ones, and its number within the epoch."""
+        """Return the epoch of the step that follows `step` finished ones, and its number within
+        the epoch.
+        """
         if self.groups is None:
             return divmod(step, self.steps_in(0))
         epoch = 0
@@ -119,7 +126,9 @@ class Order:
 
 
 def _whole_groups(ends: list[int], batch: int) -> NDArray[np.int64]:
-    """Return where steps of whole groups begin, and the end: as many groups as a batch holds, at least one."""
+    """Return where steps of whole groups begin, and the end: as many groups as a batch holds, at
+    least one.
+    """
     cuts, taken = [0], 0
     while taken < len(ends):
         taken = max(taken + 1, bisect_right(ends, cuts[-1] + batch, lo=taken))

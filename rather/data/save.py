@@ -1,4 +1,6 @@
-"""`rather data --save`: writes prepared pairs as folders that `datasets` and Rather open, completely or not at all."""
+"""`rather data --save`: writes prepared pairs as folders that `datasets` and Rather open,
+completely or not at all.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,17 @@ if TYPE_CHECKING:
 DATA = "data-00000-of-00001.arrow"
 ROWS = 1024  # in memory at a time
 STATE: dict[str, Any] = {  # what `datasets` looks for
-    "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None,
+    "_format_columns": None, "_format_kwargs": {}, "_format_type": None, 
+    "_output_all_columns": False, "_split": None,
     "_data_files": [{"filename": DATA}],
 }  # fmt: skip
 DEFAULTS = {"weight": 1.0, "margin": np.nan, "soft_label": np.nan}
 
 
 def save(prepared: Prepared, folder: Path) -> list[Path]:
-    """Write training pairs to `folder` and each evaluation set to a folder inside; return the folders."""
+    """Write training pairs to `folder` and each evaluation set to a folder inside; return the
+    folders.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--save {folder}: is not empty; name a new folder.")
     sets = {"": prepared.train}

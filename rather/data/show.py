@@ -27,7 +27,9 @@ WINDOW = 32  # tokens that are decoded together
 
 
 def print_report(report: Json, console: Console) -> None:
-    """Print one table with every set: rows read, dropped and changed; then all warnings and findings."""
+    """Print one table with every set: rows read, dropped and changed; then all warnings and
+    findings.
+    """
     table = _table("Data", "set", "what", "count", "first places")
     for name in sets_of(report):
         rows = [row for row in report_rows(report) if row[0] == name]
@@ -43,7 +45,9 @@ def print_report(report: Json, console: Console) -> None:
 
 
 def report_rows(report: Json) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield set, what, count, detail and style of each row of the table, for the terminal and the page."""
+    """Yield set, what, count, detail and style of each row of the table, for the terminal and the
+    page.
+    """
     for name, entry in sets_of(report).items():
         if "rows" in entry:
             files = ", ".join(short(file["path"]) for file in entry.get("files", ()))
@@ -99,7 +103,8 @@ def print_look(look: Json, console: Console) -> None:
 
 def inference_line(check: Json) -> str:
     same = check["compared"] - check["different"]
-    return f"{same} of {check['compared']} compared prompts begin as {check['by']} writes them at inference."
+    start = f"{same} of {check['compared']} compared prompts begin"
+    return f"{start} as {check['by']} writes them at inference."
 
 
 def _table(title: str, first: str, *others: str) -> Table:
@@ -113,7 +118,9 @@ def _table(title: str, first: str, *others: str) -> Table:
 def show_pairs(
     pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, console: Console
 ) -> None:
-    """Print the first pairs as the model will see them: scored tokens coloured, or in [[ ]] without colours."""
+    """Print the first pairs as the model will see them: scored tokens coloured, or in [[ ]]
+    without colours.
+    """
     plain = console.color_system is None
     for pair in token_view(pairs, tokenizer, n, most=None):
         console.rule(escape(pair["name"]), align="left")
@@ -152,7 +159,10 @@ def token_view(
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return the text that each token adds. A character that several tokens make belongs to the last of them."""
+    """Return the text that each token adds.
+
+    A character that several tokens make belongs to the last of them.
+    """
     texts: list[str] = []
     start, done = 0, ""
     for i in range(len(ids)):

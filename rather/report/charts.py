@@ -1,4 +1,6 @@
-"""Charts as plotly JSON, drawn in the browser by plotly's own script; each chart also has its numbers in a table."""
+"""Charts as plotly JSON, drawn in the browser by plotly's own script; each chart also has its
+numbers in a table.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def plotly_bundle() -> str:
 
 
 def chart(figure: Record, name: str, description: str) -> str:
-    """Return a labelled chart; names are unique on a page. A colour may be a CSS variable: var(--series-2)."""
+    """Return a labelled chart; names are unique on a page. A colour may be a CSS variable:
+    var(--series-2).
+    """
     anchor = slug(name)
     height = int(figure.get("layout", {}).get("height", 300))
     return (
@@ -49,7 +53,9 @@ def chart(figure: Record, name: str, description: str) -> str:
 
 
 def lines(series: Mapping[str, Line], *, x: str = "step", y: str = "", most: int = 1000) -> Record:
-    """Return a figure with one line for each name; long lines are downsampled, short ones have markers."""
+    """Return a figure with one line for each name; long lines are downsampled, short ones have
+    markers.
+    """
     traces = []
     for name, line in series.items():
         xs, ys = downsample(*line, most)
@@ -62,7 +68,7 @@ def lines(series: Mapping[str, Line], *, x: str = "step", y: str = "", most: int
 def downsample(
     x: Sequence[Any], y: Sequence[float | None], most: int = 1000
 ) -> tuple[list[Any], list[float | None]]:
-    """Return at most `most` points: the first, the last, and of each stretch the lowest, the highest and one gap.
+    """Return at most `most` points: both ends, and lowest, highest and one gap of each stretch.
 
     No spike and no NaN is lost, as it would be in an average or in every n-th point.
     """

@@ -1,4 +1,6 @@
-"""The curves of a run, training and held-out together, each with a sentence that says how to read it."""
+"""The curves of a run, training and held-out together, each with a sentence that says how to read
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,22 @@ class Curve(NamedTuple):
 
 SHARE = {"range": [-0.02, 1.02], "tickformat": ".0%"}
 CURVES = (
-    Curve("Loss", ("loss",), "Mean over pairs. Held-out rising while training falls means memorising."),
+    Curve("Loss", ("loss",),
+          "Mean over pairs. Held-out rising while training falls means memorising."),
     Curve("Accuracy", ("rewards/accuracies",),
           "Share of pairs whose chosen answer has the greater reward; a tie counts as 0.", SHARE),
-    Curve("Margin", ("rewards/margins",), "Reward of the chosen minus reward of the rejected answer."),
-    Curve("Rewards", ("rewards/chosen", "rewards/rejected"), "Beta times the log-ratio of policy and reference."),
-    Curve("Log-probs", ("logps/chosen", "logps/rejected"), "Nats of whole answers under the policy."),
+    Curve("Margin", ("rewards/margins",),
+          "Reward of the chosen minus reward of the rejected answer."),
+    Curve("Rewards", ("rewards/chosen", "rewards/rejected"),
+          "Beta times the log-ratio of policy and reference."),
+    Curve("Log-probs", ("logps/chosen", "logps/rejected"),
+          "Nats of whole answers under the policy."),
     Curve("Chosen answers less likely than under the reference", ("logps/chosen_below_reference",),
           "Share of pairs. Near 100 %, the margin comes from pushing both answers down.", SHARE),
     Curve("Lengths", ("lengths/chosen", "lengths/rejected"), "Scored tokens of an answer."),
     Curve("Margin against length", ("rewards/length_correlation",),
-          "Correlation of margin and length difference. Far above 0, the policy learns to write more.",
+          "Correlation of margin and length difference. Far above 0, the policy learns to write "
+          "more.",
           {"range": [-1.02, 1.02]}),
     Curve("Gradient norm", ("grad_norm",), "Before clipping, in the last step of a log line."),
     Curve("Learning rate", ("lr",), "In the last step of a log line.", {"exponentformat": "e"}),
@@ -62,7 +69,9 @@ def curves(columns: MetricColumns) -> str:
 
 
 def held_out_sets(columns: MetricColumns) -> dict[str, str]:
-    """Return the names of the evaluation sets by the prefix of their metrics: eval/, or eval/<name>/."""
+    """Return the names of the evaluation sets by the prefix of their metrics: eval/, or
+    eval/<name>/.
+    """
     losses = (name for name in columns if name.startswith("eval/") and name.endswith("/loss"))
     prefixes = sorted(name.removesuffix("loss") for name in losses)
     return {prefix: f"held-out {prefix[5:-1]}".strip() for prefix in prefixes}
@@ -91,7 +100,9 @@ def answer_curves(columns: MetricColumns) -> str:
 
 
 def _traces(metrics: tuple[str, ...], columns: MetricColumns) -> Iterator[Record]:
-    """Yield training in the first colour and held-out sets in the next ones; rejected answers are dashed."""
+    """Yield training in the first colour and held-out sets in the next ones; rejected answers are
+    dashed.
+    """
     sets = {"": "training", **held_out_sets(columns)}
     for number, (prefix, name) in enumerate(sets.items()):
         for metric in (metric for metric in metrics if prefix + metric in columns):

@@ -15,8 +15,8 @@ KINDS = {
     "leaked_pair": "the same pair in train",
 }
 STYLE = """<style>
-.tokens mark, .tokens del, .tokens ins { color: inherit; border-radius: 3px; text-decoration: none; }
-.tokens mark { background: color-mix(in srgb, var(--series-3) 25%, transparent); }
+.tokens mark, .tokens del, .tokens ins { color: inherit; border-radius: 3px; text-decoration: none;
+} .tokens mark { background: color-mix(in srgb, var(--series-3) 25%, transparent); }
 .tokens del { background: color-mix(in srgb, var(--series-2) 30%, transparent); }
 .tokens ins { background: color-mix(in srgb, var(--series-1) 30%, transparent); }
 pre.tokens > * { border-right: 1px solid var(--line); }
@@ -30,7 +30,10 @@ def data_page(report: Json, name: str) -> str:
 
 
 def section(report: Json) -> str:
-    """Return the body, without a heading of its own. Data that was refused has only its table of rows."""
+    """Return the body, without a heading of its own.
+
+    Data that was refused has only its table of rows.
+    """
     parts = [STYLE]
     if look := report.get("look"):
         parts += [
@@ -102,7 +105,8 @@ def _inference(check: Json) -> str:
         return ""
     tags = {"before": "span", "training": "del", "inference": "ins", "after": "span"}
     examples = "".join(
-        f'<p class="muted">{escape(short(one["place"]))}: <del>training</del> and <ins>inference</ins></p>'
+        f'<p class="muted">{escape(short(one["place"]))}: <del>training</del> and '
+        "<ins>inference</ins></p>"
         f'<pre class="tokens">{"".join(_mark(one[part], tag) for part, tag in tags.items())}</pre>'
         for one in check["examples"]
     )

@@ -1,4 +1,6 @@
-"""The frame of a page: styles and scripts are inside it, it requests nothing, and data never becomes markup."""
+"""The frame of a page: styles and scripts are inside it, it requests nothing, and data never
+becomes markup.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,12 @@ def page(
     data: Any = None,
     linked: Sequence[str] = (),
 ) -> str:
-    """Return a whole document. `body` is HTML whose data went through `escape`; its parts begin with `<h2 id=...>`.
+    """Return a whole document.
 
-    `scripts` are JavaScript sources, placed after the body; a page with charts has plotly_bundle() among them, or
-    its address on the same server in `linked`. Scripts read `data` from the element with the id "data".
+    `body` is HTML whose data went through `escape`; its parts begin with `<h2 id=...>`.
+    `scripts` are JavaScript sources, placed after the body; a page with charts has plotly_bundle()
+    among them, or its address on the same server in `linked`. Scripts read `data` from the element
+    with the id "data".
     """
     frame = _asset("page.js")
     tail = [f'<script src="{escape(address)}"></script>' for address in linked]
@@ -79,7 +83,9 @@ def escape(value: object) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return JSON for use inside a script element: nothing in it can close the element, and a NaN becomes null."""
+    """Return JSON for use inside a script element: nothing in it can close the element, and a NaN
+    becomes null.
+    """
     text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -90,7 +96,9 @@ def slug(name: str) -> str:
 
 
 def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table with escaped cells; the first cell of a row is its heading; numbers align to the right."""
+    """Return a table with escaped cells; the first cell of a row is its heading; numbers align to
+    the right.
+    """
     rows = [list(row) for row in rows]
     sides = [
         NUMBER if place and any(_is_number(row[place]) for row in rows) else ""
@@ -141,11 +149,14 @@ def _contents(body: str) -> str:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Return a policy under which only these scripts run and no other machine is contacted, whatever data contains."""
+    """Return a policy under which only these scripts run and no other machine is contacted,
+    whatever data contains.
+    """
     digests = (hashlib.sha256(source.encode()).digest() for source in scripts)
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
-        f"default-src 'none'; script-src 'self' {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"default-src 'none'; script-src 'self' {hashes}; style-src 'unsafe-inline'; img-src data: "
+        "blob:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
 

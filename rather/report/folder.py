@@ -1,4 +1,6 @@
-"""Reads a run folder for the report and the board: a run may be writing to it, and any file may be missing."""
+"""Reads a run folder for the report and the board: a run may be writing to it, and any file may be
+missing.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,10 @@ BETWEEN = "\n\0\n"  # occurs in no text, and no pattern of a secret reaches acro
 
 
 class JsonLines:
-    """A file of JSON lines that another process appends to, or cuts back to a checkpoint and continues.
+    """A file of JSON lines that another process appends to, or cuts back to a checkpoint.
 
-    Each call of `new` reads only new bytes; a torn last line waits, and damaged lines are counted and skipped.
+    Each call of `new` reads only new bytes; a torn last line waits, and damaged lines are counted
+    and skipped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +96,9 @@ def read_object(file: Path) -> Record:
 
 
 def records(path: Path) -> tuple[list[Record], int]:
-    """Return all records of a small file, and the number of damaged lines; a missing file has no lines."""
+    """Return all records of a small file, and the number of damaged lines; a missing file has no
+    lines.
+    """
     lines = JsonLines(path)
     try:
         return list(lines.new()), lines.damaged
@@ -102,7 +107,9 @@ def records(path: Path) -> tuple[list[Record], int]:
 
 
 def newest_records(path: Path, most: int = 1 << 16) -> tuple[list[Record], int]:
-    """Return the records in the last bytes of a file, newest first, and the number of damaged lines."""
+    """Return the records in the last bytes of a file, newest first, and the number of damaged
+    lines.
+    """
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - most))
@@ -203,7 +210,9 @@ class Folder:
 
 
 def without_secrets(value: Any) -> Any:
-    """Return the value with every text redacted; all texts at once, as one by one would take seconds."""
+    """Return the value with every text redacted; all texts at once, as one by one would take
+    seconds.
+    """
     clean = iter(redact(BETWEEN.join(_texts(value))).split(BETWEEN))
 
     def replace(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""The other parts of the report: findings, answers, data, time and cost, incidents, settings, machine, reproduction."""
+"""The other parts of the report: findings, answers, data, time and cost, incidents, settings,
+machine, reproduction.
+"""
 
 from __future__ import annotations
 
@@ -189,11 +191,13 @@ def reproduce(run: Folder) -> str:
     }
     if changed:
         return text + (
-            f"<p>{escape(', '.join(sorted(changed)))} was changed when the run was resumed, so this command alone "
+            f"<p>{escape(', '.join(sorted(changed)))} was changed when the run was resumed, so "
+            "this command alone "
             "does not give the same numbers: repeat the starts above, one after the other.</p>"
         )
     return text + (
-        "<p>The result is bit-identical on a CPU, and on a GPU with <code>deterministic: true</code>.</p>"
+        "<p>The result is bit-identical on a CPU, and on a GPU with <code>deterministic: "
+        "true</code>.</p>"
     )
 
 
@@ -211,7 +215,9 @@ def _timed(run: Folder) -> Iterator[tuple[int, float]]:
 
 
 def _devices(run: Folder, step: int | None = None) -> int:
-    """Return the devices of the last start, or of the start that did a step: a resumed run may have others."""
+    """Return the devices of the last start, or of the start that did a step: a resumed run may
+    have others.
+    """
     fitting = [start for start in run.starts if step is None or start["step"] < step]
     found = fitting[-1:] or run.starts[:1]
     return int(found[0]["environment"]["devices"]) if found else 1

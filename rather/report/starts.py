@@ -1,4 +1,6 @@
-"""starts.jsonl: one line for each start of a run, with its command, machine, versions and the source of each setting."""
+"""starts.jsonl: one line for each start of a run, with its command, machine, versions and the
+source of each setting.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(\S.*)$", re.MULTILINE | 
 
 
 def record_start(config: DPOConfig, kind: str, step: int, total_steps: int) -> None:
-    """Append this start; a new run has no earlier ones. Nothing depends on the file, so a failure never ends the run."""
+    """Append this start; a new run has no earlier ones.
+
+    Nothing depends on the file, so a failure never ends the run.
+    """
     file = config.run_dir / STARTS
     try:
         if not step:
@@ -84,7 +89,9 @@ def environment(config: DPOConfig, kind: str) -> Record:
 
 
 def settings(config: DPOConfig) -> dict[str, Record]:
-    """Return every key that is not at its default, without secrets, and where its value came from."""
+    """Return every key that is not at its default, without secrets, and where its value came
+    from.
+    """
     values, found = public_values(config), {}
     for path, key in table().items():
         # As JSON gives them back, so that a path and its text are equal.

@@ -1,4 +1,6 @@
-"""Writes report.html from the run folder alone: after evaluations, every few minutes, and at the end of a run."""
+"""Writes report.html from the run folder alone: after evaluations, every few minutes, and at the
+end of a run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ SHARE = 0.01  # of the run's time, at most
 
 
 class LiveReport:
-    """Writes the report during a run. A report that cannot be written costs one warning and never stops training."""
+    """Writes the report during a run.
+
+    A report that cannot be written costs one warning and never stops training.
+    """
 
     def __init__(self, run_dir: Path, *, wanted: object) -> None:
         """`wanted` is False, or report_html (true or auto) on the driver that writes files."""
@@ -93,7 +98,8 @@ def report_page(run: Folder, state: str) -> str:
     for title, part in SECTIONS.items():
         if text := _part(part, run):
             anchor = slug(title)
-            body += f'<section aria-labelledby="{anchor}"><h2 id="{anchor}">{title}</h2>{text}</section>\n'
+            body += f'<section aria-labelledby="{anchor}"><h2 id="{anchor}">{title}</h2>'
+            body += f"{text}</section>\n"
     return page(run.name, body, scripts=[plotly_bundle()])
 
 
@@ -104,4 +110,5 @@ def _part(part: Callable[[Folder], str], run: Folder) -> str:
     except Exception as error:
         log.debug("a part of %s cannot be shown", REPORT_PAGE, exc_info=True)
         cause = escape(f"{type(error).__name__}: {error}")
-        return f'<p class="bad">A file of the run folder is damaged, so this cannot be shown ({cause}).</p>'
+        text = f"A file of the run folder is damaged, so this cannot be shown ({cause})."
+        return f'<p class="bad">{text}</p>'

@@ -1,4 +1,6 @@
-"""Two tiny trained runs that differ in beta, with findings, incidents and answers, and a board over them."""
+"""Two tiny trained runs that differ in beta, with findings, incidents and answers, and a board
+over them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The page in a real Chromium: drawing and texts, mouse and keyboard, live updates, both themes and widths."""
+"""The page in a real Chromium: drawing and texts, mouse and keyboard, live updates, both themes
+and widths.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The server: who gets an answer, what it contains, and that no request and no folder can break it."""
+"""The server: who gets an answer, what it contains, and that no request and no folder can break
+it.
+"""
 
 from __future__ import annotations
 
@@ -247,7 +249,9 @@ def test_versions_change_with_their_files(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_the_time_of_the_last_start(serve: Serve, tmp_path: Path) -> None:
-    """Whose report.json comes with its first checkpoint: until then the file is of the start before."""
+    """Whose report.json comes with its first checkpoint: until then the file is of the start
+    before.
+    """
     run = write_run(tmp_path / "run")
     (run / "report.json").write_text('{"seconds": 5000.0}')
     for name, at in (("config.yaml", 100), ("report.json", 200), ("metrics.jsonl", 190)):
@@ -387,7 +391,9 @@ def test_only_new_bytes_are_read(tmp_path: Path) -> None:
 
 
 def test_200_runs_and_100_000_points(serve: Serve, tmp_path: Path) -> None:
-    """On a quiet core 0.3 s for the list, 1.5 s for the long curve, 0.1 s to look at both again; here with room."""
+    """On a quiet core 0.3 s for the list, 1.5 s for the long curve, 0.1 s to look at both again;
+    here with room.
+    """
     for number in range(199):
         write_run(tmp_path / f"run-{number}", lines=20, beta=number)
     long = write_run(tmp_path / "long", lines=100_000)

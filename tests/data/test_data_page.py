@@ -1,4 +1,6 @@
-"""The data report as a page and as JSON: from the command, from a run, and with pairs that contain markup."""
+"""The data report as a page and as JSON: from the command, from a run, and with pairs that contain
+markup.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,10 @@ def fresh() -> dict[str, Any]:
 
 
 def hand_made() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and evaluation rows. All that is repeated comes after the thirty rows that it repeats."""
+    """Training and evaluation rows.
+
+    All that is repeated comes after the thirty rows that it repeats.
+    """
     base = [fresh() for _ in range(30)]
     rows = list(base)
     for i in range(SAME_PAIRS):
@@ -249,7 +252,9 @@ def test_a_separator_is_a_difference(config: Config, write: Write, console: Cons
 def test_a_template_bomb_is_not_rendered_for_a_comparison(
     write: Write, config: Config, console: Console, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Plain text does not need the tokenizer's template: one that never ends costs the comparison, not the run."""
+    """Plain text does not need the tokenizer's template: one that never ends costs the comparison,
+    not the run.
+    """
     from rather.data.pool import Limits
 
     bad = tmp_path / "bad"
@@ -330,7 +335,9 @@ def test_real_pairs(team_data: Path, tmp_path: Path, console: Console) -> None:
 def test_inference_prompts_are_those_of_transformers(
     write: Write, config: Config, console: Console, folders: dict[str, Path]
 ) -> None:
-    """The prompt that is compared with is rendered by Rather in a child process; transformers gives the same."""
+    """The prompt that is compared with is rendered by Rather in a child process; transformers
+    gives the same.
+    """
     template = TEMPLATES["qwen3"]
     made = prepare(
         config(write(ROWS[:4]), sequence_length=1024, data={"template": "qwen3"}), console=console

@@ -1,4 +1,6 @@
-"""Tokenised pairs as folders: what `rather data --save` and ColossalChat write is read back token by token."""
+"""Tokenised pairs as folders: what `rather data --save` and ColossalChat write is read back token
+by token.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def arrow_folder(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def colossal_row(pair: TokenPair, text: dict[str, Any], padded: int = 0) -> dict[str, Any]:
-    """The raw columns stay beside the tokens; padding, with the id of EOS, comes with an attention mask."""
+    """The raw columns stay beside the tokens; padding, with the id of EOS, comes with an attention
+    mask.
+    """
     row = {"context": [{"from": "user", "content": text["prompt"]}]}
     for side, answer, spans in (
         ("chosen", pair.chosen, pair.chosen_scored),

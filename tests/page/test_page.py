@@ -1,4 +1,6 @@
-"""Pages stand alone, take nothing from data as markup, and thin long curves without losing what one looks for."""
+"""Pages stand alone, take nothing from data as markup, and thin long curves without losing what
+one looks for.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def test_long_lines_keep_their_ends_extremes_and_order(most: int) -> None:
 
 
 def test_a_downsample_line_covers_the_same_area() -> None:
-    """Of every hundredth of the line, lowest and highest differ by less than the width of a drawn line."""
+    """Of every hundredth of the line, lowest and highest differ by less than the width of a drawn
+    line.
+    """
     values = [value for value in noisy(50_000) if value is not None]
     x, y = downsample(range(50_000), values)
     for start in range(0, 50_000, 500):

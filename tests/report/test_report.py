@@ -263,7 +263,9 @@ def test_the_current_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_two_writers_at_once(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rather report` while the run writes its own: each has a file of its own until it is whole."""
+    """`rather report` while the run writes its own: each has a file of its own until it is
+    whole.
+    """
     out, move, pid = tmp_path / "report.html", os.replace, os.getpid()
 
     def other_first(source: Path, target: Path) -> None:
@@ -361,7 +363,8 @@ def test_without_plotly_no_report_is_written(
     with caplog.at_level(logging.INFO), LiveReport(tmp_path, wanted="auto"):
         pass
     assert [each.getMessage() for each in caplog.records] == [
-        "report.html is not written: plotly is not installed; `pip install 'rather[report]'` adds it"
+        "report.html is not written: plotly is not installed; `pip install 'rather[report]'` adds "
+        "it"
     ]
     done = invoke("report", tmp_path)
     assert done.exit_code == 2

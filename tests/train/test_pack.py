@@ -78,7 +78,9 @@ ODD_PAIRS = [
 
 
 def seen_by(batch: PairBatch) -> list[list[int]]:
-    """For each token the places of all tokens that it sees, its own last, by the definition of segments."""
+    """For each token the places of all tokens that it sees, its own last, by the definition of
+    segments.
+    """
     seen = []
     keys = batch.segments.key_index_K.split(list(batch.segments.k_lens))
     for at, q_len in zip(keys, batch.segments.q_lens, strict=True):
@@ -88,7 +90,9 @@ def seen_by(batch: PairBatch) -> list[list[int]]:
 
 
 def check_by_hand(batch: PairBatch, pairs: list[TokenPair]) -> None:
-    """Each scored token is predicted by a row that sees the tokens before it, in order, and nothing else."""
+    """Each scored token is predicted by a row that sees the tokens before it, in order, and
+    nothing else.
+    """
     seen, ids_N = seen_by(batch), batch.ids_N.tolist()
     assert [len(places) - 1 for places in seen] == batch.positions_N.tolist()
     counted = zip(
@@ -132,7 +136,9 @@ def test_every_index_by_hand(budget: int, max_pairs: int | None, ladder: int) ->
 
 
 def test_common_beginnings_are_laid_out_once() -> None:
-    """Of all pairs with one prompt, each different beginning is one token; a prompt of nothing joins nothing."""
+    """Of all pairs with one prompt, each different beginning is one token; a prompt of nothing
+    joins nothing.
+    """
     pairs = [*ODD_PAIRS[:1] * 2, *ranked_pairs(50)]
     (batch,) = pack(pairs, 10**6)
     beginnings = {
@@ -256,7 +262,10 @@ def test_bins_of_real_pairs_are_nearly_full(team_data: Path, tmp_path: Path) -> 
 
 
 def test_packing_a_step_takes_milliseconds(steps: list[list[TokenPair]]) -> None:
-    """About 4.5 on one slow core. The best of several and twice as much, as others may use the machine."""
+    """About 4.5 on one slow core.
+
+    The best of several and twice as much, as others may use the machine.
+    """
 
     def seconds(pairs: list[TokenPair]) -> float:
         began = time.process_time()

@@ -1,4 +1,6 @@
-"""The order of pairs is a pure function of seed and epoch, and every epoch covers what it should."""
+"""The order of pairs is a pure function of seed and epoch, and every epoch covers what it
+should.
+"""
 
 from __future__ import annotations
 
