@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rather.cluster.cluster import Cluster
     from rather.cluster.resources import ResourceManager
     from rather.cluster.worker import ActorWorker
+    from rather.cluster.worker import ActorWorker as Worker
     from rather.config.load import load_config
     from rather.config.schema import DPOConfig
     from rather.config.schema import TrainingArgs as TrainingArguments
@@ -33,12 +34,22 @@ _HOME = {
     "ResourceManager": "rather.cluster.resources",
     "StatefulDistributedSampler": "rather.data.collate",
     "TrainingArguments": "rather.config.schema:TrainingArgs",
+    "Worker": "rather.cluster.worker:ActorWorker",  # the base of your own workers
     "load_config": "rather.config.load",
 }
 __all__ = [
-    "ActorWorker", "Cluster", "DPOConfig", "DPOPipeline", "DPOTrainer", "DataCollatorForPreferenceDataset",
-    "ResourceManager", "StatefulDistributedSampler", "TrainingArguments", "load_config",
-]  # fmt: skip
+    "ActorWorker",
+    "Cluster",
+    "DPOConfig",
+    "DPOPipeline",
+    "DPOTrainer",
+    "DataCollatorForPreferenceDataset",
+    "ResourceManager",
+    "StatefulDistributedSampler",
+    "TrainingArguments",
+    "Worker",
+    "load_config",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""Errors a user can meet. Each is a sentence with the fix in it, and each ends the command with its own exit code."""
+"""Errors a user can meet. Each is a sentence with the fix in it, and each ends the command with
+its own exit code."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from collections.abc import Sequence
 
 
 class RatherError(Exception):
-    """The base of everything Rather raises on purpose; anything else that escapes is a bug of ours."""
+    """The base of everything Rather raises on purpose; anything else that escapes is a bug of
+    ours."""
 
     exit_code = 1
 
@@ -54,13 +56,15 @@ class NonFiniteError(RatherError):
 
 
 class MemoryShortage(RatherError):
-    """The memory of a device does not hold what the run needs; tells where it goes, and what needs less."""
+    """The memory of a device does not hold what the run needs; tells where it goes, and what
+    needs less."""
 
     exit_code = 8
 
 
 class BatchTooLarge(MemoryShortage):
-    """A micro-batch of a role's only rank did not fit: nobody waits for that rank, and smaller ones may do."""
+    """A micro-batch of a role's only rank did not fit: nobody waits for that rank, and smaller
+    ones may do."""
 
 
 class HangError(RatherError):
@@ -76,7 +80,8 @@ class DiskError(RatherError):
 
 
 class Ended(BaseException):
-    """A signal came before there was anything to save. No error, so that nobody who handles errors takes it for one."""
+    """A signal came before there was anything to save. No error, so that nobody who handles
+    errors takes it for one."""
 
     def __init__(self, signal: int, text: str) -> None:
         self.exit_code = 128 + signal

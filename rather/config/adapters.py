@@ -1,4 +1,5 @@
-"""LoRA adapters: ColossalChat's file of settings, impossible settings, and whether the policy is its own reference."""
+"""LoRA adapters: ColossalChat's file of settings, impossible settings, and whether the policy is
+its own reference."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def changes_base(args: ActorModelArgs) -> bool:
 
 
 def reference_is_policy(config: DPOConfig) -> bool:
-    """Whether the policy without its adapter, or with its initial one, is the reference: no second model."""
+    """Whether the policy without its adapter, or with its initial one, is the reference: no
+    second model."""
     actor, reference = config.actor_train, config.reference
     own, other = actor.model_args, reference.model_args
     return (
@@ -77,7 +79,8 @@ def _degrees(role: RoleConfig) -> tuple[int, ...] | None:
 
 
 def settings_in_file(args: ActorModelArgs) -> dict[str, Any]:
-    """Return the settings of the lora_config file by Rather's keys; empty if there is none or it is unreadable."""
+    """Return the settings of the lora_config file by Rather's keys; empty if there is none or it
+    is unreadable."""
     values = _read(args)
     if isinstance(values, str):
         return {}

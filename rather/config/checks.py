@@ -59,7 +59,8 @@ def problems(config: DPOConfig) -> Problems:
 
 
 def missing(config: DPOConfig) -> Problems:
-    """Return what `rather train` requires. A config of the Python API need not name models and pairs."""
+    """Return what `rather train` requires. A config of the Python API need not name models and
+    pairs."""
     own = "actor_train.model_args.model_name_or_path"
     if config.actor_train.model_args.model_name_or_path is None:
         yield "pretrain", f"no model is named; set pretrain or {own} to a folder or hub name", own
@@ -131,7 +132,8 @@ def _evaluation(config: DPOConfig) -> Problems:
 
 
 def _is_measured(metric: str, prefixes: list[str]) -> bool:
-    """Whether a metric belongs to an evaluation set. Names such as `rewards/...` contain a slash themselves."""
+    """Whether a metric belongs to an evaluation set. Names such as `rewards/...` contain a slash
+    themselves."""
     rests = [metric.removeprefix(prefix) for prefix in prefixes if metric.startswith(prefix)]
     return any(re.fullmatch(r"(rewards/|logps/|lengths/)?[^/]*", rest) for rest in rests)
 
@@ -278,7 +280,8 @@ def _layouts(config: DPOConfig) -> Problems:
     if config.compile == "on" and details.get("offload_activations"):
         text = "compiled layers keep their activations on the GPU; set compile=off"
         yield f"{DETAILS}.offload_activations", text, "compile"
-    # Zero-bubble schedules compute a layer's gradients in two passes, which a compiled layer cannot.
+    # Zero-bubble schedules compute a layer's gradients in two passes, which a compiled layer
+    # cannot.
     if config.compile == "on" and schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
         text = f"'{schedule}' splits the backward pass, and compiled layers cannot; set compile=off"
         yield f"{DETAILS}.pipeline_schedule", text, "compile"
@@ -367,7 +370,8 @@ def _environments(config: DPOConfig) -> Problems:
 
 
 def _determinism(config: DPOConfig) -> Problems:
-    """Return everything that would make the bits of `determinism: canonical` depend on the layout."""
+    """Return everything that would make the bits of `determinism: canonical` depend on the
+    layout."""
     if config.determinism is None:
         return
     for name, role in config.roles.items():

@@ -1,7 +1,8 @@
-"""A DeepSpeed configuration as `strategy_config` of deepspeed_train or deepspeed_infer, or as a JSON file.
+"""A DeepSpeed configuration as `strategy_config` of deepspeed_train or deepspeed_infer, or as a
+JSON file.
 
-Rather reads the sharding stage, offloading and clipping. Keys that tune DeepSpeed's own buffers and prints are ignored,
-because they change no result. Every other key is an error.
+Rather reads the sharding stage, offloading and clipping. Keys that tune DeepSpeed's own buffers and
+prints are ignored, because they change no result. Every other key is an error.
 """
 
 from __future__ import annotations

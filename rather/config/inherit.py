@@ -1,7 +1,8 @@
 """Unset keys that inherit from other keys.
 
-`reference` inherits from `actor_train`, `validation.data_args` from `actor_train.data_args`, the policy's model from
-`pretrain`, templates from `global_template`; `train_batch_size` determines its parts.
+`reference` inherits from `actor_train`, `validation.data_args` from `actor_train.data_args`, the
+policy's model from `pretrain`, templates from `global_template`; `train_batch_size` determines its
+parts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ ARGS, DATA = "actor_train.model_args", "actor_train.data_args"
 
 
 def complete(config: DPOConfig) -> dict[str, str]:
-    """Fill unset keys of a config that is being built. Return key path -> the key that it inherits from."""
+    """Fill unset keys of a config that is being built. Return key path -> the key that it
+    inherits from."""
     followed: dict[str, str] = {}
     for path, value, source in _values(config):
         if _set(config, path, value):
@@ -43,7 +45,8 @@ def value_at(config: Any, path: str) -> Any:
 
 
 def _values(config: DPOConfig) -> Iterator[tuple[str, Any, str]]:
-    """Return (key, value, source) for unset keys. Lazy: a source is filled in before what inherits from it."""
+    """Return (key, value, source) for unset keys. Lazy: a source is filled in before what
+    inherits from it."""
     actor, args = config.actor_train, config.actor_train.model_args
     presets = {f"{DATA}.score": "all"} if not config.apply_loss_mask else {}
     yield from _unset(config, presets, "apply_loss_mask")
@@ -113,7 +116,8 @@ def _reference_tp(config: DPOConfig) -> Iterator[tuple[str, Any, str]]:
 
 
 def _batch_sizes(config: DPOConfig) -> Iterator[tuple[str, Any, str]]:
-    """The size that is left to train_batch_size; whether it divides evenly is checked afterwards."""
+    """The size that is left to train_batch_size; whether it divides evenly is checked
+    afterwards."""
     training, source = config.actor_train.training_args, "train_batch_size"
     if config.train_batch_size is None:
         return

@@ -1,4 +1,5 @@
-"""The schema as a flat table of key paths, with types and ranges in words, and suggestions for unknown keys."""
+"""The schema as a flat table of key paths, with types and ranges in words, and suggestions for
+unknown keys."""
 
 from __future__ import annotations
 
@@ -171,7 +172,8 @@ def nearest(path: str) -> str | None:
 
 
 def suggestion(path: str) -> str:
-    """Return 'did you mean ...?' for an unknown key: the name in the same group, otherwise the whole path."""
+    """Return 'did you mean ...?' for an unknown key: the name in the same group, otherwise the
+    whole path."""
     if path == "tracker_kwargs.api_key":
         return (
             "; keep keys out of files: run `wandb login`, or set WANDB_API_KEY or SWANLAB_API_KEY"

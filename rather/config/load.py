@@ -1,7 +1,8 @@
-"""YAML + overrides -> Hydra -> plain values -> DPOConfig, with every problem of the file in one error.
+"""YAML + overrides -> Hydra -> plain values -> DPOConfig, with every problem of the file in one
+error.
 
-The only door to hydra and omegaconf. Hydra composes the values, the YAML tree knows the lines, the schema
-judges.
+The only door to hydra and omegaconf. Hydra composes the values, the YAML tree knows the lines, the
+schema judges.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from rather.errors import ConfigError
 
 
 class ShippedGroups(SearchPathPlugin):
-    """ROLL's `../config/deepspeed_zero3@_here_` in a defaults list is found in the package, after the user's own."""
+    """ROLL's `../config/deepspeed_zero3@_here_` in a defaults list is found in the package,
+    after the user's own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("rather", f"file://{Path(__file__).parent / 'groups' / 'config'}")
@@ -44,7 +46,8 @@ Plugins.instance().register(ShippedGroups)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config, where each of its values came from, and the composed values before interpolation."""
+    """A config, where each of its values came from, and the composed values before
+    interpolation."""
 
     config: DPOConfig
     sources: dict[str, str]
@@ -54,7 +57,8 @@ class Loaded:
 def load_config(
     path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True
 ) -> DPOConfig:
-    """The config of a YAML file with `key=value` overrides, or one ConfigError with every problem."""
+    """The config of a YAML file with `key=value` overrides, or one ConfigError with every
+    problem."""
     loaded = load(path, overrides)
     if check_paths:
         paths.check_paths(loaded.config, loaded.sources)
@@ -105,12 +109,14 @@ def config_from_dict(values: Mapping[str, Any]) -> DPOConfig:
 
 
 def dump_yaml(config: DPOConfig) -> str:
-    """The resolved config as YAML to load again; secrets are masked, ${oc.env:...} stays as written."""
+    """The resolved config as YAML to load again; secrets are masked, ${oc.env:...} stays as
+    written."""
     return OmegaConf.to_yaml(OmegaConf.create(public_values(config)))
 
 
 class Override(NamedTuple):
-    """One `key=value` of the command line: as Hydra takes it, or as plain text, or what is wrong with it."""
+    """One `key=value` of the command line: as Hydra takes it, or as plain text, or what is wrong
+    with it."""
 
     keys: tuple[str, ...] = ()
     hydra: str | None = None
@@ -119,10 +125,11 @@ class Override(NamedTuple):
 
 
 def read_override(argument: str, folder: Path) -> Override:
-    """Keys of the schema need no `+`; deletions (`~key`), config groups and `hydra.` keys are Hydra's own.
+    """Keys of the schema need no `+`; deletions (`~key`), config groups and `hydra.` keys are
+    Hydra's own.
 
-    What its grammar cannot read as one value (`0,2,4-6`, `list(range(0,8))`, a path with spaces) is taken as
-    text, and so is a number for a key that only takes text (`exp_name=2024`).
+    What its grammar cannot read as one value (`0,2,4-6`, `list(range(0,8))`, a path with spaces) is
+    taken as text, and so is a number for a key that only takes text (`exp_name=2024`).
     """
     name, equals, value = argument.partition("=")
     name = name.lstrip("+")
@@ -160,7 +167,8 @@ def _leaves(value: Any) -> Iterator[tuple[Names, Any]]:
 
 
 def _compose(path: Path, overrides: list[Override]) -> DictConfig:
-    """Hydra's part: defaults lists, config groups, overrides. A `hydra:` key is Hydra's own and ends here."""
+    """Hydra's part: defaults lists, config groups, overrides. A `hydra:` key is Hydra's own and
+    ends here."""
     try:
         with (
             warnings.catch_warnings(),

@@ -1,4 +1,5 @@
-"""Values of a config that must not be written: secrets by key or by look, whatever was read from the environment."""
+"""Values of a config that must not be written: secrets by key or by look, whatever was read from
+the environment."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def public_values(config: DPOConfig) -> dict[str, Any]:
 
 
 def masked(values: Any, raw: Any) -> Any:
-    """Resolved `values` without secrets; what came from the environment is shown as written in `raw`."""
+    """Resolved `values` without secrets; what came from the environment is shown as written in
+    `raw`."""
     return _masked(values, raw, raw)
 
 
@@ -57,7 +59,8 @@ def _masked(value: Any, text: Any, root: Any, name: str = "") -> Any:
 
 
 def reads_environment(text: str, root: Any, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether an unresolved text takes anything from the environment, itself or through the keys it names."""
+    """Whether an unresolved text takes anything from the environment, itself or through the keys
+    it names."""
     if "oc.env" in text:
         return True
     if re.search(

@@ -1,6 +1,7 @@
 """`parity: trl-1.x`: what it presets, and which settings TRL (0.29 and later) does not have.
 
-Tokens are made as TRL makes them (data/tokens.py). TRL's losses equal Rather's, except for what is refused here.
+Tokens are made as TRL makes them (data/tokens.py). TRL's losses equal Rather's, except for what is
+refused here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Models, tokenizers, templates and data files that are named but missing: all at once, before any load."""
+"""Models, tokenizers, templates and data files that are named but missing: all at once, before
+any load."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rather.config.schema import DataArgs, DPOConfig, RoleConfig, as_list
+from rather.config.schema import DataArgs, DPOConfig, as_list
 from rather.errors import ConfigError, DataError
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+MODEL_FILES, ADAPTER_FILES = ("config.json",), ("adapter_config.json",)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 TABLES = (
@@ -22,7 +24,8 @@ TABLES = (
 
 
 def check_paths(config: DPOConfig, sources: Mapping[str, str] | None = None) -> None:
-    """Raise one error with every missing path: DataError when only data files miss, otherwise ConfigError."""
+    """Raise one error with every missing path: DataError when only data files miss, otherwise
+    ConfigError."""
     models = list(_model_problems(config)) + list(_template_problems(config))
     data = list(_data_problems(config))
     lines = [f"{key}{_where(key, sources or {})}: {text}" for key, text in models + data]
@@ -38,28 +41,29 @@ def _where(key: str, sources: Mapping[str, str]) -> str:
 
 def _model_problems(config: DPOConfig) -> Iterator[tuple[str, str]]:
     actor, reference = config.actor_train, config.reference
-    policy = _model_problem(actor.model_path)
+    key, adapters = "model_args.model_name_or_path", {}
+    policy = _folder_problem("model", actor.model_path, MODEL_FILES)
     if policy:
-        yield (
-            config.followed.get(
-                "actor_train.model_args.model_name_or_path",
-                "actor_train.model_args.model_name_or_path",
-            ),
-            policy,
-        )
-    if reference.model_path != actor.model_path and (text := _model_problem(reference.model_path)):
-        yield "reference.model_args.model_name_or_path", text
-    adapters = {role.model_args.adapter_name_or_path: name for name, role in _roles(config)}
+        yield config.followed.get(f"actor_train.{key}", f"actor_train.{key}"), policy
+    if reference.model_path != actor.model_path and (
+        text := _folder_problem("model", reference.model_path, MODEL_FILES)
+    ):
+        yield f"reference.{key}", text
+    for role, section in reversed(config.roles.items()):  # an adapter of both is the policy's
+        adapters[section.model_args.adapter_name_or_path] = role
     for adapter, role in adapters.items():
-        if adapter is not None and (text := _adapter_problem(adapter)):
+        if adapter and (text := _folder_problem("PEFT adapter", adapter, ADAPTER_FILES)):
             yield f"{role}.model_args.adapter_name_or_path", text
     own = actor.model_args.tokenizer_name_or_path
-    if (own or not policy) and (text := _tokenizer_problem(actor.tokenizer_path)):
+    if (own or not policy) and (
+        text := _folder_problem("tokenizer", actor.tokenizer_path, TOKENIZER_FILES)
+    ):
         yield "actor_train.model_args.tokenizer_name_or_path", text
 
 
 def is_local(name: str) -> bool:
-    """Whether a model name means a folder here (it looks like a path, or is one) and not a name on a hub."""
+    """Whether a model name means a folder here (it looks like a path, or is one) and not a name
+    on a hub."""
     return (
         name.startswith(("/", ".", "~"))
         or name.count("/") > 1
@@ -68,44 +72,16 @@ def is_local(name: str) -> bool:
     )
 
 
-def _model_problem(name: str) -> str | None:
+def _folder_problem(kind: str, name: str, files: tuple[str, ...]) -> str | None:
+    """Return why a folder that has one of these files is not there; None for a name on a hub."""
     path = Path(name).expanduser()
     if "://" in name:
         return f"{name} is an address; name a folder, or a model by its hub name"
-    if not is_local(name):
+    if not is_local(name) or any((path / file).is_file() for file in files):
         return None
-    if not path.exists():
-        return f"the model folder {path.absolute()} does not exist{nearest_names(path)}"
-    if not (path / "config.json").is_file():
-        return f"{path.absolute()} is not a model folder: it has no config.json"
-    return None
-
-
-def _roles(config: DPOConfig) -> list[tuple[str, RoleConfig]]:
-    """The policy last: what both name is told there."""
-    return [("reference", config.reference), ("actor_train", config.actor_train)]
-
-
-def _adapter_problem(name: str) -> str | None:
-    path = Path(name).expanduser()
-    if not is_local(name):
-        return None
-    if not path.exists():
-        return f"the adapter folder {path.absolute()} does not exist{nearest_names(path)}"
-    if not (path / "adapter_config.json").is_file():
-        return f"{path.absolute()} is not a PEFT adapter: it has no adapter_config.json"
-    return None
-
-
-def _tokenizer_problem(name: str) -> str | None:
-    path = Path(name).expanduser()
-    if not is_local(name):
-        return None
-    if not path.exists():
-        return f"the tokenizer folder {path.absolute()} does not exist{nearest_names(path)}"
-    if not any((path / file).is_file() for file in TOKENIZER_FILES):
-        return f"{path.absolute()} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); name a folder that does"
-    return None
+    if path.exists():
+        return f"{path.absolute()} is not a {kind} folder: it has no {' or '.join(files)}"
+    return f"the {kind} folder {path.absolute()} does not exist{nearest_names(path)}"
 
 
 def _template_problems(config: DPOConfig) -> Iterator[tuple[str, str]]:

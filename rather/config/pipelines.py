@@ -1,4 +1,5 @@
-"""Pipelines as arithmetic: which schedule, which stages a rank holds, how many micro-batches a schedule takes."""
+"""Pipelines as arithmetic: which schedule, which stages a rank holds, how many micro-batches a
+schedule takes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Pipeline:
 
     @staticmethod
     def of(ranks: int, schedule: str | None, virtual: int | None) -> Pipeline:
-        """What is not told follows from what is: virtual stages are interleaved, and one stage a rank runs 1f1b."""
+        """What is not told follows from what is: virtual stages are interleaved, and one stage a
+        rank runs 1f1b."""
         name = schedule or ("interleaved" if (virtual or 1) > 1 else "1f1b")
         return Pipeline(ranks, name, virtual or SCHEDULES[name].least_virtual)
 

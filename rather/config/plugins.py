@@ -1,6 +1,8 @@
-"""Registries of losses and data formats, and users' own files that add to them: `--import my_loss.py`.
+"""Registries of losses and data formats, and users' own files that add to them: `--import
+my_loss.py`.
 
-Only the command line names such files. A YAML, an override or a run folder cannot: they may come from strangers.
+Only the command line names such files. A YAML, an override or a run folder cannot: they may come
+from strangers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ REGISTRIES: list[Registry[Any]] = []
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' if a known word is similar, otherwise the list of known words."""
+    """Return '; did you mean ...?' if a known word is similar, otherwise the list of known
+    words."""
     near = difflib.get_close_matches(word, known := list(known), n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
 
@@ -31,7 +34,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 class Registry(Mapping[str, Entry]):
     """Entries of one kind by name. Each module of `package` adds its own when it is imported.
 
-    Reading the registry imports all modules of the package, so that a new file there is found without being listed.
+    Reading the registry imports all modules of the package, so that a new file there is found
+    without being listed.
     """
 
     def __init__(self, kind: str, package: str) -> None:
@@ -65,7 +69,8 @@ class Registry(Mapping[str, Entry]):
         return self._entries
 
     def find(self, name: str, key: str) -> Entry:
-        """Return the entry with this name, or raise a ConfigError that starts with the config key."""
+        """Return the entry with this name, or raise a ConfigError that starts with the config
+        key."""
         if name not in self:
             raise ConfigError(f"{key}: unknown {self.kind} '{name}'{did_you_mean(name, self)}")
         return self[name]
@@ -119,7 +124,8 @@ def load(paths: Iterable[Path]) -> None:
 
 
 def loaded(kind: str | None = None) -> list[ImportedFile]:
-    """Return the files that have run, or those that added a loss or a data format ('loss', 'data format')."""
+    """Return the files that have run, or those that added a loss or a data format ('loss', 'data
+    format')."""
     wanted = [registry for registry in REGISTRIES if kind in (None, registry.kind)]
     return [file for file in _loaded if any(each.names_from(file.name) for each in wanted)]
 

@@ -1,6 +1,8 @@
-"""Where each key of a YAML file stands, and what is wrong with the file before its values mean anything.
+"""Where each key of a YAML file stands, and what is wrong with the file before its values mean
+anything.
 
-Hydra drops positions, so the file is read a second time as a tree of nodes, without constructing anything.
+Hydra drops positions, so the file is read a second time as a tree of nodes, without constructing
+anything.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def node_problems(node: yaml.Node, file: str) -> Iterator[str]:
 
 
 def key_lines(node: yaml.Node) -> dict[str, int]:
-    """Key path -> line, counted from 1. A later entry wins over one that a merge (`<<`) brought in."""
+    """Key path -> line, counted from 1. A later entry wins over one that a merge (`<<`) brought
+    in."""
     lines: dict[str, int] = {}
     for owner, prefix in _mappings(node, ""):
         for key, _ in owner.value:
@@ -86,7 +89,8 @@ def key_lines(node: yaml.Node) -> dict[str, int]:
 
 
 def _mappings(node: yaml.Node, prefix: str) -> Iterator[tuple[yaml.MappingNode, str]]:
-    """Every mapping with the path of its keys; merged ones first, under the path they are merged into."""
+    """Every mapping with the path of its keys; merged ones first, under the path they are merged
+    into."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _mappings(item, f"{prefix}[].")

@@ -1,4 +1,5 @@
-"""What must not be written: names that look like those of secrets, texts that look like one, and known values."""
+"""What must not be written: names that look like those of secrets, texts that look like one, and
+known values."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ HARMLESS = re.compile(
 _PATTERNS = re.compile(
     r"(?<![0-9A-Za-z])(?:hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}|wandb_v1_\w{16,}"
     r"|[0-9a-f]{40}(?![0-9A-Za-z]))"  # Hugging Face, OpenAI and others, W&B; older W&B keys look like a git commit
-    # User and password in an address, also in one that was read as a path; a password may hold an @.
+    # User and password in an address, also in one that was read as a path; a password may hold an
+    # @.
     r"|(?:(?<=://)|(?<=:/))[^\s/@]+(?:@[^\s/@\"]*)*(?=@)"
 )
 _IN_QUERY = re.compile(
@@ -30,7 +32,8 @@ _hidden: set[str] = set()
 
 
 def looks_secret(name: str) -> bool:
-    """HF_TOKEN, WANDB_API_KEY, dbPassword: yes. pad_token, chosen_key, TOKENIZERS_PARALLELISM, KEY_FILE: no."""
+    """HF_TOKEN, WANDB_API_KEY, dbPassword: yes. pad_token, chosen_key, TOKENIZERS_PARALLELISM,
+    KEY_FILE: no."""
     return bool(SECRET.search(name)) and not HARMLESS.search(name)
 
 
@@ -40,7 +43,8 @@ def hide(values: Iterable[str]) -> None:
 
 
 def redact(text: str) -> str:
-    """The text without what looks like a secret, was told to be one, or is the value of a variable named like one."""
+    """The text without what looks like a secret, was told to be one, or is the value of a
+    variable named like one."""
     named = {
         value for name, value in os.environ.items() if looks_secret(name) and len(value) >= SHORTEST
     }

@@ -1,6 +1,8 @@
-"""ROLL's keys without a counterpart in Rather: ignored with a warning, or refused with the key to use instead.
+"""ROLL's keys without a counterpart in Rather: ignored with a warning, or refused with the key to
+use instead.
 
-A key is ignored if it changes no result of preference training; whatever would change one is refused.
+A key is ignored if it changes no result of preference training; whatever would change one is
+refused.
 """
 
 from __future__ import annotations
@@ -15,78 +17,31 @@ GROUPS = ["deepspeed_zero", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zer
 
 # For generation, rewards and Ray's plumbing: ROLL's own preference training ignores them as well.
 FOREIGN = "is not used in preference training; it is ignored"
-TOP_FOREIGN = [
-    "generate_opt_level",
-    "is_num_return_sequences_expand",
-    "max_running_requests",
-    "is_use_additional_prompts",
-    "max_additional_running_prompts",
-    "user_defined_rollout_loop_cls",
-    "router_args",
-    "base_dir",
-    "rollout_dump_dir",
-    "rollout_batch_size",
-    "rollout_mock",
-    "local_rank",
-    "prompt_length",
-    "val_prompt_length",
-    "val_sequence_length",
-    "report_length_and_rewards",
-    "length_profiler_dir",
-    "otlp_output_dir",
-    "model_update_buffer_size_mb",
-    "transfer_backend",
-]
-ROLE_FOREIGN = [
-    "generating_args",
-    "pg_variant",
-    "opd_kl_coef",
-    "tag_included",
-    "model_update_frequency",
-    "max_concurrency",
-    "backend_timeout",
-    "offload_nccl",
-    "apply_loss_scale",
-    "sequence_packing_args",
-    "sequence_length_round_in_train",
-    "sequence_length_round_in_infer",
-    "data_args.dataset_type",
-    "data_args.prompt",
-    "data_args.response",
-    "data_args.messages",
-    "data_args.tag",
-    "data_args.id",
-    "data_args.eval_file_name",
-]
+TOP_FOREIGN = """
+    generate_opt_level is_num_return_sequences_expand max_running_requests
+    is_use_additional_prompts max_additional_running_prompts user_defined_rollout_loop_cls
+    router_args base_dir rollout_dump_dir rollout_batch_size rollout_mock local_rank prompt_length
+    val_prompt_length val_sequence_length report_length_and_rewards length_profiler_dir
+    otlp_output_dir model_update_buffer_size_mb transfer_backend
+""".split()  # noqa: SIM905 - a table of names
+ROLE_FOREIGN = """
+    generating_args pg_variant opd_kl_coef tag_included model_update_frequency max_concurrency
+    backend_timeout offload_nccl apply_loss_scale sequence_packing_args
+    sequence_length_round_in_train sequence_length_round_in_infer data_args.dataset_type
+    data_args.prompt data_args.response data_args.messages data_args.tag data_args.id
+    data_args.eval_file_name
+""".split()  # noqa: SIM905 - a table of names
 
 MEGATRON = "is for Megatron's own kernels, buffers or files; it is ignored"
-MEGATRON_KEYS = [
-    "overlap_p2p_comm",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "delay_grad_reduce",
-    "ddp_bucket_size",
-    "ddp_average_in_collective",
-    "accumulate_allreduce_grads_in_fp32",
-    "check_for_nan_in_loss_and_grad",
-    "bias_activation_fusion",
-    "apply_rope_fusion",
-    "cross_entropy_loss_fusion",
-    "variable_seq_lengths",
-    "transformer_impl",
-    "cuda_graph_impl",
-    "cuda_graph_scope",
-    "compile_warmup",
-    "ckpt_format",
-    "ckpt_d2h_non_blocking",
-    "distrib_optim_fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient",
-    "save_hf_model",
-    "bf16",
-    "async_save_ckpt",
-    "wrap_policy",
-    "reduce_scatter_during_grad_accumulation",
-]
+MEGATRON_KEYS = """
+    overlap_p2p_comm overlap_grad_reduce overlap_param_gather delay_grad_reduce ddp_bucket_size
+    ddp_average_in_collective accumulate_allreduce_grads_in_fp32 check_for_nan_in_loss_and_grad
+    bias_activation_fusion apply_rope_fusion cross_entropy_loss_fusion variable_seq_lengths
+    transformer_impl cuda_graph_impl cuda_graph_scope compile_warmup ckpt_format
+    ckpt_d2h_non_blocking distrib_optim_fully_reshardable
+    distrib_optim_fully_reshardable_mem_efficient save_hf_model bf16 async_save_ckpt wrap_policy
+    reduce_scatter_during_grad_accumulation
+""".split()  # noqa: SIM905 - a table of names
 
 TOP_IGNORED = {
     **dict.fromkeys(TOP_FOREIGN, FOREIGN),
@@ -174,7 +129,8 @@ def roll_keys(data: Mapping[str, Any]) -> tuple[dict[Names, str], dict[Names, st
 
 
 def _needs_experts(names: tuple[str, ...], value: Any) -> bool:
-    """Whether a key is one of Megatron's switches for experts, or puts experts on several devices."""
+    """Whether a key is one of Megatron's switches for experts, or puts experts on several
+    devices."""
     name, several = names[-1], value not in (None, 1)
     return names[1:-1] == ("strategy_args", "strategy_config") and (
         name.startswith("moe_") or (name == "expert_model_parallel_size" and several)

@@ -1,7 +1,8 @@
-"""All keys of the YAML as strict, frozen models. The docstring of a field is its meaning in docs/config.md.
+"""All keys of the YAML as strict, frozen models. The docstring of a field is its meaning in
+docs/config.md.
 
-Sizes count pairs. Nothing here imports torch: what needs it (the parameters of a loss, the device) is checked later. An
-unset key has its default, or inherits from another key: see inherit.py.
+Sizes count pairs. Nothing here imports torch: what needs it (the parameters of a loss, the device)
+is checked later. An unset key has its default, or inherits from another key: see inherit.py.
 """
 
 from __future__ import annotations
@@ -73,14 +74,16 @@ class ModelArgs(Section):
     adapter_name_or_path: Text | None = None
     """PEFT adapter to continue training. Its initial state is also the reference."""
     quantization: Literal["4bit"] | None = None
-    """Store the frozen weights under an adapter in 4 bits (QLoRA). Needs the extra `quantization`."""
+    """Store the frozen weights under an adapter in 4 bits (QLoRA). Needs the extra
+    `quantization`."""
 
     @property
     def has_adapter(self) -> bool:
         return self.adapter_name_or_path is not None
 
     def of_other_weights(self) -> Self:
-        """Return a copy for other weights, without the settings that belong to these weights alone."""
+        """Return a copy for other weights, without the settings that belong to these weights
+        alone."""
         own = {"revision", "adapter_name_or_path", "quantization", "lora_rank", "lora_target"}
         return self.model_copy(update=dict.fromkeys(own & type(self).model_fields.keys()))
 
@@ -89,9 +92,11 @@ class ActorModelArgs(ModelArgs):
     """The policy's weights, and the adapter that is trained instead of them, if there is one."""
 
     lora_rank: Count | None = None
-    """Train a LoRA adapter of this rank instead of the weights; default: 8 if lora_target is set."""
+    """Train a LoRA adapter of this rank instead of the weights; default: 8 if lora_target is
+    set."""
     lora_alpha: Positive | None = None
-    """Scale of the adapter, which is multiplied by lora_alpha / lora_rank; default: twice the rank."""
+    """Scale of the adapter, which is multiplied by lora_alpha / lora_rank; default: twice the
+    rank."""
     lora_target: Text | list[Text] | None = None
     """Names of the linear layers that get an adapter, such as q_proj; default: all-linear."""
     lora_dropout: BelowOne = 0.0
@@ -148,7 +153,8 @@ class TrainingArgs(Section):
     gradient_accumulation_steps: Count = 1
     """Batches per optimizer step. A step has dp x per_device_train_batch_size x this many pairs."""
     warmup_steps: NotNegativeInt = 0
-    """Optimizer steps in which the learning rate rises from 0; takes precedence over warmup_ratio."""
+    """Optimizer steps in which the learning rate rises from 0; takes precedence over
+    warmup_ratio."""
     warmup_ratio: BelowOne = 0.0
     """Warm-up as a fraction of all optimizer steps."""
     num_train_epochs: Positive = 1.0
@@ -192,7 +198,8 @@ class DataArgs(Section):
     """Folder of tokenised data; default: <output_dir>/.cache/data."""
 
     def locate(self, name: str) -> Path:
-        """Return the path of a file: relative names are looked up in dataset_dir, then from here."""
+        """Return the path of a file: relative names are looked up in dataset_dir, then from
+        here."""
         path = Path(name).expanduser()
         if not self.dataset_dir:
             return path
@@ -274,7 +281,8 @@ class RoleConfig(Section):
     device_mapping: Devices = None
     """Device numbers: [0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"; default: the first device."""
     infer_batch_size: Count | None = None
-    """Maximum pairs in a micro-batch without gradients; default: only the token budget limits it."""
+    """Maximum pairs in a micro-batch without gradients; default: only the token budget limits
+    it."""
     max_tokens_per_microbatch_in_infer: Count | None = None
     """Token budget of a micro-batch without gradients; default: automatic. Changes speed, never
     results."""
@@ -328,7 +336,8 @@ class ActorConfig(RoleConfig):
 
 
 class ReferenceCache(Section):
-    """The reference's log-probs on disk, computed once for all runs with the same weights and tokens."""
+    """The reference's log-probs on disk, computed once for all runs with the same weights and
+    tokens."""
 
     enabled: bool = True
     """Store the reference's log-probs on disk and reuse them."""
@@ -359,7 +368,8 @@ class ValidationConfig(Section):
 
 
 class TrackerArgs(Section):
-    """Settings of the trackers in track_with. Set API keys in the environment or with the tracker's login."""
+    """Settings of the trackers in track_with. Set API keys in the environment or with the
+    tracker's login."""
 
     log_dir: Folder | None = None
     """Folder of the files of TensorBoard, W&B and SwanLab; default: <logging_dir>/<exp_name>."""
@@ -420,7 +430,8 @@ class RunKeys(Section):
     overwrite: bool = False
     """Start from scratch if a run of this name exists."""
     compile: OnOffAuto = "auto"
-    """torch.compile the layers on a GPU: on, off, or auto: if the run is long enough to pay for it."""
+    """torch.compile the layers on a GPU: on, off, or auto: if the run is long enough to pay for
+    it."""
     deterministic: bool = False
     """Use deterministic kernels on a GPU, which are slower. CPU runs are always deterministic."""
     determinism: Literal["canonical"] | None = None
@@ -524,7 +535,8 @@ class LossKeys(Section):
     """exact: float32 master weights and moments. lean: a third of the optimizer memory, bf16 only:
     stochastically rounded weights and 8-bit moments."""
     train_batch_size: Count | None = None
-    """Pairs per optimizer step over all devices; must match the sizes in actor_train.training_args."""
+    """Pairs per optimizer step over all devices; must match the sizes in
+    actor_train.training_args."""
     val_batch_size: Count | None = None
     """Key of older ROLL files, whose sizes per device count answers (two per pair): if the sizes
     amount to twice train_batch_size, they are read that way. Evaluation does not depend on
@@ -585,7 +597,8 @@ class PairKeys(Section):
     """Pairs"""
 
     sequence_length: TwoOrMore = 1024
-    """Maximum tokens of a prompt with one response. Range: prompt and response need a token each."""
+    """Maximum tokens of a prompt with one response. Range: prompt and response need a token
+    each."""
     global_template: Text | None = None
     """Chat template if data_args.template is not set."""
     apply_loss_mask: bool = True
@@ -660,7 +673,8 @@ class MachineKeys(Section):
     timeouts: Timeouts = Timeouts()
     """Seconds after which an unresponsive worker counts as failed."""
     max_failures: NotNegativeInt = 3
-    """On Ray, how often failed workers are replaced without a new checkpoint in between; 0: never."""
+    """On Ray, how often failed workers are replaced without a new checkpoint in between; 0:
+    never."""
     failure_backoff: NotNegative = 10.0
     """Seconds to wait before failed workers are replaced, doubled with each consecutive failure."""
     ref_tp: Count | None = None
@@ -685,7 +699,8 @@ class RoleKeys(Section):
     """The evaluation; its data_args inherit from actor_train.data_args."""
 
 
-# The validation context of a config that must name its model and pairs. The Python API is given both.
+# The validation context of a config that must name its model and pairs. The Python API is given
+# both.
 FOR_A_RUN = {"named": ("model", "pairs")}
 
 
@@ -720,7 +735,8 @@ class DPOConfig(
 
     @property
     def followed(self) -> Mapping[str, str]:
-        """Return key path -> the key path that it inherits from, for every key that has another's value."""
+        """Return key path -> the key path that it inherits from, for every key that has
+        another's value."""
         return self._followed
 
     @property
@@ -751,7 +767,8 @@ class DPOConfig(
 
     @property
     def loss_numbers(self) -> dict[str, Any]:
-        """Return the parameters of losses that are set; the signature of a loss says which it has."""
+        """Return the parameters of losses that are set; the signature of a loss says which it
+        has."""
         return self._given(LossParameters) | self.loss_args
 
     @property
@@ -794,7 +811,8 @@ class DPOConfig(
         return self.system_envs | role.system_envs
 
     def threads(self, role: RoleConfig) -> int:
-        """Return the threads of a worker: sums of one thread and of several differ in their last bit."""
+        """Return the threads of a worker: sums of one thread and of several differ in their last
+        bit."""
         return int(self.envs(role).get("OMP_NUM_THREADS", "1"))
 
     def data_cache_dir(self, data: DataArgs) -> Path:

@@ -1,4 +1,5 @@
-"""What a config says: effective values and their sources, one key explained, schema and reference page."""
+"""What a config says: effective values and their sources, one key explained, schema and
+reference page."""
 
 from __future__ import annotations
 

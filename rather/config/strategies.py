@@ -1,7 +1,9 @@
-"""strategy_name and strategy_config of a role -> its layout: degrees, what is sharded, what is in host memory.
+"""strategy_name and strategy_config of a role -> its layout: degrees, what is sharded, what is in
+host memory.
 
-Degrees can be written as `tp_size` in `strategy_args` or `strategy_config`, or with Megatron's long names. Whatever the
-name, torch.distributed runs it: a name only stands for degrees and a sharding stage.
+Degrees can be written as `tp_size` in `strategy_args` or `strategy_config`, or with Megatron's long
+names. Whatever the name, torch.distributed runs it: a name only stands for degrees and a sharding
+stage.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from rather.errors import ConfigError
 if TYPE_CHECKING:
     from rather.config.schema import RoleConfig, StrategyArgs
 
-# What is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights.
+# What is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also
+# gradients, 3 also weights.
 # None: a key of strategy_config decides.
 STAGES: dict[str, int | None] = {
     "ddp": 0,
@@ -82,9 +85,10 @@ OWN_KEYS = {  # keys that only some strategies have
 class Layout:
     """How a role is laid out on its dp x tp x pp x cp devices.
 
-    `recompute` trades time for memory; None decides by the memory that is there. `offload` moves activations to the
-    host. The dp ranks are `dp // shard` replicas of `shard` ranks, over which `stage` says what is sharded. `host` keeps
-    the shards in host memory. `canonical`: the bits of the results do not depend on dp.
+    `recompute` trades time for memory; None decides by the memory that is there. `offload` moves
+    activations to the host. The dp ranks are `dp // shard` replicas of `shard` ranks, over which
+    `stage` says what is sharded. `host` keeps the shards in host memory. `canonical`: the bits of
+    the results do not depend on dp.
     """
 
     dp: int
@@ -118,7 +122,8 @@ class Layout:
         return self.dp * (self.pipeline.multiple if self.pp > 1 else 1)
 
     def dp_rank(self, rank: int) -> int:
-        """Which share of the pairs a rank sees. Ranks count tp fastest, then cp, then dp, then pp."""
+        """Which share of the pairs a rank sees. Ranks count tp fastest, then cp, then dp, then
+        pp."""
         return rank // (self.tp * self.cp) % self.dp
 
     def describe(self) -> str:
@@ -144,7 +149,8 @@ class Layout:
 
 
 def strategy_problems(role: RoleConfig, devices: int | None = None) -> list[tuple[str, str]]:
-    """Return (key inside strategy_args, sentence) for everything that is impossible on this many devices."""
+    """Return (key inside strategy_args, sentence) for everything that is impossible on this many
+    devices."""
     args, name = role.strategy_args, role.strategy_args.strategy_name
     details, known = args.strategy_config, TRAIN_STRATEGIES if role.trains else STRATEGIES
     found: list[tuple[str, str]] = []
@@ -265,7 +271,8 @@ def data_parallel(role: RoleConfig) -> int:
 
 
 def _sharding(name: str, details: dict[str, Any], *, trains: bool) -> tuple[int, bool]:
-    """Return the stage, and whether shards are in host memory. A frozen model has only weights to shard."""
+    """Return the stage, and whether shards are in host memory. A frozen model has only weights
+    to shard."""
     stage, host = STAGES[name] or 0, name in ON_THE_HOST
     if is_deepspeed(name):
         stage, host = deepspeed_sharding(details)

@@ -1,4 +1,5 @@
-"""Values -> DPOConfig, or one ConfigError with every problem: key path, source line, and what to do."""
+"""Values -> DPOConfig, or one ConfigError with every problem: key path, source line, and what to
+do."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Origins:
         return f"{self.file}:{self.lines['defaults']}, defaults list"
 
     def near(self, path: str) -> str:
-        """Return ' (dpo.yaml:31)' for a message: the line of the key, or of a group around it, or the file."""
+        """Return ' (dpo.yaml:31)' for a message: the line of the key, or of a group around it,
+        or the file."""
         while path:
             if source := self.of(path):
                 return f" ({source})"
@@ -67,10 +69,12 @@ def _is_inside(path: str, group: str) -> bool:
 def validated(
     data: Mapping[str, Any], origins: Origins, found: Mapping[Names, str] = MappingProxyType({})
 ) -> DPOConfig:
-    """Return the config, or raise one ConfigError with all problems, including those already `found`.
+    """Return the config, or raise one ConfigError with all problems, including those already
+    `found`.
 
-    Keys with a problem are removed and the rest is validated again, so that a bad value does not hide an impossible
-    combination elsewhere. Combinations that depend on a removed key are not reported.
+    Keys with a problem are removed and the rest is validated again, so that a bad value does not
+    hide an impossible combination elsewhere. Combinations that depend on a removed key are not
+    reported.
     """
     ignored, refused = roll_keys(data)
     found = {**refused, **found}
@@ -109,12 +113,14 @@ def without(data: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def _field_problems(error: ValidationError, data: Mapping[str, Any]) -> dict[Names, str]:
-    """Return one sentence per key; pydantic has several errors for a value that fits no member of a union."""
+    """Return one sentence per key; pydantic has several errors for a value that fits no member
+    of a union."""
     found: dict[Names, str] = {}
     for item in error.errors():
         if item["type"] == "cross_field":
             continue
-        # Only the first part of pydantic's location is in the data; the rest names members of a union.
+        # Only the first part of pydantic's location is in the data; the rest names members of a
+        # union.
         names: Names = ()
         value: Any = data
         for name in item["loc"]:

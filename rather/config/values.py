@@ -37,7 +37,8 @@ def accepted_types(annotation: Any) -> tuple[Any, ...]:
 
 
 def convert(value: Any, accepted: tuple[Any, ...]) -> Any:
-    """Convert '1e-6' to a number, 1e3 to a count, 'true' to a switch. Leave the rest to be refused."""
+    """Convert '1e-6' to a number, 1e3 to a count, 'true' to a switch. Leave the rest to be
+    refused."""
     words = str in accepted or any(get_origin(kind) is Literal for kind in accepted)
     if isinstance(value, str) and bool in accepted and value.lower() in ("true", "false"):
         return value.lower() == "true"
@@ -57,7 +58,8 @@ def _number(text: str) -> Any:
 
 
 class Section(BaseModel):
-    """A frozen group of keys. Unknown keys are refused, and values are only converted without loss."""
+    """A frozen group of keys. Unknown keys are refused, and values are only converted without
+    loss."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -1,7 +1,9 @@
-"""The losses: one pure function each, PairLogps -> one loss per pair. A loss's signature is its schema.
+"""The losses: one pure function each, PairLogps -> one loss per pair. A loss's signature is its
+schema.
 
-In formulas a is log policy/reference of the chosen answer and b that of the rejected one. All arithmetic is float64 on
-two numbers per pair. Equations are those of the papers; rather/losses/objective.py composes losses and modifiers.
+In formulas a is log policy/reference of the chosen answer and b that of the rejected one. All
+arithmetic is float64 on two numbers per pair. Equations are those of the papers;
+rather/losses/objective.py composes losses and modifiers.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ LARGEST_EXPONENT = (
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A loss and what it asks for."""
+class LossRule:
+    """A loss and what it needs."""
 
     function: Callable[..., Tensor]
     reference: bool  # compares with a reference
@@ -43,7 +45,7 @@ class Rule:
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-LOSSES: Registry[Rule] = Registry("loss", "rather.losses")
+LOSSES: Registry[LossRule] = Registry("loss", "rather.losses")
 
 
 def gap(chosen_and_rejected: Tensor) -> Tensor:
@@ -75,10 +77,10 @@ def loss(
     whole_batch: bool = False,
     extra: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Registers a loss under its function's name."""
+    """Register a loss under the name of its function."""
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        rule = Rule(function, reference, rewards, divergence, soft_labels, whole_batch, extra)
+        rule = LossRule(function, reference, rewards, divergence, soft_labels, whole_batch, extra)
         LOSSES.add(function.__name__, rule, function.__module__)
         return function
 
@@ -96,7 +98,8 @@ def chance_wrong(x: PairLogps, label_smoothing: float) -> float | Tensor:
 
 
 def token_mean(x: PairLogps) -> Tensor:
-    """Chosen negative log-prob such that the pairs' mean is the mean over all chosen tokens of the global batch."""
+    """Chosen negative log-prob such that the pairs' mean is the mean over all chosen tokens of
+    the global batch."""
     return -x.policy[:, 0] / x.extra["mean_chosen_length"]
 
 
@@ -114,8 +117,8 @@ def sigmoid(
 ) -> Tensor:
     """DPO (2305.18290 eq. 7): -log sigmoid(beta (a - b) - gamma).
 
-    label_smoothing is the chance that a label is wrong (cDPO); gamma an absolute target margin; length_normalization
-    divides each log-ratio by its length.
+    label_smoothing is the chance that a label is wrong (cDPO); gamma an absolute target margin;
+    length_normalization divides each log-ratio by its length.
     """
     ratios = log_ratios(x) / x.length if length_normalization else log_ratios(x)
     return smoothed(beta * gap(ratios) - gamma, chance_wrong(x, label_smoothing))
@@ -139,14 +142,16 @@ def hinge(x: PairLogps, *, beta: float = 0.1) -> Tensor:
 
 @loss(divergence=True)
 def ipo(x: PairLogps, *, beta: float = 0.1, length_normalization: bool = True) -> Tensor:
-    """IPO (2310.12036 eq. 17): (a - b - 1 / (2 beta))^2; beta is the paper's tau. On averages per token by default."""
+    """IPO (2310.12036 eq. 17): (a - b - 1 / (2 beta))^2; beta is the paper's tau. On averages
+    per token by default."""
     ratios = log_ratios(x) / x.length if length_normalization else log_ratios(x)
     return (gap(ratios) - 1 / (2 * beta)) ** 2
 
 
 @loss(divergence=True)
 def robust(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
-    """Robust DPO (2403.00409 eq. 12): unbiased when a share label_smoothing of the labels is flipped."""
+    """Robust DPO (2403.00409 eq. 12): unbiased when a share label_smoothing of the labels is
+    flipped."""
     margin = beta * gap(log_ratios(x))
     kept, flipped = (
         -(1 - label_smoothing) * logsigmoid(margin),
@@ -172,21 +177,24 @@ def nca_pair(x: PairLogps, *, beta: float = 0.1) -> Tensor:
 
 @loss()
 def bco_pair(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """BCO for pairs (2404.04656 eq. 8) without the running reward shift: a classifier of good and bad answers."""
+    """BCO for pairs (2404.04656 eq. 8) without the running reward shift: a classifier of good
+    and bad answers."""
     a, b = (beta * log_ratios(x)).unbind(1)
     return -logsigmoid(a) - logsigmoid(-b)
 
 
 @loss()
 def sppo_hard(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """SPPO with hard labels (2405.00675 eq. 4.7): pushes a to 1 / (2 beta) and b to -1 / (2 beta)."""
+    """SPPO with hard labels (2405.00675 eq. 4.7): pushes a to 1 / (2 beta) and b to -1 / (2
+    beta)."""
     a, b = log_ratios(x).unbind(1)
     return (a - 0.5 / beta) ** 2 + (b + 0.5 / beta) ** 2
 
 
 @loss(whole_batch=True)
 def aot(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
-    """AOT on pairs (2406.05882 eq. 9): sorted policy margins against sorted reference margins of the whole batch."""
+    """AOT on pairs (2406.05882 eq. 9): sorted policy margins against sorted reference margins of
+    the whole batch."""
     assert x.reference is not None
     ahead = gap(x.policy).sort().values - gap(x.reference).sort().values
     return smoothed(beta * ahead, label_smoothing)
@@ -194,30 +202,35 @@ def aot(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Ten
 
 @loss(whole_batch=True)
 def aot_unpaired(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
-    """AOT without pairing (2406.05882 eq. 11): sorted chosen against sorted rejected log-ratios of the whole batch."""
+    """AOT without pairing (2406.05882 eq. 11): sorted chosen against sorted rejected log-ratios
+    of the whole batch."""
     a, b = log_ratios(x).sort(dim=0).values.unbind(1)
     return smoothed(beta * (a - b), label_smoothing)
 
 
 @loss()
 def apo_zero(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """APO-zero (2408.06266 eq. 4): chosen up, rejected down; for a model worse than the chosen answers."""
+    """APO-zero (2408.06266 eq. 4): chosen up, rejected down; for a model worse than the chosen
+    answers."""
     a, b = (beta * log_ratios(x)).unbind(1)
     return torch.sigmoid(-a) + torch.sigmoid(b)
 
 
 @loss()
 def apo_down(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """APO-down (2408.06266 eq. 5): both down, rejected more; for a model better than the chosen answers."""
+    """APO-down (2408.06266 eq. 5): both down, rejected more; for a model better than the chosen
+    answers."""
     a, b = (beta * log_ratios(x)).unbind(1)
     return torch.sigmoid(a) + torch.sigmoid(b - a)
 
 
 @loss(divergence=True)
 def discopop(x: PairLogps, *, beta: float = 0.05, discopop_tau: float = 0.05) -> Tensor:
-    """DiscoPOP's log-ratio modulated loss (2406.08414 eq. 5): logistic and exponential loss, blended by the margin."""
+    """DiscoPOP's log-ratio modulated loss (2406.08414 eq. 5): logistic and exponential loss,
+    blended by the margin."""
     margin = beta * gap(log_ratios(x))
-    # The blend times exp(-margin) as one exponential: apart they are 0 * inf at large negative margins.
+    # The blend times exp(-margin) as one exponential: apart they are 0 * inf at large negative
+    # margins.
     exponential = torch.exp(
         (logsigmoid(margin / discopop_tau) - margin).clamp(max=LARGEST_EXPONENT)
     )
@@ -226,7 +239,8 @@ def discopop(x: PairLogps, *, beta: float = 0.05, discopop_tau: float = 0.05) ->
 
 @loss(extra=("margin",))
 def odpo(x: PairLogps, *, beta: float = 0.1, odpo_alpha: float = 1.0) -> Tensor:
-    """ODPO (2402.10571 eq. 8): DPO whose margin must exceed odpo_alpha times the pair's own offset."""
+    """ODPO (2402.10571 eq. 8): DPO whose margin must exceed odpo_alpha times the pair's own
+    offset."""
     return -logsigmoid(beta * gap(log_ratios(x)) - odpo_alpha * x.extra["margin"])
 
 
@@ -241,7 +255,8 @@ def sft(x: PairLogps) -> Tensor:
 
 @loss(reference=False, rewards=averages)
 def orpo(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """ORPO (2403.07691 eq. 6-7): chosen NLL per token plus beta (the paper's lambda) times the odds-ratio loss."""
+    """ORPO (2403.07691 eq. 6-7): chosen NLL per token plus beta (the paper's lambda) times the
+    odds-ratio loss."""
     return -averages(x)[:, 0] - beta * logsigmoid(log_odds_ratio(x))
 
 
@@ -254,7 +269,8 @@ def simpo(
     gamma_beta_ratio: float | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """SimPO (2405.14734 eq. 6): average log-probs with a target margin gamma, or gamma_beta_ratio times beta."""
+    """SimPO (2405.14734 eq. 6): average log-probs with a target margin gamma, or
+    gamma_beta_ratio times beta."""
     target = gamma if gamma_beta_ratio is None else gamma_beta_ratio * beta
     return smoothed(beta * gap(averages(x)) - target, chance_wrong(x, label_smoothing))
 
@@ -263,7 +279,8 @@ def simpo(
 def cpo(
     x: PairLogps, *, beta: float = 0.1, cpo_alpha: float = 1.0, label_smoothing: float = 0.0
 ) -> Tensor:
-    """CPO (2401.08417 eq. 5): DPO with a uniform reference plus cpo_alpha times the chosen NLL (token mean)."""
+    """CPO (2401.08417 eq. 5): DPO with a uniform reference plus cpo_alpha times the chosen NLL
+    (token mean)."""
     return smoothed(
         beta * gap(x.policy), chance_wrong(x, label_smoothing)
     ) + cpo_alpha * token_mean(x)
@@ -273,7 +290,8 @@ def cpo(
 def alphapo(
     x: PairLogps, *, beta: float = 2.5, gamma: float = 0.25, alphapo_alpha: float = 0.25
 ) -> Tensor:
-    """AlphaPO (2501.03884 eq. 4): SimPO with the reward (1 - p^-alpha) / alpha of the average log-prob's p."""
+    """AlphaPO (2501.03884 eq. 4): SimPO with the reward (1 - p^-alpha) / alpha of the average
+    log-prob's p."""
     average = averages(x)
     bent = average
     if alphapo_alpha:

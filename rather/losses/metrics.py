@@ -1,6 +1,8 @@
-"""Metrics as weighted sums: kept on the device, added over micro-batches and steps, divided once per log line.
+"""Metrics as weighted sums: kept on the device, added over micro-batches and steps, divided once
+per log line.
 
-Every metric is in one table. Weights are the pairs' own, so no number depends on how pairs were batched.
+Every metric is in one table. Weights are the pairs' own, so no number depends on how pairs were
+batched.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str,
 
 @dataclass
 class Window:
-    """Sums since the last log line. Part of the checkpoint, so that a line across a resume loses nothing."""
+    """Sums since the last log line. Part of the checkpoint, so that a line across a resume loses
+    nothing."""
 
     sums: dict[str, float] = field(default_factory=dict)
     pairs: int = 0
@@ -102,7 +105,8 @@ class Window:
 
 
 def _correlation(mean: Mapping[str, float]) -> float:
-    """Of reward margin and length difference; 0 where one of them does not vary, as before any training."""
+    """Of reward margin and length difference; 0 where one of them does not vary, as before any
+    training."""
     spread = _variance(mean["_m"], mean["_mm"]) * _variance(mean["_d"], mean["_dd"])
     covariance = mean["_md"] - mean["_m"] * mean["_d"]
     return max(-1.0, min(1.0, covariance / math.sqrt(spread))) if spread > 0 else 0.0

@@ -1,4 +1,5 @@
-"""The objective of a run: a weighted sum of losses with its modifiers, made from a config's names and numbers.
+"""The objective of a run: a weighted sum of losses with its modifiers, made from a config's names
+and numbers.
 
 Every number and modifier that would have no effect is refused by name.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -17,7 +19,14 @@ from torch.nn.functional import logsigmoid
 from rather.config.schema import DPOConfig
 from rather.data.batch import PairLogps
 from rather.errors import ConfigError
-from rather.losses.losses import LARGEST_EXPONENT, LOSSES, Rule, averages, log_ratios, token_mean
+from rather.losses.losses import (
+    LARGEST_EXPONENT,
+    LOSSES,
+    LossRule,
+    averages,
+    log_ratios,
+    token_mean,
+)
 
 
 def _reverse_kl(ratio: Tensor, _coef: float) -> Tensor:
@@ -37,7 +46,8 @@ def _alpha(ratio: Tensor, coef: float) -> Tensor:
     return ratio if power == 0 else torch.expm1((power * ratio).clamp(max=LARGEST_EXPONENT)) / power
 
 
-# f-DPO (2309.16240): the log-ratio is bent by the divergence's derivative; constants that cancel are left out.
+# f-DPO (2309.16240): the log-ratio is bent by the divergence's derivative; constants that cancel
+# are left out.
 DIVERGENCES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "reverse_kl": _reverse_kl,
     "forward_kl": _forward_kl,
@@ -71,7 +81,7 @@ class Modifiers:
 @dataclass(frozen=True)
 class Term:
     name: str
-    rule: Rule
+    rule: LossRule
     numbers: Mapping[str, Any]
     weight: float
 
@@ -97,7 +107,8 @@ class PairLoss:
 
     @property
     def token_columns(self) -> frozenset[str]:
-        """What the model must tell beside the sums: log-probs within the shared length, log sum of squares."""
+        """What the model must tell beside the sums: log-probs within the shared length, log sum
+        of squares."""
         wanted = {"shared": self.modifiers.ld_alpha != 1, "squares": self.modifiers.use_weighting}
         return frozenset(name for name, on in wanted.items() if on)
 
@@ -108,11 +119,17 @@ class PairLoss:
         return frozenset(read | ({"soft_label"} if self.modifiers.soft_labels else set()))
 
     def description(self) -> dict[str, Any]:
-        """Names, weights and effective numbers, as plain values: two objectives with one description are the same."""
+        """Names, weights and effective numbers, as plain values: two objectives with one
+        description are the same."""
         terms = [
             [term.name, term.weight, {**term.rule.numbers, **term.numbers}] for term in self.terms
         ]
-        return {"losses": terms, **asdict(self.modifiers)}
+        sources = {term.name: LOSSES.source_of(term.name) for term in self.terms}
+        imported = {
+            name: sha256(text.encode()).hexdigest() for name, text in sources.items() if text
+        }
+        own = {"imported": imported} if imported else {}  # a changed file is another loss
+        return {"losses": terms, **asdict(self.modifiers), **own}
 
     @property
     def own_metrics(self) -> frozenset[str]:
@@ -147,14 +164,16 @@ class PairLoss:
         term = next((t for t in self.terms if t.name != "sft"), self.terms[0])
         return term.beta * term.rule.rewards(self.effective(x))
 
-    def _seen(self, rule: Rule, x: PairLogps) -> PairLogps:
-        """x as a loss sees it. Likelihoods stay what they are: only comparisons with a reference are modified."""
+    def _seen(self, rule: LossRule, x: PairLogps) -> PairLogps:
+        """x as a loss sees it. Likelihoods stay what they are: only comparisons with a reference
+        are modified."""
         if not rule.reference:
             return x
         return self._bent(self.effective(x)) if rule.divergence else self.effective(x)
 
     def effective(self, x: PairLogps) -> PairLogps:
-        """x for losses with a reference: a uniform one, or log-probs with less weight past the shorter answer."""
+        """x for losses with a reference: a uniform one, or log-probs with less weight past the
+        shorter answer."""
         if self.modifiers.reference_free:
             x = x._replace(reference=torch.zeros_like(x.policy))
         if self.modifiers.ld_alpha != 1:
@@ -197,10 +216,11 @@ def configure(
     weights: Sequence[float] | None = None,
     modifiers: Mapping[str, Any] | None = None,
 ) -> PairLoss:
-    """The objective of a run. `numbers` and `modifiers` hold what the user wrote; None and neutral values pass.
+    """The objective of a run. `numbers` and `modifiers` hold what the user wrote; None and neutral
+    values pass.
 
-    A number goes to every loss that has it; one that no loss has, and a modifier that is not defined for a loss, are
-    errors: all of them at once.
+    A number goes to every loss that has it; one that no loss has, and a modifier that is not
+    defined for a loss, are errors: all of them at once.
     """
     rules = [rule(name) for name in names]
     problems = _number_problems(names, rules, numbers)
@@ -220,7 +240,7 @@ def configure(
 
 def own_loss(function: Callable[[PairLogps], Tensor]) -> PairLoss:
     """A user's own function of the pairs as an objective; it may compare with the reference."""
-    rule = Rule(
+    rule = LossRule(
         function, True, log_ratios, divergence=False, soft_labels=False, whole_batch=False, extra=()
     )
     return PairLoss((Term(getattr(function, "__name__", "own"), rule, {}, 1.0),))
@@ -252,13 +272,13 @@ def from_config(config: DPOConfig) -> PairLoss:
     return objective
 
 
-def rule(name: str) -> Rule:
+def rule(name: str) -> LossRule:
     """Return a loss by its name."""
     return LOSSES.find(name, "pref_loss")
 
 
 def _number_problems(
-    names: Sequence[str], rules: Sequence[Rule], numbers: Mapping[str, Any]
+    names: Sequence[str], rules: Sequence[LossRule], numbers: Mapping[str, Any]
 ) -> list[str]:
     known = {number for each in rules for number in each.numbers}
     taken = {

@@ -39,7 +39,8 @@ def smallest(*settings: str) -> dict[str, Any]:
 
 @pytest.fixture
 def judged() -> Problems:
-    """What is wrong with the smallest good values and these changes; a tenth of the time that Hydra takes."""
+    """What is wrong with the smallest good values and these changes; a tenth of the time that
+    Hydra takes."""
 
     def of(*settings: str) -> list[str]:
         with pytest.raises(ConfigError) as caught:

@@ -514,7 +514,7 @@ def test_folders_that_hold_no_model_or_tokenizer(write, tmp_path: Path) -> None:
         load_config(write(), [data, f"pretrain={tmp_path}/empty"])
     bare = model_folder(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="holds no tokenizer"):
+    with pytest.raises(ConfigError, match="is not a tokenizer folder"):
         load_config(write(), [data, f"pretrain={bare}"])
     good = model_folder(tmp_path / "good")
     assert load_config(write(), [data, f"pretrain={good}"]).actor_train.model_path == str(good)

@@ -1,4 +1,5 @@
-"""ROLL's own files: three generations of dpo_config.yaml load as they are, the dense ones run, experts are refused."""
+"""ROLL's own files: three generations of dpo_config.yaml load as they are, the dense ones run,
+experts are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FILES = {
 
 
 def elsewhere(folder: Path) -> list[str]:
-    """Model, pairs, folders, platform, devices and length of a run: what differs from machine to machine."""
+    """Model, pairs, folders, platform, devices and length of a run: what differs from machine to
+    machine."""
     make_model(folder / "model")
     pairs, held_out = (
         make_pairs(folder / "pairs.jsonl", 32),
@@ -55,7 +57,8 @@ def test_dense_file_loads_as_it_is() -> None:
 
 
 def test_older_file_loads_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    """Its sizes per device count answers, its reference has a template, its defaults list names ROLL's own groups."""
+    """Its sizes per device count answers, its reference has a template, its defaults list names
+    ROLL's own groups."""
     with caplog.at_level(logging.WARNING):
         config = load(FILES["older"]).config
     assert config.global_batch() == config.train_batch_size == 64

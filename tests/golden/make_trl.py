@@ -1,9 +1,10 @@
-"""Runs real TRL on a tiny seeded policy and stores numbers: ids, log-probs of every scored token, TRL's loss per case.
+"""Runs real TRL on a tiny seeded policy and stores numbers: ids, log-probs of every scored token,
+TRL's loss per case.
 
-    python -m tests.golden.make_trl          # needs the `bench` extra (trl, accelerate, datasets)
+python -m tests.golden.make_trl # needs the `bench` extra (trl, accelerate, datasets)
 
-The tests read the numbers only. Log-probs are computed here by a plain padded forward, not by TRL: what is compared is
-the whole way from token ids to TRL's loss.
+The tests read the numbers only. Log-probs are computed here by a plain padded forward, not by TRL:
+what is compared is the whole way from token ids to TRL's loss.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 OUT = Path(__file__).parent / "trl_1_16.json"
 WORDS = [f"w{i}" for i in range(60)]
 SCORED = ("chosen", "rejected")
-# Words of prompt, chosen and rejected answer; those of equal length let the two models sort the pairs differently.
+# Words of prompt, chosen and rejected answer; those of equal length let the two models sort the
+# pairs differently.
 SIZES = [
     (3, 5, 9),
     (6, 12, 4),
@@ -168,7 +170,8 @@ def token_rows(
 def token_numbers(
     model: LlamaForCausalLM, prompt: list[int], answer: list[int]
 ) -> tuple[list[float], list[float]]:
-    """log p of each answer token, and log sum of p^2 over the vocabulary, by a plain forward of one sequence."""
+    """log p of each answer token, and log sum of p^2 over the vocabulary, by a plain forward of
+    one sequence."""
     logits: Tensor = (
         model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double()
     )

@@ -1,6 +1,7 @@
-"""Trains a tiny model with real TRL for ten full-batch steps and stores its losses, grad norms and token ids.
+"""Trains a tiny model with real TRL for ten full-batch steps and stores its losses, grad norms and
+token ids.
 
-python -m tests.golden.make_trl_run          # needs the `bench` extra (trl, accelerate, datasets)
+python -m tests.golden.make_trl_run # needs the `bench` extra (trl, accelerate, datasets)
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Our losses on stored log-probs equal what real TRL 1.16 gave for the same tokens. Made by make_trl.py."""
+"""Our losses on stored log-probs equal what real TRL 1.16 gave for the same tokens. Made by
+make_trl.py."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def of_dpo(settings: dict[str, Any]) -> float:
 
 
 def of_cpo(settings: dict[str, Any]) -> float:
-    """TRL's CPO trainer: hinge and ipo are ours without a reference, and cpo_alpha is rpo_alpha for all but cpo."""
+    """TRL's CPO trainer: hinge and ipo are ours without a reference, and cpo_alpha is rpo_alpha
+    for all but cpo."""
     given = dict(settings)
     kind, alpha = given.pop("loss_type"), given.pop("cpo_alpha", 0.0)
     if kind == "sigmoid":
@@ -129,7 +131,8 @@ def test_sigmoid_smooths_labels_where_trl_ignores_them() -> None:
 
 
 def test_orpo_has_trls_odds_ratio_and_the_papers_nll() -> None:
-    """TRL's NLL counts the prompt and is a mean over tokens; the paper's is the chosen answer's own average."""
+    """TRL's NLL counts the prompt and is a mean over tokens; the paper's is the chosen answer's
+    own average."""
     case, x = CASES["orpo"], stored()
     average = (x.policy / x.length).numpy()
     nll = -average[:, 0].mean()

@@ -84,7 +84,8 @@ def test_losses_and_grad_norms_are_trls(model: Path, tmp_path: Path, shape: str)
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_parity_tokens_are_ours(model: Path, tmp_path: Path, shape: str) -> None:
-    """The key turns something: plain text gets the chat template, and the end of a turn is its end token."""
+    """The key turns something: plain text gets the chat template, and the end of a turn is its
+    end token."""
     pairs = all_pairs(migrated(model, tmp_path, shape, "sequence_length=64"))
     for pair, row in zip(pairs, RUNS[shape]["tokens"], strict=True):
         assert [*pair.prompt, *pair.chosen] != row["prompt_ids"] + row["chosen_ids"]

@@ -1,5 +1,6 @@
-"""A tiny model with a chat template, pairs of two shapes, and TRL settings for both: what make_trl_run.py and its test
-share. Weights are waves instead of random numbers, so that every version of torch makes the same ones."""
+"""A tiny model with a chat template, pairs of two shapes, and TRL settings for both: what
+make_trl_run.py and its test share. Weights are waves instead of random numbers, so that every
+version of torch makes the same ones."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TEMPLATE = (
 PAIRS = 8
 STEPS = 10
 SHAPES = ("plain", "chat", "turns")
-# Fields of TRL's DPOConfig, model and data aside. Pairs longer than max_length are cut at their end.
+# Fields of TRL's DPOConfig, model and data aside. Pairs longer than max_length are cut at their
+# end.
 SETTINGS: dict[str, Any] = {
     "beta": 0.3,
     "loss_type": "sigmoid",
@@ -76,8 +78,8 @@ def make_model(folder: Path) -> Path:
 
 
 def make_rows(shape: str) -> list[dict[str, Any]]:
-    """Ragged pairs, some longer than max_length. One answer of plain text already ends with EOS; in `turns` an answer
-    goes on for two more turns, of which TRL scores the user's too."""
+    """Ragged pairs, some longer than max_length. One answer of plain text already ends with EOS;
+    in `turns` an answer goes on for two more turns, of which TRL scores the user's too."""
     draw = random.Random(7)
 
     def words(low: int, high: int) -> str:

@@ -1,4 +1,5 @@
-"""A loss is one file: in rather/losses/, or anywhere and named by --import. Nothing but the command line names such a file."""
+"""A loss is one file: in rather/losses/, or anywhere and named by --import. Nothing but the
+command line names such a file."""
 
 from __future__ import annotations
 

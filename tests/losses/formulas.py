@@ -1,4 +1,5 @@
-"""Every loss and modifier once more, in NumPy and float64, written from the papers and not from our code."""
+"""Every loss and modifier once more, in NumPy and float64, written from the papers and not from
+our code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""However the pairs of a step are cut into micro-batches: the same gradient, the same metrics, for every loss."""
+"""However the pairs of a step are cut into micro-batches: the same gradient, the same metrics,
+for every loss."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def cut(pairs: Sequence[TokenPair], micro: int, parts: int) -> list[PairBatch]:
 
 
 def small(dtype: torch.dtype) -> PolicyModel:
-    """One layer; in float64 all of it, though Hugging Face's norms are float32 whatever the weights are."""
+    """One layer; in float64 all of it, though Hugging Face's norms are float32 whatever the
+    weights are."""
     policy = tiny_policy(dtype=dtype, num_hidden_layers=1)
     for module in policy.modules() if dtype == torch.float64 else ():
         if type(module).__name__ == "LlamaRMSNorm":
@@ -197,7 +199,8 @@ def test_columns_are_those_of_a_plain_forward() -> None:
     "limits", [{"budget": 10**6}, {"budget": 45}, {"budget": 1}, {"budget": 96, "ladder": 32}]
 )
 def test_what_is_shared_counts_as_if_it_were_not(limits: dict[str, int]) -> None:
-    """Log-probs, both columns beside them and gradients, in float64; nothing is differentiated by "squares"."""
+    """Log-probs, both columns beside them and gradients, in float64; nothing is differentiated
+    by "squares"."""
     policy, plain = small(torch.float64), small(torch.float64)
     plain.causal_lm.set_attn_implementation("sdpa")
     pairs = ranked_pairs(VOCAB)

@@ -149,7 +149,8 @@ def test_a_fixed_reference_is_not_saved(folder: Path) -> None:
 
 
 def test_evaluation_after_a_sync_uses_the_new_reference(folder: Path) -> None:
-    """With the whole policy mixed in, policy and reference are one model again: every log-ratio is 0."""
+    """With the whole policy mixed in, policy and reference are one model again: every log-ratio
+    is 0."""
     settings = {"max_steps": 4, "eval_steps": 1, **SYNCED, "ref_model_mixup_alpha": 1.0}
     evaluated = lines(train(folder, "evaluated", **settings))
     margins = {

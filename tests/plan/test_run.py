@@ -158,7 +158,7 @@ def test_plan_needs_no_weights_and_no_data(run: dict[str, Any], tmp_path: Path) 
     done = invoke("plan", str(run["yaml"]), change, "--gpu", "l4", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert "holds no tokenizer" in found["assumed"]
+    assert "is not a tokenizer folder" in found["assumed"]
     assert found["micro_batch"]["largest_tokens"] >= 128
 
 
