@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
-from rather.cluster.oom_report import explained, explanation, sentence
+from rather.cluster.oom_report import explained, explanation, largest, sentence
 from rather.cluster.role import RankInfo
 from rather.cluster.writing import Writer
 from rather.config.adapters import keeps_start, reference_is_policy
@@ -266,10 +266,10 @@ class ActorWorker:
         """`reference`, `facts` and `limits` are those of the whole step, the micro-batches this
         rank's own."""
         try:
-            with explained(self, batches):
-                return self.trainer.train_step(batches, reference, facts, limits)
+            return self.trainer.train_step(batches, reference, facts, limits)
         except torch.OutOfMemoryError as error:
             if not self.layout.canonical:
+                error.add_note(explanation(self, largest(batches)))
                 raise
             raise ConfigError(
                 "determinism: canonical keeps a run's micro-batches as they are, and memory ran "

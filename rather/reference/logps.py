@@ -15,7 +15,7 @@ import logging
 import struct
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from rather.losses.objective import PairLoss
 from rather.model.files import model_digest, model_folder
 from rather.parallel.load import compute_dtype, device_of
 from rather.reference.logprob_cache import UNKNOWN, BlockFile, Found, Records, Stored, Table
+from rather.reference.token_layout import Places, TokenLayout, cells_of, sum_by_cell, token_by_token
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ NO_ADAPTER = ""  # in the place of an adapter's digest in the key
 SEGMENTS = "*.logps"
 OFFSET_BITS = 44  # a place of token log-probs: the file's number above, the offset in it below
 
-Places = NDArray[np.int64]
 Compute = Callable[[Sequence[PairBatch]], Columns]
 
 
@@ -228,7 +228,7 @@ class ReferenceLogps:
         columns = {"sum": self._moved(torch.from_numpy(found.sums))}
         if self.needs_tokens:
             columns["shared"] = self._moved(torch.from_numpy(self._stored_shared(found, lengths)))
-        bins = [_cells(batch) for batch in running]
+        bins = [cells_of(batch) for batch in running]
         sums = tokens = None
         if running:
             fresh, tokens = self._computed(keys, lengths, running, bins)
@@ -263,13 +263,13 @@ class ReferenceLogps:
             by_key = torch.zeros(len(keys), dtype=torch.float64, device=self.device)
             by_key.index_copy_(0, self._moved(torch.from_numpy(np.sort(computed))), answer)
             return {"sum": by_key[self._moved(torch.from_numpy(source))]}, None
-        tokens = self._asked_model(_token_by_token(running))[:, 0]
-        layout = _TokenLayout.of(lengths, bins, source)
+        tokens = self._asked_model(token_by_token(running))[:, 0]
+        layout = TokenLayout.of(lengths, bins, source)
         values = tokens[self._moved(layout.token)]
         cell, within = self._moved(layout.cell), self._moved(layout.within)
         columns = {
-            "sum": _summed(values, cell, len(keys)),
-            "shared": _summed(values * within, cell, len(keys)),
+            "sum": sum_by_cell(values, cell, len(keys)),
+            "shared": sum_by_cell(values * within, cell, len(keys)),
         }
         return columns, tokens
 
@@ -444,58 +444,6 @@ class ReferenceLogps:
     def close(self) -> None:
         for file in self._files:
             file.close()
-
-
-@dataclass(frozen=True)
-class _TokenLayout:
-    """For every scored token of every computed response: where it lies in the answer, and where it counts."""
-
-    token: Tensor
-    cell: Tensor
-    within: Tensor  # 1 within the scored length of the pair's shorter response, else 0
-
-    @staticmethod
-    def of(lengths: Places, bins: Sequence[Places], source: Places) -> _TokenLayout:
-        order = np.concatenate(bins)
-        starts = np.zeros(len(lengths), np.int64)
-        starts[order] = lengths[order].cumsum() - lengths[order]
-        cells = np.sort(order)
-        counts = lengths[cells]
-        place = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(
-            counts
-        )  # within its response
-        cell = cells.repeat(counts)
-        shorter = lengths.reshape(-1, 2).min(axis=1).repeat(2)
-        within = (place < shorter[cell]).astype(np.float64)
-        return _TokenLayout(
-            *(torch.from_numpy(x) for x in (starts[source[cell]] + place, cell, within))
-        )
-
-
-def _cells(batch: PairBatch) -> Places:
-    """Which responses of the step a micro-batch holds, in its order: 2 x the pair, + 1 for the rejected one."""
-    return (2 * batch.pair_P.numpy()[:, None] + [0, 1]).reshape(-1)
-
-
-def _token_by_token(batches: Sequence[PairBatch]) -> list[PairBatch]:
-    """The same micro-batches with each scored token as a pair of its own, so that its sum is the token's log-prob."""
-    views, start = [], 0
-    for batch in batches:
-        count = len(batch.cell_T)
-        views.append(
-            replace(
-                batch,
-                cell_T=torch.arange(0, 2 * count, 2),
-                length_P2=torch.zeros(count, 2, dtype=torch.float64),
-                pair_P=torch.arange(start, start + count),
-            )
-        )
-        start += count
-    return views
-
-
-def _summed(values: Tensor, cell: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.float64, device=values.device).index_add(0, cell, values)
 
 
 def _on_its_way(

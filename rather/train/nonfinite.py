@@ -1,4 +1,4 @@
-"""Why a step was not taken, and where that came from: pairs, ranks and layers. Looked for only once it has happened."""
+"""Why a step was not applied, and where the cause is: pairs, ranks and layers. Searched only when it happens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from rather.data.batch import PairBatch
 
-# float16's scale was too large; a loss or gradient is no number; it lies above the limits of the step
+# The float16 loss scale was too large; loss or gradient is not finite; it is above the limits.
 Reason = Literal["overflow", "nonfinite", "spike"]
 MOST_LAYERS = 5
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Up to which loss and norm of the gradient a step is taken."""
+    """The largest loss and gradient norm with which a step is applied."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -34,25 +34,25 @@ NOTHING_PASSES = StepLimits(-math.inf, -math.inf)
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """Where numbers of a step are none. Empty `pairs`: only gradients are, and those of all pairs are added up."""
+    """Where NaN or Inf was found in a step. Empty `pairs`: only the summed gradients are not finite."""
 
     pairs: list[int]  # by their place in the step
     ranks: list[int]
     layers: dict[
         str, float
-    ]  # norms of some gradients: those that are no numbers, nearest to the loss first
-    layers_lost: int  # how many are no numbers
+    ]  # norms of some gradients: the non-finite ones, nearest to the loss first
+    layers_lost: int  # the number of non-finite ones
 
 
 @dataclass(frozen=True)
 class GradientWatcher:
-    """What a rank saw of its pairs in a step; on the device, so that nobody waits for it."""
+    """Records log-probs and their gradients on the device, without waiting for it."""
 
     policy: Tensor  # [pairs, 2] log-probs
     slopes: Tensor  # [pairs, 2] gradient of the loss by them
 
     def watch(self, sums: Tensor, places: Tensor) -> None:
-        """Remembers the gradient by the log-probs of a micro-batch, once it is known."""
+        """Keep the gradient of the log-probs of a micro-batch, once it is known."""
 
         def keep(gradient: Tensor) -> None:
             self.slopes[places] = gradient
@@ -61,7 +61,7 @@ class GradientWatcher:
             sums.register_hook(keep)  # type: ignore[no-untyped-call]  # torch's own
 
     def lost_pairs(self, batches: Sequence[PairBatch], losses: Sequence[Tensor]) -> list[int]:
-        """Pairs with a number that is none; else those of micro-batches whose loss is none."""
+        """Return the pairs with NaN or Inf; else those of micro-batches whose loss is not finite."""
         numbers = torch.cat([self.policy, self.slopes], dim=1)
         places = torch.nonzero(~numbers.isfinite().all(dim=1)).flatten().tolist()
         if places or len(losses) != len(batches):
@@ -73,7 +73,7 @@ class GradientWatcher:
 def nonfinite_report(
     pairs: list[int], norms: Mapping[str, float], *, alone: bool
 ) -> NonFiniteReport:
-    """Of what all ranks found, each in its own part. Collective, unless alone."""
+    """Combine what all ranks found, each in its own part. A collective, unless alone."""
     found: list[Any] = [(pairs, norms)]
     if not alone:
         found = [None] * dist.get_world_size()
@@ -90,7 +90,7 @@ def nonfinite_report(
 
 
 def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Norms of whole parameters, from those of their parts."""
+    """Return the norms of whole parameters, from those of their parts."""
     squares: dict[str, float] = {}
     for part in parts:
         for name, norm in part.items():

@@ -1,7 +1,7 @@
-"""RankTrainer: what one rank does with packed pairs. Log-probs, a training step, its state.
+"""RankTrainer: what one rank does with packed pairs: log-probs, a training step, its state.
 
 No files, no loop over steps, nothing about where the batches come from. On several ranks each has its own
-micro-batches of the step; what they tell is added up in one collective, to which every number comes from one rank.
+micro-batches of the step; their numbers are summed up in one collective, each number coming from one rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from rather.checkpoint.sharded_tensors import LocalShards, Shard, ShardSpec
 from rather.data.batch import Columns, PairBatch, PairFacts
@@ -40,7 +41,7 @@ Objective = Callable[[PairBatch, Columns], Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step tells the driver: a handful of numbers and two log-probs per pair."""
+    """The result of a step for the driver: a few numbers, and two log-probs per pair."""
 
     sums: dict[str, float]  # metrics.weighted_sums over the step
     policy: Tensor  # [pairs, 2] log-probs before the update
@@ -84,6 +85,7 @@ class WholeModelRunner:
 
     def __init__(self, policy: PolicyModel, stage: Stage = "ddp") -> None:
         self.policy, self.stage = policy, stage
+        self._is_sharded = isinstance(policy, FSDPModule)
 
     def columns(
         self, batches: Sequence[PairBatch], wanted: Collection[str]
@@ -96,12 +98,13 @@ class WholeModelRunner:
         self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
     ) -> None:
         for number, batch in enumerate(batches, start=1):
-            announce(self.policy, self.stage, last=number == len(batches))
+            if self._is_sharded:
+                announce(self.policy, self.stage, last=number == len(batches))
             own = self._own(batch)
             objective(own, pair_columns(self.policy, own, wanted)).backward()  # type: ignore[no-untyped-call]
 
     def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
-        """There are none."""
+        """A whole model has no parameters on several ranks."""
 
     def _own(self, batch: PairBatch) -> PairBatch:
         return self.policy.share(batch).to(device_of(self.policy))
@@ -129,21 +132,28 @@ class RankTrainer:
             policy if isinstance(policy, Stages) else WholeModelRunner(policy)
         )
         self._counted = counted(policy, self.mesh)
+        self._is_alone = self.mesh.world == 1
+        self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
         self._is_primary = (
             self.mesh.rank("cp") == 0 and self.mesh.rank("tp") == 0
         )  # for ranks with the same pairs
 
+    @property
+    def _trained(self) -> Optimizer:
+        assert self.optimizer is not None, "this rank does not train"
+        return self.optimizer
+
     @torch.no_grad()
     def log_probs(self, batches: Sequence[PairBatch], pairs: int | None = None) -> Columns:
-        """What the loss asks of a model, of all pairs in their order within the step. On the device: nobody waits.
+        """Return the columns that the loss needs, of all pairs in their order within the step, on the device.
 
-        `pairs` counts those of all ranks, which otherwise ask each other.
+        `pairs` is the number of pairs of all ranks; without it the ranks ask each other.
         """
         with self.parked.on_device() if self.parked else nullcontext():
             return self._gathered(batches, pairs)
 
     def park(self) -> bool:
-        """From now on a frozen model lies on the host between its turns; False where that is so or cannot be."""
+        """Keep a frozen model on the host between its turns; False if it is there already, or cannot be."""
         whole = isinstance(self.policy, PolicyModel) and not self.mesh.sizes
         if self.parked or self.optimizer or not whole or not self.device.startswith("cuda"):
             return False
@@ -158,17 +168,16 @@ class RankTrainer:
         facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        """One optimizer step: sum of weighted losses / sum of weights over all micro-batches, then one update.
+        """Take one optimizer step on the sum of weighted losses / sum of weights over all micro-batches.
 
-        `facts` and `reference` are those of all pairs of the step, also where `batches` are only some of them. Past
-        the limits, or where loss or gradient are no numbers, nothing is touched.
+        `facts` and `reference` are those of all pairs of the step, even if `batches` are only some of them. Above
+        the limits, or if loss or gradient are not finite, nothing changes.
         """
-        assert self.optimizer is not None
         facts = facts or PairFacts.of_step(batches)
         total = float(facts.weight.sum()) or 1.0
         facts = facts.to(self.device)
-        known = _moved(reference, self.device)
-        scale = self.optimizer.scale
+        known = _to_device(reference, self.device)
+        scale = self._trained.scale
         rows: list[Mapping[str, Tensor]] = []
         policy = torch.zeros_like(facts.length)
         seen = GradientWatcher(policy, torch.zeros_like(facts.length))
@@ -201,7 +210,7 @@ class RankTrainer:
             result = replace(
                 result, nonfinite=self._nonfinite_report(seen.lost_pairs(batches, losses))
             )
-        self.optimizer.zero_grad()
+        self._trained.zero_grad()
         return result
 
     def rehearse(self, batch: PairBatch) -> None:
@@ -209,12 +218,11 @@ class RankTrainer:
         self.runner.backward([batch], (), lambda _batch, columns: columns["sum"].sum())
 
     def forget(self) -> None:
-        """Gradients of a step that will not be finished."""
-        assert self.optimizer is not None
-        self.optimizer.zero_grad()
+        """Drop the gradients of a step that will not be finished."""
+        self._trained.zero_grad()
 
     def narrow_gradients(self) -> bool:
-        """Adds up gradients in the weights' own precision from now on; False where that is so already."""
+        """Sum up gradients in the weights' own precision from now on; False if that is so already."""
         return self.optimizer is not None and self.optimizer.narrow_gradients()
 
     @torch.no_grad()
@@ -224,13 +232,13 @@ class RankTrainer:
         """metrics.weighted_sums of pairs whose log-probs are known: a whole evaluation set at once."""
         facts = facts.to(self.device)
         scored = self._score(
-            facts, _moved(policy, self.device) or {}, _moved(reference, self.device), facts
+            facts, _to_device(policy, self.device) or {}, _to_device(reference, self.device), facts
         )
         return _floats(weighted_sums(scored, facts.weight, self.loss))
 
     def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
-        """Moves every weight by `share` of the way to `weights` (TR-DPO)."""
-        own = self._here(weights)
+        """Move every weight by `share` of the way to `weights` (TR-DPO)."""
+        own = self._own_parts(weights)
         with torch.no_grad():
             for name, parameter in self.policy.named_parameters():
                 if self.optimizer and not parameter.requires_grad:
@@ -240,8 +248,7 @@ class RankTrainer:
 
     def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
         """Tensors by group, and numbers: all that a later step depends on. Of several ranks, each tells its pieces."""
-        assert self.optimizer is not None
-        optimizer = self.optimizer
+        optimizer = self._trained
         masters = {name: master.cpu() for name, master in optimizer.masters.items()}
         groups: dict[str, dict[str, Tensor | Shard]] = {
             "model": self._pieces(masters),
@@ -252,25 +259,19 @@ class RankTrainer:
 
     def numbers(self) -> dict[str, Any]:
         """The part of the state that is the same on all ranks."""
-        assert self.optimizer is not None
-        numbers: dict[str, Any] = {"updates": self.optimizer.updates}
-        if self.optimizer.loss_scale:
-            numbers["loss_scale"] = [
-                self.optimizer.loss_scale.value,
-                self.optimizer.loss_scale.clean,
-            ]
+        numbers: dict[str, Any] = {"updates": self._trained.updates}
+        if scale := self._trained.loss_scale:
+            numbers["loss_scale"] = [scale.value, scale.clean]
         return numbers
 
     def load_state(
         self, groups: Mapping[str, Mapping[str, Tensor]], numbers: dict[str, Any]
     ) -> None:
         """`groups` hold whole tensors; those of `ShardedFiles` are read part by part as this rank needs them."""
-        assert self.optimizer is not None
-        self.optimizer.load(
-            self._here(groups["model"]), self._here(groups["optimizer"]), numbers["updates"]
-        )
-        if self.optimizer.loss_scale and "loss_scale" in numbers:
-            self.optimizer.loss_scale.value, self.optimizer.loss_scale.clean = numbers["loss_scale"]
+        own = self._own_parts(groups["model"]), self._own_parts(groups["optimizer"])
+        self._trained.load(*own, numbers["updates"])
+        if (scale := self._trained.loss_scale) and "loss_scale" in numbers:
+            scale.value, scale.clean = numbers["loss_scale"]
         torch.set_rng_state(groups["rng"]["cpu"])
         if torch.cuda.is_available() and "cuda" in groups["rng"]:
             torch.cuda.set_rng_state(groups["rng"]["cuda"])
@@ -296,7 +297,7 @@ class RankTrainer:
         self, tensors: Mapping[str, Tensor], rows: Mapping[str, ShardSpec] | None = None
     ) -> dict[str, Tensor | Shard]:
         """`rows`: where tensors are parts of parameters that lie whole on each rank."""
-        if self.mesh.world == 1:
+        if self._is_alone:
             return dict(tensors)
         own = rows or places(self.policy, self.mesh)
         found: dict[str, Tensor | Shard] = {}
@@ -309,16 +310,14 @@ class RankTrainer:
                 found[key] = Shard(tensor, place)
         return found
 
-    def _here(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return (
-            source if self.mesh.world == 1 else LocalShards(source, places(self.policy, self.mesh))
-        )
+    def _own_parts(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return source if self._is_alone else LocalShards(source, places(self.policy, self.mesh))
 
     def _gathered(self, batches: Sequence[PairBatch], pairs: int | None) -> dict[str, Tensor]:
         """Columns of all pairs of the step, on every rank."""
         parts = self.runner.columns(batches, self.loss.token_columns)
         places_here = torch.cat([batch.pair_P for batch in batches])
-        if self.mesh.world == 1:
+        if self._is_alone:
             assert parts is not None
             order = torch.argsort(places_here).to(self.device, non_blocking=True)
             return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
@@ -375,9 +374,8 @@ class RankTrainer:
     def _update(
         self, rows: Sequence[Mapping[str, Tensor]], policy: Tensor, batches: int, limits: StepLimits
     ) -> StepResult:
-        """Clip and step, unless these numbers, which all ranks have alike, speak against it."""
-        optimizer = self.optimizer
-        assert optimizer is not None
+        """Clip and step, unless the numbers, the same on all ranks, say that the step must be skipped."""
+        optimizer = self._trained
         # The one host synchronisation of a step.
         table = self._by_batch(rows, batches)
         numbers = self._reduce_numbers(torch.cat([table.flatten(), policy.flatten()]))
@@ -399,9 +397,8 @@ class RankTrainer:
         return replace(result, skip_reason=reason)
 
     def _skip_reason(self, result: StepResult, limits: StepLimits) -> Reason | None:
-        """Why the step must not be taken. A smaller loss scale helps a gradient of float16, and no loss."""
-        assert self.optimizer is not None
-        scale = self.optimizer.loss_scale
+        """Return why the step must not be applied. A smaller loss scale helps a float16 gradient, not a loss."""
+        scale = self._trained.loss_scale
         if not math.isfinite(result.sums["loss"]):
             return "nonfinite"
         if not math.isfinite(result.grad_norm):
@@ -409,25 +406,23 @@ class RankTrainer:
         return "spike" if limits.exceeded(result.loss, result.grad_norm) else None
 
     def _nonfinite_report(self, lost_pairs: list[int]) -> NonFiniteReport:
-        assert self.optimizer is not None
         return nonfinite_report(
-            lost_pairs, self.optimizer.norms(self._counted), alone=self.mesh.world == 1
+            lost_pairs, self._trained.norms(self._counted), alone=self._is_alone
         )
 
     def _by_batch(self, rows: Sequence[Mapping[str, Tensor]], batches: int) -> Tensor:
         """Sums of each micro-batch of the step at its place among those of all dp ranks, which have one in turn."""
         values = torch.stack([torch.stack(list(row.values())) for row in rows])
-        dp = self.mesh.size("dp")
+        dp = self._dp
         table = values.new_zeros(dp * batches, values.shape[1])
-        table[self.mesh.rank("dp") :: dp][: len(rows)] = values
+        table[self._dp_rank :: dp][: len(rows)] = values
         return table
 
     def _reduce_numbers(self, known: Tensor) -> Tensor:
         """Return [norm of the gradient, zeros in it, *known] of all ranks, on the host."""
-        assert self.optimizer is not None
-        norm, zeros = self.optimizer.grad_norm(self._counted), self._zeros_in_gradients()
+        norm, zeros = self._trained.grad_norm(self._counted), self._zeros_in_gradients()
         norm = norm.to(known.device)
-        if self.mesh.world == 1:
+        if self._is_alone:
             return torch.cat([torch.stack([norm, zeros]), known]).cpu()
         own = known if self._is_primary else torch.zeros_like(known)
         vector = torch.cat([torch.stack([norm.square(), zeros]), own])
@@ -436,9 +431,8 @@ class RankTrainer:
         return vector.cpu()
 
     def _zeros_in_gradients(self) -> Tensor:
-        assert self.optimizer is not None
         counts = (
-            [(g == 0).sum() for g in self.optimizer.gradients(self._counted)]
+            [(g == 0).sum() for g in self._trained.gradients(self._counted)]
             if self.count_zeros
             else []
         )
@@ -447,8 +441,7 @@ class RankTrainer:
 
     def _complete_gradients(self) -> None:
         """Sums up what ranks of tp, or both ends of a pipeline, have each a part of."""
-        assert self.optimizer is not None
-        gradient_of = self.optimizer.gradient
+        gradient_of = self._trained.gradient
         parts = [
             gradient
             for name in sorted(self.policy.tp_partial)
@@ -479,7 +472,7 @@ def _rng_state() -> dict[str, Tensor]:
     return states
 
 
-def _moved(columns: Columns | None, device: str) -> Columns | None:
+def _to_device(columns: Columns | None, device: str) -> Columns | None:
     return (
         None
         if columns is None

@@ -351,6 +351,7 @@ def _wrap_loop() -> None:
     from rather.cluster.launch import Roles
     from rather.data import cache, prepare
     from rather.pipeline.evaluation import Evaluation
+    from rather.pipeline.loop import TrainingLoop
     from rather.pipeline.oom import OutOfMemoryRetry
     from rather.pipeline.pipeline import DPOPipeline
     from rather.pipeline.reference_stream import ReferenceStream
@@ -360,8 +361,8 @@ def _wrap_loop() -> None:
     from rather.tracking.metrics_file import MetricsFile
 
     _wrap(DPOPipeline, "__init__", _begin_run)
-    _wrap(DPOPipeline, "_train", lambda self: at_step(self.progress.step))
-    _wrap(DPOPipeline, "_train_step", lambda self, step, *_: at_step(step.number))
+    _wrap(TrainingLoop, "_train", lambda self: at_step(self.progress.step))
+    _wrap(TrainingLoop, "_train_step", lambda self, step, *_: at_step(step.number))
     _wrap(ReferenceStream, "_answer", lambda self, step: at_step(step.number))
     _wrap(prepare, "prepare", "data")
     _wrap(cache.BatchWriter, "__exit__", after="data.tokenised")
@@ -372,7 +373,7 @@ def _wrap_loop() -> None:
     _wrap(Evaluation, "record", "evaluate", "evaluate.done")
     _wrap(OutOfMemoryRetry, "without_gradients", after=_evaluates)
     _wrap(MetricsFile, "position")
-    _wrap(DPOPipeline, "save", "save")
+    _wrap(TrainingLoop, "save", "save")
     _wrap(Saving, "_publish", after="save.done")
     _wrap(checkpoint, "clean", after="save.clean.done")
     _wrap(DPOPipeline, "_export_model", "export", "export.done")
