@@ -29,7 +29,7 @@ from rather.report.folder import (
     REPORT_PAGE,
     RUN_REPORT,
     STARTS,
-    MetricsFile,
+    MetricsReader,
     Record,
     newest_records,
     read_object,
@@ -60,7 +60,7 @@ class RunList:
         self.folder = folder
         self._found: dict[str, Path] = {}
         self._rows: dict[str, tuple[tuple[Any, ...], Record]] = {}
-        self._curves: OrderedDict[str, MetricsFile] = OrderedDict()
+        self._curves: OrderedDict[str, MetricsReader] = OrderedDict()
         self._lock = Lock()
 
     def rows(self) -> list[Record]:
@@ -106,12 +106,12 @@ class RunList:
             names = sorted(name for name in columns if not name.startswith("eval/"))
             return {"lines": lines, "metrics": names, "damaged": known.file.damaged}
 
-    def _metrics_file(self, run: str, path: Path) -> MetricsFile:
+    def _metrics_file(self, run: str, path: Path) -> MetricsReader:
         """Return the columns of a run; the least recently used ones are dropped if there are too
         many points.
         """
         with self._lock:
-            known = self._curves.setdefault(run, MetricsFile(path / METRICS))
+            known = self._curves.setdefault(run, MetricsReader(path / METRICS))
             self._curves.move_to_end(run)
             while (
                 len(self._curves) > 1

@@ -27,7 +27,7 @@ Hashes = NDArray[np.uint64]
 Rows = NDArray[np.int64]
 
 
-class Rule(NamedTuple):
+class FindingRule(NamedTuple):
     """One kind of finding. Its share is a warning, or serious, from these values on."""
 
     warning: float
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "leakage": Rule(
+    "leakage": FindingRule(
         0,
         0.1,
         "{percent} of the prompts of {set} are also in train, and {same_pairs} of its {pairs} "
@@ -46,7 +46,7 @@ RULES = {
         "Remove these rows from one of the two sets, or use validation.data_args.split, which "
         "holds out whole prompts.",
     ),
-    "prompt_difference": Rule(
+    "prompt_difference": FindingRule(
         0,
         0.5,
         "{different} of {compared} compared prompts differ from those at inference: training has "
@@ -55,7 +55,7 @@ RULES = {
         "Prompt the trained model with exactly the training prompt, or choose the "
         "data_args.template it is served with.",
     ),
-    "contradictory_pairs": Rule(
+    "contradictory_pairs": FindingRule(
         0,
         0.05,
         "{swapped} pairs of {set} ({percent}) are contradicted: elsewhere the same two answers to "
@@ -64,20 +64,20 @@ RULES = {
         "Keep the judgement that you trust; if people simply disagree, robust or label_smoothing "
         "helps.",
     ),
-    "duplicate_pairs": Rule(
+    "duplicate_pairs": FindingRule(
         0.01,
         0.05,
         "{pairs_again} pairs of {set} ({percent}) repeat an earlier pair, ignoring case and white "
         "space.",
         "Remove them, unless they should count more; a weight column does that explicitly.",
     ),
-    "truncation": Rule(
+    "truncation": FindingRule(
         0.01,
         0.05,
         "{cut} pairs of {set} ({percent}) are cut to sequence_length ({sequence_length}): {lost}.",
         "Raise sequence_length, or set data_args.overlong to drop.",
     ),
-    "length_bias": Rule(
+    "length_bias": FindingRule(
         0,
         0.8,
         'accuracy of "pick the {which} answer": {percent} (median difference {difference:+.0f} '

@@ -126,7 +126,7 @@ class MetricColumn(NamedTuple):
 MetricColumns = dict[str, MetricColumn]  # by metric; those of held-out pairs begin with eval/
 
 
-class MetricsFile:
+class MetricsReader:
     """metrics.jsonl by columns."""
 
     def __init__(self, path: Path) -> None:
@@ -190,7 +190,7 @@ class Folder:
         objects = {"data": DATA_REPORT, "times": RUN_REPORT, "plan": PLAN}
         found: Record = {field: records(path / name)[0] for field, name in lines.items()}
         found |= {field: read_object(path / name) for field, name in objects.items()}
-        metrics = MetricsFile(path / METRICS).update()
+        metrics = MetricsReader(path / METRICS).update()
         return Folder(path, metrics, finished=(path / FINISHED).exists(), **without_secrets(found))
 
     @property

@@ -26,7 +26,7 @@ from rather.board.serve import ROUTES, Board
 from rather.cli import app
 from rather.config.schema import DPOConfig
 from rather.report import plotly_bundle
-from rather.report.folder import JsonLines, MetricColumn, MetricsFile
+from rather.report.folder import JsonLines, MetricColumn, MetricsReader
 from rather.run_folder import control
 from tests.board.conftest import FINDING, INCIDENT, add_line, asked, get, rows
 from tests.house.source import ROOT
@@ -344,7 +344,7 @@ def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None
 
 def test_only_whole_lines_count(tmp_path: Path) -> None:
     file = write_run(tmp_path / "run") / "metrics.jsonl"
-    curves = MetricsFile(file)
+    curves = MetricsReader(file)
     curves.update()
     assert list(curves.columns["loss"].steps) == [1, 2, 3]
     with file.open("a") as out:
@@ -361,7 +361,7 @@ def test_only_whole_lines_count(tmp_path: Path) -> None:
 def test_a_file_that_was_cut_back_is_read_again(tmp_path: Path) -> None:
     """Cut and longer again before the next look: by its size alone nobody would know."""
     file = write_run(tmp_path / "run", lines=9) / "metrics.jsonl"
-    curves = MetricsFile(file)
+    curves = MetricsReader(file)
     curves.update()
     kept = file.read_bytes().split(b"\n")[:4]
     again = [
@@ -432,7 +432,7 @@ def test_the_least_recently_used_curves_are_dropped(
 
 
 def test_points_are_counted_while_another_thread_adds_a_metric(tmp_path: Path) -> None:
-    curves = MetricsFile(tmp_path / "metrics.jsonl")
+    curves = MetricsReader(tmp_path / "metrics.jsonl")
 
     class Adds(array):  # type: ignore[type-arg]
         def __len__(self) -> int:

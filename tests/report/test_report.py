@@ -22,7 +22,7 @@ from rather.config.redaction import HIDDEN
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report import folder as folder_names
 from rather.report import plotly_bundle, write
-from rather.report.folder import Folder, MetricColumns, MetricsFile, without_secrets
+from rather.report.folder import Folder, MetricColumns, MetricsReader, without_secrets
 from rather.report.starts import command, record_start
 from rather.report.write import LiveReport, report_page, write_report
 from rather.run_folder import control, layout
@@ -318,7 +318,7 @@ def _with_metrics(folder: Path) -> Path:
 def columns_of(folder: Path, *records: dict[str, Any]) -> MetricColumns:
     file = folder / "metrics.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return MetricsFile(file).update()
+    return MetricsReader(file).update()
 
 
 def test_nonfinite_values_are_read_from_their_texts(tmp_path: Path) -> None:
