@@ -56,7 +56,7 @@ from rather.model.sizes import few_layers, sizes_of
 from rather.optim.optimizer import Optimizer, schedule
 from rather.parallel.load import compute_dtype, freeze
 from rather.plan.calibrate import measured_speed
-from rather.plan.forecast import Forecast, Pairs, forecast
+from rather.plan.forecast import Forecast, PairSample, forecast
 from rather.plan.measured import Peak
 from rather.plan.memory import Device
 from rather.train.rank_trainer import RankTrainer
@@ -286,7 +286,7 @@ def planned(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]]) ->
     sizes = sizes_of(actor.model_path, actor.model_args)
     there = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else 64 << 30
     largest = max(pair.tokens for step in steps for pair in step)
-    pairs = Pairs(sum(map(len, steps)), 0, len(steps), 1.0, steps, largest)
+    pairs = PairSample(sum(map(len, steps)), 0, len(steps), 1.0, steps, largest)
     device = Device(kind, there)
     chosen = forecast(config, sizes, device, pairs, None, reference=case.reference).chosen
     model = (

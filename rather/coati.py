@@ -1,22 +1,21 @@
-"""ColossalChat's DPOTrainer as a thin door: its constructor, its metric names and its files; the step is ours."""
+"""ColossalChat's DPOTrainer: its constructor, metric names and files, over Rather's pipeline."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rather.api.in_memory import NO_LIMIT, InMemorySteps, process_rank
 from rather.api.trainer import DPOTrainer as Trainer
-from rather.api.trainer import tracker_in
+from rather.api.trainer import Record, tracker_in
 from rather.config.schema import DPOConfig, StrategyArgs, TrainingArgs
-from rather.data.feed import begin_epoch
-from rather.errors import ConfigError, DataError
+from rather.errors import ConfigError
 
 NAMES = {
     "loss": "loss",
@@ -24,8 +23,8 @@ NAMES = {
     "rewards/rejected": "rejected_rewards",
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",
+    "lr": "lr",
 }
-LONGEST = 1 << 40  # tokens: the collator has cut the sequences
 PLUGINS = {
     "ddp": "ddp",
     "zero2": "zero2",
@@ -37,7 +36,7 @@ PLUGINS = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """A strategy and its degrees, by ColossalChat's names: ddp, zero2, zero2_cpu, gemini, gemini_auto, 3d."""
+    """A strategy and its degrees under ColossalChat's names."""
 
     name: str = "ddp"
     tp_size: int = 1
@@ -47,31 +46,32 @@ class Plugin:
 
     def strategy(self) -> StrategyArgs:
         if self.name == "3d":
-            stage = f"zero{self.zero_stage}" if self.zero_stage else "ddp"
             return StrategyArgs(
-                strategy_name=stage,
+                strategy_name=f"zero{self.zero_stage}" if self.zero_stage else "ddp",
                 tp_size=self.tp_size,
                 pp_size=self.pp_size,
                 cp_size=self.sp_size,
             )
         if self.name not in PLUGINS:
-            raise ConfigError(f"plugin: '{self.name}' is none of {', '.join([*PLUGINS, '3d'])}.")
-        if (self.tp_size, self.pp_size, self.sp_size, self.zero_stage) != (1, 1, 1, 0):
+            raise ConfigError(f"plugin: '{self.name}' is not one of {', '.join([*PLUGINS, '3d'])}.")
+        if self != Plugin(self.name):
             raise ConfigError(f"plugin: '{self.name}' has no degrees of its own; '3d' has.")
         return StrategyArgs(strategy_name=PLUGINS[self.name])
 
 
 @dataclass(frozen=True)
 class Booster:
-    """Carries its plugin."""
+    """Holds a plugin."""
 
     plugin: Plugin = Plugin()
 
 
 class DPOTrainer:
-    """Trains `actor` against `ref_model`; without one it is SimPO with length_normalization, else reference-free DPO.
+    """Trains `actor` against `ref_model`; without one, SimPO or reference-free DPO.
 
-    `gamma` is a target margin in units of reward. `coordinator` is whoever has `is_master`; without one the first rank.
+    It is SimPO if `length_normalization` is set. `gamma` is a target margin in units of reward.
+    `coordinator` is an object with `is_master`; the default is the first rank. `save_dir` is for
+    checkpoints and exported models: a second start with the same `save_dir` resumes.
     """
 
     def __init__(
@@ -95,31 +95,24 @@ class DPOTrainer:
         coordinator: Any = None,
     ) -> None:
         if booster and plugin and booster.plugin != plugin:
-            raise ConfigError("plugin: another one than the booster's; give one of them.")
+            raise ConfigError("plugin: differs from the booster's; give one of them.")
         if save_interval and not save_dir:
-            raise ConfigError(
-                "save_interval: says how often to save; give save_dir too, which says where."
-            )
+            raise ConfigError("save_interval: give save_dir too, the folder to save to.")
         if save_dir and tokenizer is None:
-            raise ConfigError(
-                "save_dir: give the tokenizer too; it belongs into the folders that are saved."
-            )
+            raise ConfigError("save_dir: give the tokenizer too, which is saved with the model.")
         self.tokenizer, self.coordinator = tokenizer, coordinator
         self.max_epochs, self.start_epoch = max_epochs, start_epoch
         self.save_interval, self.save_dir = save_interval, Path(save_dir) if save_dir else None
-        self.apply_loss_mask = apply_loss_mask
-        carried = plugin or (booster.plugin if booster else Plugin())
+        self.apply_loss_mask, self.accumulation_steps = apply_loss_mask, accumulation_steps
         self.trainer = Trainer(
             model=actor,
             train_config=_config(ref_model is not None, beta, gamma, length_normalization),
             ref_model=ref_model,
-            args=TrainingArgs(
-                gradient_accumulation_steps=accumulation_steps, lr_scheduler_type="constant"
-            ),
+            args=TrainingArgs(lr_scheduler_type="constant"),
             optimizer=actor_optim,
             lr_scheduler=actor_lr_scheduler,
             tokenizer=tokenizer,
-            strategy=carried.strategy(),
+            strategy=(plugin or (booster.plugin if booster else Plugin())).strategy(),
         )
 
     def fit(
@@ -129,41 +122,40 @@ class DPOTrainer:
         log_dir: str | Path | None = None,
         use_wandb: bool = False,
     ) -> list[dict[str, float]]:
-        """All epochs from start_epoch on; an evaluation after each. Metrics of every step, by their names here."""
-        history: list[dict[str, float]] = []
-        folder = (
-            Path(log_dir) / "DPO" / datetime.now().strftime("%Y-%m-%d_%H:%M:%S")
-            if log_dir
-            else None
-        )
+        """Train from start_epoch to max_epochs, with an evaluation after each epoch.
+
+        Returns the metrics of every step under ColossalChat's names.
+        """
+        trainer, epochs = self.trainer, range(self.start_epoch, self.max_epochs)
+        feed = trainer._feed(train_preference_dataloader, self._batch)
+        source = InMemorySteps(feed, epochs, self.accumulation_steps, None)
+        now = datetime.now().strftime("%Y-%m-%d_%H:%M:%S")
+        folder = Path(log_dir) / "DPO" / now if log_dir else None
+        epoch = 0
+
+        def on_record(record: Record) -> None:
+            nonlocal epoch
+            part = "train" if "loss" in record else "eval"
+            named = {f"{part}/{name}": value for name, value in _renamed(record).items()}
+            tracker.log({"step": record["step"], **named})
+            if part == "train":
+                epoch, step = source.places[record["step"]]
+                if self.save_interval and step % self.save_interval == 0:
+                    self._save(epoch, step)
+
+        def evaluate() -> dict[str, float]:
+            found = trainer.evaluate(eval_preference_dataloader or (), self._batch)
+            self._write_evaluation(epoch, found)
+            return found
+
         with tracker_in(
-            folder, self.trainer.config, use_wandb=use_wandb, leads=self.is_master
+            folder, trainer.config, use_wandb=use_wandb, is_main=self.is_master
         ) as tracker:
-            for epoch in range(self.start_epoch, self.max_epochs):
-                begin_epoch(train_preference_dataloader, epoch)
-                begun = len(history)
-                for step, record in enumerate(self._steps(train_preference_dataloader), start=1):
-                    history.append(record)
-                    tracker.log(
-                        {
-                            "step": len(history),
-                            **{f"train/{name}": value for name, value in record.items()},
-                        }
-                    )
-                    if self.save_interval and step % self.save_interval == 0:
-                        self._save(epoch, step)
-                if len(history) == begun:
-                    raise DataError(
-                        f"0 pairs in epoch {epoch}; give a loader that can be gone through once an epoch."
-                    )
-                if eval_preference_dataloader is not None:
-                    found = self._evaluate(eval_preference_dataloader, epoch)
-                    tracker.log(
-                        {
-                            "step": len(history),
-                            **{f"eval/{name}": value for name, value in found.items()},
-                        }
-                    )
+            records = trainer._run(
+                source, evaluate if eval_preference_dataloader is not None else None, on_record,
+                self.save_dir, save_steps=self.save_interval or None,
+            )  # fmt: skip
+        history = [_renamed(record) for record in records if "loss" in record]
         if history:
             self._save(self.max_epochs - 1, len(history))
         return history
@@ -172,32 +164,21 @@ class DPOTrainer:
     def is_master(self) -> bool:
         if self.coordinator is not None:
             return bool(self.coordinator.is_master())
-        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        return process_rank()[0] == 0
 
-    def _steps(self, loader: Iterable[Any]) -> Iterator[dict[str, float]]:
-        batches = (self._scored(batch) for batch in loader)
-        trainer = self.trainer
-        for first in batches:
-            trainer.training_step(trainer.policy.policy, chain([first], batches), LONGEST)
-            yield {**{ours: trainer.means[name] for name, ours in NAMES.items()}, "lr": trainer.lr}
-
-    def _scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Without the loss mask every real token counts."""
+    def _batch(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a batch in which every real token is scored, if the loss mask is switched off."""
         if self.apply_loss_mask:
             return batch
         masks = [name for name in batch if name.endswith("loss_mask")]
         return {**batch, **{name: batch[name.replace("loss", "attention")] for name in masks}}
 
-    def _evaluate(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
-        found = self.trainer.evaluate(self._scored(batch) for batch in loader)
-        named = {ours: found[name] for name, ours in NAMES.items()}
+    def _write_evaluation(self, epoch: int, found: Record) -> None:
         if self.save_dir and self.is_master:
             self.save_dir.mkdir(parents=True, exist_ok=True)
-            lines = "".join(f"{name}: {value}\n" for name, value in named.items())
-            (self.save_dir / f"eval_result_epoch{epoch}.txt").write_text(
-                f"\nEvaluation Result:\n{lines}"
-            )
-        return named
+            lines = "".join(f"{name}: {value}\n" for name, value in _renamed(found).items())
+            file = self.save_dir / f"eval_result_epoch{epoch}.txt"
+            file.write_text(f"\nEvaluation Result:\n{lines}")
 
     def _save(self, epoch: int, step: int) -> None:
         if self.save_dir is None:
@@ -209,8 +190,13 @@ class DPOTrainer:
             (folder / "running_states.json").write_text(json.dumps(state, indent=1) + "\n")
 
 
+def _renamed(record: Mapping[str, Any]) -> dict[str, float]:
+    own = {name.removeprefix("eval/"): value for name, value in record.items()}
+    return {theirs: own[ours] for ours, theirs in NAMES.items() if ours in own}
+
+
 def _config(with_reference: bool, beta: float, gamma: float, normalized: bool) -> DPOConfig:
-    numbers: dict[str, Any] = {"beta": beta, "sequence_length": LONGEST}
+    numbers: dict[str, Any] = {"beta": beta, "sequence_length": NO_LIMIT}
     if normalized and not with_reference:
         return DPOConfig(pref_loss="simpo", gamma=gamma, **numbers)
     numbers |= {"gamma": gamma or None, "length_normalization": normalized or None}

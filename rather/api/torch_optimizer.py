@@ -1,7 +1,9 @@
-"""What a user of the Python API brings along: an optimizer and a schedule of torch's, arguments of transformers'."""
+"""What users of the Python API bring: a torch optimizer, a schedule, transformers' arguments."""
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -10,27 +12,32 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rather.config.schema import DPOConfig, TrainingArgs
 from rather.errors import ConfigError
 from rather.optim.optimizer import LossScale, Optimizer
 from rather.parallel.shard import local
 
-# Fields of transformers' TrainingArguments that mean what ours of the same name do.
+# Fields of transformers' TrainingArguments that mean the same here.
 SHARED = tuple(name for name in TrainingArgs.model_fields if name != "log_num_zeros_in_grad")
-# What says where and how often, which the caller of a trainer decides; and what transformers fills in by itself.
-LEFT_TO_THE_CALLER = frozenset({
-    "output_dir", "logging_dir", "run_name", "logging_steps", "save_steps", "save_strategy", "save_total_limit",
-    "save_only_model", "eval_steps", "eval_strategy", "logging_strategy", "report_to", "disable_tqdm",
-    "remove_unused_columns", "dataloader_pin_memory", "do_train", "do_eval", "use_cpu",
-    "local_rank", "ddp_timeout", "hub_private_repo", "overwrite_output_dir", "log_level", "warmup_ratio",
+# Fields without an effect: the caller decides where and how often, or transformers sets them.
+IGNORED = frozenset({
+    "output_dir", "logging_dir", "run_name", "logging_steps", "save_steps", "save_strategy",
+    "save_total_limit", "save_only_model", "eval_steps", "eval_strategy", "logging_strategy",
+    "report_to", "disable_tqdm", "remove_unused_columns", "dataloader_pin_memory", "do_train",
+    "do_eval", "use_cpu", "local_rank", "ddp_timeout", "hub_private_repo", "overwrite_output_dir",
+    "log_level", "warmup_ratio",
 })  # fmt: skip
+IN_TRAIN_CONFIG = ("max_steps", "seed")  # transformers' arguments that DPOConfig has
 
-OF_TRAIN_CONFIG = ("max_steps", "seed")  # of transformers', which ours have in DPOConfig
 
+class TorchOptimizer(Optimizer):
+    """A torch optimizer with the calls of Rather's.
 
-class GivenOptimizer(Optimizer):
-    """A torch optimizer behind the calls of ours. Its state is its owner's: no checkpoint holds it."""
+    Checkpoints hold its tensors as safetensors, and its numbers and those of the scheduler as JSON.
+    State that fits neither is refused; nothing is pickled.
+    """
 
     def __init__(
         self,
@@ -44,34 +51,30 @@ class GivenOptimizer(Optimizer):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.parameters = {name: p for name, p in parameters if p.requires_grad and id(p) in held}
         if not self.parameters:
-            raise ConfigError(
-                "optimizer: it holds no parameter of the model that is to be trained."
-            )
+            raise ConfigError("optimizer: has no parameter of the model that is to be trained.")
         self.optimizer, self.scheduler, self.max_grad_norm = optimizer, scheduler, max_grad_norm
         self.masters: Mapping[str, Tensor] = {
             name: local(p.detach()) for name, p in self.parameters.items()
         }
         self.updates, self.loss_scale = 0, LossScale() if compute == torch.float16 else None
+        self._initial = copy.deepcopy(self._settings())
 
     @property
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def gradient(self, name: str) -> Tensor | None:
-        found = self.parameters[name].grad
+        found = self.parameters[name].grad if name in self.parameters else None
         return None if found is None else local(found)
 
     def named_gradients(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        named = {
-            name: self.gradient(name) for name in self.parameters if names is None or name in names
-        }
-        return {name: gradient for name, gradient in named.items() if gradient is not None}
+        chosen = [name for name in self.parameters if names is None or name in names]
+        return {name: g for name in chosen if (g := self.gradient(name)) is not None}
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
-        clip = (
-            self.max_grad_norm / (grad_norm + 1e-6) if 0 < self.max_grad_norm < grad_norm else 1.0
-        )
+        limit = self.max_grad_norm
+        clip = limit / (grad_norm + 1e-6) if 0 < limit < grad_norm else 1.0
         if clip != self.scale:
             torch._foreach_mul_(self.gradients(), clip / self.scale)
         self.optimizer.step()
@@ -85,79 +88,162 @@ class GivenOptimizer(Optimizer):
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
+    # --- state ---
+
     def moments(self) -> dict[str, Tensor]:
-        return {}
+        return {
+            f"{name}.{key}": local(value)
+            for name, p in self.parameters.items()
+            for key, value in self.optimizer.state.get(p, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the state that is not a tensor, as far as it differs from a new optimizer's."""
+        changed = {
+            part: {key: x for key, x in now.items() if x != self._initial[part].get(key, _NOTHING)}
+            for part, now in self._settings().items()
+        }
+        for name, p in self.parameters.items():
+            state = self.optimizer.state.get(p, {})
+            if own := {key: x for key, x in state.items() if not isinstance(x, Tensor)}:
+                changed[f"state {name}"] = own
+        for part, values in changed.items():
+            for key, value in values.items():
+                if not _is_json(value):
+                    whose = self.scheduler if part == "scheduler" else self.optimizer
+                    raise ConfigError(
+                        f"{type(whose).__name__}: '{key}' of its state ({type(value).__name__}) is "
+                        "neither a tensor nor a JSON value, so checkpoints cannot hold it; train "
+                        "without an output folder, or with another optimizer or scheduler."
+                    )
+        return changed
+
+    @torch.no_grad()
+    def load(
+        self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], updates: int
+    ) -> None:
+        self.updates = updates
+        groups = self.optimizer.param_groups
+        number = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, p in self.parameters.items():
+            local(p).copy_(masters[name])
+        for key in moments:
+            name, _, kind = key.rpartition(".")
+            p = self.parameters[name]
+            state.setdefault(number[id(p)], {})[kind] = _like(p, moments[key])
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+
+    def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load what `numbers` returned; tensors are loaded already."""
+        for part, values in numbers.items():
+            kind, _, name = part.partition(" ")
+            if kind == "state":
+                self.optimizer.state[self.parameters[name]] |= values
+            elif kind == "group":
+                group = self.optimizer.param_groups[int(name)]
+                tuples = {k: tuple(x) for k, x in values.items() if isinstance(group.get(k), tuple)}
+                group.update({**values, **tuples})
+            else:
+                self.scheduler.load_state_dict({**self.scheduler.state_dict(), **values})
+
+    def _settings(self) -> dict[str, dict[str, Any]]:
+        """Return the settings of each parameter group, and the state of the scheduler."""
+        found = {
+            f"group {i}": {key: value for key, value in group.items() if key != "params"}
+            for i, group in enumerate(self.optimizer.param_groups)
+        }
+        return found | (
+            {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
+        )
 
 
-def put_over(
+_NOTHING = object()
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON gives the same value back; a tuple may become a list."""
+    try:
+        back = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return False
+    return bool(back == (list(value) if isinstance(value, tuple) else value))
+
+
+def _like(parameter: nn.Parameter, stored: Tensor) -> Tensor:
+    """Return a stored tensor, divided like the parameter if it has its shape."""
+    if not isinstance(parameter, DTensor) or stored.shape != local(parameter).shape:
+        return stored
+    divided = torch.zeros_like(parameter, dtype=stored.dtype)
+    local(divided).copy_(stored)
+    return divided
+
+
+def replace_parameters(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     parameters: Mapping[str, nn.Parameter],
 ) -> None:
-    """Onto the parameters that took the place of its own, known by `names`, when the model was divided."""
+    """Give an optimizer the parameters of a model that was divided over ranks, by their `names`."""
     for group in optimizer.param_groups:
         own = [parameters.get(names.get(id(p), "")) for p in group["params"]]
-        now = [p for p in own if p is not None]  # of a pipeline the others are on other ranks
+        now = [p for p in own if p is not None]  # the others are in other pipeline stages
         if optimizer.state and any(
             p is not before for p, before in zip(now, group["params"], strict=False)
         ):
             raise ConfigError(
-                "optimizer: it has taken steps, and its state is not divided; give a fresh one."
+                "optimizer: has taken steps, and its state is not divided; give a new one."
             )
         group["params"] = now
 
 
 def training_args(given: Any) -> TrainingArgs:
-    """Ours as they are; of transformers' what means the same here. What would have no effect is refused by name."""
+    """Return Rather's arguments, or transformers' as far as they mean the same; refuse the rest."""
     if isinstance(given, TrainingArgs):
         return given
     defaults = type(given)(output_dir=given.output_dir)
-    changed = {
-        field.name
-        for field in fields(given)
-        if getattr(given, field.name) != getattr(defaults, field.name)
-    }
-    if told := [name for name in OF_TRAIN_CONFIG if name in changed]:
+    names = [each.name for each in fields(given)]
+    changed = {name for name in names if getattr(given, name) != getattr(defaults, name)}
+    if moved := [name for name in IN_TRAIN_CONFIG if name in changed]:
         raise ConfigError(
-            f"args: {', '.join(told)}: set it in train_config, as DPOConfig({told[0]}=...)."
+            f"args: {', '.join(moved)}: set it in train_config, as DPOConfig({moved[0]}=...)."
         )
-    if strange := sorted(changed - {*SHARED, *LEFT_TO_THE_CALLER}):
+    if unknown := sorted(changed - {*SHARED, *IGNORED}):
         raise ConfigError(
-            f"args: {', '.join(strange)}: not a setting of this trainer; leave it at its default."
+            f"args: {', '.join(unknown)}: not a setting of this trainer; leave it at its default."
         )
-    values = {
-        name: getattr(given, name) for name in SHARED if getattr(given, name, None) is not None
-    }
-    values["lr_scheduler_type"] = str(
-        getattr(given.lr_scheduler_type, "value", given.lr_scheduler_type)
-    )
+    found = {name: getattr(given, name, None) for name in SHARED}
+    values = {name: value for name, value in found.items() if value is not None}
+    kind = given.lr_scheduler_type
+    values["lr_scheduler_type"] = str(getattr(kind, "value", kind))
     values["lr_scheduler_kwargs"] = given.lr_scheduler_kwargs or {}
-    if "max_grad_norm" not in changed:  # theirs is 1.0, which must not hide that of train_config
+    if "max_grad_norm" not in changed:  # transformers' default must not hide that of train_config
         del values["max_grad_norm"]
     if 0 < (warmup := float(given.warmup_steps)) < 1:  # transformers 5 writes the ratio there
         values |= {"warmup_steps": 0, "warmup_ratio": warmup}
-    with _one_sentence():
+    with _config_errors():
         return TrainingArgs(**values)
 
 
 def with_args(config: DPOConfig, given: Any) -> DPOConfig:
-    """The config with `args` in the place of its own, judged like one that was written so."""
+    """Return the config with `args` as its training arguments, checked like a config file."""
     if given is None:
         return config
-    if said := sorted(config.actor_train.training_args.model_fields_set):
+    if known := sorted(config.actor_train.training_args.model_fields_set):
         raise ConfigError(
-            f"args: train_config has training_args too ({', '.join(said)}); keep one of them."
+            f"args: train_config has training_args too ({', '.join(known)}); keep one of them."
         )
     actor = config.actor_train.model_copy(update={"training_args": training_args(given)})
-    with _one_sentence():
+    with _config_errors():
         return DPOConfig.model_validate(config.model_copy(update={"actor_train": actor}))
 
 
 @contextmanager
-def _one_sentence() -> Iterator[None]:
-    """For each problem, instead of pydantic's report."""
+def _config_errors() -> Iterator[None]:
+    """Turn pydantic's report into one sentence per problem."""
     try:
         yield
     except ValidationError as error:
-        said = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
-        raise ConfigError([f"{place}: {text}" if place else text for place, text in said]) from None
+        found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+        raise ConfigError([f"{key}: {text}" if key else text for key, text in found]) from None

@@ -1,6 +1,6 @@
-"""DPOTrainer for Python: models, pairs and an optimizer in, a trained model out. No YAML, no Ray, no files needed.
+"""DPOTrainer for Python: models, pairs and an optimizer in, a trained model out.
 
-The loop, the checkpoints and the reports of a run are DPOPipeline's; this is one rank, with the same step underneath.
+It needs no YAML, no Ray and no files. `fit` runs DPOPipeline over the given models and pairs.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
 from functools import cached_property
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,50 +19,58 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rather.api.torch_optimizer import GivenOptimizer, put_over, with_args
+from rather.api.in_memory import (
+    InMemorySteps,
+    InMemoryWorker,
+    StepShare,
+    pack_step,
+    packed_attention,
+    process_rank,
+)
+from rather.api.torch_optimizer import TorchOptimizer, replace_parameters, with_args
 from rather.checkpoint.checkpoint import write_groups
+from rather.cluster.launch import Roles
 from rather.cluster.ranks import folder_next_to
 from rather.cluster.spmd import broadcast
 from rather.cluster.worker import stored
 from rather.config.schema import ActorConfig, DPOConfig, StrategyArgs
 from rather.config.strategies import Layout, layout
-from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps, TokenPair
+from rather.data.batch import Columns, PairFacts, PairLogps, TokenPair
 from rather.data.feed import Feed
-from rather.data.pack import pack
 from rather.errors import ConfigError, DataError, NonFiniteError
 from rather.losses.metrics import Window
 from rather.losses.objective import configure, from_config, rule
-from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_model
 from rather.model.export import export_model, export_stored
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
 from rather.parallel.apply import build_mesh, divide
-from rather.parallel.mesh import Mesh
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
 from rather.pipeline.evaluation import concatenate
-from rather.pipeline.sanity_checks import refuse_columns
+from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking import NoTracker, RunTracker, check_installed
+from rather.tracking.metrics_file import read_records
 from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
 
 log = logging.getLogger(__name__)
 
 StepNumbers = tuple[Tensor, list[dict[str, float]], int, float, int]
-WITHOUT_END = 1 << 40  # tokens: a micro-batch is what the caller's iterator gives
+Record = dict[str, Any]
 
 
 class DPOTrainer:
-    """One rank of preference training, over models that are in memory already.
+    """Preference training of models that are in memory.
 
-    `model` and `ref_model` are Hugging Face causal language models, or PEFT's around them, or lists with one; in a
-    process group each is divided over the ranks as `strategy` says (ddp unless told). `optimizer` and `lr_scheduler`
-    are torch's; without them AdamW follows `args`, which are ours or transformers'.
+    `model` and `ref_model` are Hugging Face causal language models, PEFT models, or lists with one.
+    In a process group each is divided over the ranks as `strategy` says (default: ddp). `optimizer`
+    and `lr_scheduler` are torch's; the default is AdamW with the settings of `args`, which are
+    Rather's or transformers' training arguments.
     """
 
     metrics_keys: Sequence[str] = [
-        "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen",
-        "logps/rejected", "sft_loss",
+        "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+        "logps/chosen", "logps/rejected", "sft_loss",
     ]  # fmt: skip
 
     def __init__(
@@ -83,54 +89,60 @@ class DPOTrainer:
     ) -> None:
         self.config, self.tokenizer = with_args(train_config or DPOConfig(), args), tokenizer
         self.args = self.config.actor_train.training_args
-        self.nonfinite = 0  # steps in a row whose loss or gradient was no number
+        self.nonfinite = 0  # training steps in a row with NaN or Inf
         self.loss = from_config(self.config)
-        _refuse(self, model, ref_model, optimizer, lr_scheduler, calculate_per_token_loss)
+        problems = {
+            "calculate_per_token_loss: a preference loss has one value per pair; leave it out.":
+            calculate_per_token_loss,
+            "lr_scheduler: belongs to an optimizer; give that too, or leave both out.":
+            lr_scheduler is not None and optimizer is None,
+        }  # fmt: skip
+        _refuse(problems | _model_problems(self, model, ref_model))
         if sequence_packing:
-            log.info("sequence_packing: pairs are always packed here; it never changes the result")
-        placing = _placing(strategy)
-        compute = next(
-            _single(model).parameters()
-        ).dtype  # shards are float32, whatever they compute in
+            log.info("sequence_packing: pairs are always packed; this does not change the result")
+        self.adapted = _first(model) if _is_adapted(model) else None
+        own = _single(model)
+        # Shards are float32, whatever they compute in.
         self._stepping: dict[str, Any] = {
             "max_grad_norm": self.config.max_grad_norm,
-            "compute": compute,
+            "compute": next(own.parameters()).dtype,
         }
-        self.adapted = _first(model) if _is_adapted(model) else None
-        names = {id(p): f"causal_lm.{name}" for name, p in _single(model).named_parameters()}
-        self.policy = self._rank(_single(model), placing, trains=True)
-        self.reference = (
-            self._rank(_single(ref_model), placing, trains=False) if ref_model is not None else None
+        names = {id(p): f"causal_lm.{name}" for name, p in own.named_parameters()}
+        placing = layout(
+            ActorConfig(strategy_args=strategy or StrategyArgs(strategy_name="ddp")),
+            process_rank()[1],
         )
+        self.worker = self._worker("actor_train", own, placing)
+        self.policy, self.reference, self.ref_worker = self.worker.trainer, None, None
+        if ref_model is not None:
+            self.ref_worker = self._worker("reference", _single(ref_model), placing)
+            self.reference = self.ref_worker.trainer
         if optimizer is not None:
             named = dict(self.policy.policy.named_parameters())
             if self.policy.mesh.sizes:
-                put_over(optimizer, names, named)
-            self.policy.optimizer = GivenOptimizer(
+                replace_parameters(optimizer, names, named)
+            self.policy.optimizer = TorchOptimizer(
                 named.items(), optimizer, lr_scheduler, **self._stepping
             )
 
-    def _rank(self, model: Any, placing: Layout, *, trains: bool) -> RankTrainer:
-        """As a worker builds it, but from a model that is in memory."""
-        policy = PolicyModel(model).eval()  # no dropout in either role
+    def _worker(self, role: str, model: Any, placing: Layout) -> InMemoryWorker:
+        whole = PolicyModel(model).eval()  # no dropout
+        policy: PolicyModel | Stages = whole
+        trains, mesh, runner = role == "actor_train", build_mesh(placing, str(model.device)), None
         if not trains:
-            policy.requires_grad_(False)
-        mesh = build_mesh(placing, str(model.device))
-        with _packed_attention(model):
-            check_model(policy)
-            if not mesh.sizes:
-                return RankTrainer(policy, self.loss, count_zeros=trains)
-            compute = next(policy.parameters()).dtype
-            whole = policy.float() if trains else policy  # shards that are trained are float32
-            divided = divide(
-                whole, mesh, placing, compute=compute, recompute=placing.recompute or "none"
-            )
-        runner = (
-            WholeModelRunner(divided, STAGES[placing.stage])
-            if isinstance(divided, PolicyModel)
-            else None
-        )
-        return RankTrainer(divided, self.loss, mesh=mesh, runner=runner, count_zeros=trains)
+            whole.requires_grad_(False)
+        with packed_attention(model):
+            check_model(whole)
+            if mesh.sizes:
+                compute = next(whole.parameters()).dtype
+                whole = whole.float() if trains else whole  # shards that are trained are float32
+                policy = divide(
+                    whole, mesh, placing, compute=compute, recompute=placing.recompute or "none"
+                )
+        if mesh.sizes and isinstance(policy, PolicyModel):
+            runner = WholeModelRunner(policy, STAGES[placing.stage])
+        trainer = RankTrainer(policy, self.loss, mesh=mesh, runner=runner, count_zeros=trains)
+        return InMemoryWorker(self.config, role, trainer)
 
     # --- losses ---
 
@@ -141,28 +153,27 @@ class DPOTrainer:
         reference_chosen_logps: Tensor,
         reference_rejected_logps: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(losses, chosen rewards, rejected rewards) of the sigmoid loss, with the numbers of the config."""
+        """Return (losses, chosen rewards, rejected rewards) of the sigmoid loss."""
         if self.config.length_normalization:
             raise ConfigError(
-                "dpo_loss: length_normalization needs lengths, and it is given sums; use training_step."
+                "dpo_loss: length_normalization needs lengths, but gets sums; use training_step."
             )
         policy = torch.stack([policy_chosen_logps, policy_rejected_logps], 1)
         reference = torch.stack([reference_chosen_logps, reference_rejected_logps], 1)
-        return self._scored("sigmoid", PairLogps(policy, reference, torch.ones_like(policy)))
+        return self._loss("sigmoid", PairLogps(policy, reference, torch.ones_like(policy)))
 
     def odds_ratio_loss(
         self, chosen_logps: Tensor, rejected_logps: Tensor, response_lens: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of ORPO, from summed log-probs; `response_lens` holds those of chosen answers first."""
+        """Return the same for ORPO; `response_lens` has the lengths of the chosen answers first."""
         policy = torch.stack([chosen_logps, rejected_logps], 1)
         lengths = torch.stack(response_lens.to(policy.dtype).chunk(2), 1)
-        return self._scored("orpo", PairLogps(policy, None, lengths))
+        return self._loss("orpo", PairLogps(policy, None, lengths))
 
-    def _scored(self, name: str, x: PairLogps) -> tuple[Tensor, Tensor, Tensor]:
-        loss = configure(
-            [name],
-            {key: n for key, n in self.config.loss_numbers.items() if key in rule(name).numbers},
-        )
+    def _loss(self, name: str, x: PairLogps) -> tuple[Tensor, Tensor, Tensor]:
+        own = rule(name).numbers
+        numbers = {key: n for key, n in self.config.loss_numbers.items() if key in own}
+        loss = configure([name], numbers)
         chosen, rejected = loss.rewards(x).detach().unbind(1)
         return loss(x), chosen, rejected
 
@@ -171,149 +182,111 @@ class DPOTrainer:
     def compute_reference_log_probs(
         self, models: Any, data_list: Iterable[Any], seq_length: int, micro_batch_size: int
     ) -> list[dict[str, Tensor]] | None:
-        """Summed log-probs of each micro-batch under `models`; None on ranks without the last pipeline stage.
+        """Return the summed log-probs of each micro-batch under `models`.
 
-        `micro_batch_size` counts the pairs that go through the model at a time, and never changes the result.
+        Ranks without the last pipeline stage return None. `micro_batch_size` is the number of pairs
+        that go through the model at a time; it does not change the result.
         """
-        rank = self._holding(models)
-        taken = self._taken(data_list, seq_length)
-        share = _Share.of(
-            [pack(pairs, WITHOUT_END, micro_batch_size) for pairs in taken], rank.mesh
-        )
-        with _packed_attention(rank.policy):
-            sums = rank.log_probs(share.batches, len(share.facts.weight))["sum"]
-        if isinstance(rank.policy, Stages) and not rank.policy.holds_last:
+        worker = self._worker_of(models)
+        taken = self._take(data_list, seq_length)
+        batches = pack_step(taken, micro_batch_size)
+        sums = worker.compute_log_probs(batches)["sum"]
+        policy = worker.trainer.policy
+        if isinstance(policy, Stages) and not policy.holds_last:
             return None
-        own = torch.split(
-            sums[share.first :][: sum(map(len, taken))], [len(pairs) for pairs in taken]
-        )
+        first = StepShare.of(batches, worker.trainer.mesh).first
+        lengths = [len(pairs) for pairs in taken]
         return [
             {"reference_chosen_logps": part[:, 0], "reference_rejected_logps": part[:, 1]}
-            for part in own
+            for part in torch.split(sums[first:][: sum(lengths)], lengths)
         ]
 
     def training_step(
         self, models: Any, data_iterator: Iterator[Any], seq_length: int
     ) -> StepNumbers:
-        """One optimizer step over the next gradient_accumulation_steps micro-batches of the iterator.
+        """Take one optimizer step over the next gradient_accumulation_steps micro-batches.
 
-        (loss, metrics of each micro-batch, 1 if the step was skipped, norm of the gradient, zeros in it). A loss that
-        compares pairs with each other has the metrics of the whole step alone.
+        Returns (loss, metrics of each micro-batch, 1 if the step was skipped, gradient norm, zeros
+        in the gradient). A loss that compares pairs with each other has only metrics of the step.
         """
-        if self._holding(models) is not self.policy:
-            raise ConfigError(
-                "models: training_step trains the model, and these are the reference's."
-            )
-        taken = self._taken(
-            islice(data_iterator, self.args.gradient_accumulation_steps), seq_length
-        )
-        return self._step(taken, self.config.max_steps)
+        if self._worker_of(models) is not self.worker:
+            raise ConfigError("models: training_step trains the model, but got the reference.")
+        taken = self._take(islice(data_iterator, self.args.gradient_accumulation_steps), seq_length)
+        self._make_optimizer(self.config.max_steps)
+        batches = pack_step(taken)
+        result = self.worker.train_step(batches, self._reference_columns(batches))
+        self._check_finite(result)
+        metrics = [_means(sums) for sums in result.by_batch]
+        loss, zeros = torch.tensor(_means(result.sums)["loss"]), result.zeros_in_grad or 0
+        return loss, metrics, result.skipped, result.grad_norm, zeros
+
+    def _reference_columns(self, batches: Sequence[Any]) -> Columns | None:
+        return self.ref_worker.compute_log_probs(batches) if self.ref_worker else None
 
     @cached_property
-    def _feed(self) -> Feed:
-        """Of what is given step by step: kept, for a chat template has a process of its own."""
-        return Feed((), self.config, 1, self.tokenizer)
+    def _step_feed(self) -> Feed:
+        """The feed of single steps; kept, because a chat template runs in its own process."""
+        return self._feed(())
 
-    def _taken(self, data: Iterable[Any], seq_length: int) -> list[list[TokenPair]]:
-        feed = self._feed
+    def _feed(self, source: Iterable[Any], transform: Callable[[Any], Any] | None = None) -> Feed:
+        size = self.args.per_device_train_batch_size
+        return Feed(source, self.config, size, self.tokenizer, transform)
+
+    def _take(self, data: Iterable[Any], seq_length: int) -> list[list[TokenPair]]:
+        feed = self._step_feed
         feed.dropped.clear()
         feed.examples.clear()
         taken = [feed.pairs(item) for item in data]
         if not any(taken):
-            raise feed.nothing_left()
-        feed.tell_dropped()
-        longest = max(
-            len(p.prompt) + max(len(p.chosen), len(p.rejected)) for pairs in taken for p in pairs
-        )
+            raise feed.no_pairs()
+        feed.log_dropped()
+        pairs = [pair for part in taken for pair in part]
+        longest = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs)
         if longest > seq_length:
             raise DataError(
                 f"a sequence of {longest} tokens is longer than seq_length, {seq_length}."
             )
         return taken
 
-    def _step(
-        self, micro_batches: Sequence[Sequence[TokenPair]], total_steps: int | None
-    ) -> StepNumbers:
-        rank = self.policy
-        self._needs_optimizer(total_steps)
-        share = _Share.of([pack(pairs, WITHOUT_END) for pairs in micro_batches], rank.mesh)
-        if share.alike:
-            raise DataError(
-                "all ranks brought the same pairs; give each its own, as a loader with StatefulDistributedSampler does."
-            )
-        self._refuse_columns("training", share.facts)
-        with _packed_attention(rank.policy):
-            result = rank.train_step(share.batches, self._known(share), share.facts)
-        self._judge(result, total_steps)
-        metrics = [_means(sums) for sums in result.by_batch]
-        self.lr, self.means = result.lr, _means(result.sums)  # of all pairs of the step
-        return (
-            torch.tensor(self.means["loss"]),
-            metrics,
-            result.skipped,
-            result.grad_norm,
-            result.zeros_in_grad or 0,
-        )
-
-    def _known(self, share: _Share) -> Columns | None:
-        if self.reference is None:
-            return None
-        with _packed_attention(self.reference.policy):
-            return self.reference.log_probs(share.batches, len(share.facts.weight))
-
-    def _refuse_columns(self, name: str, facts: PairFacts) -> None:
-        refuse_columns(self.config, self.loss, name, lambda column: getattr(facts, column).numpy())
-
-    def _judge(self, result: StepResult, total_steps: int | None) -> None:
-        """on_nonfinite and max_nonfinite_steps, as in a run."""
+    def _check_finite(self, result: StepResult) -> None:
+        """Apply on_nonfinite and max_nonfinite_steps, as a run does."""
         if result.skip_reason != "nonfinite":
             self.nonfinite = self.nonfinite if result.skip_reason else 0
             return
         self.nonfinite += 1
-        told = (
-            f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: the step was not taken"
-        )
-        log.warning("%s, the weights are untouched", told)
+        text = f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: step not applied"
+        log.warning("%s, the weights are unchanged", text)
         fix = "lower the learning rate, or train in bf16 or fp32."
         if self.config.on_nonfinite == "stop":
-            raise NonFiniteError(f"{told} (on_nonfinite: stop); {fix}")
-        if self.nonfinite >= min(self.config.max_nonfinite_steps, total_steps or math.inf):
+            raise NonFiniteError(f"{text} (on_nonfinite: stop); {fix}")
+        most = min(self.config.max_nonfinite_steps, self.config.max_steps or math.inf)
+        if self.nonfinite >= most:
             raise NonFiniteError(
-                f"{told}, {self.nonfinite} times in a row (max_nonfinite_steps); {fix}"
+                f"{text}, {self.nonfinite} times in a row (max_nonfinite_steps); {fix}"
             )
 
-    def _needs_optimizer(self, total_steps: int | None) -> None:
-        """AdamW as `args` say, unless there is one."""
-        if self.policy.optimizer is not None:
-            return
-        named, rates = self.policy.policy.named_parameters(), self._rates(total_steps)
-        self.policy.optimizer = Optimizer(named, self.args, schedule=rates, **self._stepping)
+    def _make_optimizer(self, total_steps: int | None) -> Optimizer:
+        """Return the optimizer; if none was given, it is made now."""
+        if self.policy.optimizer is None:
+            named, rates = self.policy.policy.named_parameters(), self._rates(total_steps)
+            self.policy.optimizer = Optimizer(named, self.args, schedule=rates, **self._stepping)
+        return self.policy.optimizer
 
     def _rates(self, total_steps: int | None) -> Callable[[int], float]:
         kind = self.args.lr_scheduler_type
         if total_steps is None and kind not in ("constant", "constant_with_warmup", "inverse_sqrt"):
             raise ConfigError(
-                f"lr_scheduler_type: '{kind}' needs the number of steps; set max_steps in train_config."
+                f"lr_scheduler_type: '{kind}' needs the number of steps; set max_steps."
             )
         return schedule(self.args, total_steps or 1)
 
-    def _begin_schedule(self, total_steps: int | None) -> None:
-        """Anew for each fit; the moments of an earlier one stay."""
-        self._needs_optimizer(total_steps)
-        optimizer = self.policy.optimizer
-        assert optimizer is not None
-        if not isinstance(optimizer, GivenOptimizer):
-            begun, rates = optimizer.updates, self._rates(total_steps)
-            optimizer.schedule = lambda updates: rates(updates - begun)
-
-    def _holding(self, models: Any) -> RankTrainer:
+    def _worker_of(self, models: Any) -> InMemoryWorker:
         asked = _single(models)
-        for rank in (self.policy, self.reference):
-            if rank and (asked is rank.policy or asked is getattr(rank.policy, "causal_lm", None)):
-                return rank
-        raise ConfigError(
-            "models: neither the model nor the reference that this trainer was made with."
-        )
+        for worker in filter(None, (self.worker, self.ref_worker)):
+            policy = worker.trainer.policy
+            if asked is policy or asked is getattr(policy, "causal_lm", None):
+                return worker
+        raise ConfigError("models: neither the model nor the reference of this trainer.")
 
     # --- a whole training ---
 
@@ -323,39 +296,93 @@ class DPOTrainer:
         eval_preference_dataloader: Iterable[Any] | None = None,
         log_dir: str | Path | None = None,
         use_wandb: bool = False,
+        output_dir: str | Path | None = None,
     ) -> list[dict[str, float]]:
-        """Trains for num_train_epochs, or max_steps if they come first; returns the metrics of each step.
+        """Train for num_train_epochs, or max_steps if they come first; return each step's metrics.
 
-        Pairs come as rows of text or tokens in any iterable or a Hugging Face Dataset, or as batches from a loader. An
-        evaluation follows each epoch. `log_dir` takes a metrics.jsonl that begins anew, and the files of the trackers
-        that `track_with` names, or of W&B.
+        Pairs come as rows of text or tokens in any iterable or a Hugging Face Dataset, or as
+        batches from a loader. The evaluation pairs are evaluated after each epoch.
+
+        `log_dir` is for metrics.jsonl and the files of trackers. `output_dir` is for checkpoints
+        (every save_steps of train_config, and at the end). If it has some, training resumes from
+        the newest: with rows, a Dataset, or a loader with StatefulDistributedSampler.
         """
         self._refuse_iterators(train_preference_dataloader, eval_preference_dataloader)
-        feed = Feed(
-            train_preference_dataloader,
-            self.config,
-            self.args.per_device_train_batch_size,
-            self.tokenizer,
-        )
+        if use_wandb and log_dir is None:
+            raise ConfigError("use_wandb: give log_dir too; W&B keeps its files there.")
+        feed = self._feed(train_preference_dataloader)
         total = self._total_steps(feed)
         if feed.rows:
-            self._refuse_columns("training", _facts(feed.rows))
-        self._begin_schedule(total)
+            self.worker.refuse_columns("training", _facts(feed.rows))
+        epochs = range(math.ceil(self.args.num_train_epochs))
+        source = InMemorySteps(feed, epochs, self.args.gradient_accumulation_steps, total)
+        evaluate = None
+        if eval_preference_dataloader is not None:
+            evaluate = lambda: self.evaluate(eval_preference_dataloader)  # noqa: E731
+        with tracker_in(log_dir, self.config, use_wandb=use_wandb) as tracker:
+            records = self._run(
+                source, evaluate, lambda record: tracker.log(self._fit_record(record)), output_dir
+            )
         history: list[dict[str, float]] = []
-        with tracker_in(log_dir, self.config, use_wandb=use_wandb, leads=_is_first()) as tracker:
-            for epoch in range(math.ceil(self.args.num_train_epochs)):
-                steps = _grouped(feed.micro_batches(epoch), self.args.gradient_accumulation_steps)
-                begun = len(history)
-                for taken in islice(steps, None if total is None else total - begun):
-                    history.append(self._record(taken, len(history) + 1, epoch, total))
-                    tracker.log(history[-1])
-                feed.tell_dropped()
-                if eval_preference_dataloader is not None and len(history) > begun:
-                    found = self.evaluate(eval_preference_dataloader)
-                    evaluated = {f"eval/{name}": value for name, value in found.items()}
-                    tracker.log({"step": len(history), "epoch": epoch, **evaluated})
-                    history[-1] |= evaluated
+        for record in records:
+            if "loss" in record:
+                history.append(self._fit_record(record))
+            else:
+                history[-1] |= self._fit_record(record)
         return history
+
+    def _fit_record(self, record: Record) -> Record:
+        names = ("step", "epoch", *self.metrics_keys, "grad_norm", "lr", "skipped_iter")
+        evaluated = [name for name in record if name.startswith("eval/")]
+        return {name: record[name] for name in (*names, *evaluated) if name in record}
+
+    def _run(
+        self,
+        source: InMemorySteps,
+        evaluate: Callable[[], dict[str, float]] | None,
+        on_record: Callable[[Record], None],
+        run_dir: str | Path | None,
+        **settings: Any,
+    ) -> list[Record]:
+        """Run the pipeline; return all records of the run, also those before a resume."""
+        optimizer, total = self._make_optimizer(source.total_steps), source.total_steps
+        if not isinstance(optimizer, TorchOptimizer):  # each run has its own schedule
+            begun, rates = optimizer.updates, self._rates(total)
+            optimizer.schedule = lambda updates: rates(updates - begun)
+        rank, world = process_rank()
+        device = torch.device(self.policy.device).type
+        roles = Roles(self.worker, self.ref_worker, device, here=True, rank=rank, drivers=world)
+        records: list[Record] = []
+
+        def add(record: Record) -> None:
+            records.append(record)
+            on_record(record)
+
+        def evaluated() -> Record:
+            assert evaluate is not None
+            return {f"eval/{name}": value for name, value in evaluate().items()}
+
+        fixed = {"logging_steps": 1, "track_with": None, **settings}
+        folder = Path(run_dir).expanduser().absolute() if run_dir else None
+        DPOPipeline.from_parts(
+            self.config.model_copy(update=fixed),
+            roles,
+            source,
+            identity={
+                "data": source.feed.identity(),
+                "loss": self.loss.description(),
+                "seed": [self.config.seed, self.config.data_seed],
+                "global batch": [source.feed.size, source.accumulation, world],
+            },
+            evaluate=evaluated if evaluate else None,
+            on_record=add,
+            run_dir=folder,
+        ).run()
+        source.feed.log_dropped()
+        if folder is None:
+            return records
+        found = list(read_records(folder / "metrics.jsonl")) if roles.is_main else None
+        return list(roles.broadcast(found))
 
     def _total_steps(self, feed: Feed) -> int | None:
         count, limit, epochs = feed.count(), self.config.max_steps, self.args.num_train_epochs
@@ -366,65 +393,44 @@ class DPOTrainer:
                 )
             return limit
         each = math.ceil(count / self.args.gradient_accumulation_steps)
-        return min(
-            math.ceil(each * epochs - 1e-9), limit or each * 10**9
-        )  # 100 * 1.1 is more than 110
+        total = math.ceil(each * epochs - 1e-9)  # 100 * 1.1 is more than 110
+        return min(total, limit or total)
 
     def _refuse_iterators(self, pairs: Iterable[Any], held_out: Iterable[Any] | None) -> None:
-        """They give what they have once. Training pairs may have no end, with max_steps."""
+        """Refuse iterators for several epochs. Training pairs may be endless, with max_steps."""
         epochs, limit = self.args.num_train_epochs, self.config.max_steps
-        if epochs > 1 and (
-            (isinstance(pairs, Iterator) and limit is None) or isinstance(held_out, Iterator)
-        ):
+        once = (isinstance(pairs, Iterator) and limit is None) or isinstance(held_out, Iterator)
+        if epochs > 1 and once:
             raise DataError(
-                f"an iterator gives its pairs once, not in {epochs:g} epochs; give a list or a loader."
+                f"an iterator gives its pairs once, not in {epochs:g} epochs; use a list or loader."
             )
 
-    def _record(
-        self, taken: Sequence[Sequence[TokenPair]], step: int, epoch: int, total: int | None
+    def evaluate(
+        self, pairs: Iterable[Any], transform: Callable[[Any], Any] | None = None
     ) -> dict[str, float]:
-        _, _, skipped, norm, _ = self._step(taken, total)
-        means = {key: self.means[key] for key in self.metrics_keys}
-        return {
-            "step": step,
-            "epoch": epoch,
-            **means,
-            "grad_norm": norm,
-            "lr": self.lr,
-            "skipped_iter": skipped,
-        }
-
-    def evaluate(self, pairs: Iterable[Any]) -> dict[str, float]:
-        """Metrics of all pairs: their weights decide, not how they are batched."""
-        rank, feed = (
-            self.policy,
-            Feed(pairs, self.config, self.args.per_device_train_batch_size, self.tokenizer),
-        )
+        """Return the metrics of all pairs, weighted by pair: batches do not matter."""
+        worker, feed = self.worker, self._feed(pairs, transform)
         facts: list[PairFacts] = []
         policy: list[Columns] = []
         reference: list[Columns] = []
         for part in feed.micro_batches():
-            share = _Share.of([pack(part, WITHOUT_END)], rank.mesh)
-            facts.append(share.facts)
-            with _packed_attention(rank.policy):
-                policy.append(rank.log_probs(share.batches, len(share.facts.weight)))
-            if (known := self._known(share)) is not None:
-                reference.append(known)
-        feed.tell_dropped()
+            batches = pack_step([part.pairs])
+            facts.append(StepShare.of(batches, self.policy.mesh).facts)
+            policy.append(worker.compute_log_probs(batches))
+            if (columns := self._reference_columns(batches)) is not None:
+                reference.append(columns)
+        feed.log_dropped()
         every, window = PairFacts.concat(facts), Window()
-        self._refuse_columns("evaluation", every)
-        sums = rank.score(
-            every, concatenate(policy), concatenate(reference) if reference else None
-        )  # some losses sort all pairs
+        worker.refuse_columns("evaluation", every)
+        known = concatenate(reference) if reference else None
+        sums = self.policy.score(every, concatenate(policy), known)  # some losses sort all pairs
         window.add(sums, pairs=len(every.weight), tokens=0)
         return window.means()
 
     def save_model(self, folder: str | Path) -> None:
-        """A folder that `from_pretrained` opens, an adapter merged in. In a process group all ranks call it."""
+        """Write a folder for `from_pretrained`, with an adapter merged in. All ranks call this."""
         if self.tokenizer is None:
-            raise ConfigError(
-                "save_model: give the trainer the tokenizer; it belongs into the folder."
-            )
+            raise ConfigError("save_model: give the trainer the tokenizer, which it saves too.")
         rank, folder = self.policy, Path(folder).absolute()
         card = f"# Aligned by Rather ({' + '.join(self.config.loss_names)})\n"
         if self.adapted is not None:
@@ -435,99 +441,28 @@ class DPOTrainer:
             export_model(rank.policy, rank.weights(), self.tokenizer, folder, card)
             return
         part = next(module for module in rank.policy.modules() if isinstance(module, PolicyModel))
-        with folder_next_to(folder) if _is_first() else nullcontext() as made:
+        is_main = dist.get_rank() == 0
+        with folder_next_to(folder) if is_main else nullcontext() as made:
             pieces = broadcast(made)
             write_groups(pieces, {"model": rank.weight_pieces()}, rank=dist.get_rank())
             dist.barrier()
-            if _is_first():
+            if is_main:
                 export_stored(part.causal_lm, stored(pieces, "model"), self.tokenizer, folder, card)
             dist.barrier()
 
 
-@dataclass(frozen=True)
-class _Share:
-    """This rank's micro-batches of a step, and the facts of all pairs of it, among which theirs begin at `first`."""
-
-    batches: list[PairBatch]
-    facts: PairFacts
-    first: int = 0
-    alike: bool = False  # all ranks have the same tokens
-
-    @staticmethod
-    def of(micro_batches: Sequence[Sequence[PairBatch]], mesh: Mesh) -> _Share:
-        batches: list[PairBatch] = []
-        for packed in micro_batches:
-            places = sum(len(batch.pair_P) for batch in batches)
-            batches += [_moved(batch, places) for batch in packed]
-        facts = PairFacts.of_step(batches)
-        if mesh.size("dp") == 1:
-            return _Share(batches, facts)
-        told: list[Any] = [None] * mesh.size("dp")
-        tokens = sha256(b"".join(batch.ids_N.numpy().tobytes() for batch in batches)).hexdigest()
-        dist.all_gather_object(told, (facts, len(batches), tokens), group=mesh.group("dp"))
-        everyone, counts, digests = zip(*told, strict=True)
-        if len(set(counts)) > 1:
-            raise DataError(
-                f"the ranks have {list(counts)} micro-batches of one step; they need equally many."
-            )
-        first = sum(len(each.weight) for each in everyone[: mesh.rank("dp")])
-        moved = [_moved(batch, first) for batch in batches]
-        return _Share(moved, PairFacts.concat(everyone), first, len(set(digests)) == 1)
+def _refuse(problems: Mapping[str, bool]) -> None:
+    if found := [text for text, is_so in problems.items() if is_so]:
+        raise ConfigError(found[:1])
 
 
-def _moved(batch: PairBatch, places: int) -> PairBatch:
-    return replace(batch, pair_P=batch.pair_P + places)
-
-
-def _refuse(
-    trainer: DPOTrainer,
-    model: Any,
-    ref_model: Any,
-    optimizer: Any,
-    lr_scheduler: Any,
-    per_token: bool,
-) -> None:
-    named = " + ".join(trainer.config.loss_names)
+def _model_problems(trainer: DPOTrainer, model: Any, ref_model: Any) -> dict[str, bool]:
     if model is None:
-        raise ConfigError("model: give the model to train.")
-    if given := [name for name, asked in _left_to_a_run(trainer.config).items() if asked]:
-        raise ConfigError(
-            f"train_config: {', '.join(given)}: DPOPipeline does that, not this trainer; leave it out."
-        )
-    if per_token:
-        raise ConfigError(
-            "calculate_per_token_loss: a preference loss has one value for each pair; leave it out."
-        )
-    if trainer.loss.needs_reference and ref_model is None:
-        raise ConfigError(
-            f"ref_model: loss '{named}' compares with a reference; give one, as copy.deepcopy(model)."
-        )
-    if ref_model is not None and not trainer.loss.needs_reference:
-        raise ConfigError(f"ref_model: loss '{named}' compares with no reference; leave it out.")
-    if not _is_adapted(model) and hasattr(_first(model), "peft_config"):
-        raise ConfigError(
-            "model: it has the layers of an adapter; give PEFT's own model around it."
-        )
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    if several and not all(p.requires_grad for p in _single(model).parameters()):
-        raise ConfigError(
-            "model: some of its weights are frozen, and on several ranks all are trained here; DPOPipeline trains an "
-            "adapter there, with lora_rank in its config."
-        )
-    if ref_model is not None and _single(ref_model) is _single(model):
-        raise ConfigError(
-            "ref_model: is the model itself, which would move along; give a copy, copy.deepcopy(model)."
-        )
-    if lr_scheduler is not None and optimizer is None:
-        raise ConfigError(
-            "lr_scheduler: belongs to an optimizer; give that too, or leave both out."
-        )
-
-
-def _left_to_a_run(config: DPOConfig) -> dict[str, bool]:
-    """Settings that decide what is trained and that nothing here would follow."""
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    return {
+        return {"model: give the model to train.": True}
+    config, needs = trainer.config, trainer.loss.needs_reference
+    loss, several = " + ".join(config.loss_names), process_rank()[1] > 1
+    # These settings decide what is trained, and nothing here would follow them.
+    unsupported = {
         "sync_ref_model": config.sync_ref_model,
         "precision=lean": config.precision == "lean",
         "spike": config.spike is not None,
@@ -536,20 +471,28 @@ def _left_to_a_run(config: DPOConfig) -> dict[str, bool]:
         "lora_rank": config.actor_train.model_args.has_adapter,
         "train_batch_size on several ranks": config.train_batch_size is not None and several,
     }
+    given = ", ".join(name for name, is_set in unsupported.items() if is_set)
+    frozen = not all(p.requires_grad for p in _single(model).parameters())
+    return {
+        f"train_config: {given}: only DPOPipeline does that; leave it out.": bool(given),
+        f"ref_model: loss '{loss}' needs a reference; give one, as copy.deepcopy(model).":
+        needs and ref_model is None,
+        f"ref_model: loss '{loss}' uses no reference; leave it out.":
+        ref_model is not None and not needs,
+        "model: has the layers of an adapter; give the PEFT model around it.":
+        not _is_adapted(model) and hasattr(_first(model), "peft_config"),
+        "model: some weights are frozen, but on several ranks all are trained; DPOPipeline trains "
+        "an adapter there, with lora_rank in its config.": several and frozen,
+        "ref_model: is the model itself, which training changes; give copy.deepcopy(model).":
+        ref_model is not None and _single(ref_model) is _single(model),
+    }  # fmt: skip
 
 
 def _facts(pairs: Sequence[TokenPair]) -> PairFacts:
-    """Without the lengths, which nobody asks for before pairs are packed."""
-    numbers = (
-        torch.tensor([getattr(pair, name) for pair in pairs])
-        for name in ("weight", "margin", "soft_label")
-    )
+    """Return the facts of pairs without their lengths, which need packing."""
+    names = ("weight", "margin", "soft_label")
+    numbers = (torch.tensor([getattr(pair, name) for pair in pairs]) for name in names)
     return PairFacts(torch.empty(0), *numbers)
-
-
-def _placing(strategy: StrategyArgs | None) -> Layout:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return layout(ActorConfig(strategy_args=strategy or StrategyArgs(strategy_name="ddp")), world)
 
 
 def _first(models: Any) -> Any:
@@ -557,70 +500,37 @@ def _first(models: Any) -> Any:
         return models
     if len(models) != 1:
         raise ConfigError(
-            f"models: {len(models)} of them; give one, which is divided over ranks by `strategy`."
+            f"models: got {len(models)}; give one, which `strategy` divides over ranks."
         )
     return models[0]
 
 
 def _is_adapted(models: Any) -> bool:
-    """Whether it is PEFT's model around another."""
+    """Return whether this is a PEFT model around another one."""
     return hasattr(_first(models), "get_base_model")
 
 
 def _single(models: Any) -> Any:
-    """The Hugging Face model, which holds the adapter's layers."""
+    """Return the Hugging Face model, which has the adapter's layers."""
     return _first(models).get_base_model() if _is_adapted(models) else _first(models)
-
-
-@contextmanager
-def _packed_attention(model: Any) -> Iterator[None]:
-    """Packed pairs need an attention of their own; afterwards the model generates with the one it came with."""
-    parts = [module.causal_lm for module in model.modules() if isinstance(module, PolicyModel)] or [
-        model
-    ]
-    before = [part.config._attn_implementation for part in parts]
-    try:
-        for part in parts:
-            part.set_attn_implementation(IMPLEMENTATION)
-        yield
-    finally:
-        for part, name in zip(parts, before, strict=True):
-            part.set_attn_implementation(name)
-
-
-def _grouped(items: Iterator[list[TokenPair]], size: int) -> Iterator[list[list[TokenPair]]]:
-    while group := list(islice(items, size)):
-        yield group
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
     weight = sums["weight"] or 1.0
-    return {
-        name: total / weight
-        for name, total in sums.items()
-        if name != "weight" and not name.startswith("_")
-    }
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    names = [name for name in sums if name != "weight" and not name.startswith("_")]
+    return {name: sums[name] / weight for name in names}
 
 
 def tracker_in(
-    log_dir: str | Path | None, config: DPOConfig, *, use_wandb: bool, leads: bool
-) -> RunTracker | NoTracker:
-    """Who is told each record of a training: metrics.jsonl and trackers, whose files lie in `log_dir`."""
-    if use_wandb and log_dir is None:
-        raise ConfigError("use_wandb: give log_dir too; W&B keeps its files there.")
-    if log_dir is None or not leads:
+    log_dir: str | Path | None, config: DPOConfig, *, use_wandb: bool, is_main: bool | None = None
+) -> NoTracker:
+    """Return a tracker that writes metrics.jsonl and the files of trackers to `log_dir`."""
+    if log_dir is None or not (process_rank()[0] == 0 if is_main is None else is_main):
         return NoTracker()
     folder = Path(log_dir).expanduser().absolute()
-    places = {
-        "output_dir": str(folder.parent),
-        "logging_dir": str(folder.parent),
-        "exp_name": folder.name,
-    }
-    names = [*config.trackers, *(["wandb"] if use_wandb and "wandb" not in config.trackers else [])]
-    told = config.model_copy(update={**places, "track_with": names})
-    check_installed(told.trackers)
-    return RunTracker(told, total_steps=0, start_step=0, metrics_position=None, quiet=True)
+    parent = str(folder.parent)
+    names = list(dict.fromkeys([*config.trackers, *(["wandb"] if use_wandb else [])]))
+    check_installed(names)
+    places = {"output_dir": parent, "logging_dir": parent, "exp_name": folder.name}
+    own = config.model_copy(update={**places, "track_with": names})
+    return RunTracker(own, total_steps=0, start_step=0, metrics_position=None, quiet=True)

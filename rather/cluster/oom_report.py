@@ -15,7 +15,7 @@ from rather.errors import MemoryShortage
 from rather.losses.objective import from_config
 from rather.model.sizes import sizes_of
 from rather.parallel.shard import local
-from rather.plan.activations import Running, head, kept
+from rather.plan.activations import LayerSettings, head_bytes, kept_bytes
 from rather.plan.state import itemsize
 
 if TYPE_CHECKING:
@@ -86,9 +86,10 @@ def _per_tokens(worker: ActorWorker, kind: str) -> dict[str, float]:
     if planned and planned.bytes_of_token:
         return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
     sizes, level = sizes_of(*worker.source), planned.recompute if planned else "none"
-    running = Running(kind, itemsize(args, kind), level, worker.compiled, args.has_adapter)
-    each = kept(sizes, running) * sizes.layers / shape.pp / shape.tp / shape.cp if planned else 0.0
-    logits = head(sizes, UNIT, running, shape.tp).logits
+    settings = LayerSettings(kind, itemsize(args, kind), level, worker.compiled, args.has_adapter)
+    kept = kept_bytes(sizes, settings) if planned else 0.0
+    each = kept * sizes.layers / shape.pp / shape.tp / shape.cp
+    logits = head_bytes(sizes, UNIT, settings, shape.tp)[0]
     return {
         f"activations of {UNIT} tokens, computed": UNIT * each,
         f"logits of {UNIT} tokens": logits,

@@ -19,7 +19,7 @@ from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
-from rather.plan.state import state_of, stored_shapes
+from rather.plan.state import role_state, stored_shapes
 
 GIB = 1 << 30
 CGROUPS = {  # limit, use, and the file cache that can be given up, by version
@@ -118,17 +118,17 @@ def need_of(
     shapes = stored_shapes(model or role.model_path, args.revision)
     if shapes is None or (not role.trains and reference_is_policy(config)):
         return None
-    state = state_of(config, role, kind, shapes, args, narrow=True)
+    state = role_state(config, role, kind, shapes, args, narrow=True)
     parts = []
     for part in state.parts:
-        each = f"{part.bytes:g}"
+        each = f"{sum(part.each):g}"
         each += f"/{state.shards}" if state.shards > 1 or part.gathered else ""
         each = f"({each} + {part.gathered:g})" if part.gathered else each
         parts.append(f"{part.number:.3g} weights x {each} bytes")
     arithmetic = " + ".join(parts) + (f" / {state.cut} by tp and pp" if state.cut > 1 else "")
     total = state.own + state.gathered
     on_host = total if kind == "cpu" else state.own if layout(role).host else 0.0
-    return Need(total - on_host, on_host, state.once, arithmetic)
+    return Need(total - on_host, on_host, state.total, arithmetic)
 
 
 def free_memory() -> int:

@@ -204,7 +204,7 @@ def _run(config: DPOConfig) -> Iterator[Diagnosis]:
     from rather.model.sizes import sizes_of
     from rather.pipeline.forecast import device_here
     from rather.plan.disk import disk_of, free_disk
-    from rather.plan.state import state_of
+    from rather.plan.state import role_state
 
     yield check("config", True, f"{config.exp_name}: all keys are known, all files exist", "")
     kind = "cuda" if config.platform != "cpu" and torch.cuda.is_available() else "cpu"
@@ -221,7 +221,7 @@ def _run(config: DPOConfig) -> Iterator[Diagnosis]:
         fix = "pass a folder with a config.json, or download the model"
         yield check("model", False, str(error), fix)
         return
-    state = state_of(config, actor, kind, sizes.shapes, actor.model_args, narrow=True)
+    state = role_state(config, actor, kind, sizes.shapes, actor.model_args, narrow=True)
     needed = state.own + state.gathered
     text = f"weights and optimizer need {needed / GIB:.2f} of {memory / GIB:.1f} GiB"
     yield check("model", needed <= memory, text, "see the settings that `rather plan` suggests")

@@ -22,9 +22,9 @@ from rather.commands.terminal import (
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
-    from rather.plan.forecast import Forecast, Pairs
+    from rather.plan.forecast import Forecast, PairSample
     from rather.plan.memory import Device
-    from rather.plan.others import Way
+    from rather.plan.others import Alternative
     from rather.plan.speed import Speed
 
 GIB = 1 << 30
@@ -52,7 +52,7 @@ def plan_command(
     from rather.config.plugins import load_requested
     from rather.model.sizes import sizes_of
     from rather.plan.forecast import forecast
-    from rather.plan.others import best, enough_devices, ways_of
+    from rather.plan.others import alternatives, best, enough_devices
 
     roles = ("actor_train", "reference") if gpus else ()
     shared = [f"{role}.device_mapping=0-{(gpus or 1) - 1}" for role in roles]
@@ -67,7 +67,7 @@ def plan_command(
         return forecast(other, sizes, device, _for_batch(pairs, other), speed)
 
     own = judge(settings)
-    ways = best(list(ways_of(settings, sizes, device.kind, judge)))
+    ways = best(list(alternatives(settings, sizes, device.kind, judge)))
     fits = own.fits or any(way.forecast.fits for way in ways)
     more = enough_devices(settings, judge) if device.kind == "cuda" and not fits else None
     said = verdict(own, ways, more)
@@ -98,7 +98,7 @@ def _device(config: DPOConfig, gpu: str | None, gpus: int | None) -> Device:
     return device_here(config, kind)
 
 
-def _pairs(config: DPOConfig) -> Pairs:
+def _pairs(config: DPOConfig) -> PairSample:
     """Return the pairs of the run if they can be tokenised here, else the longest possible ones."""
     from rather.config.paths import check_paths
     from rather.data.prepare import prepare
@@ -114,7 +114,7 @@ def _pairs(config: DPOConfig) -> Pairs:
         return assumed_pairs(config, str(error).splitlines()[0])
 
 
-def _for_batch(pairs: Pairs, config: DPOConfig) -> Pairs:
+def _for_batch(pairs: PairSample, config: DPOConfig) -> PairSample:
     """Return the same pairs in steps of another size; repeated pairs share no prompt."""
     wanted, step = config.global_batch(), pairs.sample[0]
     if wanted == len(step):
@@ -125,7 +125,9 @@ def _for_batch(pairs: Pairs, config: DPOConfig) -> Pairs:
     return replace(pairs, sample=[repeated[:wanted]], steps=steps)
 
 
-def _speed(config: DPOConfig, sizes: Any, device: Device, gpu: str | None, pairs: Pairs) -> Speed:
+def _speed(
+    config: DPOConfig, sizes: Any, device: Device, gpu: str | None, pairs: PairSample
+) -> Speed:
     """Measure the speed of a device that is here; otherwise, or if compiled, use its data sheet."""
     from rather.pipeline.forecast import gpu_here
     from rather.plan.calibrate import measured_speed
@@ -142,20 +144,20 @@ def _speed(config: DPOConfig, sizes: Any, device: Device, gpu: str | None, pairs
     return measured_speed(*model, step, chosen.tokens, device.kind, chosen.recompute)
 
 
-def verdict(own: Forecast, ways: Sequence[Way], more: Way | None) -> str:
+def verdict(own: Forecast, ways: Sequence[Alternative], more: Alternative | None) -> str:
     """Return one sentence; if the run does not fit, with the settings to type."""
     available, needed = size(own.device.memory), size(own.parts.total)
     if own.fits:
         return f"fits: {needed} of {available} on each device."
     text = f"does not fit: needs {needed} per device, available {available}"
     if fitting := [way for way in ways if way.forecast.fits]:
-        return f"{text}; try {fitting[0].typed}"
+        return f"{text}; try {fitting[0].overrides}"
     if more:
-        return f"{text}; no other setting helps, try more devices: {more.typed}"
+        return f"{text}; no other setting helps, try more devices: {more.overrides}"
     return f"{text}; try a smaller model, sequence_length or per-device batch."
 
 
-def show(own: Forecast, ways: Sequence[Way], said: str, console: Console) -> None:
+def show(own: Forecast, ways: Sequence[Alternative], said: str, console: Console) -> None:
     table = make_table("memory of each device", "part", "size")
     for name, number in asdict(own.parts).items():
         table.add_row(name, size(number))
@@ -171,7 +173,7 @@ def show(own: Forecast, ways: Sequence[Way], said: str, console: Console) -> Non
         speed = found.config.global_batch() / seconds
         fits = "fits" if found.fits else "does not fit"
         numbers = size(found.parts.total), f"{seconds:.3g}", f"{speed:.3g}"
-        others.add_row(Text(way.typed), *numbers, fits)
+        others.add_row(Text(way.overrides), *numbers, fits)
     if ways:
         console.print(others)
     console.print(Text(said, style="bold green" if own.fits else "bold red"), soft_wrap=True)

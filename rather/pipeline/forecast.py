@@ -15,7 +15,7 @@ from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.model.sizes import sizes_of
 from rather.pipeline.steps import PreparedSteps
-from rather.plan.forecast import SAMPLE, Forecast, Pairs, compiles, forecast
+from rather.plan.forecast import SAMPLE, Forecast, PairSample, compiles, forecast
 from rather.plan.memory import Device
 from rather.plan.speed import GPUS, listed_speed
 
@@ -38,12 +38,12 @@ def forecast_of(
     return forecast(config, sizes, device, pairs, speed, reference=reference)
 
 
-def pairs_of(source: PreparedSteps) -> Pairs:
+def pairs_of(source: PreparedSteps) -> PairSample:
     """Those of the first steps stand for all."""
     train, evals = source.data.train, source.data.evals
     files = {dataset.file.path for dataset in (train, *evals.values())}
     steps = range(min(SAMPLE, source.total_steps))
-    return Pairs(
+    return PairSample(
         count=len(train),
         held_out=sum(map(len, evals.values())),
         steps=source.total_steps,

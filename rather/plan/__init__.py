@@ -1,1 +1,1 @@
-"""What a run will take, before it starts: memory by part, time, disk. Every check of memory uses this arithmetic."""
+"""Forecasts of memory, time and disk; preflight and out-of-memory advice use them too."""

@@ -1,4 +1,4 @@
-"""How fast is this device? Some layers of the model with random weights, timed on pairs of the run. Takes seconds."""
+"""Measures the speed of this device: times some layers of the model on pairs of the run."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def measured_speed(
     kind: str,
     recompute: Recompute,
 ) -> Speed:
-    """Seconds of micro-batches of up to `budget` tokens, as FLOP/s."""
-    batch = _batch(sizes, [_within(pair, sizes.vocabulary) for pair in pairs], budget, kind)
-    trained, looked = {}, {}
+    """Return the FLOP/s of micro-batches of up to `budget` tokens. Takes seconds."""
+    known = [_with_known_tokens(pair, sizes.vocabulary) for pair in pairs]
+    batch = _batch(sizes, known, budget, kind)
+    trained, forward = {}, {}
     for layers in (FEW, MORE):
         policy = PolicyModel(few_layers(name, args, layers, kind, compute_dtype(args, kind)))
         arrange_layers(policy, recompute=recompute)
         own = batch.to(kind)
-        trained[layers] = _timed(lambda policy=policy, own=own: _train(policy, own), kind)  # type: ignore[misc]
-        looked[layers] = _timed(lambda policy=policy, own=own: _look(policy, own), kind)  # type: ignore[misc]
+        trained[layers] = _seconds(lambda policy=policy, own=own: _train(policy, own), kind)  # type: ignore[misc]
+        forward[layers] = _seconds(lambda policy=policy, own=own: _forward(policy, own), kind)  # type: ignore[misc]
         del policy
     flops, adapter = Flops.of([batch], sizes), args.has_adapter
     layer = flops.layers / sizes.layers * (MORE - FEW)
@@ -54,34 +55,30 @@ def measured_speed(
     memory = _memory_speed(kind)
     return Speed(
         train=layer * passes(recompute, adapter=adapter) / max(trained[MORE] - trained[FEW], 1e-9),
-        forward=layer / max(looked[MORE] - looked[FEW], 1e-9),
+        forward=layer / max(forward[MORE] - forward[FEW], 1e-9),
         head=flops.head * (2 if adapter else 3) / rest,
         memory=memory,
         link=memory,
-        told=f"{FEW} and {MORE} layers timed on this {kind} with {flops.tokens} tokens",
+        source=f"{FEW} and {MORE} layers timed on this {kind} with {flops.tokens} tokens",
     )
 
 
 def _batch(sizes: Sizes, pairs: Sequence[TokenPair], budget: int, kind: str) -> PairBatch:
-    """As many pairs of the step as can be timed in a second or two."""
+    """Pack as many pairs of the step as can be timed in a second or two."""
     for count in range(1, len(pairs) + 1):
         batches = pack(pairs[:count], budget, ladder=LADDER[kind])
         work = Flops.of(batches[:1], sizes)
         if len(batches) > 1 or work.layers / sizes.layers * MORE + work.head > MOST_FLOPS[kind]:
             break
-    return (
-        pack(pairs[: max(1, count - 1)], 10**9, ladder=LADDER[kind])[0] if count > 1 else batches[0]
-    )
+    if count == 1:
+        return batches[0]
+    return pack(pairs[: count - 1], 10**9, ladder=LADDER[kind])[0]
 
 
-def _within(pair: TokenPair, vocabulary: int) -> TokenPair:
-    """Tokens that the model has: assumed pairs may have any."""
-    return replace(
-        pair,
-        prompt=pair.prompt % vocabulary,
-        chosen=pair.chosen % vocabulary,
-        rejected=pair.rejected % vocabulary,
-    )
+def _with_known_tokens(pair: TokenPair, vocabulary: int) -> TokenPair:
+    """Return a pair with tokens that the model has: assumed pairs may have any."""
+    names = ("prompt", "chosen", "rejected")
+    return replace(pair, **{name: getattr(pair, name) % vocabulary for name in names})
 
 
 def _train(policy: PolicyModel, batch: PairBatch) -> None:
@@ -92,12 +89,12 @@ def _train(policy: PolicyModel, batch: PairBatch) -> None:
 
 
 @torch.no_grad()
-def _look(policy: PolicyModel, batch: PairBatch) -> None:
+def _forward(policy: PolicyModel, batch: PairBatch) -> None:
     pair_columns(policy, batch)
 
 
-def _timed(work: Callable[[], object], kind: str) -> float:
-    """Seconds of the fastest of some runs after one that warms up."""
+def _seconds(work: Callable[[], object], kind: str) -> float:
+    """Return the seconds of the fastest of some runs, after one to warm up."""
     taken = []
     for _ in range(1 + REPEATS):
         _wait(kind)
@@ -109,9 +106,9 @@ def _timed(work: Callable[[], object], kind: str) -> float:
 
 
 def _memory_speed(kind: str) -> float:
-    """Bytes/s of adding one array to another."""
+    """Return the bytes/s of adding one array to another."""
     one, other = (torch.zeros(COPIED[kind], device=kind) for _ in range(2))
-    return 3 * one.nbytes / _timed(lambda: one.add_(other), kind)
+    return 3 * one.nbytes / _seconds(lambda: one.add_(other), kind)
 
 
 def _wait(kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Bytes that a run leaves on the disk: checkpoints, the model, caches."""
+"""The bytes that a run writes to the disk: checkpoints, the model, caches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SAVED = {"exact": 12, "lean": 6}  # bytes of a weight with its moments in a chec
 
 
 @dataclass(frozen=True)
-class Disk:
-    """By what they are for. While one checkpoint is written, those that are kept are still there."""
+class DiskBytes:
+    """Bytes by purpose. While a checkpoint is written, those that are kept are still there."""
 
     checkpoints: float
     model: float
@@ -33,7 +33,7 @@ class Disk:
 
 
 def checkpoint_bytes(config: DPOConfig, shapes: Shapes) -> int:
-    """Of one checkpoint; with an adapter only its own weights are kept."""
+    """Return the bytes of one checkpoint; with an adapter it holds only the adapter's weights."""
     args = config.actor_train.model_args
     trained = adapter_weights(args, shapes) if args.has_adapter else sum(map(prod, shapes.values()))
     return trained * SAVED[config.precision]
@@ -41,24 +41,22 @@ def checkpoint_bytes(config: DPOConfig, shapes: Shapes) -> int:
 
 def disk_of(
     config: DPOConfig, sizes: Sizes, *, steps: int, pairs: int, data: int, reference: bool
-) -> Disk:
-    """`pairs`: all whose reference log-probs are kept; `data`: bytes of the tokenised pairs."""
+) -> DiskBytes:
+    """Return the bytes of a run; `pairs` have reference log-probs, `data` is the tokenised data."""
     each = checkpoint_bytes(config, sizes.shapes)
     saves = max(1, -(-steps // config.save_steps)) if config.save_steps else 1
     kept = min(saves, (config.max_ckpt_to_keep or saves) + 1)
     moving = sizes.weights * sizes.stored if config.sync_ref_model else 0
-    args = config.actor_train.model_args
-    model = sizes.weights * sizes.stored + (
-        4 * adapter_weights(args, sizes.shapes) if args.has_adapter else 0
-    )
-    records = (
-        2 * 2 * RECORD * pairs if reference else 0
-    )  # both answers, in the cache and in the run's own log
-    return Disk(kept * (each + moving), model * (2 if config.save_best else 1), data, records)
+    args, model = config.actor_train.model_args, sizes.weights * sizes.stored
+    if args.has_adapter:
+        model += 4 * adapter_weights(args, sizes.shapes)
+    # Both answers, in the cache and in the run's own log.
+    records = 2 * 2 * RECORD * pairs if reference else 0
+    return DiskBytes(kept * (each + moving), model * (2 if config.save_best else 1), data, records)
 
 
 def free_disk(folder: Path) -> int:
-    """Where the folder is, or will be made."""
+    """Return the free bytes where the folder is, or will be made."""
     here = folder.expanduser().absolute()
     while not here.exists():
         here = here.parent

@@ -1,4 +1,4 @@
-"""A forecast: one config on one kind of device. Memory by part, time, disk, and whether it fits."""
+"""The forecast of one config on one kind of device: memory by part, time, disk, whether it fits."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
-from rather.plan.disk import Disk, disk_of, free_disk
-from rather.plan.memory import Chosen, Device, Memory, Parts, Work
-from rather.plan.speed import GIB, Flops, Seconds, Speed, seconds_of_step, worth_compiling
+from rather.plan.disk import DiskBytes, disk_of, free_disk
+from rather.plan.memory import Chosen, Device, MemoryForecast, MemoryParts, Work
+from rather.plan.speed import GIB, Flops, Speed, StepSeconds, seconds_of_step, worth_compiling
 
 if TYPE_CHECKING:
     from rather.model.sizes import Sizes
 
 SAMPLE = 2  # steps that are packed
 CPU_GROWTH = "growth of the resident set since before the models were loaded"
-CUDA_PEAK = "torch.cuda.max_memory_allocated, planning excluded; the CUDA context (about 0.5 GiB) is not in it"
+CUDA_PEAK = "torch.cuda.max_memory_allocated without planning and the CUDA context (about 0.5 GiB)"
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """What is known of the data: how much there is, and the pairs of the first steps."""
+class PairSample:
+    """What is known about the data: how much there is, and the pairs of the first steps."""
 
     count: int  # to train on
     held_out: int
@@ -35,12 +35,12 @@ class Pairs:
     sample: Sequence[Sequence[TokenPair]]
     largest: int  # tokens of the largest pair
     data_bytes: int = 0
-    assumed: str = ""  # why it is assumed
+    assumed: str = ""  # why there is no data to look at
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one device of the policy; all are alike."""
+    """The forecast of one device of the policy; all are alike."""
 
     config: DPOConfig
     device: Device
@@ -48,14 +48,14 @@ class Forecast:
     compiled: bool
     chosen: Chosen
     work: Work
-    parts: Parts
+    parts: MemoryParts
     reference_device: float  # bytes of a device that the reference has for itself
-    pairs: Pairs
+    pairs: PairSample
     step_tokens: int
-    seconds: Seconds | None
+    seconds: StepSeconds | None
     evaluation_seconds: float
     speed: str
-    disk: Disk
+    disk: DiskBytes
     disk_free: int
 
     @property
@@ -72,13 +72,14 @@ class Forecast:
 
     @property
     def batch(self) -> str:
-        """How the pairs of a step come about."""
+        """How many pairs a step has, and why."""
         training, pairs = self.config.actor_train.training_args, self.config.global_batch()
-        sizes = (training.per_device_train_batch_size, training.gradient_accumulation_steps)
+        if self.config.train_batch_size:
+            return f"train_batch_size = {pairs} pairs per step"
+        size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
         dp = layout(self.config.actor_train).dp
-        product = f"{sizes[0]} a device x {sizes[1]} accumulated x {dp} data-parallel = {sizes[0] * sizes[1] * dp}"
-        told = f"train_batch_size = {pairs}" if self.config.train_batch_size else product
-        return f"{told} pairs a step"
+        product = f"{size} per device x {steps} accumulated x {dp} data-parallel"
+        return f"{product} = {size * steps * dp} pairs per step"
 
     def as_json(self) -> dict[str, Any]:
         chosen, work, pairs = self.chosen, self.work, self.pairs
@@ -117,47 +118,47 @@ class Forecast:
         }
 
     def line(self) -> str:
-        """For a console."""
-        parts, there = asdict(self.parts), self.device.memory / GIB
+        """Return the forecast as one line for the console."""
+        parts, available = asdict(self.parts), self.device.memory / GIB
         largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
-        told = ", ".join(f"{name} {number / GIB:.3g}" for name, number in largest)
-        time = f"; {self.seconds.total:.3g} s a step" if self.seconds else ""
-        fits = "fits" if self.fits else "may NOT fit"
-        return f"forecast: {self.parts.total / GIB:.3g} of {there:.3g} GiB ({told}): {fits}{time}"
+        listed = ", ".join(f"{name} {number / GIB:.3g}" for name, number in largest)
+        time = f"; {self.seconds.total:.3g} s per step" if self.seconds else ""
+        total, fits = self.parts.total / GIB, "fits" if self.fits else "may NOT fit"
+        return f"forecast: {total:.3g} of {available:.3g} GiB ({listed}): {fits}{time}"
 
 
 def forecast(
     config: DPOConfig,
     sizes: Sizes,
     device: Device,
-    pairs: Pairs,
+    pairs: PairSample,
     speed: Speed | None,
     *,
     reference: bool = True,
 ) -> Forecast:
-    """`reference`: whether the model is needed, which a complete cache makes unnecessary."""
+    """Return the forecast. A complete log-prob cache makes the `reference` unnecessary."""
     compiled = compiles(config, sizes, device, pairs.steps)
-    memory = Memory(config, sizes, device, reference=reference, compiled=compiled)
+    memory = MemoryForecast(config, sizes, device, reference=reference, compiled=compiled)
     chosen = memory.chosen(pairs.sample, pairs.largest)
     work = memory.work(chosen, pairs.sample)
-    packed = memory.packed(pairs.sample[0], chosen)
+    packed = memory.pack(pairs.sample[0], chosen)
     share = 1 / memory.layout.dp
     seconds, evaluation = None, 0.0
     if speed is not None:
         own, seen = (
-            Flops.of(b, sizes).times(share)
-            for b in (packed, memory.packed_to_look_at(pairs.sample[0]))
+            Flops.of(b, sizes).times(share) for b in (packed, memory.pack_forward(pairs.sample[0]))
         )
         seconds = seconds_of_step(
-            speed, own, seen if memory.with_reference else None, sizes, memory.layout, chosen.recompute,
-            trained=memory.state().trained, adapter=memory.args.has_adapter, lean=config.precision == "lean",
-            batches=work.batches,
+            speed, own, seen if memory.with_reference else None, sizes, memory.layout,
+            chosen.recompute, trained=memory.state().trained, adapter=memory.args.has_adapter,
+            lean=config.precision == "lean", batches=work.batches,
         )  # fmt: skip
         forward = seen.layers / speed.forward + seen.head / speed.head
         evaluation = (
             forward / len(pairs.sample[0]) * pairs.held_out / (memory.layout.devices * share)
         )
     shared = memory.reference_bytes() > 0 or reference_is_policy(config)
+    apart = memory.with_reference and not shared
     return Forecast(
         config=config,
         device=device,
@@ -166,30 +167,30 @@ def forecast(
         chosen=chosen,
         work=work,
         parts=memory.peak(chosen, work),
-        reference_device=0.0 if shared or not memory.with_reference else memory.of_reference(),
+        reference_device=memory.own_reference_bytes() if apart else 0.0,
         pairs=pairs,
         step_tokens=sum(batch.real_tokens for batch in packed),
         seconds=seconds,
         evaluation_seconds=evaluation,
-        speed=speed.told if speed else "",
+        speed=speed.source if speed else "",
         disk=disk_of(
-            config, sizes, steps=pairs.steps, pairs=pairs.count + pairs.held_out, data=pairs.data_bytes,
-            reference=memory.with_reference,
+            config, sizes, steps=pairs.steps, pairs=pairs.count + pairs.held_out,
+            data=pairs.data_bytes, reference=memory.with_reference,
         ),
         disk_free=free_disk(config.run_dir),
     )  # fmt: skip
 
 
 def compiles(config: DPOConfig, sizes: Sizes, device: Device, steps: int) -> bool:
-    """As the workers decide: several devices compile where they are told to."""
+    """Return whether workers compile; several devices do so only if it is set."""
     alone = device.kind == "cuda" and layout(config.actor_train).devices == 1
     if config.compile != "auto" or not alone:
         return config.compile == "on" and device.kind == "cuda"
     return worth_compiling(config, sizes.weights, steps)
 
 
-def assumed_pairs(config: DPOConfig, why: str) -> Pairs:
-    """Where no data can be looked at: pairs as long as sequence_length allows, half of it prompt, for one step."""
+def assumed_pairs(config: DPOConfig, why: str) -> PairSample:
+    """Return one step of pairs as long as sequence_length allows, half of it prompt."""
     prompt, answer = (
         config.sequence_length // 2,
         config.sequence_length - config.sequence_length // 2,
@@ -202,4 +203,4 @@ def assumed_pairs(config: DPOConfig, why: str) -> Pairs:
         return TokenPair(ids[0], ids[1], ids[2], scored, scored)
 
     step = [pair() for _ in range(config.global_batch())]
-    return Pairs(0, 0, config.max_steps or 0, 0.0, [step], step[0].tokens, assumed=why)
+    return PairSample(0, 0, config.max_steps or 0, 0.0, [step], step[0].tokens, assumed=why)

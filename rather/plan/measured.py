@@ -1,4 +1,4 @@
-"""The peak of memory that a worker really took, beside which its forecast is laid."""
+"""The peak memory that a worker used, to compare with its forecast."""
 
 from __future__ import annotations
 
@@ -8,41 +8,34 @@ from pathlib import Path
 
 import torch
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
 
 class Peak:
-    """From its making on. Of a GPU what tensors take; of a CPU the growth of this process: a reference in it counts."""
+    """Measures since its construction: the tensors of a GPU, or the growth of this process."""
 
     def __init__(self, device: str) -> None:
-        self._cuda = device.startswith("cuda")
-        self._before = 0
+        self._cuda, self._before = device.startswith("cuda"), 0
         if not self._cuda:
             with suppress(OSError, AttributeError):  # not Linux with glibc
-                ctypes.CDLL(None).malloc_trim(
-                    0
-                )  # what was freed before would be used again, unseen
-                CLEAR.write_text("5")  # the high-water mark starts from here
+                ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again, unnoticed
+                Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
             self._before = _status("VmRSS")
 
     def begin_training(self) -> None:
-        """What planning tried out is not counted."""
+        """Do not count what planning has tried."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
 
     @property
     def bytes(self) -> int:
-        return (
-            torch.cuda.max_memory_allocated()
-            if self._cuda
-            else max(0, _status("VmHWM") - self._before)
-        )
+        if self._cuda:
+            return torch.cuda.max_memory_allocated()
+        return max(0, _status("VmHWM") - self._before)
 
 
 def _status(name: str) -> int:
-    """Bytes; 0 where the system does not tell."""
+    """Return bytes from /proc; 0 if the system has none."""
     with suppress(OSError):
-        for line in STATUS.read_text(encoding="ascii").splitlines():
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) << 10
     return 0

@@ -1,4 +1,4 @@
-"""The peak of one device, by part, and the micro-batches that a run would choose."""
+"""The peak memory of one device by part, and the micro-batches that a run would choose."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from rather.losses.objective import from_config
 from rather.model.budget import LADDER, LEAST, PARKING_PAYS, REHEARSED, SHARE, TOKENS
 from rather.model.head import CHUNK_BYTES
 from rather.model.layers import LEVELS, Recompute
-from rather.plan.activations import Running, forward_only, head, kept, passing
-from rather.plan.state import State, itemsize, state_of
+from rather.plan.activations import (
+    LayerSettings,
+    backward_bytes,
+    forward_bytes,
+    head_bytes,
+    kept_bytes,
+)
+from rather.plan.state import FOUR_BITS, RoleState, itemsize, role_state
 
 if TYPE_CHECKING:
     from rather.data.batch import PairBatch, TokenPair
     from rather.model.sizes import Sizes
 
-WORKSPACE = {
-    "cuda": 64 << 20,
-    "cpu": 32 << 20,
-}  # of the libraries: products, random numbers, pinned batches
-SCALES = 1 / 64 + 4 / (64 * 256)  # bytes beside a weight of four bits
+# Of the libraries: products, random numbers, pinned batches.
+WORKSPACE = {"cuda": 64 << 20, "cpu": 32 << 20}
+SCALES = 1 / 64 + 4 / (64 * 256)  # bytes of the scales of a four-bit weight
 
 
 @dataclass(frozen=True)
-class Parts:
+class MemoryParts:
     """Bytes of one device at the peak of a step."""
 
     weights: float = 0.0
@@ -48,7 +52,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Work:
-    """The largest micro-batch of one rank, with gradients and without, and how many with gradients a step has."""
+    """The largest micro-batch of one rank, and how many with gradients a step has."""
 
     tokens: int
     rows: int
@@ -69,188 +73,151 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Device:
-    """One device: cpu or cuda, and its memory in bytes as far as it is for this run."""
+    """One device: cpu or cuda, and the bytes of its memory that this run may use."""
 
     kind: str
     memory: float
 
 
-class Memory:
-    """Of the policy's device, where the reference may lie as well."""
+class MemoryForecast:
+    """The memory of the policy's device, which the reference may share."""
 
     def __init__(
         self, config: DPOConfig, sizes: Sizes, device: Device, *, reference: bool, compiled: bool
     ) -> None:
-        self.config, self.sizes, self.device, self.compiled = config, sizes, device, compiled
+        self.config, self.sizes, self.device = config, sizes, device
         self.layout: Layout = layout(config.actor_train)
         self.args = config.actor_train.model_args
+        self.compute = itemsize(self.args, device.kind)
+        self.compiled = compiled and device.kind == "cuda"
         self.with_reference = reference and from_config(config).needs_reference
+        # Widths of one tp rank; with sequence parallelism the residual stream is divided too.
         tp = self.layout.tp
-        between = (
-            sizes.hidden // tp if self.layout.sequence_parallel else sizes.hidden
-        )  # of the residual stream
-        heads, keys = sizes.heads // tp, max(1, sizes.key_heads // tp)
-        # Widths as one rank of tp has them.
         self.part = replace(
-            sizes, hidden=between, heads=heads, key_heads=keys, inner=sizes.inner // tp
+            sizes,
+            hidden=sizes.hidden // tp if self.layout.sequence_parallel else sizes.hidden,
+            heads=sizes.heads // tp,
+            key_heads=max(1, sizes.key_heads // tp),
+            inner=sizes.inner // tp,
         )
 
-    def state(self, *, narrow: bool = False) -> State:
-        return state_of(
-            self.config,
-            self.config.actor_train,
-            self.device.kind,
-            self.sizes.shapes,
-            self.args,
-            narrow=narrow,
-        )
+    def state(self, *, narrow: bool = False) -> RoleState:
+        role, kind = self.config.actor_train, self.device.kind
+        return role_state(self.config, role, kind, self.sizes.shapes, self.args, narrow=narrow)
 
-    def running(self, recompute: Recompute) -> Running:
-        return Running(
-            self.device.kind,
-            itemsize(self.args, self.device.kind),
-            recompute,
-            self.compiled and self.device.kind == "cuda",
-            self.args.has_adapter,
-            self.layout.offload,
-        )
-
-    # --- what lies there ---
+    # --- between steps ---
 
     def reference_bytes(self) -> float:
-        """Of a second model on the same device."""
+        """Return the bytes of a reference on the same device."""
         config = self.config
-        shares = (config.reference.device_mapping or [0]) == (
-            config.actor_train.device_mapping or [0]
-        )
+        actor, reference = config.actor_train.device_mapping, config.reference.device_mapping
+        shares = (reference or [0]) == (actor or [0])
         if not self.with_reference or not shares or reference_is_policy(config):
             return 0.0
-        return self.of_reference()
+        return self.own_reference_bytes()
 
-    def of_reference(self) -> float:
-        """On a device of its role, wherever that is."""
-        role = self.config.reference
-        state = state_of(self.config, role, self.device.kind, self.sizes.shapes, role.model_args)
+    def own_reference_bytes(self) -> float:
+        """Return the bytes of the reference on a device of its role."""
+        role, kind = self.config.reference, self.device.kind
+        state = role_state(self.config, role, kind, self.sizes.shapes, role.model_args)
         return state.own + (state.gathered if state.shards > 1 else 0.0)
 
-    def resting(self, *, narrow: bool, parked: bool) -> Parts:
-        """Weights and optimizer between two steps, gradients as they are in one."""
+    def resting(self, *, narrow: bool, parked: bool) -> MemoryParts:
+        """Return weights and optimizer between two steps, and gradients as they are in one."""
         state = self.state(narrow=narrow)
-        own, quantised = state.by_part, self._quantised()
-        on_host = self.layout.host and self.device.kind == "cuda"
-        held = (
-            Parts()
-            if on_host
-            else Parts(own.weights + quantised, own.gradients, own.master, own.moments)
-        )
+        own, held = state.by_purpose, MemoryParts()
+        if not (self.layout.host and self.device.kind == "cuda"):
+            weights = own.weights + self._quantization_bytes()
+            held = MemoryParts(weights, own.gradients, own.master, own.moments)
         reference = 0.0 if parked else self.reference_bytes()
-        return replace(held, reference=reference, buffers=self._gathered(state))
+        return replace(held, reference=reference, buffers=self._gathered_bytes(state))
 
-    def _quantised(self) -> float:
-        """What a base of four bits holds more than that: scales, and embeddings, head and norms as they are."""
+    def _quantization_bytes(self) -> float:
+        """Return what a four-bit base needs on top: scales; embeddings, head, norms as stored."""
         if not self.args.quantization:
             return 0.0
-        inner, all_of_them = self.sizes.in_layers, self.sizes.weights
-        return inner * SCALES + (all_of_them - inner) * (
-            itemsize(self.args, self.device.kind) - 0.5
-        )
+        inner = self.sizes.in_layers
+        return inner * SCALES + (self.sizes.weights - inner) * (self.compute - FOUR_BITS)
 
-    def _gathered(self, state: State) -> float:
-        """Copies in the precision that is computed in, and those of layers on their way from one rank to another."""
-        found, compute = self.layout, itemsize(self.args, self.device.kind)
+    def _gathered_bytes(self, state: RoleState) -> float:
+        """Return copies in the computing precision, and layers in transit between ranks."""
+        found, compute = self.layout, self.compute
         if found.dp * found.cp == 1:
             return 0.0
         whole, trained = (number / state.cut for number in (self.sizes.weights, state.trained))
-        wide = (
-            4 * trained if found.stage == 1 and compute < 4 else 0.0
-        )  # waiting gradients are float32
         if found.stage == 0:
             return whole * compute if compute < 4 else 0.0
         if found.stage < 3:
-            return state.gathered + wide - (compute * trained if wide else 0.0)
+            # With zero1 the gradients that wait are float32.
+            wide = (4 - compute) * trained if found.stage == 1 and compute < 4 else 0.0
+            return state.gathered + wide
         layer = self.sizes.in_layers / self.sizes.layers / found.tp
         outside = (self.sizes.weights - self.sizes.in_layers) / found.tp
         return (2 * layer + outside) * compute + layer * 4
 
-    # --- what comes and goes ---
+    # --- in a step ---
 
-    def peak(self, chosen: Chosen, work: Work) -> Parts:
-        """By the moment in which most is held: at the head, in a layer, at the end of backward, without gradients."""
-        moments = list(self._moments(chosen, work))
-        return max(moments, key=lambda parts: parts.total)
+    def peak(self, chosen: Chosen, work: Work) -> MemoryParts:
+        """Return the parts at the moment that needs most."""
+        return max(self._moments(chosen, work), key=lambda parts: parts.total)
 
-    def _moments(self, chosen: Chosen, work: Work) -> Iterator[Parts]:
-        part, running, found = self.part, self.running(chosen.recompute), self.layout
+    def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
+        """Yield the parts at the head, in a layer, at the end of backward, without gradients."""
+        part, found, size = self.part, self.layout, self.compute
+        settings = LayerSettings(
+            self.device.kind, size, chosen.recompute, self.compiled, self.args.has_adapter,
+            found.offload,
+        )  # fmt: skip
         resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
-        before = (
-            resting if work.batches > 1 else replace(resting, gradients=0.0)
-        )  # the first one finds none
+        # The first micro-batch finds no gradients.
+        before = resting if work.batches > 1 else replace(resting, gradients=0.0)
         tokens, rows = work.tokens / found.cp, work.rows / found.cp
-        layers = -(-part.layers // found.pp) * min(
-            found.pp, work.batches
-        )  # of all micro-batches in a pipeline stage
-        each = 0.0 if running.offload else kept(part, running)
-        outside = (
-            (4 / running.itemsize + 2) * part.hidden * running.itemsize
-        )  # embedding, last norm
-        held = tokens * (each * layers + outside)
-        at_head, extra = (
-            head(self.sizes, rows, running, found.tp),
-            float(WORKSPACE[self.device.kind]),
-        )
-        yield replace(
-            before,
-            activations=held,
-            logits=at_head.logits,
-            buffers=before.buffers + at_head.beside + extra,
-        )
-        layer = tokens * passing(part, running) + extra
-        of_head = 0.0 if running.adapter else part.of_head / found.tp * running.itemsize
-        waiting = of_head if part.tied else 0.0  # for the gradient of the embedding
-        yield replace(before, activations=held, buffers=before.buffers + layer + waiting)
-        first = tokens * (
-            kept(part, running) + outside
-        )  # of the first layer, whose backward is the last
-        yield replace(
-            resting, activations=first, buffers=resting.buffers + layer + waiting + of_head
-        )
-        yield self._without_gradients(chosen, work, running, extra)
-
-    def _without_gradients(
-        self, chosen: Chosen, work: Work, running: Running, extra: float
-    ) -> Parts:
-        """The reference's turn, or an evaluation's."""
+        # A pipeline stage holds the layers of several micro-batches.
+        layers = -(-part.layers // found.pp) * min(found.pp, work.batches)
+        each = 0.0 if settings.offload else kept_bytes(part, settings)
+        outside = (4 / size + 2) * part.hidden * size  # embedding, last norm
+        kept = tokens * (each * layers + outside)
+        extra = float(WORKSPACE[self.device.kind])
+        logits, gradients = head_bytes(self.sizes, rows, settings, found.tp)
+        buffers = before.buffers + gradients + extra
+        yield replace(before, activations=kept, logits=logits, buffers=buffers)
+        layer = tokens * backward_bytes(part, settings) + extra
+        head = 0.0 if settings.adapter else part.of_head / found.tp * size
+        waiting = head if part.tied else 0.0  # for the gradient of the embedding
+        yield replace(before, activations=kept, buffers=before.buffers + layer + waiting)
+        first = tokens * (kept_bytes(part, settings) + outside)  # whose backward is the last
+        yield replace(resting, activations=first, buffers=resting.buffers + layer + waiting + head)
+        # The reference's turn, or an evaluation.
         here = self.resting(narrow=chosen.narrow, parked=False)
-        tokens = work.seen / self.layout.cp
-        logits = tokens * self.sizes.vocabulary / self.layout.tp * running.itemsize
-        passing_by = tokens * forward_only(self.part, running) + extra
+        tokens = work.seen / found.cp
+        logits = tokens * self.sizes.vocabulary / found.tp * size
+        buffers = here.buffers + (tokens * forward_bytes(part, settings) + extra)
         chunk = min(logits, CHUNK_BYTES[self.device.kind])
-        return replace(here, gradients=0.0, logits=chunk, buffers=here.buffers + passing_by)
+        yield replace(here, gradients=0.0, logits=chunk, buffers=buffers)
 
     # --- what a run chooses ---
 
     def chosen(self, steps: Sequence[Sequence[TokenPair]], largest_pair: int) -> Chosen:
-        """As `choose_budget` does by rehearsals, here by the same line computed."""
-        told = self.config.actor_train.max_tokens_per_microbatch_in_train
-        kind, found = self.device.kind, self.layout
-        wanted, level = told or TOKENS[kind], found.recompute
-        parked = self.config.reference.offload == "on" and self._may_park
+        """Return what `choose_budget` finds by rehearsals, computed here by the same rules."""
+        given = self.config.actor_train.max_tokens_per_microbatch_in_train
+        kind, found, offload = self.device.kind, self.layout, self.config.reference.offload
+        wanted, level = given or TOKENS[kind], found.recompute
+        parked = offload == "on" and self._may_park
         if kind == "cpu" or found.devices > 1 or found.canonical:
             usual: Recompute = "full" if kind == "cuda" else "none"
             chosen = Chosen(wanted, level or usual, narrow=False, parked=parked, fits=True)
             peak = self.peak(chosen, self.work(chosen, steps))
             return replace(chosen, fits=peak.total <= SHARE * self.device.memory)
-        least = max(min(LEAST, wanted), largest_pair)
-        needed = max(told or least, largest_pair)
-        real = sum(batch.real_tokens for batch in self.packed_to_look_at(steps[0]))
-        pays = real > PARKING_PAYS and self.config.reference.offload == "auto"
+        needed = max(given or min(LEAST, wanted), largest_pair)
+        real = sum(batch.real_tokens for batch in self.pack_forward(steps[0]))
+        parks = real > PARKING_PAYS and offload == "auto" and self._may_park
         for narrow in (False, True):
             for each in (level,) if level else LEVELS:
-                for parks in dict.fromkeys((parked, parked or (pays and self._may_park))):
-                    fitting = self._tokens_that_fit(each, narrow=narrow, parked=parks)
+                for host in dict.fromkeys((parked, parked or parks)):
+                    fitting = self._tokens_that_fit(each, narrow=narrow, parked=host)
                     if fitting >= needed:
-                        return Chosen(min(wanted, fitting), each, narrow, parks, fits=True)
-        return Chosen(needed, level or "full", narrow=True, parked=parks, fits=False)
+                        return Chosen(min(wanted, fitting), each, narrow, host, fits=True)
+        return Chosen(needed, level or "full", narrow=True, parked=parked or parks, fits=False)
 
     @property
     def _may_park(self) -> bool:
@@ -263,35 +230,25 @@ class Memory:
         first, second = (self.peak(trial, Work(n, n, batches=2, seen=0)).total for n in REHEARSED)
         each = max(1.0, (second - first) / (many - few))
         resting = replace(self.resting(narrow=narrow, parked=parked), gradients=0.0).total
-        room = (
-            SHARE * (self.device.memory - resting) + resting
-        )  # what lies there already was not free
+        room = SHARE * (self.device.memory - resting) + resting  # what rests there was not free
         return max(0, (int((room - first) / each) + few) // LADDER["cuda"] * LADDER["cuda"])
 
     def work(self, chosen: Chosen, steps: Sequence[Sequence[TokenPair]]) -> Work:
-        """By packing the first steps as the run will."""
-        with_gradients, without = [], []
-        for step in steps:
-            with_gradients.append(self.packed(step, chosen))
-            without += self.packed_to_look_at(step)
-        largest = max(
-            (batch for each in with_gradients for batch in each), key=lambda batch: len(batch.ids_N)
+        """Return the work of the first steps, packed as the run packs them."""
+        packed = [self.pack(step, chosen) for step in steps]
+        batches = [batch for each in packed for batch in each]
+        return Work(
+            tokens=max(len(batch.ids_N) for batch in batches),
+            rows=max(len(batch.rows_U) for batch in batches),
+            batches=max(1, max(map(len, packed)) // max(1, self.layout.dp)),
+            seen=max(len(b.ids_N) for step in steps for b in self.pack_forward(step)),
         )
-        rows = max(len(batch.rows_U) for each in with_gradients for batch in each)
-        batches = max(map(len, with_gradients)) // max(1, self.layout.dp)
-        seen = max(len(batch.ids_N) for batch in without)
-        return Work(len(largest.ids_N), rows, max(1, batches), seen)
 
-    def packed(self, step: Sequence[TokenPair], chosen: Chosen) -> list[PairBatch]:
+    def pack(self, step: Sequence[TokenPair], chosen: Chosen) -> list[PairBatch]:
         return pack(step, chosen.tokens, ladder=LADDER[self.device.kind], ranks=self.layout.bins)
 
-    def packed_to_look_at(self, step: Sequence[TokenPair]) -> list[PairBatch]:
-        role = self.config.reference
+    def pack_forward(self, step: Sequence[TokenPair]) -> list[PairBatch]:
+        """Pack a step for the reference, without gradients."""
+        role, ladder = self.config.reference, LADDER[self.device.kind]
         budget = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.device.kind]
-        return pack(
-            step,
-            budget,
-            role.infer_batch_size,
-            ladder=LADDER[self.device.kind],
-            ranks=layout(role).bins,
-        )
+        return pack(step, budget, role.infer_batch_size, ladder=ladder, ranks=layout(role).bins)

@@ -1,4 +1,4 @@
-"""Other ways to lay out the same run: which would fit, and how fast they would be."""
+"""Alternative settings for the same run: which would fit, and how fast they would be."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Judge = Callable[[DPOConfig], Forecast]
 
 
 @dataclass(frozen=True)
-class Way:
-    """Settings to type, and what they would give."""
+class Alternative:
+    """Settings to add to the command, and their forecast."""
 
     change: Change
     forecast: Forecast
 
     @property
-    def typed(self) -> str:
+    def overrides(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.change.items())
 
 
 def changed(config: DPOConfig, change: Change) -> DPOConfig:
-    """The same settings but for some, judged like a file."""
+    """Return the config with some settings changed, checked like a file."""
     values = config.model_dump(exclude_unset=True)
     for key, value in change.items():
         *parents, last = key.split(".")
@@ -47,7 +47,7 @@ def changed(config: DPOConfig, change: Change) -> DPOConfig:
 
 
 def on_devices(config: DPOConfig, count: int) -> DPOConfig:
-    """Policy on so many devices; a reference that shared its devices does so again."""
+    """Return the config on `count` devices; a reference that shared its devices still does."""
     actor, reference = (
         config.actor_train.device_mapping or [0],
         config.reference.device_mapping or [0],
@@ -63,7 +63,7 @@ def on_devices(config: DPOConfig, count: int) -> DPOConfig:
 
 
 def candidates(config: DPOConfig, sizes: Sizes, kind: str) -> Iterator[Change]:
-    """Settings that change memory or speed; last those that change what is learnt."""
+    """Yield settings that change memory or speed; last those that change what is learned."""
     found = layout(config.actor_train)
     levels = [level for level in ("selective", "full") if level != found.recompute]
     if found.devices == 1:
@@ -77,9 +77,9 @@ def candidates(config: DPOConfig, sizes: Sizes, kind: str) -> Iterator[Change]:
 
 
 def _on_one(config: DPOConfig, kind: str, levels: Sequence[str]) -> Iterator[Change]:
-    told = config.actor_train.max_tokens_per_microbatch_in_train
+    given = config.actor_train.max_tokens_per_microbatch_in_train
     for tokens in (2048, 4096):
-        if kind == "cpu" or (told and told > tokens):
+        if kind == "cpu" or (given and given > tokens):
             yield {TOKENS: tokens}
     for level in levels:
         yield {RECOMPUTE: level}
@@ -96,8 +96,8 @@ def _on_one(config: DPOConfig, kind: str, levels: Sequence[str]) -> Iterator[Cha
 def _on_many(
     config: DPOConfig, sizes: Sizes, devices: int, levels: Sequence[str]
 ) -> Iterator[Change]:
-    told = config.actor_train.max_tokens_per_microbatch_in_train
-    yield from ({TOKENS: tokens} for tokens in (4096, 8192, 16384) if not told or told > tokens)
+    given = config.actor_train.max_tokens_per_microbatch_in_train
+    yield from ({TOKENS: tokens} for tokens in (4096, 8192, 16384) if not given or given > tokens)
     degrees = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if devices % (tp * pp) == 0]
     for tp, pp in degrees:
         if sizes.heads % tp or sizes.key_heads % tp or sizes.layers < pp:
@@ -111,23 +111,23 @@ def _on_many(
                 yield {f"{STRATEGY}.strategy_name": name, **sized, RECOMPUTE: level}
 
 
-def best(ways: Sequence[Way], count: int = 6) -> list[Way]:
-    """Those that fit, fastest first; without any, those that need least memory."""
-    fitting = [way for way in ways if way.forecast.fits]
+def best(options: Sequence[Alternative], count: int = 6) -> list[Alternative]:
+    """Return those that fit, fastest first; if none fits, those that need least memory."""
+    fitting = [option for option in options if option.forecast.fits]
     if not fitting:
-        return sorted(ways, key=lambda way: way.forecast.parts.total)[:count]
-    return sorted(fitting, key=_seconds_of_a_pair)[:count]
+        return sorted(options, key=lambda option: option.forecast.parts.total)[:count]
+    return sorted(fitting, key=_seconds_per_pair)[:count]
 
 
-def _seconds_of_a_pair(way: Way) -> tuple[float, float]:
-    """Of equally fast ways that which needs least memory comes first."""
-    found = way.forecast
+def _seconds_per_pair(option: Alternative) -> tuple[float, float]:
+    """Return the sort key; of equally fast ones, the one that needs least memory is first."""
+    found = option.forecast
     seconds = found.seconds.total / found.config.global_batch() if found.seconds else 0.0
     return float(f"{seconds:.2g}"), found.parts.total
 
 
-def enough_devices(config: DPOConfig, judge: Judge) -> Way | None:
-    """As few devices as hold it, all divided among them."""
+def enough_devices(config: DPOConfig, judge: Judge) -> Alternative | None:
+    """Return the fewest devices that hold the run if everything is divided among them."""
     for count in (2, 4, 8, 16, 32, 64):
         change = {f"{STRATEGY}.strategy_name": "zero3", RECOMPUTE: "full"}
         try:
@@ -135,14 +135,14 @@ def enough_devices(config: DPOConfig, judge: Judge) -> Way | None:
         except ConfigError:
             continue
         if found.fits:
-            return Way({"actor_train.device_mapping": f"0-{count - 1}", **change}, found)
+            return Alternative({"actor_train.device_mapping": f"0-{count - 1}", **change}, found)
     return None
 
 
-def ways_of(config: DPOConfig, sizes: Sizes, kind: str, judge: Judge) -> Iterator[Way]:
-    """What the config's own checks refuse is no way."""
+def alternatives(config: DPOConfig, sizes: Sizes, kind: str, judge: Judge) -> Iterator[Alternative]:
+    """Yield the alternatives that the checks of the config accept."""
     for change in candidates(config, sizes, kind):
         try:
-            yield Way(change, judge(changed(config, change)))
+            yield Alternative(change, judge(changed(config, change)))
         except ConfigError:
             continue

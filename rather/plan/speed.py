@@ -1,7 +1,7 @@
-"""Seconds of a step: the FLOPs that it needs, and how many of them a device does in a second.
+"""The seconds of a step: the FLOPs that it needs, and how many of them a device does per second.
 
-Of a device that is here, one layer is timed (calibrate.py). Of one that is not, data sheets and the share of them that
-was measured on an H200 (bench/results) have to do.
+If the device is here, layers are timed (calibrate.py). Otherwise the data sheet is used, with the
+share of it that was measured on an H200 (bench/results).
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 COMMON_SPEED = 3e14  # FLOP/s of a GPU without compilation
 WORTH_COMPILING = 600.0  # seconds of training
-# Share of the FLOP/s of an H200's data sheet by weights, compiled, UltraFeedback-like: bench/results/gpu_vs_trl_*.json.
+# Share of the FLOP/s of an H200's data sheet by weights, compiled, on data like UltraFeedback:
+# bench/results/gpu_vs_trl_*.json.
 MFU = {0.5e9: 0.425, 1.5e9: 0.518, 3.1e9: 0.552, 7.6e9: 0.53}
-EAGER = {
-    0.5e9: 0.70,
-    1.5e9: 0.74,
-    7.6e9: 0.90,
-}  # of it without torch.compile: plan_vs_measured_cuda.json beside them
-# FLOPs of layers that are computed again, in forward passes.
+# Of these without torch.compile: bench/results/plan_vs_measured_cuda.json.
+EAGER = {0.5e9: 0.70, 1.5e9: 0.74, 7.6e9: 0.90}
+# FLOPs of layers that are recomputed, in forward passes.
 AGAIN: Mapping[str, float] = {"none": 0.0, "half": 0.25, "selective": 0.5, "full": 1.0}
-LAUNCHES = 2e-3  # seconds in which a host starts all kernels of a layer, forward and backward, not compiled
+LAUNCHES = 2e-3  # seconds to launch all kernels of a layer, forward and backward, not compiled
 EXACT_UPDATE, LEAN_UPDATE = 28, 12  # bytes of a weight that an update reads and writes
 
 
 class Gpu(NamedTuple):
-    """By its data sheet; `gib` is what CUDA tells, less than what is printed on the box."""
+    """From its data sheet; `gib` is what CUDA reports, less than what is printed on the box."""
 
     gib: float
     flops: float  # dense, in bfloat16
@@ -61,20 +59,20 @@ GPUS: Mapping[str, Gpu] = {
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s in the layers with and without gradients and in the head; bytes/s of the memory and between devices."""
+    """FLOP/s of layers with and without gradients and of the head; bytes/s of memory and link."""
 
     train: float
     forward: float
     head: float
     memory: float
     link: float
-    told: str  # where it comes from
+    source: str  # where the numbers come from
     launches: float = 0.0  # least seconds of a layer
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Forward FLOPs of some micro-batches of one rank."""
+    """The forward FLOPs of some micro-batches of one rank."""
 
     layers: float
     head: float
@@ -96,7 +94,7 @@ class Flops:
 
 
 def passes(recompute: Recompute, *, adapter: bool) -> float:
-    """Forward passes that a training pass of a layer costs: backward takes two, one where its weights are frozen."""
+    """Return the cost of a training pass in forward passes: backward is two, or one if frozen."""
     return (2.0 if adapter else 3.0) + AGAIN[recompute]
 
 
@@ -105,14 +103,16 @@ def listed_speed(name: str, weights: int, *, compiled: bool) -> Speed:
     share = _between(MFU, weights) * (1.0 if compiled else _between(EAGER, weights))
     flops = gpu.flops * share
     how = "compiled" if compiled else "not compiled"
-    told = f"{gpu.flops / 1e12:.0f} TFLOP/s of {name}'s data sheet x {share:.0%} measured on an H200 ({how})"
-    return Speed(
-        flops, flops, flops, 0.8 * gpu.memory, 0.7 * gpu.link, told, 0.0 if compiled else LAUNCHES
+    source = (
+        f"{gpu.flops / 1e12:.0f} TFLOP/s of {name}'s data sheet x {share:.0%} measured on an H200 "
+        f"({how})"
     )
+    launches = 0.0 if compiled else LAUNCHES
+    return Speed(flops, flops, flops, 0.8 * gpu.memory, 0.7 * gpu.link, source, launches)
 
 
 def _between(measured: Mapping[float, float], weights: int) -> float:
-    """By the logarithm of the size, between the measured ones."""
+    """Interpolate by the logarithm of the size."""
     known = sorted(measured.items())
     if weights <= known[0][0]:
         return known[0][1]
@@ -123,14 +123,14 @@ def _between(measured: Mapping[float, float], weights: int) -> float:
 
 
 def worth_compiling(config: DPOConfig, weights: int, steps: int) -> bool:
-    """Compiling takes a minute or two; is the run likely to take many?"""
+    """Return whether the run is likely to take much longer than compiling, a minute or two."""
     tokens = steps * config.global_batch() * config.sequence_length
     return 6.0 * weights * tokens / COMMON_SPEED > WORTH_COMPILING
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Of one step of one rank."""
+class StepSeconds:
+    """The seconds of one step of one rank."""
 
     train: float
     reference: float
@@ -154,8 +154,8 @@ def seconds_of_step(
     adapter: bool,
     lean: bool,
     batches: int,
-) -> Seconds:
-    """`policy` are the FLOPs of one dp rank's share of a step, which tp, pp and cp divide further."""
+) -> StepSeconds:
+    """Return the time of a step. tp, pp and cp divide the FLOPs of a dp rank further."""
     parts = found.tp * found.pp * found.cp
     layers = policy.layers * passes(recompute, adapter=adapter) / speed.train
     head = policy.head * (2.0 if adapter else 3.0) / speed.head
@@ -163,29 +163,26 @@ def seconds_of_step(
     train = max(
         (layers + head) / parts * bubble, speed.launches * sizes.layers / found.pp * batches
     )
-    asked = (
-        0.0
-        if reference is None
-        else (reference.layers / speed.forward + reference.head / speed.head) / parts
-    )
+    forward = 0.0
+    if reference is not None:
+        forward = (reference.layers / speed.forward + reference.head / speed.head) / parts
     update = trained / parts / found.shard * (LEAN_UPDATE if lean else EXACT_UPDATE) / speed.memory
-    return Seconds(train, asked, update, _exchange(speed, policy, sizes, found, batches, train))
+    return StepSeconds(
+        train, forward, update, _exchange(speed, policy, sizes, found, batches, train)
+    )
 
 
 def _exchange(
     speed: Speed, policy: Flops, sizes: Sizes, found: Layout, batches: int, train: float
 ) -> float:
-    """Never measured on several GPUs. Sums of gradients run beside the backward pass, those of tp do not."""
+    """Return the time between devices that training does not hide; never measured on several GPUs.
+
+    Sums of gradients overlap with the backward pass, those of tp do not.
+    """
     if found.devices == 1:
         return 0.0
     own = sizes.weights / found.tp / found.pp
-    rounds = {3: 4.0 * batches + 4.0 * batches, 2: 2.0 + 4.0 * batches}.get(
-        found.stage, 6.0
-    )  # bytes of a weight
-    beside = own * rounds / speed.link if found.dp * found.cp > 1 else 0.0
-    sums = (
-        8 * 2 * policy.tokens / found.cp * sizes.hidden * sizes.layers / found.pp
-        if found.tp > 1
-        else 0.0
-    )
-    return max(0.0, beside - train * 2 / 3) + sums / speed.link
+    rounds = {3: 8.0 * batches, 2: 2.0 + 4.0 * batches}.get(found.stage, 6.0)  # bytes of a weight
+    overlapped = own * rounds / speed.link if found.dp * found.cp > 1 else 0.0
+    sums = 16 * policy.tokens / found.cp * sizes.hidden * sizes.layers / found.pp
+    return max(0.0, overlapped - train * 2 / 3) + (sums / speed.link if found.tp > 1 else 0.0)

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,14 @@ class MetricsFile:
             raise
         self._size += done
         self._unwritten = b""
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file that MetricsFile has written."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fields = json.loads(line)
+        nonfinite = {name: float(text) for name, text in fields.pop("nonfinite", {}).items()}
+        yield fields | nonfinite
 
 
 def json_line(record: Record) -> str:

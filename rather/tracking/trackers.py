@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rather.config.masking import public_values
 from rather.errors import ConfigError
-from rather.tracking.metrics_file import Record
+from rather.tracking.metrics_file import Record, read_records
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -107,17 +107,12 @@ class TrackedRun:
         return self.settings | ({RESUMED: self.start_step} if tracker in self._ids else {})
 
     def records(self, first: int) -> Iterator[Record]:
-        """Yield the records from step `first` to the checkpoint.
+        """Return the records from step `first` to the checkpoint.
 
         A tracker that writes in the background may have lost them in a kill.
         """
-        if self.start_step == 0:
-            return
-        for line in self._metrics.read_text(encoding="utf-8").splitlines():
-            fields = json.loads(line)
-            nonfinite = {name: float(text) for name, text in fields.pop("nonfinite", {}).items()}
-            if fields["step"] >= first:
-                yield fields | nonfinite
+        known = read_records(self._metrics) if self.start_step else ()
+        return (record for record in known if record["step"] >= first)
 
 
 class TensorBoard:

@@ -1,4 +1,4 @@
-"""ColossalChat's form: its constructor, loader, metric names, files; one and two ranks; epochs that go on."""
+"""ColossalChat's trainer: constructor, loader, metric names, files; one and two ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_script_of_the_seed(folder: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in told if "eval/accuracy" in line] == [3, 6]
 
 
-def test_start_epoch_goes_on_with_that_epochs_order(folder: Path) -> None:
+def test_start_epoch_continues_with_the_order_of_that_epoch(folder: Path) -> None:
     """Two epochs at once, or the second alone from where the first ended: the same losses."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     whole = trainer_of(folder, model).fit(loader(folder, 12, 1))
@@ -111,7 +111,7 @@ def test_start_epoch_goes_on_with_that_epochs_order(folder: Path) -> None:
     )
 
 
-def test_nothing_is_saved_between_with_an_interval_of_0(folder: Path, tmp_path: Path) -> None:
+def test_only_the_end_is_exported_with_an_interval_of_0(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer_of(folder, model, max_epochs=1, save_dir=tmp_path).fit(loader(folder, 8, 1))
     assert [path.name for path in tmp_path.glob("epoch-*")] == ["epoch-0_step-2"]
@@ -137,9 +137,9 @@ def test_without_the_loss_mask_every_token_counts(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("plugin", "said"),
-    [(Plugin("zero9"), "is none of"), (Plugin("zero2", tp_size=2), "has no degrees of its own")],
+    [(Plugin("zero9"), "is not one of"), (Plugin("zero2", tp_size=2), "has no degrees of its own")],
 )
-def test_plugins_that_are_none(folder: Path, plugin: Plugin, said: str) -> None:
+def test_unknown_plugins_are_refused(folder: Path, plugin: Plugin, said: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(ConfigError, match=said):
         trainer_of(folder, model, plugin=plugin, booster=None)
@@ -152,12 +152,12 @@ def test_plugins_that_are_none(folder: Path, plugin: Plugin, said: str) -> None:
         ({"save_dir": "saved", "tokenizer": None}, "give the tokenizer too"),
     ],
 )
-def test_what_could_not_be_saved_is_refused_before_training(
+def test_missing_save_arguments_are_refused_before_training(
     folder: Path, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         trainer_of(folder, AutoModelForCausalLM.from_pretrained(folder), **changes)
 
 
-def test_what_lies_on_the_host_keeps_lying_there() -> None:
+def test_zero2_cpu_keeps_its_strategy() -> None:
     assert Plugin("zero2_cpu").strategy().strategy_name == "zero2_cpu"

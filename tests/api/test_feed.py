@@ -1,4 +1,4 @@
-"""What `fit`, `evaluate` and `training_step` make of pairs that are few, bad, spent or oddly batched."""
+"""`fit`, `evaluate` and `training_step` with pairs that are few, bad, used up or oddly batched."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trainer(folder: Path) -> Any:
     return made
 
 
-def test_nothing_to_train_on_is_no_training(trainer: Any) -> None:
+def test_no_pairs_are_refused(trainer: Any) -> None:
     with pytest.raises(
         DataError, match=r"0 pairs are left in epoch 1; rows dropped: 4 bad_type \("
     ):
@@ -65,7 +65,7 @@ def test_nothing_to_train_on_is_no_training(trainer: Any) -> None:
         trainer().evaluate([])
 
 
-def test_dropped_rows_are_told(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_rows_are_logged(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "rather.data.feed")
     own = trainer({"num_train_epochs": 2})
     assert len(own.fit(DataLoader([*TEXT[:3], *BAD], batch_size=5, collate_fn=list))) == 6
@@ -81,7 +81,7 @@ def test_dropped_rows_are_told(trainer: Any, caplog: pytest.LogCaptureFixture) -
     assert "1 bad_unicode (half of a surrogate pair" in caplog.text
 
 
-def test_rows_that_must_not_be_dropped(trainer: Any) -> None:
+def test_rows_that_must_not_be_dropped_are_errors(trainer: Any) -> None:
     with pytest.raises(DataError, match=r"a row is empty_response .* and on_bad is error"):
         trainer(on_bad="error").fit([*TEXT, *BAD])
     keys = {"sequence_length": 2, "actor_train": {"data_args": {"overlong": "error"}}}
@@ -99,7 +99,7 @@ def test_a_loader_of_lists_is_not_counted_by_its_items(trainer: Any) -> None:
         trainer({"lr_scheduler_type": "linear"}).fit(loader)
 
 
-def test_what_is_gone_through_once_lasts_one_epoch(trainer: Any) -> None:
+def test_an_iterator_lasts_one_epoch(trainer: Any) -> None:
     with pytest.raises(DataError, match="an iterator gives its pairs once, not in 3 epochs"):
         trainer({"num_train_epochs": 3}).fit(iter(TOKENS))
     with pytest.raises(DataError, match="an iterator gives its pairs once, not in 2 epochs"):
@@ -113,9 +113,9 @@ def test_what_is_gone_through_once_lasts_one_epoch(trainer: Any) -> None:
     assert len(trainer({"num_train_epochs": 2}, max_steps=2).fit(iter(TOKENS))) == 2
 
 
-def test_a_spent_loader_in_colossalchats_form(folder: Path) -> None:
+def test_an_iterator_lasts_one_epoch_in_coati(folder: Path) -> None:
     once: Iterator[Any] = iter(list(test_coati.loader(folder, 4, 1)))
-    with pytest.raises(DataError, match="0 pairs in epoch 1"):
+    with pytest.raises(DataError, match="0 pairs are left in epoch 2"):
         test_coati.trainer_of(folder, AutoModelForCausalLM.from_pretrained(folder)).fit(once)
 
 

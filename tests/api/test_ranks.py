@@ -1,4 +1,4 @@
-"""DPOTrainer in a process group: each dp rank brings its own micro-batches, and the steps are those of one process."""
+"""DPOTrainer in a process group: each dp rank brings its own pairs; steps equal one process's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def coati_losses(folder: Path, plugin: str | None, dp: int = 1) -> list[float]:
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "zero2", "gemini"])
-def test_colossalchats_form_on_two_ranks(folder: Path, plugin: str) -> None:
+def test_coati_on_two_ranks(folder: Path, plugin: str) -> None:
     alone = coati_losses(folder, None)
     assert len(set(alone)) == STEPS
     for losses in pool(2).run(coati_losses, folder, plugin, 2):
@@ -98,13 +98,13 @@ def same_pairs(folder: Path) -> str:
     return str(refused.value)
 
 
-def test_ranks_with_the_same_pairs_are_told(folder: Path) -> None:
+def test_ranks_with_the_same_pairs_are_refused(folder: Path) -> None:
     for said in pool(2).run(same_pairs, folder):
         assert "all ranks brought the same pairs" in said
 
 
 def scales(folder: Path) -> list[float]:
-    """Of the loss in float16, with an optimizer of ours and with a given one, which then takes a step."""
+    """Return loss scale and norm in float16, with Rather's optimizer and with torch's."""
     found = []
     for given in (False, True):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
@@ -120,7 +120,7 @@ def scales(folder: Path) -> list[float]:
         assert not skipped
         found += [trainer.policy.optimizer.scale, norm]
     with pytest.raises(
-        ConfigError, match="train_batch_size on several ranks: DPOPipeline does that"
+        ConfigError, match="train_batch_size on several ranks: only DPOPipeline does that"
     ):
         DPOTrainer(model, DPOConfig(train_batch_size=4), model)
     return found

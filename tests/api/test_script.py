@@ -1,4 +1,4 @@
-"""The example of the pipeline's seed by its shell script, from files to the model; one CPU in place of eight GPUs."""
+"""The shell script of the pipeline's seed, from files to the model; one CPU for eight GPUs."""
 
 from __future__ import annotations
 

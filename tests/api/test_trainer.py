@@ -95,10 +95,10 @@ def test_both_forms_of_a_batch_are_the_same_pairs(folder: Path) -> None:
         assert all(same(*each) for each in zip(pairs_of(form), pairs, strict=True))
 
 
-def test_labels_that_are_no_tokens_are_refused(folder: Path) -> None:
+def test_labels_that_are_not_tokens_are_refused(folder: Path) -> None:
     batch = stacked(padded(random_pairs(2, 60, seed=3), folder))
     batch["labels"] = torch.where(batch["labels"] >= 0, batch["labels"] + 1, -100)
-    with pytest.raises(DataError, match="neither the tokens at their own places nor the next ones"):
+    with pytest.raises(DataError, match="neither the tokens in place nor the next tokens"):
         pairs_of(batch)
 
 
@@ -119,7 +119,7 @@ def trainer_of(model: Any, /, **changes: Any) -> DPOTrainer:
 
 
 def test_the_script_of_the_seed(model: Any, folder: Path) -> None:
-    """Names, order and results as its usage section has them."""
+    """Names, order and results are those of its usage section."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     trainer = trainer_of(model, optimizer=optimizer, lr_scheduler=lr_scheduler)
@@ -136,7 +136,7 @@ def test_the_script_of_the_seed(model: Any, folder: Path) -> None:
     assert float(second) != float(loss)
 
 
-def test_ours_and_a_given_adamw_take_the_same_steps(folder: Path) -> None:
+def test_rathers_adamw_and_torchs_take_the_same_steps(folder: Path) -> None:
     losses = []
     for given in (False, True):
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -213,7 +213,7 @@ def test_fit_takes_rows_datasets_and_loaders_alike(folder: Path, tmp_path: Path)
     )
 
 
-def test_a_step_is_told_once_and_an_evaluation_follows_each_epoch(
+def test_each_step_is_logged_once_and_each_epoch_is_evaluated(
     model: Any, folder: Path, tmp_path: Path
 ) -> None:
     data = [rows(pair) for pair in random_pairs(8, 60, seed=5)]
@@ -249,7 +249,7 @@ def test_an_adapter_is_trained_and_merged(folder: Path, tmp_path: Path) -> None:
     )
     with torch.no_grad():
         assert torch.allclose(again(ids).logits, model.eval()(ids).logits, atol=1e-5)
-    with pytest.raises(ConfigError, match="give PEFT's own model around it"):
+    with pytest.raises(ConfigError, match="give the PEFT model around it"):
         trainer_of(model.get_base_model())
 
 
@@ -316,19 +316,19 @@ def test_the_numbers_of_a_step_are_of_its_pairs_however_they_are_batched(folder:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"calculate_per_token_loss": True}, "one value for each pair"),
-        ({"ref_model": None}, "compares with a reference"),
-        ({"train_config": DPOConfig(pref_loss="orpo")}, "compares with no reference"),
+        ({"calculate_per_token_loss": True}, "one value per pair"),
+        ({"ref_model": None}, "needs a reference"),
+        ({"train_config": DPOConfig(pref_loss="orpo")}, "uses no reference"),
         ({"lr_scheduler": object()}, "belongs to an optimizer"),
         ({"model": None}, "give the model to train"),
     ],
 )
-def test_what_cannot_be_is_refused(model: Any, changes: dict[str, Any], said: str) -> None:
+def test_impossible_arguments_are_refused(model: Any, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         trainer_of(model, **changes)
 
 
-def test_a_pipeline_says_all_that_is_missing() -> None:
+def test_a_pipeline_lists_all_missing_keys() -> None:
     with pytest.raises(ConfigError) as refused:
         DPOPipeline(pipeline_config=DPOConfig())
     said = str(refused.value).splitlines()
@@ -338,7 +338,7 @@ def test_a_pipeline_says_all_that_is_missing() -> None:
     ]
 
 
-def test_wandb_needs_a_place(model: Any) -> None:
+def test_wandb_needs_a_folder(model: Any) -> None:
     with pytest.raises(ConfigError, match="use_wandb: give log_dir too"):
         trainer_of(model).fit(iter([]), use_wandb=True)
 
@@ -350,7 +350,7 @@ def test_a_sequence_past_seq_length_is_refused(model: Any, folder: Path) -> None
         )
 
 
-def test_the_sampler_goes_on_inside_an_epoch() -> None:
+def test_the_sampler_resumes_inside_an_epoch() -> None:
     whole = StatefulDistributedSampler(range(10), num_replicas=2, rank=1, seed=3)
     whole.set_epoch(1)
     order = list(whole)
@@ -362,3 +362,19 @@ def test_the_sampler_goes_on_inside_an_epoch() -> None:
     assert len(list(begun)) == 5, "the next epoch begins at its start"
     every = [StatefulDistributedSampler(range(10), 2, rank, seed=3) for rank in range(2)]
     assert sorted(i for sampler in every for i in sampler) == list(range(10))
+
+
+def test_the_position_of_the_sampler_moves() -> None:
+    whole = list(StatefulDistributedSampler(range(10), seed=3))
+    sampler = StatefulDistributedSampler(range(10), seed=3)
+    taken = [index for index, _ in zip(sampler, range(4), strict=False)]
+    assert taken == whole[:4]
+    state = sampler.state_dict()
+    assert state == {"epoch": 0, "start_index": 5, "seed": 3}, "zip has asked for one more"
+    again = StatefulDistributedSampler(range(10), seed=3)
+    again.load_state_dict(state)
+    assert list(again) == whole[5:]
+    assert again.state_dict()["start_index"] == 10, "the end of the epoch"
+    assert list(again) == whole, "the next pass begins at the start"
+    with pytest.raises(ValueError, match="start_index must be from 0 to 10"):
+        again.set_start_index(11)

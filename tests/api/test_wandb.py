@@ -14,7 +14,7 @@ from rather.config.schema import TrainingArgs
 from tests.api import test_coati, test_trainer
 from tests.padded import random_pairs
 from tests.tiny import make_model
-from tests.tracking.test_trackers import wandb_records, written_out
+from tests.tracking.test_trackers import finish_writing, wandb_records
 
 pytest.importorskip("wandb", reason="wandb is not installed; pip install 'rather[wandb]'")
 
@@ -45,6 +45,6 @@ def test_the_run_reaches_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     model = AutoModelForCausalLM.from_pretrained(folder)
     coati = test_coati.trainer_of(folder, model, max_epochs=1, coordinator=coordinator)
     second = coati.fit(test_coati.loader(folder, 8, 1), log_dir=tmp_path / "coati", use_wandb=True)
-    written_out()
+    finish_writing()
     assert losses(tmp_path / "own", "loss") == [record["loss"] for record in first]
     assert losses(tmp_path / "coati", "train/loss") == [record["loss"] for record in second]

@@ -1,8 +1,8 @@
 """A small language, a base model that speaks it, and pairs that make a run healthy or ill.
 
-An answer counts: `w0 w1 w2 ...` in the kind manner, `w20 w21 ...` in the grumpy one, and each place has two words for
-it. Its length is drawn, most often five words. A model of some thousand weights learns that in seconds, and ends its
-answers by itself.
+An answer counts: `w0 w1 w2 ...` in the kind manner, `w20 w21 ...` in the grumpy one, and each place
+has two words for it. Its length is drawn, most often five words. A model of some thousand weights
+learns that in seconds, and ends its answers by itself.
 """
 
 from __future__ import annotations

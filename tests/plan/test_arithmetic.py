@@ -1,4 +1,4 @@
-"""The arithmetic of a forecast: by hand for a tiny model, against autograd itself, against what an H200 measured."""
+"""The arithmetic of a forecast: by hand for a tiny model, against autograd and against an H200."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.sizes import Sizes, few_layers, sizes_of
-from rather.plan.activations import Running, head, kept
+from rather.plan.activations import LayerSettings, head_bytes, kept_bytes
 from rather.plan.disk import checkpoint_bytes, disk_of
-from rather.plan.forecast import Forecast, Pairs, assumed_pairs, forecast
-from rather.plan.memory import Chosen, Device, Memory, Work
-from rather.plan.others import best, changed, enough_devices, on_devices, ways_of
+from rather.plan.forecast import Forecast, PairSample, assumed_pairs, forecast
+from rather.plan.memory import Chosen, Device, MemoryForecast, Work
+from rather.plan.others import alternatives, best, changed, enough_devices, on_devices
 from rather.plan.speed import GPUS, Flops, listed_speed, passes
-from rather.plan.state import state_of
+from rather.plan.state import role_state
 
 GIB = 1 << 30
 QWEN = {
@@ -32,7 +32,8 @@ QWEN = {
     "1.5B": (1536, 28, 12, 2, 8960, 151_936, True),
     "7B": (3584, 28, 28, 4, 18_944, 152_064, False),
 }
-NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "intermediate_size",
          "vocab_size", "tie_word_embeddings")  # fmt: skip
 
 
@@ -79,8 +80,8 @@ def steps(
     return [[pair() for _ in range(pairs)] for _ in range(count)]
 
 
-def pairs_of(sample: list[list[TokenPair]], total: int = 100) -> Pairs:
-    return Pairs(
+def pairs_of(sample: list[list[TokenPair]], total: int = 100) -> PairSample:
+    return PairSample(
         len(sample[0]) * total, 0, total, 1.0, sample, max(pair.tokens for pair in sample[0])
     )
 
@@ -105,7 +106,8 @@ def seven(folder: Path) -> tuple[Path, Sizes]:
 
 
 def test_sizes_come_from_the_config_alone(tiny: Sizes) -> None:
-    # Embeddings 63 x 32 (tied); in each of two layers q and o 32 x 32, k and v 16 x 32, three of 48 x 32, two norms.
+    # Embeddings 63 x 32 (tied); in each of two layers q and o 32 x 32, k and v 16 x 32, three of
+    # 48 x 32, two norms.
     layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32
     assert (tiny.in_layers, tiny.weights) == (2 * layer, 63 * 32 + 2 * layer + 32)
     assert (tiny.query, tiny.key, tiny.gated, tiny.norms, tiny.stored) == (
@@ -124,24 +126,26 @@ def test_sizes_come_from_the_config_alone(tiny: Sizes) -> None:
         ({}, "cuda", (2, 4, 2, 8)),
         ({"precision": "lean"}, "cuda", (2, 2, 0, 2 + 4 / 256)),
         ({"actor_train.model_args.dtype": "fp16"}, "cuda", (2, 4, 4, 8)),
-        ({"actor_train.device_mapping": [0, 1, 2, 3], "actor_train.strategy_args.strategy_name": "zero3"}, "cuda",
+        ({"actor_train.device_mapping": [0, 1, 2, 3],
+          "actor_train.strategy_args.strategy_name": "zero3"}, "cuda",
          (1, 1, 0, 2)),
-        ({"actor_train.device_mapping": [0, 1], "actor_train.strategy_args.tp_size": 2}, "cuda", (1, 2, 1, 4)),
+        ({"actor_train.device_mapping": [0, 1], "actor_train.strategy_args.tp_size": 2}, "cuda",
+         (1, 2, 1, 4)),
     ],
 )  # fmt: skip
 def test_bytes_of_a_weight(
     folder: Path, tiny: Sizes, changes: dict[str, Any], kind: str, expected: tuple[float, ...]
 ) -> None:
     found = config(folder, folder / "tiny0", **changes)
-    state = state_of(found, found.actor_train, kind, tiny.shapes, found.actor_train.model_args)
-    assert tuple(state.by_part) == pytest.approx([tiny.weights * each for each in expected])
+    state = role_state(found, found.actor_train, kind, tiny.shapes, found.actor_train.model_args)
+    assert tuple(state.by_purpose) == pytest.approx([tiny.weights * each for each in expected])
 
 
 def test_an_adapter_freezes_the_base(folder: Path, tiny: Sizes) -> None:
     found = config(folder, folder / "tiny0", **{"actor_train.model_args.lora_rank": 4})
-    state = state_of(found, found.actor_train, "cuda", tiny.shapes, found.actor_train.model_args)
+    state = role_state(found, found.actor_train, "cuda", tiny.shapes, found.actor_train.model_args)
     adapter = 4 * 2 * (2 * (32 + 32) + 2 * (16 + 32) + 3 * (48 + 32))
-    assert tuple(state.by_part) == (
+    assert tuple(state.by_purpose) == (
         2 * tiny.weights + 2 * adapter,
         4 * adapter,
         2 * adapter,
@@ -153,7 +157,7 @@ def test_an_adapter_freezes_the_base(folder: Path, tiny: Sizes) -> None:
 def test_a_peak_adds_up_by_hand(folder: Path, tiny: Sizes) -> None:
     """One micro-batch of a step, in float32: no gradients are there when the head works."""
     found = config(folder, folder / "tiny0")
-    memory = Memory(found, tiny, Device("cpu", GIB), reference=True, compiled=False)
+    memory = MemoryForecast(found, tiny, Device("cpu", GIB), reference=True, compiled=False)
     parts = memory.peak(Chosen(4096, "none", False, False, True), Work(50_000, 1_000, 1, 10))
     norms, attention, mlp = 2 * 3 * 32, 3 * 32 + 2 * 1.25 * 16, 4 * 48
     assert parts.activations == 50_000 * 4 * (2 * (norms + attention + mlp) + 3 * 32)
@@ -163,12 +167,12 @@ def test_a_peak_adds_up_by_hand(folder: Path, tiny: Sizes) -> None:
     assert parts.total == sum(asdict(parts).values())
 
 
-def test_logits_past_the_limit_are_made_in_chunks(seven: tuple[Path, Sizes]) -> None:
-    running = Running("cuda", 2)
-    few, many = head(seven[1], 1000, running), head(seven[1], 100_000, running)
-    assert few.logits == 1000 * 152_064 * 2
-    assert many.logits == 1 << 30
-    assert head(seven[1], 1000, replace(running, adapter=True)).beside == 2 * 1000 * 3584 * 2
+def test_logits_above_the_limit_are_computed_in_chunks(seven: tuple[Path, Sizes]) -> None:
+    running = LayerSettings("cuda", 2)
+    few, many = head_bytes(seven[1], 1000, running), head_bytes(seven[1], 100_000, running)
+    assert few[0] == 1000 * 152_064 * 2
+    assert many[0] == 1 << 30
+    assert head_bytes(seven[1], 1000, replace(running, adapter=True))[1] == 2 * 1000 * 3584 * 2
 
 
 # --- against autograd ---
@@ -201,7 +205,9 @@ def test_activations_are_what_autograd_saves(folder: Path, rank: int | None) -> 
         return sum(size for size, _ in found.values())
 
     measured = (saved(4) - saved(2)) / 2 / len(batch.ids_N)
-    assert kept(sizes, Running("cpu", 4, adapter=bool(rank))) == pytest.approx(measured, rel=0.06)
+    assert kept_bytes(sizes, LayerSettings("cpu", 4, adapter=bool(rank))) == pytest.approx(
+        measured, rel=0.06
+    )
 
 
 # --- against an H200 (bench/results/gpu_vs_trl_*.json, LOG.md) ---
@@ -216,7 +222,7 @@ def test_peaks_that_an_h200_measured(folder: Path) -> None:
     ]:
         place = model(folder, name)
         sizes = sizes_of(str(place), ModelArgs())
-        memory = Memory(
+        memory = MemoryForecast(
             config(folder, place), sizes, Device("cuda", 140 * GIB), reference=online, compiled=True
         )
         found = memory.peak(
@@ -231,7 +237,7 @@ def test_peaks_that_an_h200_measured(folder: Path) -> None:
 def total(
     folder: Path, model: tuple[Path, Sizes], tokens: int = 4096, level: Any = "none", **changes: Any
 ) -> float:
-    memory = Memory(
+    memory = MemoryForecast(
         config(folder, model[0], **changes),
         model[1],
         Device("cuda", 80 * GIB),
@@ -293,7 +299,9 @@ def test_what_does_not_fit_has_ways_that_do(folder: Path, seven: tuple[Path, Siz
     own = judged(found, seven[1], "h100", sample)
     ways = best(
         list(
-            ways_of(found, seven[1], "cuda", lambda other: judged(other, seven[1], "h100", sample))
+            alternatives(
+                found, seven[1], "cuda", lambda other: judged(other, seven[1], "h100", sample)
+            )
         )
     )
     assert not own.fits
@@ -301,7 +309,7 @@ def test_what_does_not_fit_has_ways_that_do(folder: Path, seven: tuple[Path, Siz
     assert all(way.forecast.fits for way in ways)
     said = verdict(own, ways, None)
     assert said.startswith("does not fit: ")
-    assert said.endswith(f"; try {ways[0].typed}")
+    assert said.endswith(f"; try {ways[0].overrides}")
     again = changed(found, ways[0].change)
     assert judged(again, seven[1], "h100", sample).fits
     assert "fits: " in verdict(judged(again, seven[1], "h100", sample), [], None)
@@ -332,7 +340,7 @@ def test_batches_steps_and_disk_are_exact(folder: Path, tiny: Sizes) -> None:
     }
     found = config(folder, folder / "tiny0", **changes)
     own = forecast(found, tiny, Device("cpu", GIB), pairs_of(steps(128)), None)
-    assert own.batch == "16 a device x 4 accumulated x 2 data-parallel = 128 pairs a step"
+    assert own.batch == "16 per device x 4 accumulated x 2 data-parallel = 128 pairs per step"
     assert own.as_json()["pairs_per_step"] == 128
     assert own.step_tokens == 128 * 500
     disk = disk_of(found, tiny, steps=100, pairs=7, data=5, reference=True)

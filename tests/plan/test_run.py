@@ -1,4 +1,4 @@
-"""A run writes its forecast and what it measured beside it; `rather plan` and `rather doctor` in the terminal."""
+"""A run writes its forecast and what it measured; `rather plan` and `rather doctor`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_plan_for_other_gpus_says_what_it_takes(run: dict[str, Any]) -> None:
     done = invoke("plan", str(run["yaml"]), "--gpus", "4", "--gpu", "h100")
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
-    assert "4 a device x 1 accumulated x 4 data-parallel = 16 pairs a step" in said
+    assert "4 per device x 1 accumulated x 4 data-parallel = 16 pairs per step" in said
     assert "h100's data sheet" in said
     for part in (
         "weights",

@@ -1,4 +1,4 @@
-"""Log files are complete however the process ends, hold no secret, and setting them up can be undone."""
+"""Log files are complete however the process ends, and contain no secrets."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """full_disk(n): the disk takes n bytes more, then no more; full_disk(None): there is room again."""
+    """full_disk(n): the disk takes n more bytes; full_disk(None): there is room again."""
     room: int | None = None
     write = os.write
 

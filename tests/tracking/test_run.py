@@ -1,4 +1,4 @@
-"""One record reaches metrics.jsonl, TensorBoard and the console; a failing part never stops a run."""
+"""A record reaches metrics.jsonl, TensorBoard and the console; a failure never stops a run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,208 @@
+"""The parts of a DPOPipeline over models and pairs that are in memory: its roles and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rather.api.torch_optimizer import TorchOptimizer
+from rather.cluster.role import RankInfo
+from rather.cluster.worker import ActorWorker
+from rather.config.schema import DPOConfig
+from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
+from rather.data.feed import Feed, MicroBatch
+from rather.data.pack import pack
+from rather.errors import DataError
+from rather.model.attention import IMPLEMENTATION
+from rather.model.policy import PolicyModel
+from rather.parallel.mesh import Mesh
+from rather.pipeline.sanity_checks import refuse_columns
+from rather.pipeline.steps import Step
+from rather.train.nonfinite import StepLimits
+from rather.train.rank_trainer import RankTrainer, StepResult
+
+T = TypeVar("T")
+NO_LIMIT = 1 << 40  # tokens: a micro-batch is what the caller's iterator returns
+
+
+class StepShare(NamedTuple):
+    """This rank's micro-batches, and the facts of all ranks' pairs; its own begin at `first`."""
+
+    batches: list[PairBatch]
+    facts: PairFacts
+    first: int = 0
+    is_repeated: bool = False  # all ranks have the same tokens
+
+    @staticmethod
+    def of(batches: Sequence[PairBatch], mesh: Mesh) -> StepShare:
+        """Exchange the facts with the other dp ranks. Collective."""
+        facts = PairFacts.of_step(batches)
+        if mesh.size("dp") == 1:
+            return StepShare(list(batches), facts)
+        gathered: list[Any] = [None] * mesh.size("dp")
+        tokens = sha256(b"".join(batch.ids_N.numpy().tobytes() for batch in batches)).hexdigest()
+        dist.all_gather_object(gathered, (facts, len(batches), tokens), group=mesh.group("dp"))
+        all_facts, counts, digests = zip(*gathered, strict=True)
+        if len(set(counts)) > 1:
+            raise DataError(
+                f"the ranks have {list(counts)} micro-batches of one step; give each as many."
+            )
+        first = sum(len(each.weight) for each in all_facts[: mesh.rank("dp")])
+        own = [_renumbered(batch, first) for batch in batches]
+        return StepShare(own, PairFacts.concat(all_facts), first, len(set(digests)) == 1)
+
+
+class InMemoryWorker(ActorWorker):
+    """A role whose model is in memory. Each dp rank brings its own pairs of a step."""
+
+    def __init__(self, config: DPOConfig, role: str, trainer: RankTrainer) -> None:
+        rank, world = process_rank()
+        super().__init__(config, role, RankInfo(rank, world, trainer.device))
+        self.trainer = trainer
+
+    def train_step(
+        self,
+        batches: Sequence[PairBatch],
+        reference: Columns | None,
+        facts: PairFacts | None = None,
+        limits: StepLimits | None = None,
+    ) -> StepResult:
+        share = StepShare.of(batches, self.trainer.mesh)
+        if share.is_repeated:
+            raise DataError(
+                "all ranks brought the same pairs; give each rank its own, for example with a "
+                "loader that uses StatefulDistributedSampler."
+            )
+        self.refuse_columns("training", share.facts)
+        with packed_attention(self.trainer.policy):
+            return self.trainer.train_step(share.batches, reference, share.facts, limits)
+
+    def compute_log_probs(
+        self, batches: Sequence[PairBatch], places: Tensor | None = None
+    ) -> Columns:
+        """Return the log-probs of the pairs of all dp ranks."""
+        share = StepShare.of(batches, self.trainer.mesh)
+        with packed_attention(self.trainer.policy):
+            return self.trainer.log_probs(share.batches, len(share.facts.weight))
+
+    def refuse_columns(self, name: str, facts: PairFacts) -> None:
+        """Raise a DataError if the loss needs a column that some of these pairs do not have."""
+        refuse_columns(
+            self.config, self.trainer.loss, name, lambda column: getattr(facts, column).numpy()
+        )
+
+    def numbers(self) -> dict[str, Any]:
+        optimizer = self.trainer.optimizer
+        own = {"torch": optimizer.numbers()} if isinstance(optimizer, TorchOptimizer) else {}
+        return super().numbers() | own
+
+    def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
+        super().read_state(path, numbers)
+        if isinstance(self.trainer.optimizer, TorchOptimizer):
+            self.trainer.optimizer.load_numbers(numbers["torch"])
+
+
+@dataclass
+class InMemorySteps:
+    """The steps of a Feed, for DPOPipeline: `accumulation` micro-batches each."""
+
+    feed: Feed
+    epochs: range
+    accumulation: int
+    total_steps: int | None  # None if only the end of the pairs tells
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)  # step -> epoch, step of it
+
+    def steps(self, done: int, position: Mapping[str, Any] | None) -> Iterator[Step]:
+        if done and not self.feed.is_resumable:
+            raise DataError(
+                f"a {type(self.feed.source).__name__} cannot be resumed at step {done}: give rows, "
+                "a Dataset, or a loader with StatefulDistributedSampler, or start from scratch in "
+                "another output folder."
+            )
+        left = None if self.total_steps is None else max(0, self.total_steps - done)
+        groups = _with_last(islice(self._groups(position or {}), left))
+        for number, ((epoch, step, group, ends_epoch), is_last) in enumerate(groups, done + 1):
+            self.places[number] = epoch, step
+            after = {"epoch": epoch, "step": step, "start": group[-1].start, "skip": group[-1].skip}
+            batches = pack_step(part.pairs for part in group)
+            yield Step(
+                [pair for part in group for pair in part.pairs], batches, batches, number, is_last,
+                ends_epoch, {"epoch": epoch + 1} if ends_epoch else after,
+            )  # fmt: skip
+
+    def _groups(
+        self, position: Mapping[str, Any]
+    ) -> Iterator[tuple[int, int, list[MicroBatch], bool]]:
+        """Yield (epoch, step of it, micro-batches, whether the epoch ends) from `position` on."""
+        at = {"epoch": self.epochs.start, "step": 0, "start": None, "skip": 0, **position}
+        for epoch in range(at["epoch"], self.epochs.stop):
+            parts = self.feed.micro_batches(epoch, at["start"], at["skip"])
+            groups = iter(lambda parts=parts: list(islice(parts, self.accumulation)), [])  # type: ignore[misc]
+            for step, (group, ends) in enumerate(_with_last(groups), at["step"] + 1):
+                yield epoch, step, group, ends
+            self.feed.log_dropped()
+            at |= {"step": 0, "start": None, "skip": 0}
+
+    def epoch_at(self, step: int) -> float:
+        """Return the number of the epoch that the step belongs to."""
+        return self.places[step][0]
+
+    def describe_pairs(self, step: Step, places: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the ids of the pairs of this rank, or their places in the step."""
+        own = [(place, step.pairs[place]) for place in places if place < len(step.pairs)]
+        return [{"id": pair.id} if pair.id else {"place": place} for place, pair in own]
+
+
+def pack_step(
+    micro_batches: Iterable[Sequence[TokenPair]], most_pairs: int | None = None
+) -> list[PairBatch]:
+    """Pack each micro-batch (at most `most_pairs` at a time); number the pairs of the step."""
+    batches: list[PairBatch] = []
+    first = 0
+    for pairs in micro_batches:
+        batches += [_renumbered(batch, first) for batch in pack(pairs, NO_LIMIT, most_pairs)]
+        first += len(pairs)
+    return batches
+
+
+def _renumbered(batch: PairBatch, first: int) -> PairBatch:
+    return replace(batch, pair_P=batch.pair_P + first)
+
+
+def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each item, and whether it is the last one."""
+    before: list[T] = []
+    for item in items:
+        if before:
+            yield before.pop(), False
+        before.append(item)
+    for item in before:
+        yield item, True
+
+
+def process_rank() -> tuple[int, int]:
+    """Return rank and size of the process group; (0, 1) without one."""
+    grouped = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+
+
+@contextmanager
+def packed_attention(model: Any) -> Iterator[None]:
+    """Let a model compute packed pairs; afterwards it has its own attention again."""
+    parts = [part.causal_lm for part in model.modules() if isinstance(part, PolicyModel)] or [model]
+    before = [part.config._attn_implementation for part in parts]
+    try:
+        for part in parts:
+            part.set_attn_implementation(IMPLEMENTATION)
+        yield
+    finally:
+        for part, name in zip(parts, before, strict=True):
+            part.set_attn_implementation(name)
