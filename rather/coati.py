@@ -16,6 +16,7 @@ from rather.api.trainer import DPOTrainer as Trainer
 from rather.api.trainer import Record, tracker_in
 from rather.config.schema import DPOConfig, StrategyArgs, TrainingArgs
 from rather.errors import ConfigError
+from rather.tracking.trackers import is_installed
 
 NAMES = {
     "loss": "loss",
@@ -197,6 +198,8 @@ def _renamed(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _config(with_reference: bool, beta: float, gamma: float, normalized: bool) -> DPOConfig:
     numbers: dict[str, Any] = {"beta": beta, "sequence_length": NO_LIMIT}
+    # ColossalChat writes TensorBoard files to log_dir.
+    numbers["track_with"] = "tensorboard" if is_installed("tensorboard") else None
     if normalized and not with_reference:
         return DPOConfig(pref_loss="simpo", gamma=gamma, **numbers)
     numbers |= {"gamma": gamma or None, "length_normalization": normalized or None}

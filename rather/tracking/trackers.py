@@ -54,7 +54,7 @@ class Tracker(Protocol):
 
 def check_installed(trackers: Sequence[str]) -> None:
     """Raise a ConfigError if a tracker is missing, before the run has cost anything."""
-    if missing := [name for name in trackers if not _is_installed(name)]:
+    if missing := [name for name in trackers if not is_installed(name)]:
         raise ConfigError([
             f"track_with: {name} is not installed; run pip install 'rather[{name}]', or remove it "
             "from track_with."
@@ -62,7 +62,7 @@ def check_installed(trackers: Sequence[str]) -> None:
         ])  # fmt: skip
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Return whether it is a real package; W&B leaves a folder `wandb` that looks like one."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None

@@ -203,7 +203,7 @@ def test_a_folder_is_not_an_installed_tracker(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "only_a_folder").mkdir()
     assert find_spec("only_a_folder") is not None
-    assert not trackers._is_installed("only_a_folder")
+    assert not trackers.is_installed("only_a_folder")
     check_installed(["tensorboard"])
 
 
