@@ -1,0 +1,81 @@
+"""The base install trains on one device without ray, plotly and tensorboard."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT
+
+# Hides packages from every Python process that has this folder on its path.
+HIDE = """
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+
+def without_extras(name, path=None, target=None):
+    hidden = ("ray", "plotly", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+    return None if name.partition(".")[0] in hidden else find(name, path, target)
+
+PathFinder.find_spec = without_extras
+"""
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a demo that ran without the extras."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "sitecustomize.py").write_text(HIDE)
+    done = rather(folder, "demo", "--out", "demo")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folder
+
+
+def rather(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-m", "rather", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.wide
+def test_the_demo_needs_no_extra(demo: Path) -> None:
+    assert (demo / "demo" / "output" / "demo" / "model" / "model.safetensors").is_file()
+    probe = "from importlib.util import find_spec; print(list(map(find_spec, ('ray', 'plotly'))))"
+    hidden = subprocess.run(
+        [sys.executable, "-c", probe],
+        env={**os.environ, "PYTHONPATH": str(demo)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert hidden.stdout.strip() == "[None, None]", "the packages are really hidden"
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (("train", "demo/dpo.yaml", "exp_name=two", "actor_train.device_mapping=[0,1]"), "ray"),
+        (("train", "demo/dpo.yaml", "exp_name=tb", "track_with=tensorboard"), "tensorboard"),
+        (("report", "demo/output/demo"), "report"),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(
+    demo: Path, words: tuple[str, ...], extra: str
+) -> None:
+    done = rather(demo, *words)
+    assert done.returncode == 2, done.stderr
+    assert f"pip install 'rather[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    if extra == "ray":
+        assert "torchrun, which needs no extra" in done.stderr
