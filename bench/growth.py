@@ -40,11 +40,10 @@ from common import (
 )
 from numpy.typing import NDArray
 
-from rather.data.cache import BATCH_ROWS, BatchWriter
+from rather.data.cache import BATCH_ROWS, batch_writer
 from rather.data.pack import pack
-from rather.data.pairs import PairDataset, PairFile
+from rather.data.pairs import SCHEMA, PairDataset, PairFile
 from rather.data.sampler import Order
-from rather.data.tokenize_worker import SCHEMA
 
 TINY = Shape("llama", 32, 2, 2, 2, 64, 256, True)
 BATCH = 64
@@ -91,9 +90,9 @@ def main() -> None:
 def write_pairs(path: Path, count: int) -> Path:
     """Random pairs in the file that preparing makes, a record batch at a time."""
     draw = np.random.default_rng(0)
-    with BatchWriter(path) as writer:
+    with batch_writer(path) as add:
         for first in range(0, count, BATCH_ROWS):
-            writer.add(record_batch(draw, first, min(first + BATCH_ROWS, count)))
+            add(record_batch(draw, first, min(first + BATCH_ROWS, count)))
     return path
 
 

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from rather.config.schema import DPOConfig, TrainDataArgs
 from rather.data.formats import TextPair
-from rather.data.json_rows import Bad
+from rather.data.json_rows import DropReason
+from rather.data.pool import LimitedEncoder, encoder_of
 from rather.data.prepare import recipe_of
-from rather.data.sandboxed import LimitedEncoder, encoder_of
 from rather.data.tokens import Encoder
 from rather.errors import ConfigError, DataError
 from rather.model.generate import Decoding, generate
@@ -84,10 +84,10 @@ class Speaker:
         prompt: Any = (*system, *turns)
         if self.encoder.recipe.template is None:
             prompt = "".join(turn["content"] for turn in turns)
-        found = self.encoder.inference_prompt(TextPair(prompt, "", ""))
-        if isinstance(found, Bad):
-            raise DataError(f"{self.name}: {found.detail}")
-        return found
+        try:
+            return self.encoder.inference_prompt(TextPair(prompt, "", ""))
+        except DropReason as reason:
+            raise DataError(f"{self.name}: {reason.detail}") from None
 
     def _limit(self, decoding: Decoding, prompt: int) -> Decoding:
         config = self.causal_lm.config.get_text_config()

@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 
 from rather.data.batch import Span, TokenPair
 from rather.data.formats import extras_of
-from rather.data.messages import Refused
+from rather.data.json_rows import DropReason
 from rather.errors import DataError
 
 IGNORED = -100  # label of a token that is not scored
@@ -74,8 +74,8 @@ def _extras(batch: Mapping[str, Any], pairs: int) -> list[dict[str, Any]]:
             row[name] = None if name in ("margin", "soft_label") and value != value else value
     try:
         return [extras_of(row) for row in rows]
-    except Refused as refused:
-        raise DataError(f"{refused.bad.detail}.") from None
+    except DropReason as reason:
+        raise DataError(f"{reason.detail}.") from None
 
 
 def _array(value: Any) -> Array:

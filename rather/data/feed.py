@@ -17,12 +17,12 @@ import torch
 from rather.config.schema import DPOConfig
 from rather.data.batch import TokenPair
 from rather.data.collate import StatefulDistributedSampler, pairs_of
-from rather.data.formats import EXTRAS, Layout, TextPair, read_row
-from rather.data.json_rows import Bad
+from rather.data.formats import EXTRAS, RowLayout, TextPair, read_row
+from rather.data.json_rows import DropReason
+from rather.data.pool import LimitedEncoder, encoder_of
 from rather.data.prepare import recipe_of
 from rather.data.report import TOO_LONG
 from rather.data.sampler import Order
-from rather.data.sandboxed import LimitedEncoder, encoder_of
 from rather.data.tokens import Encoded, Encoder
 from rather.errors import ConfigError, DataError
 
@@ -179,13 +179,16 @@ class Feed:
 
     def _from_text(self, row: Mapping[str, Any]) -> list[TokenPair]:
         data, columns = self.config.actor_train.data_args, self._columns
-        read = read_row(row, Layout(data.format, columns, self.config.ranked_pairs))
-        results = [(pair, self._encoder.encode(pair)) for pair in read.pairs]
-        for bad in (*read.refused, *(result for _, result in results if isinstance(result, Bad))):
-            self._drop(bad)
-        return [
-            _token_pair(pair, result) for pair, result in results if isinstance(result, Encoded)
-        ]
+        read = read_row(row, RowLayout(data.format, columns, self.config.ranked_pairs))
+        pairs: list[TokenPair] = []
+        for pair in read.pairs:
+            try:
+                pairs.append(_token_pair(pair, self._encoder.encode(pair)))
+            except DropReason as reason:
+                read.dropped.append(reason)
+        for each in read.dropped:
+            self._drop(each)
+        return pairs
 
     def _from_tokens(self, item: Mapping[str, Any]) -> list[TokenPair]:
         named = {ours: item.get(theirs) for ours, theirs in self._columns.items() if ours in EXTRAS}
@@ -232,10 +235,10 @@ class Feed:
             raise DataError(
                 f"a row has {text}; rows of tokens are not cut: set overlong: drop, or cut it."
             )
-        self._drop(Bad("too_long", text))
+        self._drop(DropReason("too_long", text))
         return False
 
-    def _drop(self, bad: Bad) -> None:
+    def _drop(self, bad: DropReason) -> None:
         overlong, on_bad = self.config.actor_train.data_args.overlong, self.config.on_bad
         key, action = ("overlong", overlong) if bad.reason in TOO_LONG else ("on_bad", on_bad)
         if action == "error":

@@ -1,4 +1,7 @@
-"""Text -> rows as bytes, without building objects: lines, or the values of a JSON array, in bounded memory."""
+"""Cut text into rows of bytes, in bounded memory: lines, or the values of a JSON array.
+
+Nothing is parsed here. Rows are parsed in the child processes (see `read.parsed_rows`).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import codecs
 import gzip
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from rather.errors import DataError
 
@@ -17,245 +20,178 @@ MAX_ROW_BYTES = 64 << 20
 MAX_DEPTH = 200
 BLOCK_BYTES = 1 << 20
 
-
-class Bad(NamedTuple):
-    """Why a row gives no pair: one word to count by, one sentence to read."""
-
-    reason: str
-    detail: str
+Block = tuple[int, bytes]  # offset in the text, and the bytes from there
 
 
-HALF = Bad("bad_unicode", "half of a surrogate pair (\\ud800 ... \\udfff) stands alone")
+class DropReason(Exception):
+    """Why a row or pair is dropped: one word to count by, one sentence to read.
+
+    It is raised where the fault is found, and kept as a value where faults are collected.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
 
 
-class Blocks:
-    """The bytes of a text file as UTF-8, block by block. `fault` says why it ended early, if it did."""
+class RawRow(NamedTuple):
+    """A row as it is in the file, or why it cannot be read."""
 
-    def __init__(self, file: BufferedReader | gzip.GzipFile, path: Path, encoding: str) -> None:
-        self.file, self.path = file, path
-        self.fault: Bad | None = None
-        self.read = 0
-        self.skipped = 0  # bytes before the first that is given out
-        try:
-            name = codecs.lookup(encoding).name
-        except LookupError as error:
-            raise DataError(
-                f"data_args.encoding: {encoding!r} is not known to Python; try utf-8 or latin-1."
-            ) from error
-        self.decoder = (
-            None if name in ("utf-8", "ascii") else codecs.getincrementaldecoder(encoding)()
-        )
+    number: int
+    offset: int
+    content: bytes | DropReason
+    has_end: bool = True  # False: the file ends without a line end
 
-    def __iter__(self) -> Iterator[bytes]:
-        first = True
-        while not self.fault and (raw := self._raw()):
-            if (
-                first
-                and self.decoder is None
-                and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-            ):
-                raise DataError(
-                    f"{self.path}: this is UTF-16 text; set data_args.encoding: utf-16."
-                )
-            block = self._decoded(raw, False) if self.decoder else raw
-            if first and block.startswith(codecs.BOM_UTF8):
-                self.skipped = len(codecs.BOM_UTF8)
-                block = block[self.skipped :]
-            yield block
-            self.read += len(raw)
-            first = False
-        if self.decoder and not self.fault:
-            self._decoded(b"", True)
 
-    def _raw(self) -> bytes:
-        """One block. Of damaged gzip data everything before the fault, which `read` alone would lose."""
-        pieces: list[bytes] = []
-        size = 0
-        try:
-            while size < BLOCK_BYTES and (piece := self.file.read1(BLOCK_BYTES - size)):
-                pieces.append(piece)
-                size += len(piece)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            self.fault = Bad(
-                "damaged_gzip", f"the gzip data breaks off here ({error}); later rows are lost"
-            )
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror or error}).") from error
-        return b"".join(pieces)
-
-    def _decoded(self, raw: bytes, final: bool) -> bytes:
-        assert self.decoder is not None
-        try:
-            return self.decoder.decode(raw, final).encode("utf-8")
-        except UnicodeDecodeError as error:
-            self._refuse(self.read + error.start, error)
-        except UnicodeEncodeError as error:
-            self._refuse(self.read, error)
-
-    def _refuse(self, offset: int, error: UnicodeError) -> NoReturn:
+def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str) -> Iterator[Block]:
+    """Yield a text file as UTF-8; raise DropReason behind the last bytes of damaged gzip data."""
+    try:
+        known = codecs.lookup(encoding)
+    except LookupError as error:
         raise DataError(
-            f"{self.path}: byte {offset} is not valid in the encoding that data_args.encoding names ({error})."
+            f"data_args.encoding: Python does not know {encoding!r}; try utf-8 or latin-1."
         ) from error
+    decoder = None if known.name in ("utf-8", "ascii") else codecs.getincrementaldecoder(encoding)()
+    read = offset = 0
+    fault: DropReason | None = None
+    while fault is None:
+        raw = bytearray()
+        try:  # piece by piece: of damaged gzip data, one large read would lose what came before
+            while len(raw) < BLOCK_BYTES and (piece := file.read1(BLOCK_BYTES - len(raw))):
+                raw += piece
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            detail = f"the gzip data is damaged from here on ({error}); later rows are lost"
+            fault = DropReason("damaged_gzip", detail)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        block = bytes(raw)
+        if decoder:
+            try:
+                block = decoder.decode(raw, final=not raw).encode()
+            except UnicodeError as error:
+                raise DataError(
+                    f"{path}: byte {read + getattr(error, 'start', 0)} is not valid in the "
+                    f"encoding set by data_args.encoding ({error})."
+                ) from error
+        elif not read and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise DataError(f"{path}: this is UTF-16 text; set data_args.encoding: utf-16.")
+        if not raw and fault is None:
+            return
+        skipped = len(codecs.BOM_UTF8) if not read and block.startswith(codecs.BOM_UTF8) else 0
+        yield offset + skipped, block[skipped:]
+        read, offset = read + len(raw), offset + len(block)
+    raise fault
 
 
-Cut = tuple[int, int, bytes | Bad, bool]  # number, byte offset, row, whether its end was seen
+def _too_large() -> DropReason:
+    return DropReason("row_too_large", f"more than {MAX_ROW_BYTES >> 20} MiB in one row")
 
 
-def lines(blocks: Blocks) -> Iterator[Cut]:
-    rest, number, offset = b"", 0, 0
-    too_large = False
-    for block in blocks:
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            number += 1
-            if too_large:
-                yield number, offset, _too_large(), True
+def split_lines(blocks: Iterable[Block]) -> Iterator[RawRow]:
+    """Yield the lines that are not blank."""
+    rest, number, start, too_large = b"", 0, 0, False
+    try:
+        for offset, block in blocks:
+            start = offset - len(rest)
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                number += 1
+                if too_large or line.strip():
+                    yield RawRow(number, start, _too_large() if too_large else line)
+                start += len(line) + 1
                 too_large = False
-            elif line.strip():
-                yield number, offset + blocks.skipped, line, True
-            offset += len(line) + 1
-        if len(rest) > MAX_ROW_BYTES:
-            too_large = True
-            offset, rest = offset + len(rest), b""
-    if too_large or blocks.fault:
-        yield number + 1, offset, blocks.fault or _too_large(), True
-    elif rest.strip():
-        yield number + 1, offset, rest, False
+            if len(rest) > MAX_ROW_BYTES:
+                too_large, rest = True, b""
+    except DropReason as fault:
+        yield RawRow(number + 1, start, fault)
+        return
+    if too_large or rest.strip():
+        yield RawRow(number + 1, start, _too_large() if too_large else rest, has_end=False)
 
 
-def _too_large() -> Bad:
-    return Bad("row_too_large", f"more than {MAX_ROW_BYTES >> 20} MiB in one row")
-
-
-_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.S)
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.S)
 _STRING_END = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.S)
 
 
-class _Scanner:
-    """Finds where the values of an array (level 1), or values one after another (level 0), begin and end.
+def split_values(blocks: Iterable[Block], level: int) -> Iterator[RawRow]:
+    """Yield the values of an array (level 1), or values that follow each other (level 0).
 
-    It only counts brackets outside strings, so it needs no recursion, holds at most one row, and one row that is
-    not valid JSON does not hide the next.
+    Only brackets outside strings are counted. So there is no recursion, at most one row is in
+    memory, and a row that is not valid JSON does not hide the next.
     """
-
-    def __init__(self, level: int) -> None:
-        self.level, self.depth = level, 0
-        self.buffer, self.at, self.offset = (
-            b"",
-            0,
-            0,
-        )  # offset of the buffer's first byte in the file
-        self.start: int | None = None  # of the open row in the buffer
-        self.gap = 0  # where the last row ended
-        self.in_string = False
-        self.fault: Bad | None = None
-        self.number = 0
-        self.trailing = False
-
-    def feed(self, block: bytes) -> Iterator[Cut]:
-        self._forget()
-        self.buffer += block
-        if (
-            self.level < 0
-        ):  # behind the end of the array only white space may stand, and none of it is kept
-            self.trailing, self.at = (
-                self.trailing or bool(self.buffer[self.gap :].strip()),
-                len(self.buffer),
-            )
-            self.gap = self.at
-        while self.at < len(self.buffer):
-            if self.in_string and not self._leave_string():
-                break
-            token = _STRUCTURE.search(self.buffer, self.at)
-            if token is None:
-                self.at = len(self.buffer)
-            elif token[0] == b'"':
-                self.in_string, self.at = True, token.end()
-            else:
-                self.at = token.end()
-                if len(token[0]) == 1:
-                    yield from self._bracket(token[0], token.start())
-        if len(self.buffer) - (self.gap if self.start is None else self.start) > MAX_ROW_BYTES:
-            self.fault = self.fault or _too_large()
-            self.start = self.gap if self.start is None else self.start
-
-    def _leave_string(self) -> bool:
-        end = _STRING_END.match(self.buffer, self.at)
-        if (
-            end is None
-        ):  # go on behind what was seen, but not between a backslash and what it escapes
-            tail = len(self.buffer) - len(self.buffer.rstrip(b"\\"))
-            self.at = max(self.at, len(self.buffer) - tail % 2)
-            return False
-        self.in_string, self.at = False, end.end()
-        return True
-
-    def _bracket(self, bracket: bytes, place: int) -> Iterator[Cut]:
-        if bracket in b"[{":
-            if self.depth == self.level:
-                yield from self._between(place)
-                self.start = place
-            self.depth += 1
-            if self.depth > MAX_DEPTH + self.level:
-                self.fault = self.fault or Bad(
-                    "too_deep", f"more than {MAX_DEPTH} values inside each other"
-                )
-            elif self.depth == self.level:
-                self.gap = place + 1
-            return
-        self.depth -= 1
-        if self.depth == self.level and self.start is not None:
-            self.number += 1
-            row = self.fault or self.buffer[self.start : place + 1]
-            yield self.number, self.offset + self.start, row, True
-            self.start, self.fault, self.gap = None, None, place + 1
-        elif self.depth < self.level:
-            yield from self._between(place)
-            self.level, self.gap = -1, place + 1  # the array is closed: whatever follows is a fault
-
-    def _between(self, place: int) -> Iterator[Cut]:
-        """What stands between two rows must be one comma or nothing; a bare number or word is a row that is none."""
-        text = self.buffer[self.gap : place].strip(b" \t\r\n,")
-        if text and self.level >= 0:
-            self.number += 1
-            shown = text[:40].decode("utf-8", "replace")
-            yield (
-                self.number,
-                self.offset + self.gap,
-                Bad("bad_json", f"found {shown!r} where a row begins"),
-                True,
-            )
-
-    def _forget(self) -> None:
-        keep = self.gap if self.start is None else self.start
-        if self.fault and self.start is not None:  # the row is lost anyway: do not hold it
-            keep = min(self.at, len(self.buffer))
-            self.start = 0
-        else:
-            self.start = None if self.start is None else 0
-        self.buffer, self.at, self.offset = self.buffer[keep:], self.at - keep, self.offset + keep
-        self.gap = max(0, self.gap - keep)
-
-    def finish(self, fault: Bad | None) -> Iterator[Cut]:
-        if fault:
-            yield self.number + 1, self.offset, fault, True
-        elif self.start is not None or self.in_string or self.depth > 0:
-            detail = f"the file ends in the middle of row {self.number + 1}; its writer was probably stopped"
-            yield self.number + 1, self.offset, self.fault or Bad("truncated", detail), True
-        elif self.level < 0 and (self.trailing or self.buffer[self.gap :].strip()):
-            yield (
-                self.number + 1,
-                self.offset,
-                Bad("bad_json", "text after the end of the array"),
-                True,
-            )
-        else:
-            yield from self._between(len(self.buffer))
+    number = depth = start = offset = 0
+    held = bytearray()  # what came since the last row began or ended
+    in_string = False
+    fault: DropReason | None = None
+    try:
+        for offset, block in _keep_escapes_whole(blocks):
+            at = first = 0  # `held` continues in this block at `first`
+            while level >= 0:
+                if in_string:
+                    end = _STRING_END.match(block, at)
+                    if end is None:
+                        break
+                    at, in_string = end.end(), False
+                token = _TOKEN.search(block, at)
+                if token is None:
+                    break
+                at = token.end()
+                in_string = token[0] == b'"'
+                if at - token.start() > 1 or in_string:
+                    continue
+                before, depth = depth, depth + (1 if token[0] in b"[{" else -1)
+                if before == level:  # between two rows: the next begins, or the array ends
+                    if stray := _stray_text(held + block[first : token.start()]):
+                        number += 1
+                        yield RawRow(number, offset, stray)
+                    held, first = bytearray(), token.start()
+                    start = offset + first
+                    if depth < before:
+                        level, first = -1, at
+                elif depth == level:  # a row ends, or the array begins
+                    if depth < before:
+                        number += 1
+                        yield RawRow(number, start, fault or bytes(held + block[first:at]))
+                        fault = None
+                    held, first = bytearray(), at
+                elif depth > MAX_DEPTH + level:
+                    detail = f"more than {MAX_DEPTH} values inside each other"
+                    fault = fault or DropReason("too_deep", detail)
+            held += block[first:]
+            if level < 0:
+                held = held.strip()[:1]  # text behind the array is a fault, whatever it is
+            if len(held) > MAX_ROW_BYTES:
+                fault = fault or _too_large()
+            if fault:
+                held.clear()  # the row is lost: do not hold it
+    except DropReason as damage:
+        yield RawRow(number + 1, offset, damage)
+        return
+    if depth > 0 or in_string or fault:
+        detail = f"the file ends inside row {number + 1}; its writer was probably stopped"
+        yield RawRow(number + 1, start, fault or DropReason("truncated", detail))
+    elif level < 0 and held:
+        end_of_array = DropReason("bad_json", "text after the end of the array")
+        yield RawRow(number + 1, offset, end_of_array)
+    elif stray := _stray_text(held):
+        yield RawRow(number + 1, offset, stray)
 
 
-def objects(blocks: Blocks, level: int) -> Iterator[Cut]:
-    scanner = _Scanner(level)
-    for block in blocks:
-        for number, offset, row, ended in scanner.feed(block):
-            yield number, offset + blocks.skipped, row, ended
-    yield from scanner.finish(blocks.fault)
+def _stray_text(between: bytearray) -> DropReason | None:
+    """Return the fault of a bare number or word between two rows, where only a comma may be."""
+    text = between.strip(b" \t\r\n,")
+    shown = text[:40].decode("utf-8", "replace")
+    return DropReason("bad_json", f"found {shown!r} where a row begins") if text else None
+
+
+def _keep_escapes_whole(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Yield blocks of which none ends between a backslash and the character that it escapes."""
+    rest = b""
+    end = 0
+    for offset, block in blocks:
+        start = offset - len(rest)
+        block = rest + block
+        cut = len(block) - (len(block) - len(block.rstrip(b"\\"))) % 2
+        rest, end = block[cut:], start + cut
+        yield start, block[:cut]
+    yield end, rest

@@ -1,4 +1,4 @@
-"""How far long work has come."""
+"""A progress bar for long work."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from contextlib import contextmanager
 from time import monotonic
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 
 Advance = Callable[[float, str], None]  # how much is done, and a word about it
 
 
 @contextmanager
 def bar(console: Console, what: str, total: float) -> Iterator[Advance]:
-    """A bar on a terminal, a line every ten seconds elsewhere."""
-    started = spoken = monotonic()
-    shown = Progress(
-        TextColumn(what), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[told]}"),
-        TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
-    task = shown.add_task(what, total=max(1, total), told="")
+    """Show a bar on a terminal, and print a line every ten seconds elsewhere."""
+    started = printed = monotonic()
+    total = max(1, total)
+    columns = (*Progress.get_default_columns(), TextColumn("{task.fields[detail]}"))
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = shown.add_task(what, total=total, detail="")
 
-    def advance(done: float, told: str) -> None:
-        nonlocal spoken
-        shown.update(task, completed=done, told=told)
-        if not console.is_terminal and monotonic() - spoken >= 10:
-            spoken = monotonic()
-            share = done / max(1, total)
-            console.print(f"{what}: {told}, {share:.0%}, {spoken - started:.0f} s", highlight=False)
+    def advance(done: float, detail: str) -> None:
+        nonlocal printed
+        shown.update(task, completed=done, detail=detail)
+        if not console.is_terminal and monotonic() - printed >= 10:
+            printed = monotonic()
+            seconds = f"{printed - started:.0f} s"
+            console.print(f"{what}: {detail}, {done / total:.0%}, {seconds}", highlight=False)
 
     with shown:
         yield advance

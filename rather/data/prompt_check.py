@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from rather.data.findings import Json
-from rather.data.pool import Limits, Result, tokenised
-from rather.data.read import Source
+from rather.data.pool import ChildLimits, ChunkResult, tokenised
+from rather.data.read import DataFile
 from rather.data.template import own_template
 from rather.data.tokens import Ids
 from rather.errors import DataError
@@ -35,7 +35,7 @@ class PromptCheck:
         self.compared = self.different = 0
         self.examples: list[Json] = []
 
-    def add(self, result: Result, prompts: Iterable[tuple[int, Ids]]) -> None:
+    def add(self, result: ChunkResult, prompts: Iterable[tuple[int, Ids]]) -> None:
         batch = pa.ipc.open_stream(result.table).read_next_batch()
         numbers = batch.column("number").to_pylist()
         for number, inference in prompts:
@@ -76,9 +76,9 @@ class PromptCheck:
 def check_own_template(
     tokenizer: PreTrainedTokenizerBase,
     setup: Json,
-    first: Result,
-    sources: list[Source],
-    limits: Limits,
+    first: ChunkResult,
+    sources: list[DataFile],
+    limits: ChildLimits,
 ) -> PromptCheck | None:
     """Compare pairs trained as plain text with what the tokenizer's template gives at inference.
 

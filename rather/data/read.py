@@ -1,8 +1,9 @@
-"""Files -> chunks of raw rows, in bounded memory, whatever is inside the files.
+"""Read data files as chunks of raw rows, in bounded memory, whatever is inside the files.
 
-The kind of a file is read from its first bytes, never from its name. Text is only cut into rows here, without
-building objects: parsing is the work of the child processes (`parse`), and a row that no one can hold or parse
-becomes a counted reason, never a crash. Numbers count lines in JSONL and rows in arrays and tables, from 1.
+The kind of a file is found from its first bytes, never from its name. Text is only cut into rows
+here, without building objects: the child processes parse the rows (`parsed_rows`), and a row that
+cannot be held or parsed becomes a counted reason, never a crash. Numbers count lines in JSONL and
+rows in arrays and tables, from 1.
 """
 
 from __future__ import annotations
@@ -14,23 +15,21 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rather.data.json_rows import HALF, Bad, Blocks, lines, objects
+from rather.data.json_rows import DropReason, RawRow, read_blocks, split_lines, split_values
 from rather.errors import DataError
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 
-TAR = slice(257, 262)  # where a tar archive says that it is one
+TAR = slice(257, 262)  # where a tar archive has its mark
 PACKED = {
     b"\x28\xb5\x2f\xfd": "packed by zstd",
     b"BZh": "packed by bzip2",
@@ -38,11 +37,10 @@ PACKED = {
     b"PK\x03\x04": "a zip archive",
     b"ustar": "a tar archive",
 }
-TEXT_KINDS = {"jsonl": 0, "json": 1, "objects": 0}  # kind of text -> brackets around its rows
 
 
 @dataclass(frozen=True)
-class Source:
+class DataFile:
     """A data file that exists and whose kind is known."""
 
     path: Path
@@ -51,40 +49,39 @@ class Source:
 
     @property
     def unit(self) -> str:
+        """Return what a row of this file is called."""
         return "line" if self.kind == "jsonl" else "row"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows that follow each other. Text rows carry their bytes and place; table rows are one Arrow message."""
+    """Rows that follow each other: raw text, or an Arrow message whose first row has a number."""
 
     source: int
-    numbers: tuple[int, ...]
-    offsets: tuple[int, ...] = ()
-    rows: tuple[bytes | Bad, ...] = ()
+    rows: tuple[RawRow, ...] = ()
     table: bytes = b""
-    unfinished: bool = False  # the last row has no end of line: its writer may have been stopped
+    first: int = 1
     done: float = 0.0  # the share of the file that has been read
 
 
 # ---- finding files
 
 
-def find_sources(path: Path) -> list[Source]:
-    """The file, or the Arrow files of a folder written by `datasets.save_to_disk`."""
+def find_sources(path: Path) -> list[DataFile]:
+    """Return the file, or the Arrow files of a folder written by `datasets.save_to_disk`."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         raise DataError(f"{path}: only local files are read; download it first and give the path.")
     path = path.expanduser().absolute()
     try:
         if not path.exists():
-            raise DataError(f"{path}: no such file{_nearest(path)}.")
+            raise DataError(f"{path}: no such file{_similar_names(path)}.")
         files = _arrow_files(path) if path.is_dir() else [path]
     except OSError as error:  # such as a folder that may not be searched
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    return [_sniffed(file) for file in files]
+    return [_detect_kind(file) for file in files]
 
 
-def _nearest(path: Path) -> str:
+def _similar_names(path: Path) -> str:
     parent = path.parent
     if not parent.is_dir():
         return f", and no folder {parent}"
@@ -96,7 +93,7 @@ def _nearest(path: Path) -> str:
 def _arrow_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.arrow"))
     state = folder / "state.json"
-    if state.is_file():  # beside the data there may be cached results of other work
+    if state.is_file():  # the folder may also hold cached results of other work
         try:
             listed = json.loads(state.read_text("utf-8"))["_data_files"]
             files = [folder / Path(entry["filename"]).name for entry in listed]
@@ -112,14 +109,11 @@ def _arrow_files(folder: Path) -> list[Path]:
     for file in files:
         if file.resolve().parent != folder.resolve():
             raise DataError(
-                f"{file}: is a link to {file.resolve()}, out of its folder; copy the file into it."
+                f"{file}: is a link to {file.resolve()}, outside its folder; copy the file into it."
             )
     if not files:  # ColossalChat writes part-00000, part-00001, ...
-        files = [
-            file
-            for part in sorted(folder.glob("part-*/state.json"))
-            for file in _arrow_files(part.parent)
-        ]
+        parts = sorted(folder.glob("part-*/state.json"))
+        files = [file for part in parts for file in _arrow_files(part.parent)]
     if not files:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise DataError(
@@ -128,7 +122,7 @@ def _arrow_files(folder: Path) -> list[Path]:
     return files
 
 
-def _sniffed(path: Path) -> Source:
+def _detect_kind(path: Path) -> DataFile:
     try:
         if path.exists() and not path.is_file():
             raise DataError(f"{path}: not a regular file; copy its content to one.")
@@ -138,88 +132,66 @@ def _sniffed(path: Path) -> Source:
             if head.startswith(first) or head[TAR] == first:
                 raise DataError(f"{path}: {name}, which is not read; unpack it first, or use gzip.")
         if head.startswith(b"PAR1"):
-            return Source(path, "parquet")
+            return DataFile(path, "parquet")
         if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
-            return Source(path, "arrow")
+            return DataFile(path, "arrow")
         gzipped = head.startswith(b"\x1f\x8b")
-        return Source(path, _text_kind(path, gzipped), gzipped)
+        return DataFile(path, _text_kind(path, gzipped), gzipped)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
 
 
 def _text_kind(path: Path, gzipped: bool) -> str:
-    with _opened(path, gzipped) as (file, _):
+    with gzip.open(path) if gzipped else path.open("rb") as file:
         try:
             head = file.read(4096)
         except (EOFError, gzip.BadGzipFile, zlib.error):
             return "jsonl"  # the reader meets the same fault and counts it
     if head.startswith((b"PAR1", b"ARROW1")) or head[TAR] == b"ustar":
         raise DataError(f"{path}: a gzipped table or archive; unpack it first (gzip -d).")
-    text = (
-        head.removeprefix(codecs.BOM_UTF8)
-        .replace(b"\0", b"")
-        .removeprefix(b"\xff\xfe")
-        .removeprefix(b"\xfe\xff")
-    )
+    text = head.replace(b"\0", b"")  # UTF-16 text has one next to each letter
+    for mark in (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        text = text.removeprefix(mark)
     if text.lstrip().startswith(b"["):
         return "json"
     return "objects" if re.match(rb"\s*\{[ \t\r]*\n", text) else "jsonl"
 
 
-@contextmanager
-def _opened(
-    path: Path, gzipped: bool
-) -> Iterator[tuple[BufferedReader | gzip.GzipFile, Callable[[], float]]]:
-    """A file as bytes, unpacked, with a way to ask how far into the packed file it is."""
-    size = max(1, path.stat().st_size)
-    with path.open("rb") as raw:
-        yield (gzip.GzipFile(fileobj=raw) if gzipped else raw), lambda: raw.tell() / size
-
-
 # ---- cutting files into rows
 
 
-def chunks(source: Source, index: int, encoding: str = "utf-8") -> Iterator[Chunk]:
-    """All rows of a file, in order, in chunks of bounded size."""
-    if source.kind in TEXT_KINDS:
-        yield from _text_chunks(source, index, encoding)
-    else:
+def chunks(source: DataFile, index: int, encoding: str = "utf-8") -> Iterator[Chunk]:
+    """Yield all rows of a file, in order, in chunks of bounded size."""
+    if source.kind in ("parquet", "arrow"):
         yield from _table_chunks(source, index)
-
-
-def _text_chunks(source: Source, index: int, encoding: str) -> Iterator[Chunk]:
-    with _opened(source.path, source.gzipped) as (file, done):
-        blocks = Blocks(file, source.path, encoding)
-        cut = lines(blocks) if source.kind == "jsonl" else objects(blocks, TEXT_KINDS[source.kind])
-        rows: list[tuple[int, int, bytes | Bad]] = []
+        return
+    total = max(1, source.path.stat().st_size)
+    with source.path.open("rb") as raw:
+        file = gzip.GzipFile(fileobj=raw) if source.gzipped else raw
+        blocks = read_blocks(file, source.path, encoding)
+        rows: list[RawRow] = []
         size = 0
-        unfinished = False
-        for number, offset, row, ended in cut:
-            rows.append((number, offset, row))
-            size += len(row)
-            unfinished = not ended
+        for row in (
+            split_lines(blocks)
+            if source.kind == "jsonl"
+            else split_values(blocks, level=1 if source.kind == "json" else 0)
+        ):
+            rows.append(row)
+            size += len(row.content) if isinstance(row.content, bytes) else 0
             if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
-                yield _text_chunk(index, rows, unfinished, done())
+                yield Chunk(index, tuple(rows), done=raw.tell() / total)
                 rows, size = [], 0
         if rows:
-            yield _text_chunk(index, rows, unfinished, 1.0)
+            yield Chunk(index, tuple(rows), done=1.0)
 
 
-def _text_chunk(
-    index: int, rows: list[tuple[int, int, bytes | Bad]], unfinished: bool, done: float
-) -> Chunk:
-    numbers, offsets, raw = zip(*rows, strict=True)
-    return Chunk(index, numbers, offsets, raw, unfinished=unfinished, done=done)
-
-
-def _table_chunks(source: Source, index: int) -> Iterator[Chunk]:
+def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
     first = 1
     try:
         for batch, done in _batches(source):
             for start in range(0, batch.num_rows, CHUNK_ROWS):
                 part = batch.slice(start, CHUNK_ROWS)
-                numbers = tuple(range(first, first + part.num_rows))
-                yield Chunk(index, numbers, table=_message(part), done=done)
+                yield Chunk(index, table=as_message(part), first=first, done=done)
                 first += part.num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(
@@ -227,14 +199,14 @@ def _table_chunks(source: Source, index: int) -> Iterator[Chunk]:
         ) from error
 
 
-def _batches(source: Source) -> Iterator[tuple[pa.RecordBatch, float]]:
+def _batches(source: DataFile) -> Iterator[tuple[pa.RecordBatch, float]]:
+    """Yield the record batches of a table, and the share of the file that has been read."""
     if source.kind == "parquet":
         with pq.ParquetFile(source.path, memory_map=True) as file:
-            total = max(1, file.metadata.num_rows)
             read = 0
             for batch in file.iter_batches(CHUNK_ROWS):
                 read += batch.num_rows
-                yield batch, read / total
+                yield batch, read / max(1, file.metadata.num_rows)
         return
     with pa.memory_map(str(source.path)) as mapped:
         if mapped.read(6) == b"ARROW1":
@@ -247,7 +219,8 @@ def _batches(source: Source) -> Iterator[tuple[pa.RecordBatch, float]]:
                 yield batch, mapped.tell() / max(1, mapped.size())
 
 
-def _message(batch: pa.RecordBatch) -> bytes:
+def as_message(batch: pa.RecordBatch) -> bytes:
+    """Return a record batch as bytes that `pa.ipc.open_stream` reads."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -257,81 +230,74 @@ def _message(batch: pa.RecordBatch) -> bytes:
 # ---- parsing rows (in the child processes)
 
 
-class _Refused(ValueError):
-    pass
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise _Refused(f"{name} is not a number that JSON knows")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise _Refused(f"the key {twice!r} stands twice in one object")
+        raise ValueError(f"the key {twice!r} is twice in one object")
     return values
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant
+)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+TOO_DEEP = ("too_deep", "too many values inside each other")
+HALF_CHARACTER = ("bad_unicode", "half of a surrogate pair (\\ud800 ... \\udfff) is alone")
 
 
-def parse(raw: bytes, offset: int = 0) -> dict[str, Any] | Bad:
-    """One row of text as an object, or why it is none."""
+def _parse(raw: bytes, offset: int) -> dict[str, Any] | DropReason:
+    """Return one row of text as an object, or why it is not one."""
     try:
         row = _DECODER.decode(raw.decode("utf-8").strip())
         if _SURROGATE.search(raw):
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
-        place = f"byte {offset + error.start} of the file (0x{raw[error.start]:02x})"
-        return Bad(
+        return DropReason(
             "bad_encoding",
-            f"{place} is not UTF-8; set data_args.encoding if the file has another encoding",
+            f"byte {offset + error.start} of the file (0x{raw[error.start]:02x}) is not UTF-8; "
+            "set data_args.encoding if the file has another encoding",
         )
     except UnicodeEncodeError:
-        return HALF
+        return DropReason(*HALF_CHARACTER)
     except RecursionError:
-        return Bad("too_deep", "too many values inside each other")
+        return DropReason(*TOO_DEEP)
     except ValueError as error:
-        return Bad("bad_json", str(error))
+        return DropReason("bad_json", str(error))
     if not isinstance(row, dict):
-        return Bad("bad_type", f"a row must be an object, found {type(row).__name__}")
+        return DropReason("bad_type", f"a row must be an object, found {type(row).__name__}")
     return row
 
 
-def parsed_rows(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any] | Bad]]:
-    """The rows of a chunk with their numbers."""
+def parsed_rows(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any] | DropReason]]:
+    """Yield the rows of a chunk with their numbers."""
     if chunk.table:
-        yield from zip(chunk.numbers, _table_rows(chunk.table), strict=True)
-        return
-    last = chunk.numbers[-1] if chunk.unfinished else None
-    for number, offset, raw in zip(chunk.numbers, chunk.offsets, chunk.rows, strict=True):
-        row = raw if isinstance(raw, Bad) else parse(raw, offset)
+        yield from enumerate(_table_rows(chunk.table), chunk.first)
+    for number, offset, raw, has_end in chunk.rows:
+        row = _parse(raw, offset) if isinstance(raw, bytes) else raw
         if (
-            number == last
+            not has_end
             and isinstance(raw, bytes)
-            and isinstance(row, Bad)
+            and isinstance(row, DropReason)
             and not raw.rstrip().endswith(b"}")
         ):
-            row = Bad(
-                "truncated",
-                f"the last line is not complete; its writer was probably stopped ({row.detail})",
+            detail = (
+                f"the last line is not complete; its writer was probably stopped ({row.detail})"
             )
+            row = DropReason("truncated", detail)
         yield number, row
 
 
-def _table_rows(message: bytes) -> list[dict[str, Any] | Bad]:
+def _table_rows(message: bytes) -> list[dict[str, Any] | DropReason]:
     batch = pa.ipc.open_stream(message).read_next_batch()
     try:
         return list(batch.to_pylist())
-    except UnicodeDecodeError:  # strings of a table are not checked when it is written
-        return [_table_row(batch, i) for i in range(batch.num_rows)]
-
-
-def _table_row(batch: pa.RecordBatch, i: int) -> dict[str, Any] | Bad:
-    try:
-        row: dict[str, Any] = batch.slice(i, 1).to_pylist()[0]
-        return row
-    except UnicodeDecodeError as error:
-        return Bad("bad_encoding", f"a text of the table is not UTF-8 ({error})")
+    except UnicodeDecodeError as error:  # strings of a table are not checked when it is written
+        if batch.num_rows == 1:
+            return [DropReason("bad_encoding", f"a text of the table is not UTF-8 ({error})")]
+        rows = (batch.slice(i, 1) for i in range(batch.num_rows))
+        return [row for one in rows for row in _table_rows(as_message(one))]

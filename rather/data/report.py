@@ -1,4 +1,4 @@
-"""What happened to the rows: counts by reason, the place of each, and figures about the pairs that were kept."""
+"""What happened to the rows: counts by reason and place, and figures about the pairs kept."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rather.data.pairs import PairDataset, PairFile
-from rather.data.read import Source
+from rather.data.pairs import IDS, PairDataset, PairFile
+from rather.data.read import DataFile
 
 EXAMPLES = 5
 CHANGES = (
-    "boundary_moved", "double_bos", "double_eos", "eos_lost", "eos_text_removed", "special_token_escaped",
-    "ties_skipped", "truncated_prompt", "truncated_response", "turn_not_scored",
+    "boundary_moved", "double_bos", "double_eos", "eos_lost", "eos_text_removed",
+    "special_token_escaped", "ties_skipped", "truncated_prompt", "truncated_response",
+    "turn_not_scored",
 )  # fmt: skip
 GROUPS = ("dropped", "changed", "warned")
+TOO_LONG = ("prompt_too_long", "too_long")
 MEANINGS = {
     "bad_encoding": "not valid in the file's encoding",
     "bad_json": "not valid JSON",
@@ -64,7 +65,7 @@ MEANINGS = {
 
 @dataclass
 class Places:
-    """Where one thing happened: every place as a number, the first few with a sentence."""
+    """Where one thing happened: every row as a number, the first few with a sentence."""
 
     numbers: dict[int, array[int]] = field(default_factory=dict)  # by source
     examples: list[tuple[int, int, str]] = field(default_factory=list)
@@ -73,118 +74,101 @@ class Places:
     def count(self) -> int:
         return sum(map(len, self.numbers.values()))
 
-    def add(self, source: int, number: int, detail: str = "") -> None:
-        self.numbers.setdefault(source, array("q")).append(number)
-        if detail and len(self.examples) < EXAMPLES:
-            self.examples.append((source, number, detail))
 
+class RowCounts:
+    """Counts everything that happens while the files of a set are read."""
 
-@dataclass
-class Counts:
-    """Everything that is counted while a set is read."""
-
-    sources: list[Source]
-    rows: list[int] = field(default_factory=list)
-    pairs: list[int] = field(default_factory=list)
-    dropped: dict[str, Places] = field(default_factory=dict)
-    noted: dict[str, Places] = field(default_factory=dict)
-    ignored: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.rows, self.pairs = [0] * len(self.sources), [0] * len(self.sources)
+    def __init__(self, sources: Sequence[DataFile]) -> None:
+        self.sources = sources
+        self.rows, self.pairs = [0] * len(sources), [0] * len(sources)
+        self.groups: dict[str, dict[str, Places]] = {group: {} for group in GROUPS}
+        self.ignored: set[str] = set()
 
     def add(self, source: int, head: Mapping[str, Any], pairs: int) -> None:
+        """Add what a child reports about a chunk."""
         self.rows[source] += head["rows"]
         self.pairs[source] += pairs
-        for kinds, events in ((self.dropped, head["dropped"]), (self.noted, head["noted"])):
-            for kind, number, detail in events:
-                kinds.setdefault(kind, Places()).add(source, number, detail)
         self.ignored.update(head["ignored"])
+        for kind, number, detail in head["dropped"]:
+            self._add_place("dropped", kind, source, number, detail)
+        for kind, number, detail in head["noted"]:
+            group = "changed" if kind in CHANGES else "warned"
+            self._add_place(group, kind, source, number, detail)
 
-    def note_repeats(self, file: PairFile) -> None:
-        """Pairs that come again, and pairs that say the opposite of another."""
+    def _add_place(self, group: str, kind: str, source: int, number: int, detail: str) -> None:
+        places = self.groups[group].setdefault(kind, Places())
+        places.numbers.setdefault(source, array("q")).append(number)
+        if detail and len(places.examples) < EXAMPLES:
+            places.examples.append((source, number, detail))
+
+    def add_repeats(self, file: PairFile) -> None:
+        """Add pairs that come again, and pairs that prefer the opposite of another."""
         pair, swapped = file.column("pair_hash"), file.column("swapped_hash")
-        first = np.zeros(len(pair), bool)
-        first[np.unique(pair, return_index=True)[1]] = True
-        self.note_rows(file, np.flatnonzero(~first), "duplicate_pair", "the same pair came before")
-        contradicted = np.flatnonzero(np.isin(swapped, pair))
-        self.note_rows(
-            file, contradicted, "contradictory_pair", "another row prefers the other answer"
-        )
-
-    def note_rows(self, file: PairFile, rows: NDArray[np.int64], kind: str, detail: str) -> None:
-        if not len(rows):
-            return
-        sources, numbers = (
-            file.column("source")[rows].tolist(),
-            file.column("number")[rows].tolist(),
-        )
-        places = self.noted.setdefault(kind, Places())
-        for source, number in zip(sources, numbers, strict=True):
-            places.add(source, number, detail)
+        source, number = file.column("source"), file.column("number")
+        again = np.ones(len(pair), bool)
+        again[np.unique(pair, return_index=True)[1]] = False
+        for kind, found, detail in (
+            ("duplicate_pair", again, "the same pair came before"),
+            ("contradictory_pair", np.isin(swapped, pair), "another row prefers the other answer"),
+        ):
+            for i in np.flatnonzero(found):
+                self._add_place("warned", kind, int(source[i]), int(number[i]), detail)
 
     def to_json(self) -> dict[str, Any]:
-        """Files by their number: the same content elsewhere is the same data."""
-        changed = {kind: places for kind, places in self.noted.items() if kind in CHANGES}
-        warned = {kind: places for kind, places in self.noted.items() if kind not in CHANGES}
+        """Return the report. It has numbers of files: the same content elsewhere is the same."""
+        files = zip(self.sources, self.rows, self.pairs, strict=True)
         return {
             "rows": sum(self.rows),
             "pairs": sum(self.pairs),
             "files": [
                 {"kind": source.kind, "unit": source.unit, "rows": rows, "pairs": pairs}
-                for source, rows, pairs in zip(self.sources, self.rows, self.pairs, strict=True)
+                for source, rows, pairs in files
             ],
-            "dropped": self._listed(self.dropped),
-            "changed": self._listed(changed),
-            "warned": self._listed(warned),
+            **{
+                group: {
+                    kind: {
+                        "count": places.count,
+                        "places": {str(s): list(numbers) for s, numbers in places.numbers.items()},
+                        "examples": [
+                            {"file": str(s), self.sources[s].unit: number, "detail": detail}
+                            for s, number, detail in places.examples
+                        ],
+                    }
+                    for kind, places in sorted(
+                        kinds.items(), key=lambda item: (-item[1].count, item[0])
+                    )
+                }
+                for group, kinds in self.groups.items()
+            },
             "ignored_columns": sorted(self.ignored),
         }
 
-    def _listed(self, kinds: Mapping[str, Places]) -> dict[str, Any]:
-        return {
-            kind: {
-                "count": places.count,
-                "places": {
-                    str(source): list(numbers) for source, numbers in places.numbers.items()
-                },
-                "examples": [
-                    {"file": str(source), self.sources[source].unit: number, "detail": detail}
-                    for source, number, detail in places.examples
-                ],
-            }
-            for kind, places in sorted(kinds.items(), key=lambda item: (-item[1].count, item[0]))
-        }
 
-
-def with_paths(report: Mapping[str, Any], sources: Sequence[Source]) -> dict[str, Any]:
-    """The report with the names that the files have today."""
+def with_paths(report: Mapping[str, Any], sources: Sequence[DataFile]) -> dict[str, Any]:
+    """Return the report with the names that the files have today."""
     names = [str(source.path) for source in sources]
 
     def named(entry: Mapping[str, Any]) -> dict[str, Any]:
         places: dict[str, list[int]] = {}
         for source, numbers in entry["places"].items():
             places.setdefault(names[int(source)], []).extend(numbers)
-        examples = [
-            {**example, "file": names[int(example["file"])]} for example in entry["examples"]
-        ]
+        examples = [{**each, "file": names[int(each["file"])]} for each in entry["examples"]]
         return {**entry, "places": places, "examples": examples}
 
-    return {
-        **report,
-        "files": [
-            {"path": name, **entry} for name, entry in zip(names, report["files"], strict=True)
-        ],
-        **{
-            group: {kind: named(entry) for kind, entry in report[group].items()} for group in GROUPS
-        },
+    files = zip(names, report["files"], strict=True)
+    groups = {
+        group: {kind: named(entry) for kind, entry in report[group].items()} for group in GROUPS
     }
+    return {**report, "files": [{"path": name, **entry} for name, entry in files], **groups}
 
 
 def figures(pairs: PairDataset) -> dict[str, Any]:
-    """How long prompts and answers are, and how often the chosen one is the longer: a model may learn just that."""
+    """Return how long prompts and answers are, and how often the chosen one is the longer."""
     if not len(pairs):
         return {}
-    lengths = {name: pairs.lengths(name) for name in ("prompt", "chosen", "rejected")}
+    lengths = {name: pairs.lengths(name) for name in IDS}
+    chosen, rejected = lengths["chosen"], lengths["rejected"]
+    different = np.diff(np.sort(pairs.column("prompt_hash")))  # faster than np.unique
     return {
         "tokens": {
             name: {
@@ -195,46 +179,39 @@ def figures(pairs: PairDataset) -> dict[str, Any]:
             for name, n in lengths.items()
         },
         "total_tokens": int(pairs.tokens.sum()),
-        "chosen_longer": round(float((lengths["chosen"] > lengths["rejected"]).mean()), 4),
-        "rejected_longer": round(float((lengths["chosen"] < lengths["rejected"]).mean()), 4),
-        "prompts": 1
-        + int(
-            np.count_nonzero(np.diff(np.sort(pairs.column("prompt_hash"))))
-        ),  # faster than np.unique
+        "chosen_longer": round(float((chosen > rejected).mean()), 4),
+        "rejected_longer": round(float((chosen < rejected).mean()), 4),
+        "prompts": 1 + int(np.count_nonzero(different)),
     }
 
 
 def leakage(train: PairDataset, held: PairDataset, report: dict[str, Any]) -> dict[str, Any]:
-    """The report of an evaluation set with what it shares with the training data."""
+    """Return the report of an evaluation set with what it shares with the training data."""
     warned = dict(report["warned"])
-    sources = [entry["path"] for entry in report["files"]]
     for kind, column in (
         ("in_training_data", "pair_hash"),
         ("prompt_in_training_data", "prompt_hash"),
     ):
-        rows = np.flatnonzero(np.isin(held.column(column), train.column(column)))
-        if len(rows):
-            places: dict[str, list[int]] = {}
-            for source, number in zip(
-                held.column("source")[rows], held.column("number")[rows], strict=True
-            ):
-                places.setdefault(sources[source], []).append(int(number))
-            warned[kind] = {"count": len(rows), "places": places, "examples": []}
+        shared = np.isin(held.column(column), train.column(column))
+        places: dict[str, list[int]] = {}
+        for source, number in zip(
+            held.column("source")[shared], held.column("number")[shared].tolist(), strict=True
+        ):
+            places.setdefault(report["files"][source]["path"], []).append(number)
+        if places:
+            warned[kind] = {"count": int(shared.sum()), "places": places, "examples": []}
     return {**report, "warned": warned}
 
 
-TOO_LONG = ("prompt_too_long", "too_long")
-
-
 def share_dropped(report: Mapping[str, Any]) -> tuple[int, int]:
-    """Bad rows or pairs, and all there were. A pair that is only too long is not bad: overlong decides about it."""
+    """Return the bad rows or pairs, and all. One that is only too long is not bad."""
     counts = {kind: entry["count"] for kind, entry in report["dropped"].items()}
     bad = sum(count for kind, count in counts.items() if kind not in TOO_LONG)
     return bad, sum(counts.values()) + report["pairs"]
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterable[str]:
-    """The dropped rows as plain text, for an error message."""
+    """Yield the dropped rows as plain text, for an error message."""
     for kind, entry in report["dropped"].items():
         yield f"  {entry['count']:>8}  {kind}: {MEANINGS[kind]}"
         for example in entry["examples"][:2]:

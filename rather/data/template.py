@@ -1,19 +1,19 @@
-"""Chat templates: named ones, the tokenizer's own, or a local Jinja file, rendered as Hugging Face renders them.
+"""Chat templates: named ones, the tokenizer's own, or a local Jinja file.
 
-Rendering happens in Jinja's immutable sandbox, which stops code but not endless loops or huge strings; the limits on
-time and memory are those of the child process that renders. This module is the data side's only door to transformers,
-which is imported only when a tokenizer is loaded: the children need neither it nor torch.
+They are rendered as Hugging Face renders them, in Jinja's immutable sandbox. It stops code but not
+endless loops or huge strings; the child process that renders has limits of time and memory. Only
+this module of the data room imports transformers, and only when a tokenizer is loaded: the
+children need neither it nor torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,7 +24,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from rather.config.schema import ActorConfig
-from rather.data.json_rows import Bad
+from rather.data.json_rows import DropReason
 from rather.data.messages import Turns
 from rather.errors import DataError
 
@@ -126,21 +126,22 @@ RESERVED = ("messages", "tools", "add_generation_prompt")
 def load_tokenizer(
     path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name. One without a pad token takes eos: no mask is ever made from ids."""
+    """Return the tokenizer of a folder or hub name, with EOS as pad token if it has none.
+
+    No mask is ever made from ids, so that it does not matter which token pads.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-    except (
-        Exception
-    ) as error:  # transformers raises a dozen kinds here, all meaning the same to a user
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # transformers raises a dozen kinds, which mean the same to a user
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(f"{path}: the tokenizer cannot be loaded ({first}).") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise DataError(
-            f"{path}: only tokenizers with a tokenizer.json are read; save it once as a fast tokenizer."
+            f"{path}: only tokenizers with a tokenizer.json are read; save it as a fast tokenizer."
         )
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -149,7 +150,7 @@ def load_tokenizer(
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja text and the variables it may use. `tool_text`, where there is one, is used for rows with tools."""
+    """A Jinja text and the variables it may use; rows with tools use `tool_text` if it is set."""
 
     name: str
     text: str
@@ -157,61 +158,52 @@ class ChatTemplate:
     tool_text: str | None = None
 
     def check_syntax(self) -> None:
-        """Parsed only: compiling computes constants, {{ 'x' * 10**10 }} is one, and this process has no limits."""
-        with self._told():
-            for text in filter(None, (self.text, self.tool_text)):
-                _ENVIRONMENT.parse(text)
+        """Parse without compiling, which computes constants such as {{ 'x' * 10**10 }}.
+
+        The process that checks has no limits.
+        """
+        self._for_each_text(_ENVIRONMENT.parse)
 
     def compile(self) -> None:
-        with self._told():
-            assert self._compiled
-            assert self._compiled_with_tools
+        """Compile, in a process with limits."""
+        self._for_each_text(_compiled)
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _for_each_text(self, work: Callable[[str], object]) -> None:
         try:
-            yield
-        except (
-            jinja2.TemplateError,
-            RecursionError,
-            SyntaxError,
-            ValueError,
-        ) as error:  # the last: 5,000 digits
+            for text in filter(None, (self.text, self.tool_text)):
+                work(text)
+        # ValueError: a number of 5,000 digits
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise DataError(f"chat template {self.name}: {error}") from error
 
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        return _ENVIRONMENT.from_string(self.text)
-
-    @cached_property
-    def _compiled_with_tools(self) -> jinja2.Template:
-        return _ENVIRONMENT.from_string(self.tool_text) if self.tool_text else self._compiled
-
     def takes_tools(self) -> bool:
+        """Return whether the template writes tools."""
         return self.tool_text is not None or "tools" in self.text
 
     def render(
         self, turns: Turns, start_answer: bool, tools: list[Any] | None, kwargs: dict[str, Any]
-    ) -> str | Bad:
-        template = self._compiled_with_tools if tools else self._compiled
+    ) -> str:
+        """Return the text of turns, with the start of an answer if one is to follow."""
         values = {
             **self.variables,
             **kwargs,
             "messages": list(turns),
             "add_generation_prompt": start_answer,
+            "tools": tools,
+            "documents": None,
         }
+        text = self.tool_text if tools and self.tool_text else self.text
         try:
-            return template.render(**values, tools=tools, documents=None)
+            return _compiled(text).render(values)
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything at a row it was not written for
-            return Bad(
-                "template_error", f"chat template {self.name}: {type(error).__name__}: {error}"
-            )
+            detail = f"chat template {self.name}: {type(error).__name__}: {error}"
+            raise DropReason("template_error", detail) from error
 
 
 def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
-    """By name, by file, or the tokenizer's own; None means plain text."""
+    """Return a template by name, by file, or the tokenizer's own; None means plain text."""
     name = ALIASES.get(wanted or "", wanted or "")
     if name == "none":
         return None
@@ -219,20 +211,20 @@ def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> C
         chosen = own_template(tokenizer)
         if chosen is None and name:
             raise DataError(
-                f"data_args.template: native, but the tokenizer {tokenizer.name_or_path} has no chat template; "
-                f"choose one of {', '.join(TEMPLATES)}, a .jinja file, or none for plain text."
+                f"data_args.template: native, but the tokenizer {tokenizer.name_or_path} has no "
+                f"chat template; choose one of {', '.join(TEMPLATES)}, a .jinja file, or none for "
+                "plain text."
             )
-    elif name in TEMPLATES:
-        chosen = ChatTemplate(name, TEMPLATES[name], _variables(tokenizer))
     else:
-        chosen = ChatTemplate(name, _template_file(name), _variables(tokenizer))
+        text = TEMPLATES.get(name) or _read_template(name)
+        chosen = ChatTemplate(name, text, _variables(tokenizer))
     if chosen:
         chosen.check_syntax()
     return chosen
 
 
 def tokenizer_of(actor: ActorConfig) -> Any:
-    """The policy's tokenizer, carrying the chat template it is trained with into the exported model."""
+    """Return the policy's tokenizer with the chat template it is trained with, for the export."""
     args = actor.model_args
     tokenizer = load_tokenizer(actor.tokenizer_path, args.revision, args.trust_remote_code)
     template = choose_template(actor.data_args.template, tokenizer)
@@ -242,26 +234,25 @@ def tokenizer_of(actor: ActorConfig) -> Any:
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
-    """The one that the tokenizer came with."""
+    """Return the template that the tokenizer came with."""
     own: Any = tokenizer.chat_template
     if own is None:
         return None
     texts = {"default": own} if isinstance(own, str) else dict(own)
     if "default" not in texts:
-        raise DataError(f"{tokenizer.name_or_path}: its chat templates are {', '.join(texts)}, none is called default; "
-                        "save the right one as a .jinja file and name it in data_args.template.")  # fmt: skip
+        raise DataError(
+            f"{tokenizer.name_or_path}: its chat templates are {', '.join(texts)}, none is called "
+            "default; save the right one as a .jinja file and name it in data_args.template."
+        )
     return ChatTemplate("native", texts["default"], _variables(tokenizer), texts.get("tool_use"))
 
 
 def _variables(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    return {
-        name: str(value)
-        for name, value in tokenizer.special_tokens_map.items()
-        if isinstance(value, str)
-    }
+    tokens = tokenizer.special_tokens_map.items()
+    return {name: str(value) for name, value in tokens if isinstance(value, str)}
 
 
-def _template_file(name: str) -> str:
+def _read_template(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_file():
         try:
@@ -273,12 +264,14 @@ def _template_file(name: str) -> str:
     known = ["native", "none", *TEMPLATES]
     near = difflib.get_close_matches(name, [*known, *ALIASES], 1, 0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise DataError(f"data_args.template: {name!r} is neither a known template nor a file at {path.absolute()}{hint} "
-                    f"Known are {', '.join(known)}.")  # fmt: skip
+    raise DataError(
+        f"data_args.template: {name!r} is neither a known template nor a file at "
+        f"{path.absolute()}{hint} Known are {', '.join(known)}."
+    )
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks answers for other trainers; here it only shows its content."""
+    """{% generation %} marks answers for other trainers; here it only shows its content."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
 
@@ -295,16 +288,10 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-_ENVIRONMENT = _environment()
+_ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+)
+_ENVIRONMENT.filters["tojson"] = _tojson
+_ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_ENVIRONMENT.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+_compiled = cache(_ENVIRONMENT.from_string)

@@ -1,17 +1,17 @@
 """Rows that are tokens already, as `rather data --save` and ColossalChat's preparation write them.
 
-Each side has its ids and a mask of the tokens that are scored; an attention mask tells tokens from padding. A row whose
-lists do not fit together is dropped and counted like any other bad row.
+Each side has its ids and a mask of the tokens that are scored; an attention mask separates tokens
+from padding. A row whose lists do not fit together is dropped and counted like any other bad row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from rather.data.formats import EXTRAS, TOKENISED, Layout, TextPair, extras_of
-from rather.data.json_rows import Bad
-from rather.data.messages import Refused, kind_of
+from rather.data.formats import EXTRAS, TOKENISED, RowLayout, TextPair, extras_of
+from rather.data.formats.registry import Row
+from rather.data.json_rows import DropReason
+from rather.data.messages import common_length, wrong_type
 from rather.data.tokens import Encoded, Encoder, Ids, Span
 
 SIDES = ("chosen", "rejected")
@@ -21,106 +21,64 @@ COLUMNS = tuple(
 LARGEST_ID = 2**31 - 1
 
 
-class Side(NamedTuple):
-    """One sequence without its padding, and the spans of it that are scored."""
-
-    ids: Ids
-    scored: tuple[Span, ...]
-
-
-def is_tokenised(row: Mapping[str, Any], layout: Layout) -> bool:
-    """ColossalChat keeps the text beside the tokens: with another format named, that is read."""
+def is_tokenised(row: Row, layout: RowLayout) -> bool:
+    """Return whether tokens are read. ColossalChat's rows have text too, for another format."""
     if layout.format != "auto":
         return layout.format == TOKENISED
     return row.get("chosen_input_ids") is not None and row.get("rejected_input_ids") is not None
 
 
-def read_tokenised(
-    row: Mapping[str, Any], layout: Layout, encoder: Encoder
-) -> tuple[TextPair, Encoded] | Bad:
-    """The pair, with its tokens written out where others have text, or why there is none."""
+def read_tokenised(row: Row, layout: RowLayout, encoder: Encoder) -> tuple[TextPair, Encoded]:
+    """Return the pair, with its tokens written out where others have text."""
     named = {ours: row.get(theirs) for ours, theirs in layout.columns.items() if ours in EXTRAS}
-    try:
-        chosen, rejected = (_side(row, side, encoder.recipe.score == "all") for side in SIDES)
-        extras = extras_of({**row, **named})
-    except Refused as refused:
-        return refused.bad
-    except RecursionError:  # a value nested too deeply to be shown
-        return Bad("too_deep", "too many values inside each other")
-    if chosen.ids == rejected.ids:
-        return Bad("identical_after_truncation", "chosen and rejected are the same tokens")
-    start = _boundary(chosen, rejected)
-    if start == 0:
-        return Bad("prompt_mismatch", "chosen and rejected do not begin with the same token")
-    encoded = encoder.fitted(
-        Encoded(
-            chosen.ids[:start],
-            chosen.ids[start:],
-            rejected.ids[start:],
-            chosen.scored,
-            rejected.scored,
-        )
-    )
-    if isinstance(encoded, Bad):
-        return encoded
-    if not (encoded.chosen_scored and encoded.rejected_scored):
-        return Bad("nothing_scored", "no token of an answer is left to score")
-    prompt, first, second = (
+    score_all = encoder.recipe.score == "all"
+    (chosen, first), (rejected, second) = (_side(row, side, score_all) for side in SIDES)
+    extras = extras_of({**row, **named})
+    # The prompt is the common beginning, up to the last turn that is scored.
+    turn = min(first[-1][0], second[-1][0])
+    last = turn if turn > 1 else min(len(chosen), len(rejected)) - 1
+    start = min(common_length(chosen, rejected), last)
+    if start == 0 and chosen != rejected:
+        raise DropReason("prompt_mismatch", "chosen and rejected do not begin with the same token")
+    answers = chosen[start:], rejected[start:]
+    encoded = encoder.fitted(Encoded(chosen[:start], *answers, first, second))
+    prompt, first_text, second_text = (
         " ".join(map(str, ids)) for ids in (encoded.prompt, encoded.chosen, encoded.rejected)
     )
-    return TextPair(prompt, first, second, **extras), encoded
+    return TextPair(prompt, first_text, second_text, **extras), encoded
 
 
-def _side(row: Mapping[str, Any], side: str, score_all: bool) -> Side:
+def _side(row: Row, side: str, score_all: bool) -> tuple[Ids, tuple[Span, ...]]:
+    """Return one sequence without its padding, and its scored spans."""
     ids = _numbers(row, f"{side}_input_ids", LARGEST_ID)
-    scored = [1] * len(ids) if score_all else _numbers(row, f"{side}_loss_mask", 1)
+    ones = [1] * len(ids)
+    scored = ones if score_all else _numbers(row, f"{side}_loss_mask", 1)
     attention = f"{side}_attention_mask"
-    real = _numbers(row, attention, 1) if row.get(attention) is not None else [1] * len(ids)
+    real = _numbers(row, attention, 1) if row.get(attention) is not None else ones
     if not len(ids) == len(scored) == len(real):
         sizes = f"{len(ids)} ids, {len(scored)} in its loss_mask, {len(real)} in its attention_mask"
-        raise Refused("bad_mask", f"{side} has {sizes}; they must be as many")
-    begin, end = _without_padding(real, side)
-    if not score_all and any(scored[:begin] + scored[end:]):
-        raise Refused("bad_mask", f"{side}_loss_mask scores padding")
-    spans = _spans(scored[begin:end])
-    if not spans:
-        raise Refused(
-            "nothing_scored", f"{side}_loss_mask scores no token that another one comes before"
-        )
-    return Side(ids[begin:end], spans)
-
-
-def _numbers(row: Mapping[str, Any], name: str, largest: int) -> list[int]:
-    values = row.get(name)
-    if not isinstance(values, list):
-        reason = "missing_key" if values is None else "bad_type"
-        raise Refused(reason, f"{name} must be a list, found {kind_of(values)}")
-    if not all(isinstance(value, int) and 0 <= value <= largest for value in values):
-        raise Refused("bad_type", f"{name} must hold whole numbers from 0 to {largest}")
-    return [int(value) for value in values]
-
-
-def _without_padding(real: list[int], side: str) -> tuple[int, int]:
-    begin = next((i for i, shown in enumerate(real) if shown), len(real))
-    end = next((i for i in range(begin, len(real)) if not real[i]), len(real))
+        raise DropReason("bad_mask", f"{side} has {sizes}; the numbers must be equal")
+    begin = common_length(real, [0] * len(real))
+    end = begin + common_length(real[begin:], ones)
     if any(real[end:]):
-        raise Refused("bad_mask", f"{side}_attention_mask has a hole at token {end + 1}")
-    return begin, end
+        raise DropReason("bad_mask", f"{side}_attention_mask has a hole at token {end + 1}")
+    if not score_all and any(scored[:begin] + scored[end:]):
+        raise DropReason("bad_mask", f"{side}_loss_mask scores padding")
+    # Nothing predicts the first token, so it is never scored.
+    mask = [0, *scored[begin + 1 : end], 0]
+    edges = [i for i in range(1, len(mask)) if mask[i] != mask[i - 1]]
+    if not edges:
+        detail = f"{side}_loss_mask scores no token that comes after another one"
+        raise DropReason("nothing_scored", detail)
+    return ids[begin:end], tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _spans(scored: list[int]) -> tuple[Span, ...]:
-    """Where the mask is 1. Nothing predicts the first token, so that it is never scored."""
-    edges = [
-        i
-        for i in range(1, len(scored) + 1)
-        if (i < len(scored) and scored[i]) != (i > 1 and scored[i - 1])
-    ]
-    return tuple(zip(edges[::2], edges[1::2], strict=True))
-
-
-def _boundary(chosen: Side, rejected: Side) -> int:
-    """How many tokens are the prompt: the common beginning, up to the last turn that is scored."""
-    shortest = min(len(chosen.ids), len(rejected.ids))
-    common = next((i for i in range(shortest) if chosen.ids[i] != rejected.ids[i]), shortest)
-    turn = min(side.scored[-1][0] for side in (chosen, rejected))
-    return min(common, turn if turn > 1 else shortest - 1)
+def _numbers(row: Row, name: str, largest: int) -> list[int]:
+    values: Any = row.get(name)
+    if values is None:
+        raise DropReason("missing_key", f"{name} must be a list, found null")
+    if not isinstance(values, list):
+        raise wrong_type(name, "a list", values)
+    if not all(isinstance(value, int) and 0 <= value <= largest for value in values):
+        raise DropReason("bad_type", f"{name} must hold whole numbers from 0 to {largest}")
+    return [int(value) for value in values]

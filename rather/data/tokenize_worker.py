@@ -1,243 +1,165 @@
 """The child process that turns rows into tokens.
 
-A child because a template is data: one that loops forever or fills the memory must die alone. It is started with
-`subprocess` rather than `multiprocessing`, so that it neither runs the user's main module again nor inherits threads,
-and it imports neither torch nor transformers: it is ready in half a second.
+It is a child because a template is data: one that loops forever or fills the memory must die
+alone. It is started with `subprocess` rather than `multiprocessing`, so that it neither runs the
+user's main module again nor inherits threads, and it imports neither torch nor transformers: it
+is ready in half a second.
 
-Messages are a length and then bytes: a JSON head and the Arrow table that belongs to it. The number of the row under
-work stands in a small shared file, so that the parent can name the row that killed its child.
+A message is a JSON head and the Arrow table that belongs to it; nothing is pickled. The number of
+the current row is in a small shared file, so that the parent can name the row that killed its
+child.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import resource
 import signal
-import struct
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
-from typing import IO, Any, NamedTuple
+from itertools import chain
+from multiprocessing.connection import Connection
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from rather.config import plugins
-from rather.data.formats import EXTRAS, Layout, TextPair, read_row
-from rather.data.json_rows import Bad
-from rather.data.messages import Turns
-from rather.data.read import Chunk, parsed_rows
+from rather.data.formats import EXTRAS, RowLayout, TextPair, read_row
+from rather.data.json_rows import DropReason, RawRow
+from rather.data.messages import Turns, as_turns
+from rather.data.pairs import SCHEMA
+from rather.data.read import TOO_DEEP, Chunk, as_message, parsed_rows
 from rather.data.tokenised import COLUMNS, is_tokenised, read_tokenised
-from rather.data.tokens import Encoded, Encoder, Recipe
+from rather.data.tokens import Encoded, Encoder, TokenRecipe
 from rather.errors import DataError
 
-PROMPTS = 2  # of a chunk that are compared with what generation starts from
-EXAMPLES = 5  # full sentences kept per chunk and kind; places are kept for all
-SCHEMA = pa.schema(
-    [
-        ("prompt", pa.list_(pa.int32())),
-        ("chosen", pa.list_(pa.int32())),
-        ("rejected", pa.list_(pa.int32())),
-        ("chosen_scored", pa.list_(pa.int32())),
-        ("rejected_scored", pa.list_(pa.int32())),
-        ("weight", pa.float64()),
-        ("margin", pa.float64()),
-        ("soft_label", pa.float64()),
-        ("id", pa.string()),
-        ("source", pa.int32()),
-        ("number", pa.int64()),
-        ("prompt_hash", pa.uint64()),
-        ("pair_hash", pa.uint64()),
-        ("swapped_hash", pa.uint64()),
-        ("normal_prompt", pa.uint64()),
-        ("normal_chosen", pa.uint64()),
-        ("normal_rejected", pa.uint64()),
+PROMPTS = 2  # prompts of a chunk that are compared with what generation starts from
+EXAMPLES = 5  # details kept per chunk and kind; numbers of rows are kept for all
+
+Event = tuple[str, int, str]  # kind, number of the row, detail
+
+
+def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
+    """Return a chunk without its table. Latin-1 keeps each byte of a row as one character."""
+    rows = [
+        (number, offset, raw.decode("latin-1") if isinstance(raw, bytes) else raw.args, has_end)
+        for number, offset, raw, has_end in chunk.rows
     ]
-)
+    return {"source": chunk.source, "first": chunk.first, "rows": rows}
 
 
-class Event(NamedTuple):
-    """Something to count: a drop, a change or a warning, and where."""
-
-    kind: str
-    number: int
-    detail: str
-
-
-def send(pipe: IO[bytes], head: dict[str, Any], body: bytes = b"") -> None:
-    raw = json.dumps(head).encode()
-    pipe.write(struct.pack("<QQ", len(raw), len(body)) + raw)
-    pipe.write(body)
-    pipe.flush()
-
-
-def receive(pipe: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
-    sizes = pipe.read(16)
-    if len(sizes) < 16:
-        return None
-    head, body = struct.unpack("<QQ", sizes)
-    return json.loads(pipe.read(head)), pipe.read(body)
-
-
-def chunk_message(chunk: Chunk) -> tuple[dict[str, Any], bytes]:
-    bad = {i: row for i, row in enumerate(chunk.rows) if isinstance(row, Bad)}
-    rows = [b"" if isinstance(row, Bad) else row for row in chunk.rows]
-    head = {
-        "source": chunk.source,
-        "numbers": chunk.numbers,
-        "offsets": chunk.offsets,
-        "sizes": [len(row) for row in rows],
-        "bad": bad,
-        "unfinished": chunk.unfinished,
-        "table": bool(chunk.table),
-    }
-    return head, chunk.table or b"".join(rows)
-
-
-def chunk_from_message(head: dict[str, Any], body: bytes) -> Chunk:
-    if head["table"]:
-        return Chunk(head["source"], tuple(head["numbers"]), table=body)
-    ends = np.cumsum(head["sizes"]).tolist()
-    rows: list[bytes | Bad] = [
-        body[end - size : end] for end, size in zip(ends, head["sizes"], strict=True)
-    ]
-    for i, bad in head["bad"].items():
-        rows[int(i)] = Bad(*bad)
-    return Chunk(
-        head["source"],
-        tuple(head["numbers"]),
-        tuple(head["offsets"]),
-        tuple(rows),
-        unfinished=head["unfinished"],
+def chunk_from_json(head: dict[str, Any], table: bytes) -> Chunk:
+    """Return the chunk of which `chunk_to_json` made the head."""
+    rows = (
+        RawRow(number, at, raw.encode("latin-1") if isinstance(raw, str) else DropReason(*raw), end)
+        for number, at, raw, end in head["rows"]
     )
-
-
-def answer(encoder: Encoder, question: str, given: Any) -> dict[str, Any]:
-    """What the encoder makes of one text or pair that lies in no file, for `limited.LimitedEncoder`."""
-    found: Any = None
-    match question:
-        case "encode":
-            found = encoder.encode(TextPair(**given))
-        case "inference_prompt":
-            found = encoder.inference_prompt(TextPair(**given))
-        case "training_prompt":
-            found = encoder.training_prompt(given)
-        case "end_of_turn":
-            found = encoder.end_of_turn
-    if isinstance(found, Bad):
-        return {"bad": found}
-    return {"found": asdict(found) if isinstance(found, Encoded) else found}
+    return Chunk(head["source"], tuple(rows), table, head["first"])
 
 
 class ChunkEncoder:
-    """Rows of a chunk -> one Arrow table and the events that happened."""
+    """Turns the rows of a chunk into one Arrow table, and reports what happened to them."""
 
-    def __init__(self, encoder: Encoder, layout: Layout, at_row: Any = None) -> None:
-        self.encoder, self.layout, self.at_row = encoder, layout, at_row or (lambda _: None)
+    def __init__(
+        self, encoder: Encoder, layout: RowLayout, at_row: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self.encoder, self.layout, self.at_row = encoder, layout, at_row
 
     def encode(self, chunk: Chunk) -> tuple[dict[str, Any], bytes]:
-        self.columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-        self.dropped: list[Event] = []
-        self.noted: list[Event] = []
+        """Return the report as a JSON head, and the table as an Arrow message."""
+        self.pairs: list[dict[str, Any]] = []
+        self.events: dict[str, list[Event]] = {"dropped": [], "noted": []}
         self.ignored: set[str] = set()
         self.prompts: dict[int, list[int]] = {}  # by number of the row
-        self.source = chunk.source
+        rows = 0
         for number, row in parsed_rows(chunk):
+            rows += 1
             self.at_row(number)
-            if isinstance(row, Bad):
-                self.dropped.append(Event(row.reason, number, row.detail))
-            else:
-                self._row(number, row)
+            try:
+                self._read(chunk.source, number, row)
+            except RecursionError:
+                self._add_event("dropped", number, row, *TOO_DEEP)
         head = {
-            "rows": len(chunk.numbers),
-            "dropped": _shortened(self.dropped),
-            "noted": _shortened(self.noted),
+            "rows": rows,
+            **{group: _shorten(events) for group, events in self.events.items()},
             "ignored": sorted(self.ignored)[:100],
             "prompts": list(self.prompts.items()),
         }
-        return head, _table(self.columns)
+        return head, as_message(pa.RecordBatch.from_pylist(self.pairs, schema=SCHEMA))
 
-    def _row(self, number: int, row: dict[str, Any]) -> None:
-        if is_tokenised(row, self.layout):
-            self._tokenised_row(number, row)
-            return
-        try:
-            read = read_row(row, self.layout)
-            encoded = [(pair, self.encoder.encode(pair)) for pair in read.pairs]
-        except RecursionError:
-            self.dropped.append(Event("too_deep", number, "too many values inside each other"))
-            return
-        self.ignored.update(read.ignored)
-        self.dropped += [
-            Event(bad.reason, number, self._named(bad.detail, row)) for bad in read.refused
-        ]
-        self.noted += [
-            Event("ties_skipped", number, "two answers of the same rank give no pair")
-        ] * read.ties
-        for pair, result in encoded:
-            if isinstance(result, Bad):
-                self.dropped.append(Event(result.reason, number, self._named(result.detail, row)))
-            else:
-                self.noted += [
-                    Event(note.kind, number, self._named(note.detail, row)) for note in result.notes
-                ]
-                self._keep(number, pair, result)
-                self._compare(number, pair, result)
-
-    def _tokenised_row(self, number: int, row: dict[str, Any]) -> None:
-        self.ignored.update(set(row).difference(COLUMNS, EXTRAS))
-        read = read_tokenised(row, self.layout, self.encoder)
-        if isinstance(read, Bad):
-            self.dropped.append(Event(read.reason, number, self._named(read.detail, row)))
+    def _read(self, source: int, number: int, row: dict[str, Any] | DropReason) -> None:
+        found: list[tuple[TextPair, Encoded]] = []
+        dropped: list[DropReason] = []
+        ties, is_text = 0, False
+        if isinstance(row, DropReason):
+            dropped = [row]
+        elif is_tokenised(row, self.layout):
+            self.ignored.update(set(row).difference(COLUMNS, EXTRAS))
+            try:
+                found.append(read_tokenised(row, self.layout, self.encoder))
+            except DropReason as reason:
+                dropped.append(reason)
         else:
-            self.noted += [
-                Event(note.kind, number, self._named(note.detail, row)) for note in read[1].notes
-            ]
-            self._keep(number, *read)
+            pairs, dropped, ties, ignored = read_row(row, self.layout)
+            is_text = True
+            for pair in pairs:
+                try:
+                    found.append((pair, self.encoder.encode(pair)))
+                except DropReason as reason:
+                    dropped.append(reason)
+            self.ignored.update(ignored)
+        for each in dropped:
+            self._add_event("dropped", number, row, each.reason, each.detail)
+        for _ in range(ties):
+            detail = "two answers of the same rank give no pair"
+            self.events["noted"].append(("ties_skipped", number, detail))
+        for pair, encoded in found:
+            for note in encoded.notes:
+                self._add_event("noted", number, row, *note)
+            self.pairs.append({**_columns(pair, encoded), "source": source, "number": number})
+            if is_text:
+                self._keep_prompt(number, pair, encoded)
 
-    def _named(self, detail: str, row: dict[str, Any]) -> str:
-        given = row.get(self.layout.columns.get("id", "id"))
-        return detail if given is None else f"{detail} (id {str(given)[:80]})"
+    def _add_event(self, group: str, number: int, row: Any, kind: str, detail: str) -> None:
+        """Add an event, with the id of the row if it has one."""
+        if isinstance(row, dict):
+            given = row.get(self.layout.columns.get("id", "id"))
+            detail = detail if given is None else f"{detail} (id {str(given)[:80]})"
+        self.events[group].append((kind, number, detail))
 
-    def _compare(self, number: int, pair: TextPair, encoded: Encoded) -> None:
-        if len(self.prompts) < PROMPTS and not any(
-            note.kind == "truncated_prompt" for note in encoded.notes
-        ):
-            ids = self.encoder.inference_prompt(pair)
-            if not isinstance(ids, Bad):
-                self.prompts[number] = ids
+    def _keep_prompt(self, number: int, pair: TextPair, encoded: Encoded) -> None:
+        """Keep some prompts as generation has them, to be compared with those of training."""
+        is_cut = any(note.kind == "truncated_prompt" for note in encoded.notes)
+        if len(self.prompts) < PROMPTS and not is_cut:
+            with suppress(DropReason):
+                self.prompts[number] = self.encoder.inference_prompt(pair)
 
-    def _keep(self, number: int, pair: TextPair, encoded: Encoded) -> None:
-        prompt, chosen, rejected = (
-            _digest(pair.prompt),
-            _digest(pair.chosen),
-            _digest(pair.rejected),
-        )
-        values = (
-            encoded.prompt,
-            encoded.chosen,
-            encoded.rejected,
-            [place for span in encoded.chosen_scored for place in span],
-            [place for span in encoded.rejected_scored for place in span],
-            pair.weight,
-            pair.margin,
-            pair.soft_label,
-            pair.id,
-            self.source,
-            number,
-            _number(prompt),
-            _number(prompt + chosen + rejected),
-            _number(prompt + rejected + chosen),
-            _normal(pair.prompt, "user"),
-            _normal(pair.chosen, "assistant"),
-            _normal(pair.rejected, "assistant"),
-        )
-        for column, value in zip(self.columns.values(), values, strict=True):
-            column.append(value)
+
+def _columns(pair: TextPair, encoded: Encoded) -> dict[str, Any]:
+    prompt, chosen, rejected = map(_digest, (pair.prompt, pair.chosen, pair.rejected))
+    return {
+        "prompt": encoded.prompt,
+        "chosen": encoded.chosen,
+        "rejected": encoded.rejected,
+        "chosen_scored": list(chain(*encoded.chosen_scored)),
+        "rejected_scored": list(chain(*encoded.rejected_scored)),
+        "weight": pair.weight,
+        "margin": pair.margin,
+        "soft_label": pair.soft_label,
+        "id": pair.id,
+        "prompt_hash": _number(prompt),
+        "pair_hash": _number(prompt + chosen + rejected),
+        "swapped_hash": _number(prompt + rejected + chosen),
+        "normal_prompt": _normal(pair.prompt, "user"),
+        "normal_chosen": _normal(pair.chosen, "assistant"),
+        "normal_rejected": _normal(pair.rejected, "assistant"),
+    }
 
 
 def _digest(text: str | Turns) -> bytes:
@@ -246,86 +168,83 @@ def _digest(text: str | Turns) -> bytes:
 
 
 def _normal(part: str | Turns, role: str) -> int:
-    """The same for texts that differ only in case, white space, ways to write a character, or string and message."""
-    turns = ({"role": role, "content": part},) if isinstance(part, str) else part
-    return _number(
-        _digest(tuple({**turn, "content": _normal_text(turn["content"])} for turn in turns))
-    )
-
-
-def _normal_text(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    """Return one number for texts that differ only in case, white space or ways of writing."""
+    turns = []
+    for turn in as_turns(part, role):
+        text = unicodedata.normalize("NFKC", turn["content"]).casefold()
+        turns.append({**turn, "content": " ".join(text.split())})
+    return _number(_digest(tuple(turns)))
 
 
 def _number(digest: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(digest, digest_size=8).digest(), "little")
 
 
-def _shortened(events: Sequence[Event]) -> list[tuple[str, int, str]]:
-    """Every place, but only the first sentences of each kind: a million rows must not become a million sentences."""
-    seen: dict[str, int] = {}
+def _shorten(events: list[Event]) -> list[Event]:
+    """Return every event, but only the first details of each kind: there may be a million."""
+    seen: Counter[str] = Counter()
     short = []
-    for event in events:
-        seen[event.kind] = seen.get(event.kind, 0) + 1
-        short.append(
-            (event.kind, event.number, event.detail[:300] if seen[event.kind] <= EXAMPLES else "")
-        )
+    for kind, number, detail in events:
+        seen[kind] += 1
+        short.append((kind, number, detail[:300] if seen[kind] <= EXAMPLES else ""))
     return short
 
 
-def _table(columns: dict[str, list[Any]]) -> bytes:
-    batch = pa.record_batch([pa.array(columns[f.name], f.type) for f in SCHEMA], schema=SCHEMA)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(batch)
-    return bytes(sink.getvalue())
+# ---- the process
+
+
+def answer(encoder: Encoder, question: str, given: Any) -> dict[str, Any]:
+    """Return an attribute of the encoder, or what its method makes of one text or pair."""
+    try:
+        found = getattr(encoder, question)
+        if given is not None:
+            found = found(TextPair(**given) if isinstance(given, dict) else given)
+    except DropReason as reason:
+        return {"dropped": reason.args}
+    return {"found": asdict(found) if isinstance(found, Encoded) else found}
 
 
 def _limit_memory(extra: int) -> None:
     with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
+        wanted = int(file.read().split()[0]) * resource.getpagesize() + extra
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    wanted = used + extra
-    resource.setrlimit(
-        resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
-    )
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _next_job(jobs: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
-    signal.setitimer(signal.ITIMER_PROF, 0)  # waiting is not working
-    return receive(jobs)
-
-
-def main() -> None:
-    jobs, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not end up between our messages
-    opening = receive(jobs)
-    assert opening is not None
-    setup = opening[0]
-    progress = mmap.mmap(setup["progress"], 8)
+def main(connection: int, progress: int) -> None:
+    """Answer the parent's questions until it closes the connection."""
+    parent = Connection(connection)
+    setup = json.loads(parent.recv_bytes())
 
     def at_row(number: int) -> None:
-        struct.pack_into("<q", progress, 0, number)
-        signal.setitimer(
-            signal.ITIMER_PROF, setup["seconds"]
-        )  # of computing; at its end the system kills this process
+        """Store the row, and give it a limit of computing at which the system ends this process."""
+        os.pwrite(progress, b"%20d" % number, 0)
+        signal.setitimer(signal.ITIMER_PROF, setup["seconds"])
 
-    plugins.load_sources(setup.get("imports", ()))
+    def reply(head: dict[str, Any], table: bytes = b"") -> None:
+        parent.send_bytes(json.dumps(head).encode())
+        parent.send_bytes(table)
+
     if sys.platform == "linux":
         _limit_memory(setup["memory"])
+    chunks: ChunkEncoder | None = None
     try:
-        at_row(0)
-        encoder = ChunkEncoder(
-            Encoder(Recipe.from_json(setup["recipe"])), Layout(**setup["layout"]), at_row
-        )
-        send(results, {"ready": True})
-        while (job := _next_job(jobs)) is not None:
+        while True:
+            signal.setitimer(signal.ITIMER_PROF, 0)  # waiting is not computing
+            head, table = json.loads(parent.recv_bytes()), parent.recv_bytes()
             at_row(0)
-            if "ask" in job[0]:
-                send(results, answer(encoder.encoder, job[0]["ask"], json.loads(job[1])))
+            if chunks is None:
+                plugins.load_sources(setup["imports"])
+                encoder = Encoder(TokenRecipe.from_json(setup["recipe"]))
+                chunks = ChunkEncoder(encoder, RowLayout(**setup["layout"]), at_row)
+            if "ask" in head:
+                reply(answer(chunks.encoder, head["ask"], head["given"]))
             else:
-                send(results, *encoder.encode(chunk_from_message(*job)))
+                reply(*chunks.encode(chunk_from_json(head, table)))
+    except EOFError:
+        return
     except DataError as error:
-        send(results, {"error": str(error)})
+        reply({"error": str(error)})
     except MemoryError:
-        send(results, {"memory": True})
+        reply({"memory": True})

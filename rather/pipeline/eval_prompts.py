@@ -18,10 +18,10 @@ from rather.cluster.launch import Roles
 from rather.cluster.role import Role
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, EvalPrompts
-from rather.data.json_rows import Bad
+from rather.data.json_rows import DropReason
+from rather.data.pool import LimitedEncoder, encoder_of
 from rather.data.prepare import recipe_of
-from rather.data.sandboxed import encoder_of
-from rather.data.tokens import Ids
+from rather.data.tokens import Encoder, Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.model.generate import GeneratedAnswer
 from rather.pipeline.evaluation import Interrupted
@@ -60,7 +60,7 @@ class Answers:
         )
         self.end_of_turn = encoder.end_of_turn
         self.ids = [
-            self._checked(number, encoder.training_prompt(text))
+            self._ids_of(encoder, number, text)
             for number, text in enumerate(self.prompts, 1)
         ]
         if resumes and self.roles.reference is None:
@@ -110,9 +110,11 @@ class Answers:
         }
         return {**means, f"{METRICS}prompts": len(self.prompts)}
 
-    def _checked(self, number: int, ids: Ids | Bad) -> Ids:
-        if isinstance(ids, Bad):
-            raise DataError(f"eval_prompts: prompt {number}: {ids.detail}")
+    def _ids_of(self, encoder: Encoder | LimitedEncoder, number: int, text: str) -> Ids:
+        try:
+            ids = encoder.training_prompt(text)
+        except DropReason as reason:
+            raise DataError(f"eval_prompts: prompt {number}: {reason.detail}") from None
         length, limit = len(ids) + self.asked.max_new_tokens, self.config.sequence_length
         if length > limit:
             raise ConfigError(

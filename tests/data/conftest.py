@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from rather.config.schema import DPOConfig
 from rather.data.template import TEMPLATES, ChatTemplate
-from rather.data.tokens import Encoder, Recipe
+from rather.data.tokens import Encoder, TokenRecipe
 
 SPECIAL = [
     "<unk>",
@@ -72,7 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def recipe(folders: dict[str, Path]) -> Callable[..., Recipe]:
+def recipe(folders: dict[str, Path]) -> Callable[..., TokenRecipe]:
     """A recipe for one of the small tokenizers; `template` is a name, a Jinja text or None."""
 
     def make(
@@ -81,12 +81,12 @@ def recipe(folders: dict[str, Path]) -> Callable[..., Recipe]:
         bos: bool = False,
         eos: str | None = None,
         **settings: Any,
-    ) -> Recipe:
+    ) -> TokenRecipe:
         tokenizer = Tokenizer.from_file(str(folders["plain" if bos else "chat"] / "tokenizer.json"))
         eos = eos or ("<|im_end|>" if template == "chatml" else "</s>")
         variables = {"eos_token": eos} | ({"bos_token": "<s>"} if bos else {})
         text = TEMPLATES.get(template or "", template or "")
-        return Recipe(
+        return TokenRecipe(
             tokenizer.to_str(),
             ChatTemplate(template, text, variables) if template else None,
             bos=tokenizer.token_to_id("<s>") if bos else None,
@@ -99,7 +99,7 @@ def recipe(folders: dict[str, Path]) -> Callable[..., Recipe]:
 
 
 @pytest.fixture
-def encoder(recipe: Callable[..., Recipe]) -> Callable[..., Encoder]:
+def encoder(recipe: Callable[..., TokenRecipe]) -> Callable[..., Encoder]:
     return lambda *args, **kwargs: Encoder(recipe(*args, **kwargs))
 
 

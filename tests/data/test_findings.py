@@ -255,7 +255,7 @@ def test_a_template_bomb_is_not_rendered_for_a_comparison(
     """Plain text does not need the tokenizer's template: one that never ends costs the comparison,
     not the run.
     """
-    from rather.data.pool import Limits
+    from rather.data.pool import ChildLimits
 
     bad = tmp_path / "bad"
     bad.mkdir()
@@ -266,7 +266,7 @@ def test_a_template_bomb_is_not_rendered_for_a_comparison(
     plain = config(
         write(ROWS[:3]), sequence_length=1024, data={"template": "none"}, pretrain=str(bad)
     )
-    made = prepare(plain, console=console, limits=Limits(row_seconds=0.5))
+    made = prepare(plain, console=console, limits=ChildLimits(row_seconds=0.5))
     assert len(made.train) == 3
     assert inference(made)["by"] == "the tokenizer"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rather.data.formats import COLUMNS, Layout, Pairs, TextPair, read_row, texts
-from rather.errors import DataError
+from rather.data.formats import EXTRAS, FORMATS, RowLayout, RowPairs, TextPair, read_row, texts
+from rather.errors import ConfigError, DataError
 
 
 def user(text: str) -> dict[str, Any]:
@@ -24,13 +24,13 @@ def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
-def read(row: dict[str, Any], **layout: Any) -> Pairs:
-    return read_row(row, Layout(**layout))
+def read(row: dict[str, Any], **layout: Any) -> RowPairs:
+    return read_row(row, RowLayout(**layout))
 
 
 def one(row: dict[str, Any], **layout: Any) -> TextPair:
     found = read(row, **layout)
-    assert not found.refused, found.refused
+    assert not found.dropped, found.dropped
     [pair] = found.pairs
     return pair
 
@@ -38,7 +38,7 @@ def one(row: dict[str, Any], **layout: Any) -> TextPair:
 def reason(row: dict[str, Any], **layout: Any) -> str:
     found = read(row, **layout)
     assert not found.pairs
-    [bad] = found.refused
+    [bad] = found.dropped
     return bad.reason
 
 
@@ -225,7 +225,7 @@ def test_ranked_answers_are_paired_and_ties_counted(
 def test_ranked_rows_keep_their_good_pairs() -> None:
     found = read({"prompt": "q", "responses": ["a", "", "c"], "ranks": [1, 2, 3]})
     assert [pair.chosen for pair in found.pairs] == ["a"]
-    assert [bad.reason for bad in found.refused] == ["empty_response", "empty_response"]
+    assert [bad.reason for bad in found.dropped] == ["empty_response", "empty_response"]
     assert reason({"prompt": "q", "responses": ["a"], "ranks": [1]}) == "too_few_answers"
     assert reason({"prompt": "q", "responses": ["a", "b"], "ranks": [1]}) == "bad_type"
     assert read({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 1]}) == ([], [], 1, [])
@@ -237,15 +237,15 @@ def test_columns_are_renamed() -> None:
     found = read(row, columns=columns)
     assert (found.pairs[0].prompt, found.pairs[0].chosen, found.pairs[0].weight) == ("q", "a", 2.0)
     assert found.ignored == ["note"]
-    [bad] = read({"question": "q", "god": "a", "bad": "b"}, columns=columns).refused
+    [bad] = read({"question": "q", "god": "a", "bad": "b"}, columns=columns).dropped
     assert bad.reason == "missing_key"
     assert "did you mean 'god'" in bad.detail
-    [bad] = read({"question": None, "good": "a", "bad": "b"}, columns=columns).refused
-    assert bad == ("bad_type", "question is null; it must be text or messages")
+    [bad] = read({"question": None, "good": "a", "bad": "b"}, columns=columns).dropped
+    assert bad.args == ("bad_type", "question is null; it must be text or messages")
     with pytest.raises(DataError, match="did you mean 'chosen'"):
-        Layout(columns={"chosn": "x"})
-    with pytest.raises(DataError, match="did you mean 'swift'"):
-        Layout("swit")
+        RowLayout(columns={"chosn": "x"})
+    with pytest.raises(ConfigError, match=r"data_args\.format: .*did you mean 'swift'"):
+        RowLayout("swit")
 
 
 @pytest.mark.parametrize("empty", [{}, {"x": None}], ids=["missing", "null"])
@@ -262,8 +262,8 @@ def test_ranks_or_scores_are_enough_when_both_have_other_names() -> None:
     row = {"prompt": "q", "responses": ["a", "b"]}
     assert one({**row, "places": [2, 1], "points": None}, columns=columns).chosen == "b"
     assert one({**row, "points": [2, 1]}, columns=columns).chosen == "a"
-    [bad] = read(row, columns=columns).refused
-    assert (bad.reason, "need ranks" in bad.detail) == ("missing_key", True)
+    [bad] = read(row, columns=columns).dropped
+    assert (bad.reason, "a column of ranks" in bad.detail) == ("missing_key", True)
 
 
 def test_extra_columns_weights_and_ids() -> None:
@@ -317,14 +317,14 @@ def test_extra_columns_weights_and_ids() -> None:
         ({"instruction": "q", "history": 5, **AB}, "bad_type", "history must be a list of [question, answer] lists"),
         ({"instruction": "q", "history": ["x"], **AB}, "bad_type", "history must hold"),
         ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 10**400]}, "bad_type", "ranks must be a number"),
-        ({"prompt": "q", "responses": ["a", "b"]}, "missing_key", "need ranks"),
-        ({"messages": [user("q"), user("r")], **AB}, "bad_roles", "user turn stands after user"),
+        ({"prompt": "q", "responses": ["a", "b"]}, "missing_key", "a column of ranks"),
+        ({"messages": [user("q"), user("r")], **AB}, "bad_roles", "user turn comes after user"),
         ({"messages": [user("q"), assistant("r")], **AB}, "bad_roles", "it ends with assistant"),
-        ({"messages": [assistant("r"), user("q")], **AB}, "bad_roles", "stands first"),
+        ({"messages": [assistant("r"), user("q")], **AB}, "bad_roles", "comes first"),
         ({"messages": [user("q"), assistant("r"), system("s"), user("x")], **AB}, "bad_roles", "a system turn"),
         ({"messages": [{"role": "wizard", "content": "q"}], **AB}, "bad_roles", "wizard"),
         ({"messages": [system("q")], **AB}, "bad_roles", "it ends with system"),
-        ({"prompt": [user("q")], "chosen": [user("a")], "rejected": "b"}, "bad_roles", "stands after user"),
+        ({"prompt": [user("q")], "chosen": [user("a")], "rejected": "b"}, "bad_roles", "comes after user"),
         ({"prompt": [user("q")], "chosen": [assistant("a"), user("x")], "rejected": "b"}, "bad_roles", "must end"),
         ({"messages": [user("q")], "rejected_response": "b"}, "bad_roles", "chosen assistant turn"),
     ],
@@ -332,7 +332,7 @@ def test_extra_columns_weights_and_ids() -> None:
 def test_bad_rows_have_a_reason_and_a_sentence(
     row: dict[str, Any], expected: str, says: str
 ) -> None:
-    [bad] = read(row).refused
+    [bad] = read(row).dropped
     assert bad.reason == expected
     assert says in bad.detail
 
@@ -364,6 +364,7 @@ def test_whole_conversations_may_part_before_the_last_turn() -> None:
     assert texts(pair) == ["q", "a", "x", "y", "b", "z", "w"]
 
 
+COLUMNS = {*EXTRAS}.union(*((*form.needs, *form.may) for form in FORMATS.values()))
 ODD: list[Any] = [
     None, "", " ", "text", "7", "[1]", '{"a": 1}', "{", "\n\nHuman: q\n\nAssistant: a", "\n\nHuman: q\n\nAssistant: b",
     0, 5, -1, 2.5, 1e308, 10**400, -(10**400), True, False, {}, {"a": 1}, {"role": "user"}, {"role": 5, "content": []},
@@ -396,8 +397,8 @@ def test_any_row_gives_pairs_or_a_counted_reason(columns: dict[str, str]) -> Non
     reasons = set()
     for row in odd_rows(5_000, sorted(COLUMNS)):
         found = read(row, columns=columns)
-        assert found.pairs or found.refused or found.ties, row
-        reasons |= {bad.reason for bad in found.refused}
+        assert found.pairs or found.dropped or found.ties, row
+        reasons |= {bad.reason for bad in found.dropped}
     assert reasons >= {
         "bad_type",
         "bad_roles",

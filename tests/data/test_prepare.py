@@ -19,10 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from rather.config import plugins
 from rather.config.schema import DPOConfig
 from rather.data import cache, pool
 from rather.data import prepare as module
-from rather.data.pool import Limits
+from rather.data.formats import FORMATS
+from rather.data.pool import ChildLimits
 from rather.data.prepare import BadRows, Prepared, held_out, prepare
 from rather.data.show import print_report, show_pairs
 from rather.data.template import load_tokenizer
@@ -279,7 +281,7 @@ def test_a_damaged_cache_is_built_again(
     assert again.report == made.report
     assert file.read_bytes() == content
     assert not [entry for entry in file.parent.iterdir() if entry.name.startswith(".")]
-    said = f"{file}: the tokenised pairs or their report are damaged, and are made anew"
+    said = f"{file}: the tokenised pairs or their report are damaged; building them again"
     assert caplog.messages.count(said) == (damage != "gone")
 
 
@@ -327,7 +329,7 @@ def test_a_template_bomb_dies_alone(
         prepare(
             config(path, data={"template": str(tmp_path / "bomb.jinja")}),
             console=console,
-            limits=Limits(0.5, 500 << 20),
+            limits=ChildLimits(0.5, 500 << 20),
         )
     assert time.monotonic() - started < 30
 
@@ -341,11 +343,11 @@ def test_children_end_with_their_parent(
     (tmp_path / "config.json").write_text(setup.model_dump_json(exclude_unset=True))
     script = (
         "import sys\nfrom rather.config.schema import DPOConfig\nfrom rather.data import pool\n"
-        "from rather.data.prepare import prepare\nfrom rather.data.pool import Limits\n"
+        "from rather.data.prepare import prepare\nfrom rather.data.pool import ChildLimits\n"
         "start = pool.Child.__init__\n"
         "def told(self, *a):\n    start(self, *a)\n    print(self.process.pid, flush=True)\n"
         "pool.Child.__init__ = told\n"
-        "prepare(DPOConfig.model_validate_json(open(sys.argv[1]).read()), limits=Limits(1.0))\n"
+        "prepare(DPOConfig.model_validate_json(open(sys.argv[1]).read()), limits=ChildLimits(1.0))\n"
     )
     root = str(Path(pool.__file__).parents[2])
     with subprocess.Popen(
@@ -478,6 +480,29 @@ def test_chosen_key_format_and_ranked_pairs_reach_the_rows(
         prepare(config(path, data={"format": "messages"}), console=console)
 
 
+def test_a_format_of_a_users_file_reaches_the_children(
+    config: Config, write: Write, console: Console, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One decorated function: named by data_args.format, and found by `auto` before Rather's own."""
+    own = tmp_path / "own_format.py"
+    own.write_text(
+        "from rather.data.formats import data_format\n\n"
+        '@data_format("persona", "chosen", "rejected")\n'
+        "def persona(row):\n"
+        '    return f"As {row[\'persona\']}:", (row["chosen"], row["rejected"])\n'
+    )
+    monkeypatch.setattr(plugins, "_loaded", [])
+    for name in ("_entries", "_modules"):
+        monkeypatch.setattr(FORMATS, name, dict(getattr(FORMATS, name)))
+    plugins.load([own])
+    path = write([{"persona": "a baker", "chosen": "Bread.", "rejected": "No.", "note": 1}])
+    for chosen in ("persona", "auto"):
+        made = prepare(config(path, "plain", data={"format": chosen}), console=console)
+        tokenizer = load_tokenizer(config(path, "plain").actor_train.tokenizer_path)
+        assert tokenizer.decode(made.train.take([0])[0].prompt) == "<s>As a baker:"
+        assert made.report["train"]["ignored_columns"] == ["note"]
+
+
 def test_a_full_disk_is_said(
     config: Config, write: Write, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,7 +511,7 @@ def test_a_full_disk_is_said(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.BatchWriter, "add", full)
+    monkeypatch.setattr(module, "batch_writer", full)
     with pytest.raises(DiskError, match="no room"):
         prepare(config(write([GOOD])), console=console)
 

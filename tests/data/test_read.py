@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rather.data import json_rows as cut
-from rather.data.json_rows import Bad
+from rather.data.json_rows import DropReason
 from rather.data.read import chunks, find_sources, parsed_rows
 from rather.errors import DataError
 
@@ -37,7 +37,7 @@ def rows_of(path: Path, encoding: str = "utf-8") -> list[tuple[int, Any]]:
 
 
 def reasons(path: Path) -> list[tuple[int, str]]:
-    return [(number, row.reason) for number, row in rows_of(path) if isinstance(row, Bad)]
+    return [(number, row.reason) for number, row in rows_of(path) if isinstance(row, DropReason)]
 
 
 def lines(rows: list[Any], end: str = "\n") -> str:
@@ -199,7 +199,7 @@ def test_memory_of_a_large_array_is_bounded(tmp_path: Path) -> None:
     with path.open("w") as file:
         file.write("[" + ",\n".join(json.dumps({"a": "x" * 1000}) for _ in range(10_000)) + "]")
     tracemalloc.start()
-    count = sum(len(chunk.numbers) for chunk in chunks(find_sources(path)[0], 0))
+    count = sum(len(chunk.rows) for chunk in chunks(find_sources(path)[0], 0))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 10_000
@@ -209,12 +209,12 @@ def test_memory_of_a_large_array_is_bounded(tmp_path: Path) -> None:
 def test_wrong_encoding_is_named_by_byte_and_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b'{"a": "ok"}\n' + '{"a": "café"}\n'.encode("latin-1"))
-    [(number, bad)] = [(n, row) for n, row in rows_of(path) if isinstance(row, Bad)]
+    [(number, bad)] = [(n, row) for n, row in rows_of(path) if isinstance(row, DropReason)]
     assert (number, bad.reason) == (2, "bad_encoding")
     assert "byte 22 " in bad.detail
     assert "data_args.encoding" in bad.detail
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert "byte 25 " in next(row.detail for _, row in rows_of(path) if isinstance(row, Bad))
+    assert "byte 25 " in next(row.detail for _, row in rows_of(path) if isinstance(row, DropReason))
     path.write_bytes(path.read_bytes()[3:])
     assert rows_of(path, "latin-1") == [(1, {"a": "ok"}), (2, {"a": "café"})]
     path.write_bytes('{"a": "café"}\n'.encode("utf-16"))

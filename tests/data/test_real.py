@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rather.config.schema import DPOConfig
-from rather.data.formats import Layout, read_row
+from rather.data.formats import RowLayout, read_row
 from rather.data.prepare import prepare
 from rather.data.read import chunks, find_sources, parsed_rows
 from rather.data.template import choose_template, load_tokenizer
@@ -83,6 +83,6 @@ def test_a_plain_tokenizer_agrees_with_transformers(
     ["orca_dpo_validation", "rasbt_politeness", "truthfulqa_pairs", "ultrafeedback_train_clean"],
 )
 def test_real_rows_are_read(team_data: Path, name: str) -> None:
-    found = [read_row(row, Layout()) for row in rows_of(team_data / f"pairs/{name}.jsonl.gz")]
+    found = [read_row(row, RowLayout()) for row in rows_of(team_data / f"pairs/{name}.jsonl.gz")]
     assert all(len(one.pairs) == 1 or one.refused for one in found)
     assert sum(len(one.pairs) for one in found) > 0.97 * len(found)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from rather.data.formats import Layout, TextPair, read_row
-from rather.data.json_rows import Bad
+from rather.data.formats import RowLayout, TextPair, read_row
+from rather.data.json_rows import DropReason, RawRow
 from rather.data.read import Chunk
 from rather.data.template import TEMPLATES
 from rather.data.tokenised import read_tokenised
@@ -32,21 +32,19 @@ ROUND = [
 
 def pair(prompt: Any, chosen: Any, rejected: Any, **extras: Any) -> TextPair:
     [made] = read_row(
-        {"prompt": prompt, "chosen": chosen, "rejected": rejected, **extras}, Layout()
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected, **extras}, RowLayout()
     ).pairs
     return made
 
 
 def encoded(encoder: Encoder, *args: Any, **extras: Any) -> Encoded:
-    result = encoder.encode(pair(*args, **extras))
-    assert isinstance(result, Encoded), result
-    return result
+    return encoder.encode(pair(*args, **extras))
 
 
 def refused(encoder: Encoder, *args: Any) -> str:
-    result = encoder.encode(pair(*args))
-    assert isinstance(result, Bad)
-    return result.reason
+    with pytest.raises(DropReason) as dropped:
+        encoder.encode(pair(*args))
+    return dropped.value.reason
 
 
 def kinds(result: Encoded) -> list[str]:
@@ -194,15 +192,14 @@ def test_tools_reach_the_template_or_are_refused(encoder: Make) -> None:
     qwen = encoder("qwen2_5", eos="<|im_end|>")
     shown = text(qwen, encoded(qwen, "q", "a", "b", tools=tools).prompt)
     assert json.dumps(tools[0], ensure_ascii=False) in shown
-    result = encoder().encode(pair("q", "a", "b", tools=tools))
-    assert isinstance(result, Bad)
-    assert "no place for tools" in result.detail
+    with pytest.raises(DropReason, match="no place for tools"):
+        encoder().encode(pair("q", "a", "b", tools=tools))
     thinking = encoder("qwen3", eos="<|im_end|>")
     quiet = encoded(thinking, "q", "a", "b", chat_template_kwargs={"enable_thinking": False})
     assert text(thinking, quiet.prompt).endswith("<think>\n\n</think>\n\n")
     assert text(thinking, quiet.chosen) == "a<|im_end|>"
-    clash = encoder().encode(pair("q", "a", "b", chat_template_kwargs={"messages": []}))
-    assert isinstance(clash, Bad)
+    with pytest.raises(DropReason, match="must not set 'messages'"):
+        encoder().encode(pair("q", "a", "b", chat_template_kwargs={"messages": []}))
 
 
 def test_special_token_text_of_a_row(encoder: Make) -> None:
@@ -231,7 +228,7 @@ def test_special_token_text_of_a_row(encoder: Make) -> None:
 
 def test_escaping_changes_nothing_but_the_special_text(encoder: Make) -> None:
     escaping = encoder(special_tokens="escape")
-    tokens = escaping._renamed.encode("Where is the bread? ünï 日本", add_special_tokens=False).ids
+    tokens = escaping._escaping.encode("Where is the bread? ünï 日本", add_special_tokens=False).ids
     assert (
         tokens
         == escaping.tokenizer.encode("Where is the bread? ünï 日本", add_special_tokens=False).ids
@@ -315,16 +312,16 @@ def test_the_limit_of_prompts_is_also_that_of_rows_of_tokens(encoder: Make) -> N
     plain = encoder(None, bos=True, max_prompt_length=6, sequence_length=9)
     bos = plain.recipe.bos
     assert bos is not None
-    read = read_tokenised(tokens([bos, *range(10, 40)], [50, 51, 52], [60]), Layout(), plain)
-    assert not isinstance(read, Bad)
-    result = read[1]
+    long = tokens([bos, *range(10, 40)], [50, 51, 52], [60])
+    _, result = read_tokenised(long, RowLayout(), plain)
     assert result.prompt == [bos, *range(35, 40)]
     assert (result.chosen, result.rejected) == ([50, 51, 52], [60])
     assert (result.chosen_scored, result.rejected_scored) == (((6, 9),), ((6, 7),))
     assert [note.kind for note in result.notes] == ["truncated_prompt"]
     short = tokens([10, 11], [50], [60])
-    assert read_tokenised(short, Layout(), plain) == read_tokenised(
-        short, Layout(), encoder(None, bos=True)
+    unlimited = encoder(None, bos=True)
+    assert repr(read_tokenised(short, RowLayout(), plain)) == repr(
+        read_tokenised(short, RowLayout(), unlimited)
     )
 
 
@@ -341,11 +338,11 @@ def test_a_row_that_can_hardly_be_nested_deeper_is_a_counted_reason(
     encoder: Make, row: dict[str, Any]
 ) -> None:
     """Around the depth that Python can parse, whatever is done with a row may be one level too deep."""
-    worker = ChunkEncoder(encoder(None), Layout())
+    worker = ChunkEncoder(encoder(None), RowLayout())
     found = set()
     for depth in range(700, 1000):
         raw = json.dumps(row).replace('"DEEP"', '{"a": ' * 2 + "[" * depth + "]" * depth + "}" * 2)
-        head, _ = worker.encode(Chunk(0, (1,), (0,), (raw.encode(),)))
+        head, _ = worker.encode(Chunk(0, (RawRow(1, 0, raw.encode()),)))
         found |= {reason for reason, _, _ in head["dropped"]}
     assert found == {"bad_type", "too_deep"}
 
@@ -373,10 +370,9 @@ def test_a_template_may_refuse_a_row(encoder: Make) -> None:
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         + TEMPLATES["chatml"]
     )
-    result = chat.encode(pair(TALK, "a", "b"))
-    assert isinstance(result, Bad)
-    assert (result.reason, "no system" in result.detail) == ("template_error", True)
-    assert isinstance(chat.encode(pair("q", "a", "b")), Encoded)
+    with pytest.raises(DropReason, match=r"template_error.*no system"):
+        chat.encode(pair(TALK, "a", "b"))
+    assert encoded(chat, "q", "a", "b").chosen
     attack = encoder("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     assert refused(attack, "q", "a", "b") == "template_error"
 
@@ -406,11 +402,13 @@ def test_end_of_turn_of_a_template_without_special_tokens(encoder: Make) -> None
 
 def test_sentencepiece_style_tokenizers(team_data: Any) -> None:
     raw = json.loads((team_data / "models/stories15M/tokenizer.json").read_text())
-    from rather.data.tokens import Recipe
+    from rather.data.tokens import TokenRecipe
 
     for policy in ("warn", "escape"):
         plain = Encoder(
-            Recipe(json.dumps(raw), None, 1, 2, True, 256, separator=" ", special_tokens=policy)
+            TokenRecipe(
+                json.dumps(raw), None, 1, 2, True, 256, separator=" ", special_tokens=policy
+            )
         )
         result = encoded(plain, "Once upon a time", "Lily <s> was", "Tom was")
         assert result.prompt[0] == 1

@@ -349,7 +349,8 @@ def _wrap_everything() -> None:
 def _wrap_loop() -> None:
     from rather.checkpoint import checkpoint
     from rather.cluster.launch import Roles
-    from rather.data import cache, prepare
+    from rather.data import prepare
+    from rather.data.report import RowCounts
     from rather.pipeline.evaluation import Evaluation
     from rather.pipeline.loop import TrainingLoop
     from rather.pipeline.oom import OutOfMemoryRetry
@@ -365,7 +366,7 @@ def _wrap_loop() -> None:
     _wrap(TrainingLoop, "_train_step", lambda self, step, *_: at_step(step.number))
     _wrap(ReferenceStream, "_answer", lambda self, step: at_step(step.number))
     _wrap(prepare, "prepare", "data")
-    _wrap(cache.BatchWriter, "__exit__", after="data.tokenised")
+    _wrap(RowCounts, "add_repeats", "data.tokenised")
     _wrap(ReferenceStream, "_compute", "reference", "reference.done")
     _wrap(BlockFile, "append", lambda self, _: _cache(self), lambda self, _: f"{_cache(self)}.done")
     _wrap(BlockFile, "sync", "cache.sync", "cache.sync.done")

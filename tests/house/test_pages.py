@@ -123,11 +123,11 @@ def test_there_are_examples() -> None:
 
 
 def test_data_page_names_every_shape_and_every_reason() -> None:
-    from rather.data.formats import SHAPES
+    from rather.data.formats import FORMATS
     from rather.data.report import MEANINGS
 
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    missing = [name for name in (*SHAPES, *MEANINGS) if f"`{name}`" not in page]
+    missing = [name for name in (*FORMATS, *MEANINGS) if f"`{name}`" not in page]
     assert not missing, f"docs/data.md does not name {missing}"
 
 
@@ -136,7 +136,7 @@ def test_every_reason_has_a_meaning() -> None:
     from rather.data.report import MEANINGS
 
     source = "\n".join(file.read_text(encoding="utf-8") for file in python_files("rather/data"))
-    reasons = set(re.findall(r'(?:Bad|Note|Refused|_refuse)\(\s*"([a-z_]+)"', source))
+    reasons = set(re.findall(r'(?:DropReason|Note|note_once)\(\s*"([a-z_]+)"', source))
     assert "identical_text" in reasons
     assert reasons <= set(MEANINGS), reasons - set(MEANINGS)
 

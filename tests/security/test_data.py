@@ -21,8 +21,8 @@ from rich.console import Console
 
 from rather.config.load import load_config
 from rather.data.feed import Feed
-from rather.data.json_rows import Bad
-from rather.data.pool import Limits
+from rather.data.json_rows import DropReason
+from rather.data.pool import ChildLimits
 from rather.data.prepare import prepare
 from rather.data.read import find_sources
 from rather.data.template import ChatTemplate, load_tokenizer
@@ -171,7 +171,7 @@ def test_a_folder_of_tables_cannot_lead_out(tmp_path: Path, marker: Path) -> Non
     with pytest.raises(DataError, match=r"saved/private\.arrow: cannot be read"):
         find_sources(folder)
     (folder / "private.arrow").symlink_to(private)
-    with pytest.raises(DataError, match="out of its folder; copy the file into it"):
+    with pytest.raises(DataError, match="outside its folder; copy the file into it"):
         find_sources(folder)
 
 
@@ -191,10 +191,11 @@ def test_a_table_that_lies_about_its_size(config: Config, tmp_path: Path, marker
 @pytest.mark.parametrize("template", ESCAPES)
 def test_a_template_stays_in_its_sandbox(marker: Path, template: str) -> None:
     turns = ({"role": "user", "content": "w1"},)
-    rendered = ChatTemplate("hostile", template).render(turns, False, None, {})
-    assert rendered in ("", "x") or (
-        isinstance(rendered, Bad) and rendered.reason == "template_error"
-    )
+    try:
+        rendered = ChatTemplate("hostile", template).render(turns, False, None, {})
+    except DropReason as dropped:
+        rendered = dropped.reason
+    assert rendered in ("", "x", "template_error")
     assert turns == ({"role": "user", "content": "w1"},)
 
 
@@ -225,7 +226,7 @@ def test_a_template_bomb_ends_within_its_limits(
     settings = load_config(config(actor_train__data_args__template=str(tmp_path / "bomb.jinja")))
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
-        prepare(settings, console=Console(file=io.StringIO()), limits=Limits(0.5, 300 << 20))
+        prepare(settings, console=Console(file=io.StringIO()), limits=ChildLimits(0.5, 300 << 20))
     assert caught.value.exit_code == 3
     assert f"chat template {tmp_path / 'bomb.jinja'}" in str(caught.value)
     assert time.monotonic() - began < 20
@@ -235,7 +236,7 @@ def test_a_template_bomb_ends_within_its_limits(
 def test_the_command_has_the_limits_that_are_promised(
     config: Config, tmp_path: Path, marker: Path
 ) -> None:
-    assert Limits() == Limits(row_seconds=30.0, memory=2 << 30)
+    assert ChildLimits() == ChildLimits(row_seconds=30.0, memory=2 << 30)
     bomb, pairs = tmp_path / "bomb.jinja", tmp_path / "pairs.jsonl"
     bomb.write_text(
         "{{ messages[-1].content * (9000000000 if messages[0].content == 'w1 w1' else 1) }}"
@@ -254,10 +255,10 @@ def test_the_command_has_the_limits_that_are_promised(
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """Limits of prompts that a test can wait for."""
-    limits = Limits(0.5, 300 << 20)
-    monkeypatch.setattr("rather.data.sandboxed.Limits", lambda: limits)
+def small(monkeypatch: pytest.MonkeyPatch) -> ChildLimits:
+    """ChildLimits of prompts that a test can wait for."""
+    limits = ChildLimits(0.5, 300 << 20)
+    monkeypatch.setattr("rather.data.pool.ChildLimits", lambda: limits)
     return limits
 
 
@@ -266,7 +267,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Limits:
     "case", ["nested ranges", "a long text of a variable", "recursion", "a deep expression"]
 )
 def test_a_models_own_template_bomb_ends_a_chat(
-    model: Path, marker: Path, small: Limits, case: str
+    model: Path, marker: Path, small: ChildLimits, case: str
 ) -> None:
     (model / "chat_template.jinja").write_text(BOMBS[case])
     began = time.monotonic()
@@ -281,7 +282,7 @@ AT_A_PROMPT = AT_A_PROMPT.replace("BOMB", BOMBS["nested ranges"])
 
 
 def test_a_template_that_minds_the_rows_and_bombs_at_an_eval_prompt(
-    config: Config, model: Path, small: Limits
+    config: Config, model: Path, small: ChildLimits
 ) -> None:
     (model / "chat_template.jinja").write_text(AT_A_PROMPT)
     yaml = config(track_with=None)
@@ -299,7 +300,9 @@ def test_a_template_that_minds_the_rows_and_bombs_at_an_eval_prompt(
     )
 
 
-def test_a_template_bombs_at_a_row_of_python(config: Config, model: Path, small: Limits) -> None:
+def test_a_template_bombs_at_a_row_of_python(
+    config: Config, model: Path, small: ChildLimits
+) -> None:
     (model / "chat_template.jinja").write_text(AT_A_PROMPT)
     feed = Feed(
         [ROW, {**ROW, "prompt": "w1 w1"}], load_config(config()), 8, load_tokenizer(str(model))

@@ -1,0 +1,178 @@
+"""Read rows of any known format as pairs of text, or as a counted reason why not.
+
+Every pair ends as plain text (all three strings) or as a conversation (all three lists of
+messages), so that nothing later has to ask where a row came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from rather.data.formats import standard
+from rather.data.formats.registry import FORMATS, DataFormat, Ranked, Row, data_format
+from rather.data.formats.values import EXTRAS, extras_of, hint, missing_key
+from rather.data.json_rows import DropReason
+from rather.data.messages import Turns, as_turns, check_roles, text_or_turns
+from rather.errors import DataError
+
+__all__ = [
+    "EXTRAS", "FORMATS", "DropReason", "Ranked", "RowLayout", "RowPairs", "TextPair", "data_format",
+    "extras_of", "is_empty", "read_row", "texts",
+]  # fmt: skip
+
+TOKENISED = "tokenised"  # rows of token ids: see tokenised.py
+OPTIONAL = ("input", "system", "history", "ranks", "scores", *EXTRAS)
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """One preference pair: all strings, or all conversations (the answers continue the prompt)."""
+
+    prompt: str | Turns
+    chosen: str | Turns
+    rejected: str | Turns
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    margin: float = math.nan
+    soft_label: float = math.nan
+    id: str = ""
+
+
+class RowPairs(NamedTuple):
+    """What one row gives: pairs, reasons of dropped pairs, skipped ties and unused columns."""
+
+    pairs: list[TextPair]
+    dropped: list[DropReason]
+    ties: int
+    ignored: list[str]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How rows are read: format, names of columns, and which pairs ranked answers give.
+
+    The fields and their names are part of the address of cached data.
+    """
+
+    format: str = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)  # Rather's name -> the file's
+    ranked_pairs: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.format not in ("auto", TOKENISED):
+            FORMATS.find(self.format, "data_args.format")
+        known = set(EXTRAS).union(*((*form.needs, *form.may) for form in FORMATS.values()))
+        for name in self.columns:
+            if name not in known:
+                raise DataError(
+                    f"data_args.columns: {name!r} is not a column that is read{hint(name, known)}; "
+                    f"known are {', '.join(sorted(known))}."
+                )
+
+
+def read_row(row: Row, layout: RowLayout) -> RowPairs:
+    """Return all pairs of one row."""
+    ties = 0
+    try:
+        named = _rename_columns(row, layout.columns)
+        form = _format_of(named, layout)
+        prompt, answers = form.read(named)
+        prompt = text_or_turns(prompt, "the prompt")
+        extras = extras_of(named)
+        if isinstance(answers, Ranked):
+            couples, ties = _couples(answers, layout.ranked_pairs)
+        else:
+            couples = [answers]
+    except DropReason as reason:
+        return RowPairs([], [reason], 0, [])
+    pairs: list[TextPair] = []
+    dropped: list[DropReason] = []
+    for chosen, rejected in couples:
+        try:
+            pairs.append(_pair(prompt, chosen, rejected, extras))
+        except DropReason as reason:
+            dropped.append(reason)
+    used = {*form.needs, *form.may, *EXTRAS}
+    return RowPairs(pairs, dropped, ties, [name for name in named if name not in used])
+
+
+def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
+    if not columns:
+        return row
+    _require(row, [theirs for ours, theirs in columns.items() if ours not in OPTIONAL])
+    taken = {*columns, *columns.values()}
+    kept = {name: value for name, value in row.items() if name not in taken}
+    return {**kept, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
+
+
+def _format_of(row: Row, layout: RowLayout) -> DataFormat:
+    if layout.format != "auto":
+        _require(row, FORMATS[layout.format].needs)
+        return FORMATS[layout.format]
+    given = {name for name, value in row.items() if value is not None}
+    for form in reversed(list(FORMATS.values())):
+        if form.fits(given):
+            return form
+    if "responses" in given:
+        return FORMATS["ranked"]  # it reports that ranks or scores are missing
+    _require(row, standard.ANSWERS)
+    raise missing_key("prompt", row)
+
+
+def _require(row: Row, names: Any) -> None:
+    """Check that keys are there: one that is null has a wrong type, one that is not is missing."""
+    for name in names:
+        if name not in row:
+            raise missing_key(name, row)
+        if row[name] is None:
+            raise DropReason("bad_type", f"{name} is null; it must be text or messages")
+
+
+def _couples(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
+    """Return pairs of better and worse answers, and how many were skipped because they tie."""
+    answers = [text_or_turns(answer, "an answer") for answer in ranked.answers]
+    if len(answers) < 2:
+        detail = f"a ranked row needs two answers or more, found {len(answers)}"
+        raise DropReason("too_few_answers", detail)
+    order = sorted(range(len(answers)), key=lambda i: ranked.ranks[i])
+    couples = {
+        "all": list(combinations(order, 2)),
+        "best_vs_rest": [(order[0], other) for other in order[1:]],
+        "best_vs_worst": [(order[0], order[-1])],
+    }[which]
+    better = [(answers[a], answers[b]) for a, b in couples if ranked.ranks[a] < ranked.ranks[b]]
+    return better, len(couples) - len(better)
+
+
+def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any]) -> TextPair:
+    chosen, rejected = text_or_turns(chosen, "chosen"), text_or_turns(rejected, "rejected")
+    sides = {"chosen": chosen, "rejected": rejected}
+    if empty := [name for name, answer in sides.items() if is_empty(answer)]:
+        raise DropReason("empty_response", f"{' and '.join(empty)}: nothing but white space")
+    if not all(isinstance(part, str) for part in (prompt, chosen, rejected)):
+        # an empty conversation is an empty question
+        prompt = as_turns(prompt, "user") or as_turns("", "user")
+        chosen, rejected = as_turns(chosen, "assistant"), as_turns(rejected, "assistant")
+        check_roles(prompt, chosen, rejected)
+    if chosen == rejected:
+        detail = "chosen and rejected are the same text: there is nothing to prefer"
+        raise DropReason("identical_text", detail)
+    return TextPair(prompt, chosen, rejected, **extras)
+
+
+def is_empty(answer: str | Turns) -> bool:
+    """Return whether an answer has no text and calls no tool."""
+    if isinstance(answer, str):
+        return not answer.strip()
+    return not answer or (not answer[-1]["content"].strip() and "tool_calls" not in answer[-1])
+
+
+def texts(pair: TextPair) -> list[str]:
+    """Return all text that came from the row's author."""
+    parts = (as_turns(part, "") for part in (pair.prompt, pair.chosen, pair.rejected))
+    return [turn["content"] for part in parts for turn in part]

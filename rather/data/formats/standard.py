@@ -1,0 +1,235 @@
+"""The formats that Rather reads. The last one that fits a row is taken: special ones come last."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeGuard
+
+from rather.data.formats.registry import Ranked, Row, data_format
+from rather.data.formats.values import missing_key, number_of
+from rather.data.json_rows import DropReason
+from rather.data.messages import (
+    Message,
+    Turns,
+    as_turns,
+    text_of,
+    text_or_turns,
+    turns_of,
+    wrong_type,
+)
+
+Prompt = str | Turns
+Answers = tuple[Prompt, Prompt]
+ANSWERS = ("chosen", "rejected")
+PROMPTS = ("prompt", "messages", "conversations", "context")
+
+
+def _answers(row: Row) -> Answers:
+    return text_or_turns(row["chosen"], "chosen"), text_or_turns(row["rejected"], "rejected")
+
+
+def _prompt(row: Row, name: str) -> Prompt:
+    """Return the prompt of a column, after the system turn if the row has one."""
+    prompt = text_or_turns(row[name], name)
+    return (*_system(row), *as_turns(prompt, "user")) if row.get("system") else prompt
+
+
+def _system(row: Row) -> Turns:
+    return as_turns(text_of(row["system"], "system"), "system") if row.get("system") else ()
+
+
+# ---- the prompt is the common beginning of both answers
+
+
+@data_format(*ANSWERS)
+def conversation(row: Row) -> tuple[Prompt, Answers]:
+    """Two whole conversations, or two texts such as those of HH-RLHF."""
+    chosen, rejected = _answers(row)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        dialogues = _dialogue(chosen), _dialogue(rejected)
+        return _split_turns(*dialogues) if all(dialogues) else _split_text(chosen, rejected)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DropReason(
+            "bad_type",
+            "without a prompt, chosen and rejected must both be text or both be conversations",
+        )
+    if not (_has_question(chosen) and _has_question(rejected)):
+        raise DropReason(
+            "prompt_mismatch",
+            "without a prompt column both conversations must begin with the question",
+        )
+    return _split_turns(chosen, rejected)
+
+
+def _has_question(answer: Prompt) -> TypeGuard[Turns]:
+    roles = ("system", "developer", "user")
+    return not isinstance(answer, str) and bool(answer) and answer[0]["role"] in roles
+
+
+def _split_turns(chosen: Turns, rejected: Turns) -> tuple[Turns, Answers]:
+    same = 0
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+        same += 1
+    if chosen == rejected:
+        same = max((i for i, turn in enumerate(chosen) if turn["role"] == "assistant"), default=0)
+    answers = chosen[same:], rejected[same:]
+    if not same or any(rest and rest[0]["role"] != "assistant" for rest in answers):
+        detail = f"chosen and rejected answer different questions (they differ at turn {same + 1})"
+        raise DropReason("prompt_mismatch", detail)
+    return chosen[:same], answers
+
+
+_SPEAKER = re.compile(r"\n\n(Human|Assistant): ?")
+
+
+def _dialogue(text: str) -> Turns:
+    """Return '\\n\\nHuman: ...\\n\\nAssistant: ...' (HH-RLHF) as messages; () for other text."""
+    begin, *parts = _SPEAKER.split(text)
+    if begin.strip() or len(parts) < 4:
+        return ()
+    names = {"Human": "user", "Assistant": "assistant"}
+    return tuple(
+        {"role": names[who], "content": said.strip()}
+        for who, said in zip(parts[::2], parts[1::2], strict=True)
+    )
+
+
+def _split_text(chosen: str, rejected: str) -> tuple[str, Answers]:
+    """Split at the last line end or space of the common beginning, so that no word is cut."""
+    short = min(len(chosen), len(rejected))
+    same = next((i for i in range(short) if chosen[i] != rejected[i]), short)
+    cut = max(chosen.rfind(space, 0, same) for space in "\n ") + 1
+    return chosen[:cut], (chosen[cut:], rejected[cut:])
+
+
+# ---- the prompt has a column
+
+
+@data_format("context", *ANSWERS)
+def colossal(row: Row) -> tuple[Any, Answers]:
+    """ColossalChat."""
+    return text_or_turns(row["context"], "context"), _answers(row)
+
+
+@data_format("conversations", *ANSWERS, may=("system",))
+def llama_factory(row: Row) -> tuple[Prompt, Answers]:
+    """ShareGPT messages, as LLaMA-Factory has them."""
+    return (*_system(row), *turns_of(row["conversations"], "conversations")), _answers(row)
+
+
+@data_format("messages", *ANSWERS, may=("system",))
+def messages(row: Row) -> tuple[Prompt, Answers]:
+    """Messages, then two answers."""
+    return (*_system(row), *turns_of(row["messages"], "messages")), _answers(row)
+
+
+@data_format("prompt", *ANSWERS, may=("system",))
+def prompt(row: Row) -> tuple[Prompt, Answers]:
+    """A prompt and two answers, which may repeat the prompt as in UltraFeedback."""
+    asked, (chosen, rejected) = _prompt(row, "prompt"), _answers(row)
+    if not (_has_question(chosen) and _has_question(rejected)):
+        return asked, (chosen, rejected)
+    common, answers = _split_turns(chosen, rejected)
+    return _merge(as_turns(asked, "user"), common), answers
+
+
+def _merge(prompt: Turns, common: Turns) -> Turns:
+    """Return both as one: each may have a system turn or earlier turns that the other omits."""
+    (system, asked), (own_system, begun) = _split_system(prompt), _split_system(common)
+    if not any(text for _, text in _contents(asked)):
+        asked = ()
+    shorter, longer = sorted((asked, begun), key=len)
+    if _contents(longer)[len(longer) - len(shorter) :] != _contents(shorter):
+        detail = "the prompt is not what the conversations of chosen and rejected begin with"
+        raise DropReason("prompt_mismatch", detail)
+    if system and own_system and _contents(system) != _contents(own_system):
+        detail = "the system prompt is not that of the conversations of chosen and rejected"
+        raise DropReason("prompt_mismatch", detail)
+    return (*(own_system or system), *longer)
+
+
+def _split_system(turns: Turns) -> tuple[Turns, Turns]:
+    first = 1 if turns and turns[0]["role"] in ("system", "developer") else 0
+    return turns[:first], turns[first:]
+
+
+def _contents(turns: Turns) -> list[tuple[str, str]]:
+    return [(turn["role"], turn["content"].strip()) for turn in turns]
+
+
+@data_format("instruction", *ANSWERS, may=("input", "history", "system"))
+def instruction(row: Row) -> tuple[Prompt, Answers]:
+    """Alpaca's columns, with earlier turns as history."""
+    return _instruction_prompt(row), _answers(row)
+
+
+def _instruction_prompt(row: Row) -> Prompt:
+    question = text_of(row["instruction"], "instruction")
+    extra = row.get("input")
+    if extra is not None and text_of(extra, "input").strip():
+        question = f"{question}\n{extra}"
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise wrong_type("history", "a list of [question, answer] lists", history)
+    turns: list[Message] = [*_system(row)]
+    for exchange in history:
+        if not isinstance(exchange, list) or len(exchange) != 2:
+            raise DropReason("bad_type", "history must hold [question, answer] lists")
+        for role, text in zip(("user", "assistant"), exchange, strict=True):
+            turns += as_turns(text_of(text, "history"), role)
+    return (*turns, *as_turns(question, "user")) if turns else question
+
+
+@data_format("messages", "rejected_response", may=("system",))
+def swift(row: Row) -> tuple[Prompt, tuple[Any, Any]]:
+    """Messages that end with the chosen answer, as ms-swift has them."""
+    turns = turns_of(row["messages"], "messages")
+    if not turns or turns[-1]["role"] != "assistant":
+        detail = "messages must end with the chosen assistant turn if there is a rejected_response"
+        raise DropReason("bad_roles", detail)
+    rejected = text_or_turns(row["rejected_response"], "rejected_response")
+    return (*_system(row), *turns[:-1]), (turns[-1:], rejected)
+
+
+# ---- several answers, of which each better one is chosen against each worse one
+
+
+@data_format("context", "completions")
+def nemo(row: Row) -> tuple[Any, Ranked]:
+    """NeMo-RL's completions with ranks."""
+    entries = row["completions"]
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        expected = "a list of objects with rank and completion"
+        raise wrong_type("completions", expected, entries)
+    for entry, name in ((entry, name) for entry in entries for name in ("completion", "rank")):
+        if entry.get(name) is None:
+            raise missing_key(name, entry)
+    ranks = [number_of(entry["rank"], "rank") for entry in entries]
+    prompt = text_or_turns(row["context"], "context")
+    return prompt, Ranked([entry["completion"] for entry in entries], ranks)
+
+
+@data_format(
+    "responses",
+    may=("ranks", "scores", *PROMPTS, "instruction", "input", "history", "system"),
+    one_of=("ranks", "scores"),
+)
+def ranked(row: Row) -> tuple[Prompt, Ranked]:
+    """Several responses with ranks (1 is best) or scores (more is better)."""
+    answers = row["responses"]
+    if not isinstance(answers, list):
+        raise wrong_type("responses", "a list", answers)
+    name = next((name for name in ("ranks", "scores") if row.get(name) is not None), None)
+    if name is None:
+        detail = "responses need a column of ranks (1 is best) or scores (more is better)"
+        raise DropReason("missing_key", detail)
+    values = row[name]
+    if not isinstance(values, list) or len(values) != len(answers):
+        detail = f"{name} must be a list with one number per response ({len(answers)})"
+        raise DropReason("bad_type", detail)
+    sign = 1 if name == "ranks" else -1
+    ranks = [sign * number_of(value, name) for value in values]
+    asked = next((name for name in PROMPTS if row.get(name) is not None), None)
+    if asked is None and row.get("instruction") is None:
+        raise missing_key("prompt", row)
+    return _prompt(row, asked) if asked else _instruction_prompt(row), Ranked(answers, ranks)
