@@ -60,8 +60,7 @@ class Answers:
         )
         self.end_of_turn = encoder.end_of_turn
         self.ids = [
-            self._ids_of(encoder, number, text)
-            for number, text in enumerate(self.prompts, 1)
+            self._ids_of(encoder, number, text) for number, text in enumerate(self.prompts, 1)
         ]
         if resumes and self.roles.reference is None:
             self._reference = self._answers(self.roles.actor_train)
