@@ -114,8 +114,9 @@ class ParameterState(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Return the size of what is kept in addition to the parameter and its gradient."""
-        kept = [value for name, value in vars(self).items() if name not in ("parameter", "_sum")]
+        """Return the size of the moments, and of a master beyond the parameter."""
+        other = ("parameter", "_sum", "step")  # a step is a count for torch's AdamW
+        kept = [value for name, value in vars(self).items() if name not in other]
         tensors = [*self.moments.values(), *(t for t in kept if isinstance(t, Tensor))]
         return sum(local_part(tensor).nbytes for tensor in tensors)
 

@@ -212,14 +212,16 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, name: str, text: str,
 
 def test_what_cannot_be_is_said_with_the_config(tmp_path: Path) -> None:
     for asked in ({}, {"prompts": ["a"], "file": "a.txt"}):
-        with pytest.raises(ConfigError, match="give either prompts or file"):
+        with pytest.raises(ConfigError, match="eval_prompts: set either prompts or file"):
             asking(tmp_path, **asked)
-    with pytest.raises(ConfigError, match="names no prompt"):
+    with pytest.raises(ConfigError, match=r"eval_prompts\.prompts: is empty"):
         asking(tmp_path, prompts=[])
     for changes in ({"actor_train__device_mapping": [0, 1]}, {"reference__device_mapping": [1]}):
-        with pytest.raises(ConfigError, match="eval_prompts needs one device per policy"):
+        with pytest.raises(
+            ConfigError, match="eval_prompts: needs policy and reference on one device"
+        ):
             make_config(tmp_path, eval_prompts={"prompts": ["a"]}, **changes)
-    with pytest.raises(ConfigError, match="eval_prompts needs one device per policy"):
+    with pytest.raises(ConfigError, match="eval_prompts: needs policy and reference on one device"):
         make_config(tmp_path, eval_prompts={"prompts": ["a"]}, ray__address="auto")
 
 

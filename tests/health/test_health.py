@@ -287,4 +287,4 @@ def test_the_command_on_a_healthy_run_and_on_no_run(village: Village, tmp_path: 
     assert json.loads(CliRunner().invoke(app, ["health", str(run_dir), "--json"]).output) == []
     refused = CliRunner().invoke(app, ["health", str(tmp_path)])
     assert refused.exit_code == 2
-    assert "holds no run" in refused.output
+    assert "not a run folder" in refused.output

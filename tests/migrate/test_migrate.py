@@ -119,7 +119,7 @@ def test_roll_files() -> None:
     assert "both roles read the same tokens" in note(results["older"], "reference.data_args")
     experts = "actor_train.strategy_args.strategy_config.expert_model_parallel_size"
     assert status(results["experts"], experts) == IMPOSSIBLE
-    assert "mixture of experts" in note(results["experts"], experts)
+    assert "expert parallelism is not supported" in note(results["experts"], experts)
 
 
 # ---- TRL

@@ -128,10 +128,10 @@ def test_plan_for_other_gpus_says_what_it_takes(run: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--gpu", "h800"], "--gpu h800: is not listed; did you mean 'h"),
+        (["--gpu", "h800"], "--gpu h800: unknown; did you mean 'h"),
         (
             ["--gpus", "2"],
-            "--gpus: this machine has no GPU that PyTorch can use; name a kind with --gpu",
+            "--gpus: PyTorch finds no GPU here; choose a model with --gpu",
         ),
         (
             ["--gpu", "l4", "actor_train.model_args.model_name_or_path=no/body"],
@@ -185,7 +185,7 @@ def test_doctor_finds_this_machine_fit(run: dict[str, Any]) -> None:
     for check in (
         "Python",
         "PyTorch",
-        "attention",
+        "GPU",
         "Ray",
         "shared",
         "open files",

@@ -333,7 +333,7 @@ def test_a_worker_of_your_own_is_not_cached(folder: Path) -> None:
         ),
         (
             {"reference__cache__per_token": False, "ld_alpha": 0.5},
-            "per_token: ld_alpha reads the log-probs of tokens",
+            "per_token: ld_alpha needs the log-probs of tokens",
         ),
         ({"reference__cache__recheck": -1}, "recheck"),
     ],
