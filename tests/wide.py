@@ -1,15 +1,99 @@
-"""What `make test` leaves to `make test-all`: further cells of a matrix of which the others run every time."""
+"""Tests that `make test` leaves to `make test-all` and CI, and what still proves each claim in `make test`.
+
+Cells of a matrix are marked in their files (tests/cells.py). This table holds whole tests whose
+cost is process start or real training. A key is `file::function[cell]`; the last two may be left
+out, and are regular expressions.
+"""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 
-WIDE = (
-    r"tests/train/test_outcome\.py",  # minutes of real training on all cores
-    r"tests/faults/test_full_disk\.py::.*\[ray\]",
-    r"tests/faults/test_soak\.py::.*\[one-8-2\]",
-)
+WIDE = {
+    "train/test_outcome.py": "train/test_trainer.py and demo/test_demo.py train and judge a model",
+    "docs/test_newcomer.py": "docs/test_snippets.py runs every command of the README by itself",
+    "api/test_script.py": "api/test_coati.py runs the same trainer in this process",
+    "bench/test_layouts.py": "same/test_load.py: no rank holds more than its shards",
+    "adapters/test_run.py::test_killed_and_resumed_to_the_bit[pissa|dora|rs.*]": "its cell lora",
+    "adapters/test_run.py::test_the_cache_tells_adapters_apart": "reference/test_cache.py: keys",
+    "board/test_page.py::test_a_browser_enters_by_the_private_page": "board/test_serve.py: token",
+    "checkpoint/test_beside.py::test_a_kill_while_a_save_is_under_way_costs_that_save": (
+        "checkpoint/test_kill.py kills at every operation of a save"
+    ),
+    "checkpoint/test_room.py::test_a_whole_run_whose_disk_is_full_for_a_while": (
+        "checkpoint/test_room.py: missed saves one by one, and a real full disk"
+    ),
+    "checkpoint/test_room.py::test_files_that_may_not_grow": "the full disk in the same file",
+    "checkpoint/test_unreachable.py::test_training_goes_on_without_its_copies[13|116]": "cell 5",
+    "cluster/test_adapters.py": "same/test_adapters.py: adapters on ranks without Ray",
+    "cluster/test_cluster.py::test_a_reference_that_moves_is_asked_after_each_move": (
+        "losses/test_resume.py: TR-DPO in one process; same/test_before_after.py (wide)"
+    ),
+    "cluster/test_cluster.py::test_equal_mappings_share_processes_and_others_do_not": (
+        "cluster/test_cluster.py: roles on two devices"
+    ),
+    "cluster/test_cluster.py::test_the_first_cause_is_reported[raise.*]": "its cell die",
+    "cluster/test_cluster.py::test_warnings_of_all_ranks_are_logged_once_with_their_ranks": (
+        "the first cause is reported once, in the same file"
+    ),
+    "cluster/test_memory.py": "train/test_shortage.py: the same retry in one process",
+    "cluster/test_nonfinite.py": "train/test_nonfinite.py: all ranks skip together",
+    "cluster/test_seed.py::test_the_pipeline_makes_them_itself": "the seed's script, same file",
+    "cluster/test_signals.py": "train/test_signals.py in one process; hang and orphans on Ray",
+    "cluster/test_torchrun.py": "same/ and faults/test_kill.py run ranks with torchrun's variables",
+    "data/test_prepare.py::test_a_damaged_cache_is_built_again[report|gone|emptied|truncated]": (
+        "its cell `a bit`"
+    ),
+    "data/test_prepare.py::test_a_run_over_a_flipped_bit_has_the_same_losses": (
+        "the damaged cache in the same file"
+    ),
+    "faults/test_damage.py": "checkpoint/test_damage.py in one process",
+    "faults/test_elastic.py": "same/test_elastic.py: any layout resumes under any other",
+    "faults/test_full_disk.py": "checkpoint/test_room.py",
+    "faults/test_soak.py::test_random_faults_end_as_no_fault[dp2.*|ray.*|one-8-2]": "one-8-1",
+    "faults/test_kill.py::test_one_of_two_ranks[.*save.write.sync.*]": "the cell `backward`",
+    r"health/test_health.py::test_a_healthy_run_has_no_finding[(?!sigmoid\]|simpo\]).*]": (
+        "the cells sigmoid and simpo"
+    ),
+    "health/test_health.py::test_a_finding_appears_on_the_run_made_for_it[overfitting"
+    "|margin_saturated|accuracy_stuck|length_exploitation|data/.*]": "the other findings",
+    "reference/test_cache.py::test_two_runs_fill_it_at_the_same_time": (
+        "reference/test_store.py: segments of several writers"
+    ),
+    "reference/test_cache.py::test_a_loss_that_reads_tokens": "test_tokens_on_request",
+    "reference/test_cache.py::test_partly_filled_by_a_shorter_run": "test_two_epochs_do_one_forward",
+    "reference/test_cache.py::test_every_loss_seed_and_batch_shares_it": "test_another_beta",
+    "reference/test_resume.py::test_the_values_of_the_cache_can_be_told_from_others": (
+        "the other tests of reference/test_resume.py"
+    ),
+    "reference/test_resume.py::test_killed_.*[(6|13)]": "the other cells",
+    "same/test_canonical.py": "same/test_shard.py::test_the_canonical_run",
+    "security/test_secrets.py::test_the_console_shows_none_when_a_run_crashes": (
+        "a failing run writes none, in the same file"
+    ),
+    "sweep/test_sweep.py::test_finished_runs_on_other_pairs_are_refused": (
+        "checkpoint/test_identity.py: other data is refused"
+    ),
+    r"train/test_resume.py::test_killed_after_any_step[(?!1\]).*]": "its cell 1",
+    "train/test_begun_elsewhere.py": "train/test_resume.py",
+}
+
+
+@cache
+def _patterns() -> list[re.Pattern[str]]:
+    return [_pattern(key) for key in WIDE]
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    file, _, rest = key.partition("::")
+    function, _, cell = rest.partition("[")
+    named = f"::{function or '[^[]*'}"
+    return re.compile(
+        rf"tests/{re.escape(file)}{named}" + (rf"\[(?:{cell[:-1]})\]$" if cell else r"(?:\[|$)")
+    )
 
 
 def is_wide(test: str) -> bool:
-    return any(re.match(pattern, test) for pattern in WIDE)
+    """Return whether a test id is in the table."""
+    return any(pattern.match(test) for pattern in _patterns())
