@@ -178,7 +178,7 @@ def test_damaged_entries_of_the_cache_are_computed_again(
         assert "bytes are damaged; the log-probs they held are computed again" in caplog.text
         verified = CliRunner().invoke(app, ["verify", str(filled)], env={"COLUMNS": "400"})
         assert verified.exit_code == 4
-        assert verified.output.count("bytes are damaged") == 2
+        assert verified.output.count("bytes; their log-probs are computed again") == 2
     used = json.loads((config.run_dir / "report.json").read_text())["reference"]
     assert (used["pairs_computed"] > 0) == (
         damage not in (swap, link)

@@ -15,7 +15,7 @@ import pytest
 import rather.checkpoint.checkpoint
 
 HERE = Path(__file__).parent
-ROOT = Path(rather.checkpoint.checkpoint.__file__).parents[1]
+ROOT = Path(rather.checkpoint.checkpoint.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_every_placing_of_the_roles_trains_the_same(shared: Path, name: str) -> 
     alone = small_steps(shared, "alone")
     if not (alone.run_dir / "model").exists():
         pipeline = DPOPipeline(alone)
-        first, last = (pipeline.course.pairs_after(done) for done in (0, STEPS - 1))
+        first, last = (pipeline.source.pairs_after(done) for done in (0, STEPS - 1))
         assert (pipeline.total_steps, len(last)) == (STEPS, PAIRS // 2)
         assert len(pipeline.packing.policy(first, TOKENS)) >= 8
         assert pipeline.run() == 0

@@ -303,7 +303,7 @@ def test_a_skipped_step_is_told_and_touches_nothing(shared: Path, fault: Any) ->
     assert (told["kind"], told["step"], told["action"]) == ("nonfinite", 3, "skip")
     assert (told["loss"], told["grad_norm"], told["ranks"]) == ("nan", "nan", [0])
     assert told["layers"]["model.norm.weight"] == "nan"
-    rows = DPOPipeline(config).course.order.step(2).tolist()  # the step is one micro-batch
+    rows = DPOPipeline(config).source.order.step(2).tolist()  # the step is one micro-batch
     assert sorted(pair["line"] for pair in told["pairs"]) == sorted(row + 1 for row in rows)
     assert {pair["file"] for pair in told["pairs"]} == {str(shared / "pairs.jsonl")}
     assert (told["found"], told["pair_count"]) == ("pairs", 8)
@@ -430,7 +430,7 @@ def test_incidents_cost_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     blocked = Incidents(tmp_path / "file")  # no folder can be made there
     blocked.add("spike", 1, loss=math.inf)
     blocked.add("spike", 2)
-    assert caplog.text.count("incidents are told here only") == 1
+    assert caplog.text.count("incidents are only logged") == 1
     assert caplog.text.count("incident: ") == 2
     Incidents(tmp_path, silent=True).add("spike", 1)
     assert not (tmp_path / "incidents.jsonl").exists()

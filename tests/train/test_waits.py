@@ -78,9 +78,9 @@ def test_a_step_waits_for_its_numbers_and_for_nothing_before() -> None:
     ):
         policy.train_step(batches, reference.log_probs(batches))
     assert waits.seen == []
-    assert [entry.name for entry in stopped.traceback if entry.path.name == "trainer.py"][
+    assert [entry.name for entry in stopped.traceback if entry.path.name == "rank_trainer.py"][
         -1
-    ] == "_update"
+    ] == "_reduce_numbers"
 
 
 def test_a_copy_that_waits_is_seen() -> None:
