@@ -67,7 +67,7 @@ def test_the_script_of_the_seed(config: DPOConfig, caplog: pytest.LogCaptureFixt
         assert own.train_step(batches, known).sums["loss"] == pytest.approx(6 * 5, abs=1e-4)
     finally:
         resource_manager.close()
-    assert "give pipeline_config=" in caplog.text
+    assert "pass pipeline_config=" in caplog.text
 
 
 def test_the_pipeline_makes_them_itself(config: DPOConfig) -> None:
@@ -83,7 +83,7 @@ def test_the_pipeline_makes_them_itself(config: DPOConfig) -> None:
 @pytest.mark.parametrize(
     ("name", "role", "said"),
     [
-        ("critic", "actor_train", "'critic' is no role; there are actor_train and reference"),
+        ("critic", "actor_train", "'critic' is not a role; there are actor_train and reference"),
         ("reference", "actor_train", "ActorConfig is not the config of reference"),
         ("actor_train", None, "no model is named"),
     ],
