@@ -64,7 +64,7 @@ def test_a_step_that_runs_out_is_repeated_in_smaller_pieces(
     """Other work takes the memory once the planner has looked: what is left holds half a micro-batch."""
     enough, expected = run(folder, "enough")
     taken: list[torch.Tensor] = []
-    train_step = DPOPipeline._trained
+    train_step = DPOPipeline._train_step
 
     def trained(pipeline: DPOPipeline, *args: Any) -> Any:
         if not taken:
@@ -80,7 +80,7 @@ def test_a_step_that_runs_out_is_repeated_in_smaller_pieces(
             return result
         return train_step(pipeline, *args)
 
-    monkeypatch.setattr(DPOPipeline, "_trained", trained)
+    monkeypatch.setattr(DPOPipeline, "_train_step", trained)
     short, lines = run(folder, "short")
     told = [
         json.loads(line) for line in (short.run_dir / "incidents.jsonl").read_text().splitlines()
