@@ -64,15 +64,19 @@ def settings(path: Path, overrides: list[str] | None) -> DPOConfig:
     from rather.config.masking import secret_values
     from rather.config.paths import check_paths
 
-    plugins.load_requested()
     loaded = load(path, overrides or [])
     hide(secret_values(loaded.config.model_dump()))
     check_paths(loaded.config, loaded.sources)
     os.environ.update(loaded.config.system_envs)
+    plugins.load_requested()
+    from rather.data.formats import check_format
     from rather.losses.objective import from_config
 
     try:
         from_config(loaded.config)
+        for role in ("actor_train", "validation"):
+            name = getattr(loaded.config, role).data_args.format
+            check_format(name, f"{role}.data_args.format")
     except ConfigError as error:
         problems = [_with_source(problem, loaded.sources) for problem in error.problems]
         raise ConfigError(problems) from error

@@ -155,6 +155,7 @@ def _run(file: ImportedFile, path: str) -> None:
         raise ConfigError(" ".join(text.split())) from error
     if not any(registry.names_from(file.name) for registry in REGISTRIES):
         raise ConfigError(
-            f"--import {path}: it registers nothing. Decorate a function with @loss() from rather.losses."
+            f"--import {path}: it registers nothing. Decorate a function with @loss() from "
+            "rather.losses or @data_format(...) from rather.data.formats."
         )
     _loaded.append(file)

@@ -48,14 +48,6 @@ class _Lists(NamedTuple):
     def row(self, i: int) -> NDArray[np.int32]:
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
-    def rows(self, some: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return the values of several rows, one after another, and how many each row has."""
-        sizes = (self.offsets[some + 1] - self.offsets[some]).astype(np.int64)
-        if len(some) == some[-1] - some[0] + 1:
-            return self.values[self.offsets[some[0]] : self.offsets[some[-1] + 1]], sizes
-        starts = np.repeat(self.offsets[some] - (np.cumsum(sizes) - sizes), sizes)
-        return np.asarray(self.values[starts + np.arange(sizes.sum())]), sizes
-
 
 class _Batch:
     """A record batch as numpy views."""
@@ -144,13 +136,10 @@ class PairDataset:
         wanted = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of a set of {len(self)}")
-        rows = self._file_rows(wanted)
+        rows = wanted if self.rows is None else self.rows[wanted]
         batches = np.searchsorted(self.file.starts, rows, side="right") - 1
         places = zip(batches.tolist(), (rows - self.file.starts[batches]).tolist(), strict=True)
         return [self.file.batch(batch).pair(i) for batch, i in places]
-
-    def _file_rows(self, some: NDArray[np.int64]) -> NDArray[np.int64]:
-        return some if self.rows is None else self.rows[some]
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column of numbers."""
@@ -161,23 +150,6 @@ class PairDataset:
         """Return how long each pair's list in a column is."""
         values = self.file.lengths(name)
         return values if self.rows is None else values[self.rows]
-
-    def tokens_of(
-        self, name: str, some: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return all values of a list column of these (ascending) pairs, and where each begins.
-
-        One more place is the end.
-        """
-        rows = self._file_rows(some)
-        cuts = np.searchsorted(rows, self.file.starts)
-        values, sizes = [np.empty(0, np.int32)], [np.zeros(1, np.int64)]
-        for i in np.flatnonzero(np.diff(cuts)).tolist():
-            local = rows[cuts[i] : cuts[i + 1]] - self.file.starts[i]
-            found = self.file.batch(i).lists[name].rows(local)
-            values.append(found[0])
-            sizes.append(found[1])
-        return np.concatenate(values), np.cumsum(np.concatenate(sizes))
 
     @cached_property
     def largest_id(self) -> int:

@@ -286,7 +286,12 @@ class _Builder:
             "sequence_length": self.config.sequence_length,
             **{name: getattr(data, name) for name in HASHED},
         }
-        later = {"max_prompt_length": data.max_prompt_length, "parity": self.config.parity}
+        # Added after the first caches were written, so they are hashed only if they are set.
+        later = {
+            "max_prompt_length": data.max_prompt_length,
+            "parity": self.config.parity,
+            "imports": layout.imported_sources(),
+        }
         settings |= {name: value for name, value in later.items() if value}
         return text_sha(json.dumps(settings, sort_keys=True))
 

@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
@@ -44,7 +43,7 @@ class TokenRecipe:
     separator: str = ""
     special_tokens: str = "warn"
     max_prompt_length: int | None = None
-    as_trl: str | None = None  # parity: trl-1.x or trl-0.2x
+    as_trl: str | None = None  # the value of `parity`, or None
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TokenRecipe:
@@ -107,7 +106,6 @@ class Encoder:
     def __init__(self, recipe: TokenRecipe) -> None:
         self.recipe = recipe
         self.tokenizer = Tokenizer.from_str(recipe.tokenizer)
-        self.is_old_trl = recipe.as_trl == "trl-0.2x"  # before 0.29
         added = self.tokenizer.get_added_tokens_decoder()
         self.added = frozenset(added)
         special = {number: token.content for number, token in added.items() if token.special}
@@ -210,9 +208,6 @@ class Encoder:
             raise DropReason("bad_type", f"chat_template_kwargs must not set {clash[0]!r}")
         rendered = [self._render(talk, talk.prompt, True)]
         rendered += [self._render(talk, (*talk.prompt, *answer), False) for answer in talk.answers]
-        if self.is_old_trl:
-            start = commonprefix(rendered)  # noqa: RUF071 - of texts, not of paths
-            return self._ids_in_parts([start, *(text[len(start) :] for text in rendered[1:])])
         ids = self._ids(rendered, talk.is_escaped)
         if self.recipe.as_trl:
             return ids
@@ -221,27 +216,18 @@ class Encoder:
 
     def _ids_as_trl(self, parts: list[str]) -> list[Ids]:
         """Plain text has no template in TRL: EOS is written behind it as text."""
-        if self.is_old_trl:
-            return self._ids_in_parts(parts)
         eos, prompt = self.eos_text or "", parts[0]
         answers = (text if text.endswith(eos) else text + eos for text in parts[1:])
         whole = [prompt, *(prompt + answer for answer in answers)]
         batch = self.tokenizer.encode_batch_fast(whole, add_special_tokens=True)
         return [one.ids for one in batch]
 
-    def _ids_in_parts(self, parts: list[str]) -> list[Ids]:
-        """As TRL before 0.29: prompt and answers apart, no BOS, EOS behind whatever ends one."""
-        prompt, *answers = self._ids(parts)
-        end = [] if self.recipe.eos is None else [self.recipe.eos]
-        return [prompt, *([*prompt, *answer, *end] for answer in answers)]
-
     def training_prompt(self, text: str) -> Ids:
         """Return the tokens that the answer to a text follows in training."""
         pair = TextPair(text, "", "")
         _check_unicode(pair)
         if self.recipe.as_trl:
-            own = self.recipe.as_trl == "trl-1.x"
-            return list(self.tokenizer.encode(text, add_special_tokens=own).ids)
+            return list(self.tokenizer.encode(text, add_special_tokens=True).ids)
         talk = _Talk.of(pair, [])
         rendered = text + self.recipe.separator.rstrip(" ")
         if self.recipe.template:
@@ -452,9 +438,7 @@ class Encoder:
         room = limit - len(pair.prompt)
         cut: Encoded | None = None
         if overlong == "truncate_prompt":
-            note = Note("truncated_prompt", detail)
-            how = _keep_ends(pair, limit, note) if self.is_old_trl else None
-            cut = how or self._cut_prompt(pair, excess, note)
+            cut = self._cut_prompt(pair, excess, Note("truncated_prompt", detail))
         elif overlong == "truncate_response" and room > 0:
             lost = Note("eos_lost", "a cut answer has lost its end token")
             cut = replace(
@@ -472,7 +456,7 @@ class Encoder:
 
     def _cut_prompt(self, pair: Encoded, excess: int, note: Note) -> Encoded | None:
         """Cut on the left, behind the BOS; the last token stays, as the first answer needs it."""
-        kept = 1 if pair.prompt[:1] == [self.recipe.bos] and not self.is_old_trl else 0
+        kept = 1 if pair.prompt[:1] == [self.recipe.bos] else 0
         if excess >= len(pair.prompt) - kept:
             return None
         chosen, rejected = (
@@ -482,22 +466,6 @@ class Encoder:
         prompt = pair.prompt[:kept] + pair.prompt[kept + excess :]
         notes = [*pair.notes, note]
         return Encoded(prompt, pair.chosen, pair.rejected, chosen, rejected, notes)
-
-
-def _keep_ends(pair: Encoded, limit: int, note: Note) -> Encoded:
-    """TRL's keep_end before 0.29: each sequence loses its own beginning, so they share none."""
-    ids: list[Any] = []
-    spans = []
-    for answer, scored in (
-        (pair.chosen, pair.chosen_scored),
-        (pair.rejected, pair.rejected_scored),
-    ):
-        whole = pair.prompt + answer
-        lost = max(0, len(whole) - limit)
-        ids.append(whole[lost:])
-        spans.append(_spans([(a - lost, b - lost) for a, b in scored]))
-    return replace(pair, prompt=[], chosen=ids[0], rejected=ids[1], chosen_scored=spans[0],
-                   rejected_scored=spans[1], notes=[*pair.notes, note])  # fmt: skip
 
 
 def _check_unicode(pair: TextPair) -> None:

@@ -349,12 +349,11 @@ def test_children_end_with_their_parent(
         "pool.Child.__init__ = told\n"
         "prepare(DPOConfig.model_validate_json(open(sys.argv[1]).read()), limits=ChildLimits(1.0))\n"
     )
-    root = str(Path(pool.__file__).parents[2])
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "config.json")],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": root},
+        cwd=Path(pool.__file__).parents[2],
     ) as parent:
         assert parent.stdout
         child = int(parent.stdout.readline())
@@ -483,24 +482,29 @@ def test_chosen_key_format_and_ranked_pairs_reach_the_rows(
 def test_a_format_of_a_users_file_reaches_the_children(
     config: Config, write: Write, console: Console, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One decorated function: named by data_args.format, and found by `auto` before Rather's own."""
+    """`data_args.format` names it, and `auto` finds it before Rather's own.
+
+    A changed file is another format: the pairs that the old one made are not taken from the cache.
+    """
     own = tmp_path / "own_format.py"
-    own.write_text(
-        "from rather.data.formats import data_format\n\n"
-        '@data_format("persona", "chosen", "rejected")\n'
-        "def persona(row):\n"
-        '    return f"As {row[\'persona\']}:", (row["chosen"], row["rejected"])\n'
-    )
-    monkeypatch.setattr(plugins, "_loaded", [])
-    for name in ("_entries", "_modules"):
-        monkeypatch.setattr(FORMATS, name, dict(getattr(FORMATS, name)))
-    plugins.load([own])
     path = write([{"persona": "a baker", "chosen": "Bread.", "rejected": "No.", "note": 1}])
-    for chosen in ("persona", "auto"):
-        made = prepare(config(path, "plain", data={"format": chosen}), console=console)
-        tokenizer = load_tokenizer(config(path, "plain").actor_train.tokenizer_path)
-        assert tokenizer.decode(made.train.take([0])[0].prompt) == "<s>As a baker:"
-        assert made.report["train"]["ignored_columns"] == ["note"]
+    tokenizer = load_tokenizer(config(path, "plain").actor_train.tokenizer_path)
+    for word in ("As", "Like"):
+        own.write_text(
+            "from rather.data.formats import data_format\n\n"
+            '@data_format("persona", "chosen", "rejected")\n'
+            "def persona(row):\n"
+            f'    return "{word} " + row["persona"], (row["chosen"], row["rejected"])\n'
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(plugins, "_loaded", [])
+            for name in ("_entries", "_modules"):
+                patch.setattr(FORMATS, name, dict(getattr(FORMATS, name)))
+            plugins.load([own])
+            for chosen in ("persona", "auto"):
+                made = prepare(config(path, "plain", data={"format": chosen}), console=console)
+                assert tokenizer.decode(made.train.take([0])[0].prompt) == f"<s>{word} a baker"
+                assert made.report["train"]["ignored_columns"] == ["note"]
 
 
 def test_a_full_disk_is_said(
@@ -534,12 +538,11 @@ def test_workers_need_neither_torch_nor_transformers() -> None:
         "import sys, rather.data.tokenize_worker, rather.data.prepare\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    root = str(Path(pool.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": root},
+        cwd=Path(pool.__file__).parents[2],
     )
     assert done.stdout.strip() == "[]"

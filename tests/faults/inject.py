@@ -17,7 +17,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -250,14 +249,13 @@ def point(phase: str) -> None:
         elif fault.kind == "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif fault.kind == "slow":
-            time.sleep(fault.seconds)
+            threading.Event().wait(fault.seconds)
         else:
             stand_still()
 
 
 def stand_still() -> None:
-    while True:
-        time.sleep(3600)
+    threading.Event().wait()
 
 
 def wants_nan(phase: str) -> bool:

@@ -1,5 +1,5 @@
-"""A loss is one file: in rather/losses/, or anywhere and named by --import. Nothing but the
-command line names such a file."""
+"""A loss is one file, and so is a data format: in rather/losses/ or rather/data/formats/, or
+anywhere and named by --import. Nothing but the command line names such a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from rather.cli import app
 from rather.config import plugins
 from rather.config.load import load_config
 from rather.errors import ConfigError
@@ -33,14 +35,29 @@ def wide_hinge(x, *, beta=0.1, my_margin=1.0):
     """max(0, my_margin - beta (a - b))."""
     return torch.relu(my_margin - beta * gap(log_ratios(x)))
 '''
+FORMAT = '''
+"""Rows of a question with a good and a bad answer."""
+
+from rather.data.formats import data_format
+
+
+@data_format("question", "good", "bad")
+def good_and_bad(row):
+    return row["question"], (row["good"], row["bad"])
+'''
+PAIRS = 16
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, pairs, a YAML that names the new loss, and the loss's file."""
+    """A model, rows of the new format, a YAML that names both, and the two new files."""
     folder = tmp_path_factory.mktemp("adding")
     make_model(folder / "base")
-    make_pairs(folder / "pairs.jsonl", 16)
+    pairs = make_pairs(folder / "pairs.jsonl", PAIRS)
+    text = pairs.read_text(encoding="utf-8")
+    for shipped, own in (("prompt", "question"), ("chosen", "good"), ("rejected", "bad")):
+        text = text.replace(f'"{shipped}":', f'"{own}":')
+    pairs.write_text(text, encoding="utf-8")
     values = {
         "pretrain": str(folder / "base"),
         "pref_loss": "wide_hinge",
@@ -51,45 +68,68 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_steps": 2,
         "output_dir": str(folder / "output"),
         "logging_dir": str(folder / "logs"),
-        "actor_train": {"data_args": {"file_name": str(folder / "pairs.jsonl")}},
+        "actor_train": {"data_args": {"file_name": str(pairs), "format": "good_and_bad"}},
     }
     (folder / "own.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     (folder / "my_loss.py").write_text(LOSS, encoding="utf-8")
+    (folder / "my_format.py").write_text(FORMAT, encoding="utf-8")
     return folder
 
 
-def first_loss(home: Path, package: Path, *arguments: str) -> float:
-    """Train in a process that imports `package`, and return the first logged loss."""
-    command = [sys.executable, "-m", "rather", "train", str(home / "own.yaml"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(package)}
+def check_training(home: Path, package: Path, name: str, *arguments: str) -> None:
+    """Train in a process that imports `package`, and check that loss and format were used."""
+    command = [sys.executable, "-m", "rather", "train", str(home / "own.yaml"), f"exp_name={name}"]
+    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        command, cwd=home, env=environment, capture_output=True, text=True, check=False
+        [*command, *arguments],
+        cwd=home,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    name = next(each.partition("=")[2] for each in arguments if each.startswith("exp_name="))
-    lines = (home / "output" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return float(json.loads(lines[0])["loss"])
+    run = home / "output" / name
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    # Policy and reference are equal in the first step, so that only the margin remains.
+    assert float(json.loads(lines[0])["loss"]) == 3.0
+    report = json.loads((run / "data_report.json").read_text(encoding="utf-8"))
+    assert report["train"]["pairs"] == PAIRS
 
 
-def test_a_loss_by_import(home: Path) -> None:
-    loss = first_loss(home, ROOT, "exp_name=imported", f"--import={home / 'my_loss.py'}")
-    assert loss == 3.0  # policy and reference are equal in the first step: the margin remains
+def imports(home: Path) -> list[str]:
+    return [f"--import={home / name}" for name in ("my_loss.py", "my_format.py")]
 
 
-def test_a_loss_by_a_file_in_the_package(home: Path, tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "rather", tmp_path / "rather", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    shutil.copy(home / "my_loss.py", tmp_path / "rather" / "losses" / "wide.py")
-    assert first_loss(home, tmp_path, "exp_name=found") == 3.0
+def test_a_loss_and_a_format_by_import(home: Path) -> None:
+    check_training(home, ROOT, "imported", *imports(home))
+
+
+def test_a_loss_and_a_format_by_files_in_the_package(home: Path, tmp_path: Path) -> None:
+    package = tmp_path / "rather"
+    shutil.copytree(ROOT / "rather", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(home / "my_loss.py", package / "losses" / "wide.py")
+    shutil.copy(home / "my_format.py", package / "data" / "formats" / "good.py")
+    check_training(home, tmp_path, "found")
 
 
 @pytest.mark.wide
-def test_a_loss_by_import_on_ray_workers(home: Path) -> None:
+def test_a_loss_and_a_format_by_import_on_ray_workers(home: Path) -> None:
     pytest.importorskip("ray")
     devices = ["actor_train.device_mapping=[0,1]", "platform=cpu"]
-    loss = first_loss(home, ROOT, "exp_name=ray", f"--import={home / 'my_loss.py'}", *devices)
-    assert loss == 3.0
+    check_training(home, ROOT, "ray", *imports(home), *devices)
+
+
+def test_an_unknown_format_is_an_error_of_the_config(home: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load((home / "own.yaml").read_text(encoding="utf-8"))
+    del values["pref_loss"], values["loss_args"]
+    values["actor_train"]["data_args"]["format"] = "instrucion"
+    (tmp_path / "typo.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "typo.yaml")])
+    assert done.exit_code == ConfigError.exit_code == 2
+    output = " ".join(done.output.split())
+    assert "actor_train.data_args.format (typo.yaml:" in output
+    assert "unknown data format 'instrucion'; did you mean 'instruction'?" in output
 
 
 def test_a_yaml_cannot_name_a_file_to_import(home: Path) -> None:

@@ -135,7 +135,7 @@ def test_only_ci_looks_beside_the_checkout() -> None:
 STAMPS = {
     "rather/pipeline/timeline.py",
     "rather/cluster/cluster.py",
-    "rather/cluster/failure.py",
+    "rather/cluster/health.py",
     "rather/run_folder/incidents.py",
     "rather/coati.py",
     "rather/tracking/trackers.py",

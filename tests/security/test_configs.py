@@ -49,7 +49,7 @@ HOSTILE = {  # what is written from line 3 on, and what is said to it
     ),
     "a device list that is code": (
         f"actor_train: {{device_mapping: \"__import__('os').system('{TOUCH}')\"}}\n",
-        "cannot be used: device numbers are written as [0, 1]",
+        "cannot be used: write device numbers as [0, 1]",
     ),
     "a number that is code": (
         f"beta: __import__('os').system('{TOUCH}')\n",

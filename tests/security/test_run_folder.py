@@ -35,7 +35,7 @@ def test_names_that_are_none(config: Config, name: str) -> None:
 def test_folders_that_are_not_for_runs(config: Config, folder: str) -> None:
     done = rather("train", config(output_dir=folder))
     assert done.exit_code == 2
-    assert "name one of their own, such as ./output" in done.stderr
+    assert "name a folder of its own, such as ./output" in done.stderr
 
 
 def test_a_link_to_the_root_is_the_root(config: Config, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from rather.data.messages import Turns, as_turns, check_roles, text_or_turns
 from rather.errors import DataError
 
 __all__ = [
-    "EXTRAS", "FORMATS", "DropReason", "Ranked", "RowLayout", "RowPairs", "TextPair", "data_format",
-    "extras_of", "is_empty", "read_row", "texts",
+    "EXTRAS", "FORMATS", "DropReason", "Ranked", "RowLayout", "RowPairs", "TextPair",
+    "check_format", "data_format", "extras_of", "is_empty", "read_row", "texts",
 ]  # fmt: skip
 
 TOKENISED = "tokenised"  # rows of token ids: see tokenised.py
@@ -52,6 +52,12 @@ class RowPairs(NamedTuple):
     ignored: list[str]
 
 
+def check_format(name: str, key: str) -> None:
+    """Raise a ConfigError about `key` if there is no format with this name."""
+    if name not in ("auto", TOKENISED):
+        FORMATS.find(name, key)
+
+
 @dataclass(frozen=True)
 class RowLayout:
     """How rows are read: format, names of columns, and which pairs ranked answers give.
@@ -64,8 +70,7 @@ class RowLayout:
     ranked_pairs: str = "all"
 
     def __post_init__(self) -> None:
-        if self.format not in ("auto", TOKENISED):
-            FORMATS.find(self.format, "data_args.format")
+        check_format(self.format, "data_args.format")
         known = set(EXTRAS).union(*((*form.needs, *form.may) for form in FORMATS.values()))
         for name in self.columns:
             if name not in known:
@@ -73,6 +78,12 @@ class RowLayout:
                     f"data_args.columns: {name!r} is not a column that is read{hint(name, known)}; "
                     f"known are {', '.join(sorted(known))}."
                 )
+
+    def imported_sources(self) -> list[str]:
+        """Return the text of users' files that decide how rows are read; `auto` may use any."""
+        names = FORMATS if self.format == "auto" else [self.format]
+        sources = {FORMATS.source_of(name) for name in names}
+        return sorted(source for source in sources if source is not None)
 
 
 def read_row(row: Row, layout: RowLayout) -> RowPairs:
