@@ -48,7 +48,7 @@ help:
 	@echo "make soak     break runs at random for an hour; MINUTES=10 for less"
 	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on the installed packages, docs and links"
 	@echo "make docs     build the documentation site: site/index.html"
-	@echo "make screenshots  retake the pictures of the docs with the tests that drive a browser"
+	@echo "make screenshots  take the pictures of the docs again; needs Chromium"
 	@echo "make sbom     sbom.json: a list of all installed packages (CycloneDX)"
 	@echo "make bench    list the benchmarks; make bench NAME=<one of them> runs it"
 	@echo "make install  create $(VENV) with the command 'rather' (the other targets do it when needed)"
@@ -96,7 +96,8 @@ docs: $(DEV)
 	@echo "site/index.html; its search needs a server: python3 -m http.server -b 127.0.0.1 -d site"
 
 screenshots: $(DEV)
-	@RATHER_SCREENSHOTS=1 $(PYTEST) tests/report tests/board/test_page.py
+	@$(VENV)/bin/python -m docs.screenshots
+	@RATHER_SCREENSHOTS=1 $(PYTEST) tests/report/test_report.py
 
 sbom: $(DEV)
 	@$(VENV)/bin/python -m cyclonedx_py environment $(VENV) --pyproject pyproject.toml --of JSON -o sbom.json

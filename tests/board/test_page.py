@@ -27,7 +27,6 @@ from tests.browser import (
     accessibility_findings,
     drawn_points,
     overflow,
-    screenshot,
 )
 from tests.padded import padded_logps
 
@@ -96,7 +95,6 @@ def test_curves_comparison_filter_and_findings(open_page: OpenPage, board: Board
     sees(page, "#chart-3", "grad_norm")
     page.locator("figure summary").first.click()
     assert page.locator("figure").first.get_by_role("row").count() == 5
-    screenshot(page, "board")
 
     page.keyboard.press("Escape")
     page.locator("h1").click()
@@ -178,7 +176,6 @@ def test_pairs_token_by_token(
     page.keyboard.press("ArrowDown")
     other = page.evaluate("document.activeElement.parentElement.getAttribute('aria-label')")
     assert other == "Tokens of the rejected answer"
-    screenshot(page, "board-pair", at="#pair")
     page.get_by_label("before training").check()
     assert page.locator(".token.up, .token.down").count() == 0  # the policy began as its reference
     page.get_by_text("Numbers of all tokens").click()
@@ -249,8 +246,6 @@ def test_both_themes_and_widths(
         grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
         page.click("#theme")
     assert grounds[0] != grounds[1]
-    if size == NARROW:
-        screenshot(page, "board-narrow", at="#pair")
 
 
 def test_text_of_runs_is_never_markup(open_page: OpenPage, serve: Serve, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What single pages promise: tests that exist, sentences that the code says, a page for every loss."""
+"""Check single pages: named tests exist, quoted messages are in the code, every loss has a page."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ FIELD = re.compile(r"%[-+.\d]*[sdrfgi]")
 
 
 def blank(text: str) -> str:
-    """Fields of a message as `...`, white space as one blank."""
+    """Return a message with `...` for its fields and one space for white space."""
     return re.sub(r"\s+", " ", FIELD.sub("...", text)).strip()
 
 
-def words_of(node: ast.AST) -> str:
+def string_of(node: ast.AST) -> str:
+    """Return the text of a string or f-string, otherwise an empty string."""
     if isinstance(node, ast.JoinedStr):
         parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
         return "".join(map(str, parts))
@@ -26,31 +27,31 @@ def words_of(node: ast.AST) -> str:
 
 
 def messages() -> str:
-    """Every text in the code of the package, with `...` for what is put in."""
+    """Return every string in the code of the package, with `...` for inserted values."""
     nodes = (node for file in python_files("rather") for node in ast.walk(tree(file)))
-    return "\n".join(filter(None, (blank(words_of(node)) for node in nodes)))
+    return "\n".join(filter(None, (blank(string_of(node)) for node in nodes)))
 
 
 def quoted() -> list[str]:
-    """The sentences that the page of troubles quotes: its blocks `text`, one sentence a line."""
+    """Return the messages that troubleshooting.md quotes: one per line of its `text` blocks."""
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def said() -> str:
+def all_messages() -> str:
     return messages()
 
 
 @pytest.mark.parametrize("sentence", quoted())
-def test_rather_says_what_the_page_of_troubles_quotes(sentence: str, said: str) -> None:
-    assert blank(sentence) in said
+def test_quoted_messages_are_in_the_code(sentence: str, all_messages: str) -> None:
+    assert blank(sentence) in all_messages
 
 
-def test_a_sentence_that_nobody_says_is_seen(said: str) -> None:
+def test_a_message_that_is_not_in_the_code_is_found(all_messages: str) -> None:
     assert len(quoted()) > 25
-    assert blank("device_mapping: GPU ... has gone for lunch") not in said
+    assert blank("device_mapping: GPU ... has gone for lunch") not in all_messages
 
 
 @pytest.mark.parametrize("page", ["promises.md", "never_run.md"])

@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from rather.config import plugins
 from rather.config.load import config_from_dict, load_config
+from rather.data.formats import FORMATS
+from rather.losses.losses import LOSSES
 from rather.losses.objective import from_config
 from tests.docs.desk import make_base, make_runs, named, run, write_files
 from tests.house.source import ROOT, text_files, where
@@ -154,6 +157,17 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         make_runs(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def only_own_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and data formats that a page registers are gone after its test."""
+    for registry in (LOSSES, FORMATS):
+        assert len(registry), "reading it imports all of its modules"
+        for name in ("_entries", "_modules"):
+            monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    for name in ("_requested", "_loaded"):
+        monkeypatch.setattr(plugins, name, list(getattr(plugins, name)))
 
 
 @pytest.fixture
