@@ -159,11 +159,16 @@ def in_half(folder: str, layout: dict[str, Any]) -> tuple[set[Any], set[Any], li
 
 
 def test_frozen_shards_stay_in_the_precision_they_are_computed_in(folder: str) -> None:
-    expected, _ = alone(folder, (), False)
+    args = ActorModelArgs(lora_rank=3, dtype="bf16")
+    policy = load_policy(folder, args, "cpu", start=Start(5))
+    expected = train(make_trainer(SETUP, policy=policy), SETUP).losses
+    # bfloat16 is what is computed in: float32 misses the first loss by 3e-3.
+    assert alone(folder, (), False)[0].losses[0] != pytest.approx(expected[0], rel=1e-3)
     for frozen, trained, losses in pool(2).run(in_half, folder, {"dp": 2, "shard": 2, "stage": 3}):
         assert frozen == {torch.bfloat16}
         assert trained == {torch.float32}
-        assert losses == pytest.approx(expected.losses, rel=0.05)
+        assert losses[0] == pytest.approx(expected[0], rel=3e-4)
+        assert losses == pytest.approx(expected, rel=2e-3)
 
 
 # --- saved under one layout, resumed under another ---

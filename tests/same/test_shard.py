@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rather.config.schema import TrainingArgs
 from rather.data.batch import PairFacts
@@ -29,6 +30,7 @@ from tests.same.canonical import (
     pairs_of,
     train,
     variant_name,
+    whole,
 )
 from tests.same.pool import pool
 
@@ -69,25 +71,23 @@ def test_losses_and_families_on_zero3(changes: dict[str, Any]) -> None:
     assert_same(joined(pool(2).run(run, {"shard": 2}, "zero3", setup)), alone(setup))
 
 
-def log_probs(stage: Stage, told: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Of one step's pairs, dealt out; then a step, and the log-probs after it."""
+def log_probs(stage: Stage, count_is_known: bool) -> tuple[Tensor, dict[str, float]]:
+    """Return the log-probs of one step's pairs after the step, and their metrics."""
     setup = Setup(steps=2)
     trainer = sharded({"replicate" if stage == "ddp" else "shard": 2}, stage, setup)
     batches = pack(pairs_of(setup)[0], 80, ranks=2)
     facts, own = PairFacts.of_step(batches), batches[trainer.mesh.rank("dp") :: 2]
-    trainer.log_probs(own)
     reference = {"sum": facts.length * -4.0}
     trainer.train_step(own, reference, facts)
-    columns = dict(trainer.log_probs(own, len(facts.weight) if told else None))
-    return columns, trainer.score(facts, columns, reference)
+    columns = dict(trainer.log_probs(own, len(facts.weight) if count_is_known else None))
+    return columns["sum"], trainer.score(facts, columns, reference)
 
 
 @pytest.mark.parametrize(
-    ("stage", "told"),
+    ("stage", "count_is_known"),
     cells([("ddp", True), ("zero2", False), ("zero3", True)], keep=[("zero2", False)]),
 )
-def test_log_probs_of_all_ranks_follow_the_weights(stage: Stage, told: bool) -> None:
-    """Weights that were gathered for a pass without gradients must not outlive an update."""
+def test_log_probs_of_all_ranks_follow_a_step(stage: Stage, count_is_known: bool) -> None:
     setup = Setup(steps=2)
     trainer, batches = make_trainer(setup), pack(pairs_of(setup)[0], 80)
     facts = PairFacts.of_step(batches)
@@ -96,11 +96,43 @@ def test_log_probs_of_all_ranks_follow_the_weights(stage: Stage, told: bool) -> 
     trainer.train_step(batches, reference)
     after = trainer.log_probs(batches)["sum"]
     assert not torch.allclose(before, after, rtol=1e-5)
-    for columns, sums in pool(2).run(log_probs, stage, told):
-        assert torch.allclose(columns["sum"], after, rtol=1e-6)
-        assert sums == pytest.approx(
+    for sums, metrics in pool(2).run(log_probs, stage, count_is_known):
+        assert torch.allclose(sums, after, rtol=1e-6)
+        assert metrics == pytest.approx(
             trainer.score(facts, {"sum": after}, reference), rel=1e-5, abs=1e-6
         )
+
+
+def moving_reference(setup: Setup, trainer: RankTrainer) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return log-probs of a frozen model before and after its weights are mixed with others, and
+    the weights that this rank stores."""
+    trainer.optimizer = None
+    dp = trainer.mesh.size("dp")
+    own = pack(pairs_of(setup)[0], 80, ranks=dp)[trainer.mesh.rank("dp") :: dp]
+    others = {name: weight * 1.1 for name, weight in make_policy(setup).named_parameters()}
+    before = trainer.log_probs(own)["sum"]
+    trainer.mix_weights(others, 0.5)
+    return [before, trainer.log_probs(own)["sum"]], dict(trainer.weight_pieces())
+
+
+def sharded_reference(setup: Setup) -> tuple[list[Tensor], dict[str, Any]]:
+    return moving_reference(setup, sharded({"shard": 2}, "zero2", setup))
+
+
+def test_a_moving_reference_keeps_no_gathered_weights() -> None:
+    """TR-DPO changes a reference between passes without gradients. No backward pass releases the
+    weights that such a pass gathers, so they must be released before shards are read or changed."""
+    setup = Setup(layers=2)
+    expected, weights = moving_reference(setup, make_trainer(setup))
+    assert not torch.allclose(*expected, rtol=1e-3)
+    results = pool(2).run(sharded_reference, setup)
+    for found, _ in results:
+        for got, wanted in zip(found, expected, strict=True):
+            assert torch.allclose(got, wanted, rtol=1e-6)
+    stored = whole([pieces for _, pieces in results])
+    assert stored.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(stored[name], weight), name
 
 
 def test_shards_on_the_host() -> None:
@@ -133,13 +165,19 @@ def rounded(setup: Setup, dtype: torch.dtype) -> RankTrainer:
 
 
 def test_half_precision_keeps_exact_shards() -> None:
-    """bfloat16 rounds each product to 3 digits; weights move by the same updates all the same."""
+    """The first step is that of one process in bfloat16, which float32 misses by 1e-3. Later steps
+    and weights are close to it: their masters are exact."""
     setup = Setup(steps=2, lr=1e-4, layers=2)
     expected = train(rounded(setup, torch.bfloat16), setup)
     got = joined(pool(2).run(run, {"shard": 2}, "zero3", setup, {"compute": torch.bfloat16}))
-    assert got.losses == pytest.approx(expected.losses, rel=0.05)
-    assert got.grad_norms == pytest.approx(expected.grad_norms, rel=0.05)
-    for name, weight in expected.weights.items():
-        assert got.weights[name].dtype == torch.float32
-        assert (got.weights[name] - weight).abs().max() < 2 * setup.steps * setup.lr
-        assert (got.weights[name] - weight).abs().mean() < 0.5 * setup.lr
+    assert got.losses[0] == pytest.approx(expected.losses[0], rel=3e-4)
+    assert got.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=5e-4)
+    assert got.losses[1] == pytest.approx(expected.losses[1], rel=0.01)
+    assert got.grad_norms[1] == pytest.approx(expected.grad_norms[1], rel=0.01)
+    assert {weight.dtype for weight in got.weights.values()} == {torch.float32}
+    # Adam moves each weight by up to lr a step: two unrelated runs differ by about lr.
+    off = torch.cat(
+        [(got.weights[name] - w).abs().flatten() for name, w in expected.weights.items()]
+    )
+    assert off.mean() < 0.1 * setup.lr
+    assert (off > 0.5 * setup.lr).double().mean() < 0.005

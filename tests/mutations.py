@@ -1,0 +1,339 @@
+"""One-line mutations of the engine, each with the fast tests that catch it.
+
+`python -m tests.mutations [numbers]` applies one mutation after another to a copy of the package
+and runs the named tests on it. It ends with status 1 if a mutation survives.
+tests/house/test_mutations.py keeps the table up to date.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("rather", "tests", "pyproject.toml")
+TESTS_FAILED = 1  # pytest's exit status; all others mean that the tests did not run
+PATIENCE = 900  # seconds for the tests of one mutation; a mutation that makes ranks wait is caught
+
+
+class Mutation(NamedTuple):
+    """One changed line: `before` occurs exactly once in `file`."""
+
+    what: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "losses: DPO's margin has the wrong sign",
+        "rather/losses/losses.py",
+        "return smoothed(beta * gap(ratios) - gamma, chance_wrong(x, label_smoothing))",
+        "return smoothed(-beta * gap(ratios) - gamma, chance_wrong(x, label_smoothing))",
+        ("tests/losses/test_losses.py::test_the_formula",),
+    ),
+    Mutation(
+        "losses: IPO ignores the 2 in 1 / (2 beta)",
+        "rather/losses/losses.py",
+        "return (gap(ratios) - 1 / (2 * beta)) ** 2",
+        "return (gap(ratios) - 1 / beta) ** 2",
+        ("tests/losses/test_losses.py::test_the_formula",),
+    ),
+    Mutation(
+        "objective: the weights of a list of losses are ignored",
+        "rather/losses/objective.py",
+        "term.weight * term.rule.function(self._seen(term.rule, x), **term.numbers)",
+        "term.rule.function(self._seen(term.rule, x), **term.numbers)",
+        ("tests/losses/test_losses.py::test_a_weighted_list_is_the_weighted_sum",),
+    ),
+    Mutation(
+        "metrics: sums ignore the pairs' weights",
+        "rather/losses/metrics.py",
+        "return dict(zip(columns, torch.stack(list(columns.values())) @ weight_P, strict=True))",
+        "return dict(zip(columns, torch.stack(list(columns.values())).sum(1), strict=True))",
+        ("tests/train/test_metrics.py::test_each_metric_is_a_weighted_mean_over_pairs",),
+    ),
+    Mutation(
+        "pack: a response that branches off starts at position 0",
+        "rather/data/pack.py",
+        "self.positions.append(self.count[shared : shared + end - start])",
+        "self.positions.append(self.count[: end - start])",
+        ("tests/train/test_pack.py::test_every_index_by_hand",),
+    ),
+    Mutation(
+        "pack: the first token of a branch is predicted by its neighbour in the layout",
+        "rather/data/pack.py",
+        "self.before[start] = path[shared - 1] if shared else -1",
+        "self.before[start] = start - 1 if shared else -1",
+        ("tests/train/test_pack.py::test_every_index_by_hand",),
+    ),
+    Mutation(
+        "sampler: every epoch has the same order",
+        "rather/data/sampler.py",
+        "random = np.random.Generator(np.random.PCG64([self.seed, epoch]))",
+        "random = np.random.Generator(np.random.PCG64([self.seed, 0]))",
+        ("tests/train/test_sampler.py::test_epochs_and_seeds_differ",),
+    ),
+    Mutation(
+        "schedule: the warm-up is one update ahead",
+        "rather/optim/optimizer.py",
+        "return peak * updates / warmup",
+        "return peak * (updates + 1) / warmup",
+        ("tests/train/test_optim.py::test_constant_warms_up_when_asked",),
+    ),
+    Mutation(
+        "clipping: a gradient below the limit is scaled up to it",
+        "rather/optim/optimizer.py",
+        "clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0",
+        "clip = self.max_grad_norm / (grad_norm + 1e-6) if self.max_grad_norm > 0",
+        ("tests/train/test_optim.py::test_float32_is_torch_adamw",),
+    ),
+    Mutation(
+        "adamw: the bias correction of split masters never advances",
+        "rather/optim/adamw.py",
+        "steps = torch.tensor(float(self.steps))",
+        "steps = torch.tensor(0.0)",
+        ("tests/train/test_optim.py::test_split_masters_have_the_bits_of_float32_training",),
+    ),
+    Mutation(
+        "adamw: masters lose their lower 16 bits",
+        "rather/optim/adamw.py",
+        "remainder.copy_(bits)  # its lower 16 bits",
+        "remainder.zero_()  # its lower 16 bits",
+        ("tests/train/test_optim.py::test_split_masters_have_the_bits_of_float32_training",),
+    ),
+    Mutation(
+        "train step: the loss is not divided by the step's weight",
+        "rather/train/rank_trainer.py",
+        "return scored.losses @ batch.weight_P / total * scale",
+        "return scored.losses @ batch.weight_P * scale",
+        ("tests/train/test_trainer.py::test_a_step_is_the_plain_padded_computation",),
+    ),
+    Mutation(
+        "train step: an infinite gradient is applied",
+        "rather/train/rank_trainer.py",
+        "if not math.isfinite(result.grad_norm):",
+        "if math.isnan(result.grad_norm):",
+        ("tests/train/test_nonfinite.py::test_an_infinite_gradient_is_skipped",),
+    ),
+    Mutation(
+        "resume: the fp16 loss scale starts again (B11)",
+        "rather/train/rank_trainer.py",
+        'if (scale := self._trained.loss_scale) and "loss_scale" in numbers:',
+        'if (scale := self._trained.loss_scale) and "scale" in numbers:',
+        (
+            "tests/train/test_trainer.py::test_the_state_is_all_that_later_steps_depend_on",
+            "tests/train/test_pipeline.py::test_the_loss_scale_of_float16_is_restored_at_resume",
+        ),
+    ),
+    Mutation(
+        "head: the last rows of a chunk are dropped",
+        "rather/model/head.py",
+        "return (slice(first, min(first + size, rows)) for first in range(0, rows, max(1, size)))",
+        "return (slice(first, first + size) for first in range(0, rows - 1, max(1, size)))",
+        ("tests/model/test_head.py::test_equals_log_softmax",),
+    ),
+    Mutation(
+        "head: the gradient ignores the soft-cap's slope",
+        "rather/model/head.py",
+        "slope = 1 - (logits / treatment.softcap) ** 2  # tanh' at the capped logit",
+        "slope = 1 - (0 * logits / treatment.softcap) ** 2  # tanh' at the capped logit",
+        ("tests/model/test_head.py::test_gradcheck",),
+    ),
+    Mutation(
+        "attention: a segment with more keys than queries is causal from the top left",
+        "rather/model/attention.py",
+        "behind = torch.arange(k - q, k, device=device)[:, None] - torch.arange(k, device=device)",
+        "behind = torch.arange(q, device=device)[:, None] - torch.arange(k, device=device)",
+        ("tests/model/test_attention.py::test_equals_the_definition",),
+    ),
+    Mutation(
+        "sharding: gradients are averaged over ranks instead of summed",
+        "rather/parallel/shard.py",
+        "unit.set_gradient_divide_factor(1.0)",
+        "unit.set_gradient_divide_factor(2.0)",
+        ("tests/same/test_shard.py::test_half_precision_keeps_exact_shards",),
+    ),
+    Mutation(
+        "sharding: bf16 is not what shards are computed in (B12)",
+        "rather/parallel/shard.py",
+        "param_dtype=sharding.compute if narrow else None,",
+        "param_dtype=None,",
+        ("tests/same/test_shard.py::test_half_precision_keeps_exact_shards",),
+    ),
+    Mutation(
+        "sharding: weights gathered without gradients stay gathered (B11)",
+        "rather/train/rank_trainer.py",
+        "        settle(self.policy)\n",
+        "",
+        ("tests/same/test_shard.py::test_a_moving_reference_keeps_no_gathered_weights",),
+    ),
+    Mutation(
+        "sharding: gathered weights outlive an update (B12)",
+        "rather/parallel/shard.py",
+        "policy.set_reshard_after_backward(last)",
+        "policy.set_reshard_after_backward(False)",
+        ("tests/same/test_shard.py::test_log_probs_of_all_ranks_follow_a_step",),
+    ),
+    Mutation(
+        "tensor parallel: the gradient that enters a region is one rank's part of the sum",
+        "rather/model/collectives.py",
+        "return _apply(x, _same, _sum, 0, group)",
+        "return _apply(x, _same, _same, 0, group)",
+        ("tests/same/test_tensor.py::test_the_canonical_run",),
+    ),
+    Mutation(
+        "tensor parallel: replicated weights keep one rank's part of their gradient",
+        "rather/train/rank_trainer.py",
+        'if parts and (group := self.mesh.group("tp")):',
+        'if not parts and (group := self.mesh.group("tp")):',
+        ("tests/same/test_tensor.py::test_the_canonical_run",),
+    ),
+    Mutation(
+        "context parallel: a cut segment sees keys after its own end",
+        "rather/parallel/context.py",
+        "yield high - low, k_start, k_start + k - q + high - q_start",
+        "yield high - low, k_start, k_start + k",
+        ("tests/same/test_context.py::test_shares_make_up_the_whole",),
+    ),
+    Mutation(
+        "pipeline stages: a tied embedding keeps the gradient of one end",
+        "rather/parallel/stages.py",
+        "gradient.add_(theirs)",
+        "gradient.add_(theirs * 0)",
+        ("tests/same/test_stages.py::test_two_ranks_by_every_schedule",),
+    ),
+    Mutation(
+        "checkpoint: files are not synced before they are named",
+        "rather/checkpoint/checkpoint.py",
+        "os.fsync(file.fileno())",
+        "file.fileno()",
+        ("tests/checkpoint/test_checkpoint.py::test_all_is_on_the_disk_before_it_is_named",),
+    ),
+    Mutation(
+        "checkpoint: the digest of a file is not compared",
+        "rather/checkpoint/manifest.py",
+        "if digest != files[name][1]:",
+        "if digest != digest:",
+        ("tests/checkpoint/test_checkpoint.py::test_damage_is_named_and_the_older_one_used",),
+    ),
+    Mutation(
+        "checkpoint: later checkpoints come before the one in LATEST",
+        "rather/checkpoint/checkpoint.py",
+        "return sorted(found, key=lambda path: bool(latest) and _step(path) > latest[0])",
+        "return sorted(found, key=lambda path: bool(latest) and _step(path) < latest[0])",
+        ("tests/checkpoint/test_checkpoint.py::test_latest_decides_what_is_newest",),
+    ),
+    Mutation(
+        "log-prob cache: the checksum of a block is not compared",
+        "rather/reference/logprob_cache.py",
+        "count * RECORD <= size and zlib.crc32(payload) == payload_sum else 0",
+        "count * RECORD <= size else 0",
+        ("tests/reference/test_store.py::test_any_flipped_bit_costs_its_own_block_and_is_never_used",),
+    ),
+    Mutation(
+        "identity: a field that an old checkpoint lacks counts as a change",
+        "rather/pipeline/identity.py",
+        "if field not in then or field not in now:",
+        "if field not in then and field not in now:",
+        ("tests/checkpoint/test_identity.py::test_what_an_old_checkpoint_does_not_know_is_taken_as_unchanged",),
+    ),
+    Mutation(
+        "rollback: the step that caused it is not skipped",
+        "rather/pipeline/guard.py",
+        "restored.rollbacks = rollbacks",
+        "restored.rollbacks = progress.rollbacks",
+        ("tests/train/test_nonfinite.py::test_a_rollback_leaves_the_step_out",),
+    ),
+    Mutation(
+        "signals: a stop that another process received is not agreed on",
+        "rather/run_folder/signals.py",
+        "self.stops, self.saves = asked >= STOPS, asked > 0",
+        "self.stops, self.saves = asked > STOPS + 64, asked > 0",
+        ("tests/train/test_signals.py::test_a_signal_between_two_agreements_waits_for_the_next",),
+    ),
+)  # fmt: skip
+
+
+def occurrences(mutation: Mutation, root: Path = ROOT) -> int:
+    return (root / mutation.file).read_text(encoding="utf-8").count(mutation.before)
+
+
+def is_caught(mutation: Mutation) -> bool:
+    """Apply a mutation to a copy of the package; return whether its tests fail there."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            _copy(ROOT / name, copy / name)
+        file = copy / mutation.file
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace(mutation.before, mutation.after), encoding="utf-8")
+        child = multiprocessing.get_context("fork").Process(target=_test, args=(copy, mutation))
+        child.start()
+        child.join(PATIENCE)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+            return True
+        if child.exitcode not in (0, TESTS_FAILED):
+            output = (copy / "output").read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"{mutation.what}: the tests did not run:\n{output}")
+    return child.exitcode == TESTS_FAILED
+
+
+def _test(copy: Path, mutation: Mutation) -> None:
+    """Run the tests of a mutation in this child process; its exit code is that of pytest."""
+    output = os.open(copy / "output", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)  # for further processes that a test starts
+    sys.path.insert(0, str(copy))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("rather", "tests")]:
+        del sys.modules[name]
+    pytest = importlib.import_module("pytest")
+    options = ["-q", "-x", "-p", "no:cacheprovider"]
+    sys.exit(int(pytest.main([*options, *(str(copy / test) for test in mutation.tests)])))
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copy(source, target)
+
+
+def main(wanted: list[int]) -> int:
+    for slow_import in ("pytest", "torch", "transformers"):  # once for all mutations, not for each
+        importlib.import_module(slow_import)
+    survived = 0
+    for number, mutation in enumerate(MUTATIONS, start=1):
+        if wanted and number not in wanted:
+            continue
+        found = occurrences(mutation)
+        if found != 1:
+            print(f"{number:2} NOT APPLIED  {mutation.what}: {found} places in {mutation.file}")
+            survived += 1
+            continue
+        start = time.monotonic()
+        caught = is_caught(mutation)
+        survived += not caught
+        seconds = time.monotonic() - start
+        print(
+            f"{number:2} {'caught' if caught else 'SURVIVED'}  {mutation.what} ({seconds:.0f} s)",
+            flush=True,
+        )
+    return min(survived, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(number) for number in sys.argv[1:]]))
