@@ -142,7 +142,7 @@ def main() -> None:
             ranks = range(devices) if args.every_rank or devices <= 8 else chosen_ranks(plan)
             held = laid_out(MODELS[model], plan, ranks, args.processes)
             done.append((written, plan, held))
-            print(f"{model}: {plan.told()}: {verdict(MODELS[model], plan, held)}", flush=True)
+            print(f"{model}: {plan.describe()}: {verdict(MODELS[model], plan, held)}", flush=True)
         report(f"{model} on {devices} devices", done, every=args.every_rank)
         results += [as_json(model, *each) for each in done]
         if args.json:
@@ -342,7 +342,7 @@ def as_json(
         "model": model,
         "devices": plan.devices,
         "strategy_args": written,
-        "became": plan.told(),
+        "became": plan.describe(),
         "ranks": ranks,
     }
 
