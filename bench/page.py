@@ -53,7 +53,7 @@ def gpu_table() -> Iterator[str]:
         "x TRL + Liger",
         "x TRL precomputed",
     )
-    yield from heading(*names, "GiB, ours / TRL", "ours ran with")
+    yield from heading(*names, "GiB, Rather / TRL", "Rather ran with")
     for model in MODELS:
         cells = read(f"gpu_vs_trl_{model}.json")
         for lengths, told in LENGTHS.items():
@@ -77,11 +77,11 @@ def cpu_table() -> Iterator[str]:
     names = (
         "pairs",
         "reference",
-        "ours, pairs/s",
+        "Rather, pairs/s",
         "x TRL, its defaults",
         "x TRL, its best settings",
     )
-    yield from heading(*names, "GiB, ours / TRL best")
+    yield from heading(*names, "GiB, Rather / TRL best")
     for lengths in ("ultrafeedback", "long"):
         default, best = (
             cells.get(("TRL, " + kind, lengths, "online")) for kind in ("defaults", "best settings")
