@@ -367,7 +367,7 @@ class Ours:
         self, steps: Sequence[Step], known: Sequence[Columns] | None = None
     ) -> Iterator[tuple[float, Columns]]:
         """Seconds of each step and its reference log-probs, computed unless known. Packing runs ahead in a thread."""
-        from rather.pipeline.prefetch import ahead
+        from rather.pipeline.steps import ahead
 
         remembered = iter(known or ())
         synchronize()

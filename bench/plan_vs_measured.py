@@ -46,6 +46,7 @@ from common import (
     write_facts,
 )
 
+from rather.cluster.preflight import Peak
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig, TrainingArgs
 from rather.data.pack import pack
@@ -57,7 +58,6 @@ from rather.optim.optimizer import Optimizer, schedule
 from rather.parallel.load import compute_dtype, freeze
 from rather.plan.calibrate import measured_speed
 from rather.plan.forecast import Forecast, PairSample, forecast
-from rather.plan.measured import Peak
 from rather.plan.memory import Device
 from rather.train.rank_trainer import RankTrainer
 

@@ -43,7 +43,7 @@ from rather.commands.terminal import (
 )
 from rather.commands.verify import verify_command
 from rather.config.redaction import redact
-from rather.run_folder.signals import PATIENCE, StopRequest, leave_within
+from rather.run_folder.control import PATIENCE, StopRequest, leave_within
 
 
 class CommandGroup(TyperGroup):

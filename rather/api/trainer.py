@@ -50,7 +50,7 @@ from rather.parallel.stages import Stages
 from rather.pipeline.evaluation import concatenate
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking import NoTracker, RunTracker, check_installed
-from rather.tracking.metrics_file import read_records
+from rather.tracking.json_lines import read_records
 from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
 
 log = logging.getLogger(__name__)

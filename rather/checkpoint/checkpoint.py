@@ -1,5 +1,4 @@
-"""Checkpoints: atomic, hashed, without pickle. Safetensors and JSON only, so nothing in one can run
-code.
+"""Checkpoints: atomic, hashed, and only safetensors and JSON, so nothing in one can run code.
 
     <run_dir>/LATEST                          the name of the newest checkpoint
     <run_dir>/checkpoint-<step>/
@@ -9,8 +8,7 @@ code.
         manifest.json                         size and SHA-256 of every file; its own digest last
 
 A checkpoint is written under a temporary name and renamed when all of it is on the disk: a visible
-checkpoint is complete. The hashes find later damage: safetensors alone loads a flipped bit
-silently.
+checkpoint is complete. The hashes find later damage: safetensors alone loads a flipped bit.
 
 Any block of any tensor can be read from the shards (rather.checkpoint.sharded_tensors): a run saved
 under one layout resumes under any other, and no rank holds a whole model.
@@ -44,7 +42,7 @@ from rather.checkpoint.manifest import (
     manifest_bytes,
     read_manifest,
     verify,
-)
+)  # fmt: skip
 from rather.checkpoint.sharded_tensors import (
     CHUNK,
     Shard,
@@ -52,6 +50,7 @@ from rather.checkpoint.sharded_tensors import (
     TensorStream,
     safetensors_file,
     shard_header,
+    split_by_size,
     tensor_of,
 )
 from rather.errors import CheckpointError, DiskError
@@ -61,9 +60,7 @@ log = logging.getLogger(__name__)
 LATEST = "LATEST"
 DEFAULT_SHARD_BYTES = 4 << 30
 POLL_SECONDS = 0.02  # between two checks for the parts that other writers add
-_SLACK = (
-    1 << 20
-)  # bytes for headers, state, manifest and folder entries, in addition to the tensors
+_SLACK = 1 << 20  # bytes for headers, state, manifest and folder entries
 
 _ASIDE = re.compile(r"\.old-checkpoint-(0|[1-9]\d*)")
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
@@ -227,7 +224,7 @@ def write_groups(
             raise ValueError(f"the name of a tensor group has only a-z, 0-9 and _, not {group!r}")
         if rank is not None and not tensors:
             continue
-        for number, shard in enumerate(_split_by_size(tensors, max_shard_bytes), start=1):
+        for number, shard in enumerate(split_by_size(tensors, max_shard_bytes), start=1):
             name = f"{group}-{own}{number:05d}.safetensors"
             written[name] = _write(Path(folder) / name, _safetensors(shard))
     return written
@@ -340,22 +337,6 @@ def _sync_folder(path: Path) -> None:
 def _safetensors(shards: Mapping[str, Tensor | Shard]) -> Iterator[bytes | memoryview]:
     streams = {name: TensorStream.of(tensor_of(shard)) for name, shard in shards.items()}
     return safetensors_file(streams, shard_header(shards))
-
-
-def _split_by_size(
-    tensors: Mapping[str, Tensor | Shard], limit: int
-) -> list[dict[str, Tensor | Shard]]:
-    """Split tensors into files in the given order; a tensor larger than the limit gets its own."""
-    shards: list[dict[str, Tensor | Shard]] = [{}]
-    room = limit
-    for name, tensor in tensors.items():
-        size = tensor_of(tensor).nbytes
-        if shards[-1] and size > room:
-            shards.append({})
-            room = limit
-        shards[-1][name] = tensor
-        room -= size
-    return shards
 
 
 def _must_survive_json(value: Any, where: str) -> None:

@@ -247,3 +247,19 @@ def shard_header(shards: Mapping[str, Shard | Tensor]) -> dict[str, str]:
 
 def tensor_of(shard: Shard | Tensor) -> Tensor:
     return shard.tensor if isinstance(shard, Shard) else shard
+
+
+def split_by_size(
+    tensors: Mapping[str, Tensor | Shard], limit: int
+) -> list[dict[str, Tensor | Shard]]:
+    """Split tensors into files in the given order; a tensor larger than the limit gets its own."""
+    shards: list[dict[str, Tensor | Shard]] = [{}]
+    room = limit
+    for name, tensor in tensors.items():
+        size = tensor_of(tensor).nbytes
+        if shards[-1] and size > room:
+            shards.append({})
+            room = limit
+        shards[-1][name] = tensor
+        room -= size
+    return shards

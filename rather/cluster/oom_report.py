@@ -3,11 +3,8 @@ less."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import torch
 
 from rather.cluster.preflight import GIB, need_of
 from rather.data.batch import PairBatch
@@ -23,17 +20,6 @@ if TYPE_CHECKING:
 
 UNIT = 1000  # tokens
 FIXES = 3
-
-
-@contextmanager
-def explained(worker: ActorWorker, batches: Sequence[PairBatch] = ()) -> Iterator[None]:
-    """Add the table and the fixes to an out-of-memory error, as a note: who repeats the work needs
-    neither."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        error.add_note(explanation(worker, largest(batches)))
-        raise
 
 
 def largest(batches: Sequence[PairBatch]) -> int:

@@ -8,12 +8,15 @@ much.
 
 from __future__ import annotations
 
+import ctypes
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+
+import torch
 
 from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig, RoleConfig
@@ -39,8 +42,6 @@ class Room:
 
     @staticmethod
     def here(place: int, kind: str) -> Room:
-        import torch
-
         total = torch.cuda.get_device_properties("cuda").total_memory if kind == "cuda" else 0
         return Room(socket.gethostname(), place, free_memory(), total)
 
@@ -167,3 +168,38 @@ def free_in_group(folder: Path, version: int) -> int | None:
         return None
     kept = {name: int(number) for name, _, number in (line.partition(" ") for line in lines)}
     return None if most == "max" else int(most) - int(used) + kept.get(cache, 0)
+
+
+# --- what was used ---
+
+
+class Peak:
+    """Measures since its construction: the tensors of a GPU, or the growth of this process."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda, self._before = device.startswith("cuda"), 0
+        if not self._cuda:
+            with suppress(OSError, AttributeError):  # not Linux with glibc
+                ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again, unnoticed
+                Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+            self._before = _status("VmRSS")
+
+    def begin_training(self) -> None:
+        """Do not count what planning has tried."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def bytes(self) -> int:
+        if self._cuda:
+            return torch.cuda.max_memory_allocated()
+        return max(0, _status("VmHWM") - self._before)
+
+
+def _status(name: str) -> int:
+    """Return bytes from /proc; 0 if the system has none."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) << 10
+    return 0

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
-from rather.cluster.oom_report import explained, explanation, largest, sentence
+from rather.cluster.oom_report import explanation, largest, sentence
+from rather.cluster.preflight import Peak
 from rather.cluster.role import RankInfo
 from rather.cluster.writing import Writer
 from rather.config.adapters import keeps_start, reference_is_policy
@@ -38,7 +39,6 @@ from rather.parallel.canonical import Canonical, RowOptimizer
 from rather.parallel.load import Start, compute_dtype, device_of, freeze, load_divided, load_policy
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
-from rather.plan.measured import Peak
 from rather.plan.speed import worth_compiling
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import RankTrainer, Runner, StepResult, WholeModelRunner
@@ -49,6 +49,11 @@ RECOMPUTED = {
     "selective": "in part recomputed",
     "full": "recomputed",
 }
+
+CANONICAL_SHORTAGE = (
+    "determinism: canonical keeps a run's micro-batches as they are, and memory ran out: {} Set "
+    "actor_train.max_tokens_per_microbatch_in_train to less, on every number of devices alike."
+)
 
 
 class ActorWorker:
@@ -65,6 +70,9 @@ class ActorWorker:
         wanted = config.checkpoint_config.async_save
         self.writer = Writer(role, self.member.rank, self.member.world, wanted, self.log)
         self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
+        self.borrowed: ActorWorker | None = (
+            None  # the neighbour, if this role computes with its model
+        )
         self.trainer: RankTrainer
         self.rows: int
 
@@ -107,6 +115,9 @@ class ActorWorker:
             args.of_other_weights() if model else args,
         )
         self.layout = layout(self.worker_config)
+        other = self.neighbour
+        lent = other and other.source[1].has_adapter and reference_is_policy(self.config)
+        self.borrowed = other if lent else None
         if self.borrowed:
             self.trainer, self.rows = self.borrowed.trainer, self.borrowed.rows
             kept = keeps_start(self.config)
@@ -134,13 +145,6 @@ class ActorWorker:
         )
         if not trains and self.config.reference.offload == "on":
             self.park()
-
-    @property
-    def borrowed(self) -> ActorWorker | None:
-        """The policy's worker, if this role computes with its model."""
-        other = self.neighbour
-        lent = other and other.source[1].has_adapter and reference_is_policy(self.config)
-        return other if lent else None
 
     @property
     def is_divided(self) -> bool:
@@ -263,19 +267,14 @@ class ActorWorker:
         facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        """`reference`, `facts` and `limits` are those of the whole step, the micro-batches this
-        rank's own."""
+        """All arguments but the micro-batches of this rank are those of the whole step."""
         try:
             return self.trainer.train_step(batches, reference, facts, limits)
         except torch.OutOfMemoryError as error:
-            if not self.layout.canonical:
-                error.add_note(explanation(self, largest(batches)))
-                raise
-            raise ConfigError(
-                "determinism: canonical keeps a run's micro-batches as they are, and memory ran "
-                f"out: {error} Set actor_train.max_tokens_per_microbatch_in_train to less, on "
-                "every number of devices alike."
-            ) from error
+            if self.layout.canonical:
+                raise ConfigError(CANONICAL_SHORTAGE.format(error)) from error
+            error.add_note(explanation(self, largest(batches)))  # not shown if a retry succeeds
+            raise
 
     def park(self) -> bool:
         """Keep a frozen model on the host between its turns; False if it is there already, or
@@ -298,8 +297,12 @@ class ActorWorker:
         if self.member.world == 1:
             places = None
         known = None if places is None else int(places.max()) + 1
-        with self._as_own_role(), explained(self, batches):
-            columns = self.trainer.log_probs(batches, known)
+        try:
+            with self._as_own_role():
+                columns = self.trainer.log_probs(batches, known)
+        except torch.OutOfMemoryError as error:
+            error.add_note(explanation(self, largest(batches)))
+            raise
         if places is None:
             return columns
         return {name: column[places.to(column.device)] for name, column in columns.items()}

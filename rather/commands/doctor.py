@@ -202,7 +202,7 @@ def _run(config: DPOConfig) -> Iterator[Diagnosis]:
     from rather.config.checks import device_problems
     from rather.errors import RatherError
     from rather.model.sizes import sizes_of
-    from rather.pipeline.forecast import device_here
+    from rather.pipeline.run_summary import device_here
     from rather.plan.disk import disk_of, free_disk
     from rather.plan.state import role_state
 

@@ -82,7 +82,7 @@ def _device(config: DPOConfig, gpu: str | None, gpus: int | None) -> Device:
     from rather.cluster.local import device_kind
     from rather.config.plugins import did_you_mean
     from rather.errors import ConfigError
-    from rather.pipeline.forecast import device_here
+    from rather.pipeline.run_summary import device_here
     from rather.plan.memory import Device
     from rather.plan.speed import GPUS
 
@@ -103,7 +103,7 @@ def _pairs(config: DPOConfig) -> PairSample:
     from rather.config.paths import check_paths
     from rather.data.prepare import prepare
     from rather.errors import RatherError
-    from rather.pipeline.forecast import pairs_of
+    from rather.pipeline.run_summary import pairs_of
     from rather.pipeline.steps import PreparedSteps
     from rather.plan.forecast import assumed_pairs
 
@@ -129,7 +129,7 @@ def _speed(
     config: DPOConfig, sizes: Any, device: Device, gpu: str | None, pairs: PairSample
 ) -> Speed:
     """Measure the speed of a device that is here; otherwise, or if compiled, use its data sheet."""
-    from rather.pipeline.forecast import gpu_here
+    from rather.pipeline.run_summary import gpu_here
     from rather.plan.calibrate import measured_speed
     from rather.plan.forecast import compiles, forecast
     from rather.plan.speed import listed_speed

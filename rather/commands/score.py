@@ -31,7 +31,7 @@ from rather.losses.losses import gap
 from rather.losses.metrics import Scored, Window, weighted_sums
 from rather.losses.objective import PairLoss, from_config
 from rather.model.check import check_length
-from rather.pipeline.oom import SMALLEST_BUDGET
+from rather.pipeline.guard import SMALLEST_BUDGET
 from rather.pipeline.sanity_checks import refuse_missing_columns
 from rather.pipeline.steps import EVALUATION_CHUNK, Packing
 from rather.run_folder.model_source import Weights, here

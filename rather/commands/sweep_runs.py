@@ -39,7 +39,7 @@ from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.steps import EVALUATION_CHUNK, PreparedSteps
 from rather.run_folder import control
-from rather.run_folder.signals import StopRequest
+from rather.run_folder.control import StopRequest
 from rather.tracking.json_lines import strict_json
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from rather.config.schema import DPOConfig
 from rather.data.prepare import BadRows
 from rather.data.show import print_report
 from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.control import StopRequest
 from rather.run_folder.layout import write_data_report
 from rather.run_folder.lock import locked
-from rather.run_folder.signals import StopRequest
 from rather.tracking import close_logging, setup_logging, worker_log
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -272,6 +272,7 @@ class StrategyArgs(Section):
 class RoleConfig(Section):
     """The keys that both roles have."""
 
+    trains: ClassVar[bool] = False
     worker_cls: WorkerClass = None
     """Your own worker class or its dotted import path; default: Rather's."""
     model_args: ModelArgs = ModelArgs()
@@ -296,10 +297,6 @@ class RoleConfig(Section):
         return self.device_mapping or [0]
 
     @property
-    def trains(self) -> bool:
-        return False
-
-    @property
     def is_canonical(self) -> bool:
         return self._canonical
 
@@ -321,6 +318,7 @@ def _at_home(name: str) -> str:
 class ActorConfig(RoleConfig):
     """The policy that is trained."""
 
+    trains: ClassVar[bool] = True
     model_args: ActorModelArgs = ActorModelArgs()
     """The weights, and an adapter on them."""
     training_args: TrainingArgs = TrainingArgs()
@@ -329,10 +327,6 @@ class ActorConfig(RoleConfig):
     """The training pairs."""
     max_tokens_per_microbatch_in_train: Count | None = None
     """Token budget of a training micro-batch; default: automatic. Changes speed, never results."""
-
-    @property
-    def trains(self) -> bool:
-        return True
 
 
 class ReferenceCache(Section):

@@ -183,21 +183,15 @@ class PairFacts:
     def mean_chosen_length(self) -> Tensor:
         """The mean scored tokens of a chosen answer, weighted by pair; 1 if nothing has weight."""
         total = self.weight.sum()
-        return torch.where(
-            total > 0, (self.length[:, 0] @ self.weight) / total.clamp(min=1e-300), 1.0
-        )
+        mean = (self.length[:, 0] @ self.weight) / total.clamp(min=1e-300)
+        return torch.where(total > 0, mean, 1.0)
 
     def with_logps(
         self, policy: Columns, reference: Columns | None, mean_chosen_length: Tensor
     ) -> PairLogps:
-        """Return these pairs with their log-probs; the mean length is that of all pairs of the
-        average.
-        """
-        extra = {
-            "margin": self.margin,
-            "soft_label": self.soft_label,
-            "mean_chosen_length": mean_chosen_length,
-        }
+        """Return these pairs with their log-probs; the mean length is that of the whole step."""
+        extra = {"margin": self.margin, "soft_label": self.soft_label}
+        extra["mean_chosen_length"] = mean_chosen_length
         for role, columns in (("policy", policy), ("reference", reference or {})):
             extra |= {f"{role}/{name}": column for name, column in columns.items()}
         return PairLogps(policy["sum"], reference["sum"] if reference else None, self.length, extra)

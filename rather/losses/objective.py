@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -85,7 +86,7 @@ class Term:
     numbers: Mapping[str, Any]
     weight: float
 
-    @property
+    @cached_property
     def beta(self) -> float:
         return float(self.numbers.get("beta", self.rule.numbers.get("beta", 1.0)))
 
@@ -97,18 +98,17 @@ class PairLoss:
     terms: tuple[Term, ...]
     modifiers: Modifiers = Modifiers()
 
-    @property
+    @cached_property
     def needs_reference(self) -> bool:
         return not self.modifiers.reference_free and any(term.rule.reference for term in self.terms)
 
-    @property
+    @cached_property
     def whole_batch(self) -> bool:
         return any(term.rule.whole_batch for term in self.terms)
 
-    @property
+    @cached_property
     def token_columns(self) -> frozenset[str]:
-        """What the model must tell beside the sums: log-probs within the shared length, log sum
-        of squares."""
+        """Columns in addition to the sums: log-probs within the shared length, log sum of squares."""
         wanted = {"shared": self.modifiers.ld_alpha != 1, "squares": self.modifiers.use_weighting}
         return frozenset(name for name, on in wanted.items() if on)
 
@@ -131,7 +131,7 @@ class PairLoss:
         own = {"imported": imported} if imported else {}  # a changed file is another loss
         return {"losses": terms, **asdict(self.modifiers), **own}
 
-    @property
+    @cached_property
     def own_metrics(self) -> frozenset[str]:
         """Names of metrics that mean something for these losses only."""
         wanted = {
@@ -143,9 +143,7 @@ class PairLoss:
 
     def __call__(self, x: PairLogps) -> Tensor:
         if not self.modifiers.soft_labels:
-            x = x._replace(
-                extra={name: column for name, column in x.extra.items() if name != "soft_label"}
-            )
+            x = x._replace(extra={name: x.extra[name] for name in x.extra if name != "soft_label"})
         total = sum(
             term.weight * term.rule.function(self._seen(term.rule, x), **term.numbers)
             for term in self.terms
@@ -165,33 +163,26 @@ class PairLoss:
         return term.beta * term.rule.rewards(self.effective(x))
 
     def _seen(self, rule: LossRule, x: PairLogps) -> PairLogps:
-        """x as a loss sees it. Likelihoods stay what they are: only comparisons with a reference
-        are modified."""
+        """Return x as a loss sees it: only comparisons with a reference are modified."""
         if not rule.reference:
             return x
-        return self._bent(self.effective(x)) if rule.divergence else self.effective(x)
+        bends = rule.divergence and self.modifiers.f_divergence_type != "reverse_kl"
+        return self._bent(self.effective(x)) if bends else self.effective(x)
 
     def effective(self, x: PairLogps) -> PairLogps:
-        """x for losses with a reference: a uniform one, or log-probs with less weight past the
-        shorter answer."""
-        if self.modifiers.reference_free:
+        """Return x with a uniform reference, or with less weight past the shorter answer."""
+        uniform, alpha = self.modifiers.reference_free, self.modifiers.ld_alpha
+        if uniform:
             x = x._replace(reference=torch.zeros_like(x.policy))
-        if self.modifiers.ld_alpha != 1:
-            x = x._replace(
-                policy=_damped(x.policy, x.extra["policy/shared"], self.modifiers.ld_alpha)
-            )
-            if x.reference is not None and not self.modifiers.reference_free:
-                x = x._replace(
-                    reference=_damped(
-                        x.reference, x.extra["reference/shared"], self.modifiers.ld_alpha
-                    )
-                )
+        if alpha != 1:
+            x = x._replace(policy=_damped(x.policy, x.extra["policy/shared"], alpha))
+            if x.reference is not None and not uniform:
+                damped = _damped(x.reference, x.extra["reference/shared"], alpha)
+                x = x._replace(reference=damped)
         return x
 
     def _bent(self, x: PairLogps) -> PairLogps:
-        """x with its log-ratios bent by the f-divergence."""
-        if self.modifiers.f_divergence_type == "reverse_kl":
-            return x
+        """Return x with its log-ratios bent by the f-divergence."""
         coef = self.modifiers.f_alpha_divergence_coef
         bend = DIVERGENCES[self.modifiers.f_divergence_type]
         assert x.reference is not None

@@ -174,9 +174,7 @@ class WideState(ParameterState):
 
 
 def update_wide(states: Sequence[WideState], update: Update) -> None:
-    """Update parameters that have a gradient; torch's fused AdamW takes those of one decay
-    together.
-    """
+    """Update parameters with a gradient; torch's fused AdamW takes those of one decay together."""
     gradients = [_gradient(state) for state in states]
     if states and update.gradient_scale != 1.0:
         torch._foreach_mul_(gradients, update.gradient_scale)

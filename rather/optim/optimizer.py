@@ -133,7 +133,7 @@ class Optimizer:
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """Return the norm of the gradient on this rank before clipping, loss scale removed."""
-        norms = _norms(self.gradients(names))
+        norms = _norms(list(self.named_gradients(names).values()))
         if not norms:
             return torch.zeros((), dtype=torch.float64)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -143,16 +143,8 @@ class Optimizer:
     def step(self, grad_norm: float) -> None:
         """Do one update; the caller has checked that `grad_norm` is finite."""
         clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
-        args = self.args
-        update = Update(
-            number=self.updates,
-            lr=self.lr,
-            beta1=args.adam_beta1,
-            beta2=args.adam_beta2,
-            eps=args.adam_epsilon,
-            gradient_scale=clip / self.scale,
-            seed=self.seed,
-        )
+        numbers = (self.args.adam_beta1, self.args.adam_beta2, self.args.adam_epsilon)
+        update = Update(self.updates, self.lr, *numbers, clip / self.scale, self.seed)
         moved = [state for state in self._states.values() if state.gradient is not None]
         update_wide([state for state in moved if isinstance(state, WideState)], update)
         update_half([state for state in moved if isinstance(state, HalfState)], update)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rather.cluster.launch import Roles
+from rather.cluster.local import as_local
 from rather.cluster.role import Role
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, EvalPrompts
@@ -40,10 +41,7 @@ class Answers:
 
     def __init__(self, config: DPOConfig, roles: Roles) -> None:
         assert config.eval_prompts is not None
-        if not isinstance(roles.actor_train, ActorWorker):
-            raise ConfigError(
-                "eval_prompts needs one device per policy; remove it, or start without torchrun and Ray."
-            )
+        as_local(roles.actor_train, "eval_prompts")
         self.config, self.roles, self.asked = config, roles, config.eval_prompts
         self.file = config.run_dir / ANSWERS
         self.prompts = read_prompts(self.asked, config)
@@ -126,16 +124,16 @@ class Answers:
     def _answers(
         self, role: Role, stopped: Callable[[], bool] = lambda: False
     ) -> list[GeneratedAnswer]:
-        assert isinstance(role, ActorWorker)
+        worker = as_local(role, "eval_prompts")
         found: list[GeneratedAnswer] = []
         for first in range(0, len(self.ids), AT_ONCE):
             if stopped():
                 raise Interrupted
-            found += self._fitting(role, self.ids[first : first + AT_ONCE])
-        role.release()
+            found += self._answer(worker, self.ids[first : first + AT_ONCE])
+        worker.release()
         return [self._cut(answer) for answer in found]
 
-    def _fitting(self, role: ActorWorker, prompts: Sequence[list[int]]) -> list[GeneratedAnswer]:
+    def _answer(self, role: ActorWorker, prompts: Sequence[list[int]]) -> list[GeneratedAnswer]:
         """All at once, or one half after the other where memory falls short."""
         try:
             return role.answer(prompts, self.tokenizer, self.asked.max_new_tokens)
@@ -146,7 +144,7 @@ class Answers:
                 ) from error
         role.release()  # here, where the exception no longer holds what filled the memory
         half = len(prompts) // 2
-        return [*self._fitting(role, prompts[:half]), *self._fitting(role, prompts[half:])]
+        return [*self._answer(role, prompts[:half]), *self._answer(role, prompts[half:])]
 
     def _cut(self, answer: GeneratedAnswer) -> GeneratedAnswer:
         """At the token with which the template ends a turn: a base model's own settings need not know it."""

@@ -10,7 +10,7 @@ from rather.cluster.role import Role
 from rather.data.batch import Columns, PairFacts
 from rather.data.pairs import PairDataset
 from rather.losses.metrics import Window
-from rather.pipeline.oom import OutOfMemoryRetry
+from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import EVALUATION_CHUNK, Packing
 

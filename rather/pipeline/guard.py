@@ -6,14 +6,20 @@ Every driver decides by the same numbers, so all drivers decide the same.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
 
 from rather.checkpoint.checkpoint import Checkpoint
+from rather.cluster.oom_report import largest, sentence, shortage
+from rather.cluster.role import Role
 from rather.config.schema import SpikeArgs
-from rather.errors import NonFiniteError
-from rather.pipeline.progress import Progress
-from rather.pipeline.saving import Saving
-from rather.pipeline.steps import Step, StepSource
+from rather.data.batch import PairBatch
+from rather.errors import BatchTooLarge, MemoryShortage, NonFiniteError
+from rather.pipeline.saving import Progress, Saving
+from rather.pipeline.steps import Packing, Step, StepSource
 from rather.run_folder.incidents import Incidents
 from rather.train.nonfinite import NOTHING_PASSES, StepLimits
 from rather.train.rank_trainer import StepResult
@@ -143,3 +149,76 @@ class Guard:
         restored = saving.restore(newest)
         restored.rollbacks = rollbacks
         return newest, restored
+
+
+SMALLEST_BUDGET = 512  # tokens; micro-batches are not made smaller than this
+
+T = TypeVar("T")
+Batches = Sequence[PairBatch]
+
+
+class OutOfMemoryRetry:
+    """Repeats work with smaller micro-batches, and remembers the size that fitted in `packing`."""
+
+    def __init__(self, packing: Packing, incidents: Incidents) -> None:
+        self.packing, self.incidents = packing, incidents
+
+    def train(self, worker: Role, step: Step, work: Callable[[Batches], T]) -> T:
+        """Return what `work` makes of the step's micro-batches for training."""
+        budget = self.packing.train_tokens
+        assert budget is not None
+        pack = partial(self.packing.policy, step.pairs)
+        result, self.packing.train_tokens = self._fit(worker, step, step.policy, budget, pack, work)
+        return result
+
+    def without_gradients(self, worker: Role, step: Step, work: Callable[[Batches], T]) -> T:
+        """Return what `work` makes of the micro-batches that this role only evaluates."""
+        role, batches = worker.worker_config, step.policy
+        if worker.role == "reference":
+            batches = step.reference
+        pack = partial(self.packing.without_gradients, step.pairs, role)
+        budget = self.packing.most_tokens(role)
+        result, fitted = self._fit(worker, step, batches, budget, pack, work)
+        self.packing.without_gradients_tokens[worker.role] = fitted
+        return result
+
+    def _fit(
+        self,
+        worker: Role,
+        step: Step,
+        batches: Batches,
+        budget: int,
+        pack: Callable[[int], Batches],
+        work: Callable[[Batches], T],
+    ) -> tuple[T, int]:
+        """Return the result and the budget that was small enough."""
+        problem: MemoryShortage
+        while True:
+            try:
+                return work(batches), budget
+            except torch.OutOfMemoryError as error:
+                problem = shortage(error)
+            except BatchTooLarge as error:
+                problem = error
+            # Outside the except block: the exception no longer keeps alive what filled the memory.
+            worker.forget()
+            tokens = largest(batches)
+            packed_earlier = tokens > budget  # prefetched, for a larger budget
+            wanted = budget if packed_earlier else tokens // 2
+            packed = pack(wanted) if wanted >= SMALLEST_BUDGET else batches
+            if largest(packed) >= tokens:  # a single pair fills the micro-batch
+                raise problem
+            batches = packed
+            if not packed_earlier:
+                budget = wanted
+                self._report(worker, step, problem, tokens, wanted)
+
+    def _report(
+        self, worker: Role, step: Step, problem: Exception, tokens: int, budget: int
+    ) -> None:
+        said = sentence(problem)
+        facts = {"role": worker.role, "said": said, "tokens": tokens, "budget": budget}
+        self.incidents.add("out_of_memory", step.number, **facts)
+        log.warning(
+            "%s: %s From now on micro-batches have up to %d tokens.", worker.role, said, budget
+        )

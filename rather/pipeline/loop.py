@@ -20,24 +20,21 @@ from rather.errors import DiskError
 from rather.losses.metrics import Window
 from rather.pipeline.eval_prompts import Answers
 from rather.pipeline.evaluation import Evaluation, Interrupted
-from rather.pipeline.guard import Guard
-from rather.pipeline.oom import Batches, OutOfMemoryRetry
-from rather.pipeline.prefetch import ahead
-from rather.pipeline.progress import Progress
+from rather.pipeline.guard import Batches, Guard, OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.run_summary import RunSummary
 from rather.pipeline.sanity_checks import (
     check_step_zero,
 )
-from rather.pipeline.saving import Saving
-from rather.pipeline.steps import Packing, PreparedSteps, Step, StepSource
+from rather.pipeline.saving import Progress, Saving
+from rather.pipeline.steps import Packing, PreparedSteps, Step, StepSource, ahead
 from rather.pipeline.timeline import StepTimes, Timeline
 from rather.reference.logps import ReferenceLogps
 from rather.report.write import LiveReport
 from rather.run_folder import control
+from rather.run_folder.control import StopRequest
 from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import metrics_position
-from rather.run_folder.signals import StopRequest
 from rather.tracking import NoTracker, RunTracker
 from rather.train.rank_trainer import StepResult
 

@@ -24,20 +24,20 @@ from rather.pipeline.eval_prompts import Answers
 from rather.pipeline.evaluation import Evaluation
 from rather.pipeline.identity import identity_of
 from rather.pipeline.loop import NO_LIMIT, Record, TrainingLoop
-from rather.pipeline.progress import Progress
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.run_summary import RunSummary
 from rather.pipeline.sanity_checks import (
     refuse_foreign_tokens,
     refuse_missing_columns,
 )
+from rather.pipeline.saving import Progress
 from rather.pipeline.steps import PreparedSteps, StepSource
 from rather.report.write import LiveReport
 from rather.run_folder import control
+from rather.run_folder.control import StopRequest
 from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import mark_finished, mark_unfinished, metrics_position, trace_file
 from rather.run_folder.lock import locked
-from rather.run_folder.signals import StopRequest
 from rather.tracking import NoTracker, RunTracker, check_installed
 
 log = logging.getLogger(__name__)

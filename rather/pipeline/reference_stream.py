@@ -23,10 +23,16 @@ from rather.data.batch import Columns, PairBatch, TokenPair
 from rather.losses.objective import PairLoss
 from rather.model.budget import PARKING_PAYS
 from rather.parallel.load import compute_dtype
-from rather.pipeline.oom import OutOfMemoryRetry
-from rather.pipeline.prefetch import ahead
+from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.sanity_checks import ROUNDING, refuse_foreign_tokens
-from rather.pipeline.steps import EVALUATION_CHUNK, Packing, PreparedSteps, ReferenceStep, Step
+from rather.pipeline.steps import (
+    EVALUATION_CHUNK,
+    Packing,
+    PreparedSteps,
+    ReferenceStep,
+    Step,
+    ahead,
+)
 from rather.pipeline.timeline import Timeline
 from rather.reference.logps import ReferenceLogps
 from rather.run_folder.layout import reference_log

@@ -1,24 +1,32 @@
-"""What a run leaves to read beside its model: its forecast, a look at its pairs, how it was started, what it took.
+"""Reports in the run folder: the forecast, some pairs, how the run was started, what it took.
 
-Nothing reads any of it back: what fails here is told, and the run goes on.
+No run depends on them: if one cannot be written, a warning is logged and the run continues.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
+import torch
+
 from rather.cluster.launch import Roles
+from rather.cluster.preflight import free_memory
 from rather.config.schema import DPOConfig
+from rather.config.strategies import layout
 from rather.data.show import token_view
-from rather.errors import HangError, RayGone, WorkerLost
-from rather.pipeline.forecast import compared, forecast_of
+from rather.errors import ConfigError, HangError, RayGone, WorkerLost
+from rather.model.sizes import sizes_of
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import PreparedSteps
 from rather.pipeline.timeline import Tally
-from rather.plan.forecast import Forecast
+from rather.plan.forecast import SAMPLE, Forecast, PairSample, compiles, forecast
+from rather.plan.memory import Device
+from rather.plan.speed import GPUS, listed_speed
 from rather.report.starts import record_start
 from rather.run_folder.layout import PLAN, RUN_REPORT, write_run_files, write_run_report
 from rather.tracking.health import counts
@@ -29,55 +37,125 @@ PAIRS_SHOWN = 3  # in data_report.json, token by token
 
 
 class RunSummary:
-    """Of the driver that leads; the others write nothing."""
+    """Writes the reports of a run, on the main driver only."""
 
     def __init__(self, config: DPOConfig, roles: Roles, source: PreparedSteps) -> None:
         self.config, self.roles, self.source = config, roles, source
-        self.plan: Forecast | None = None
+        self.run_dir = config.run_dir
+        self.plan: dict[str, Any] | None = None  # the forecast, as plan.json contains it
+        self._planned_bytes = 0.0
 
     def forecast(self, *, reference: bool) -> None:
-        """Tells what the run will take; one that may not fit is only warned of, for what fits is tried out later."""
+        """Log what the run will take. If it may not fit this only warns: workers try it out later."""
         if not self.roles.is_main:
             return
-        with _forgiven("the forecast"):
-            self.plan = forecast_of(self.config, self.source, self.roles, reference=reference)
-        if self.plan:
-            log.log(logging.INFO if self.plan.fits else logging.WARNING, "%s", self.plan.line())
+        with _failure_logged("the forecast"):
+            plan = forecast_of(self.config, self.source, self.roles, reference=reference)
+            if plan:
+                self.plan, self._planned_bytes = plan.as_json(), plan.parts.total
+                log.log(logging.INFO if plan.fits else logging.WARNING, "%s", plan.line())
 
     def begin(self, tokenizer: Any, step: int) -> None:
-        """The config, without which nobody could go on; and what is known before this start's first step."""
+        """Write the config, which a resume needs, and what is known before the first step."""
         if not self.roles.is_main:
             return
         data = dict(self.source.data.report)
-        with _forgiven("the look at the first pairs"):
+        with _failure_logged("the look at the first pairs"):
             data["shown"] = token_view(self.source.data.train, tokenizer, PAIRS_SHOWN)
         write_run_files(self.config, data)
         if self.plan:
-            write_run_report(self.config.run_dir, self.plan.as_json(), PLAN)
+            write_run_report(self.run_dir, self.plan, PLAN)
         record_start(self.config, self.roles.kind, step, self.source.total_steps)
 
     def report(self, step: int, tally: Tally, stream: ReferenceStream) -> None:
-        """What this start of the run took, for people and scripts."""
+        """Write what this start of the run took, for people and scripts."""
         if not self.roles.is_main:
             return
-        run_dir = self.config.run_dir
-        with _forgiven(RUN_REPORT):
+        with _failure_logged(RUN_REPORT):
             report: dict[str, Any] = {"steps": step, **tally.report(), "reference": stream.report()}
-            report["health"] = counts(run_dir)
-            write_run_report(run_dir, report)
+            report["health"] = counts(self.run_dir)
+            write_run_report(self.run_dir, report)
             if self.plan:
-                plan = compared(
-                    self.plan, self.roles.actor_train.peak_memory(), report["pairs_per_second"]
-                )
-                write_run_report(run_dir, plan, PLAN)
+                measured = self._measured(self.plan, report["pairs_per_second"])
+                write_run_report(self.run_dir, {**self.plan, **measured}, PLAN)
+
+    def _measured(self, plan: Mapping[str, Any], pairs_per_second: float) -> dict[str, Any]:
+        """Return what was measured so far, and the relative error of the forecast."""
+        peak = self.roles.actor_train.peak_memory()
+        seconds = plan["pairs_per_step"] / pairs_per_second if pairs_per_second else None
+        error = {"memory": self._planned_bytes / peak - 1 if peak else None, "time": None}
+        if plan["seconds"] and seconds:
+            error["time"] = plan["seconds_per_step"] / seconds - 1
+        measured = {"memory_bytes": peak, "seconds_per_step": seconds}
+        return {"measured": measured, "error": error}
 
 
 @contextmanager
-def _forgiven(name: str) -> Iterator[None]:
-    """All but what tells that workers are gone."""
+def _failure_logged(name: str) -> Iterator[None]:
+    """Log every failure except those of workers, which the pipeline must see."""
     try:
         yield
     except (WorkerLost, RayGone, HangError):
         raise
     except Exception as error:
-        log.warning("%s failed; the run goes on (%s: %s)", name, type(error).__name__, error)
+        log.warning("%s failed; the run continues (%s: %s)", name, type(error).__name__, error)
+
+
+def forecast_of(
+    config: DPOConfig, source: PreparedSteps, roles: Roles, *, reference: bool
+) -> Forecast | None:
+    """Return the forecast; None if the model's config lacks sizes, which loading it will explain.
+
+    `reference`: whether the model of the reference is loaded.
+    """
+    args = config.actor_train.model_args
+    try:
+        sizes = sizes_of(config.actor_train.model_path, args)
+    except ConfigError:
+        return None
+    pairs, device = pairs_of(source), _device_of(config, roles)
+    name, speed = gpu_here(device.kind), None
+    if name:
+        speed = listed_speed(
+            name, sizes.weights, compiled=compiles(config, sizes, device, pairs.steps)
+        )
+    return forecast(config, sizes, device, pairs, speed, reference=reference)
+
+
+def pairs_of(source: PreparedSteps) -> PairSample:
+    """Return a sample of the pairs, those of the first steps."""
+    train, evals = source.data.train, source.data.evals
+    files = {dataset.file.path for dataset in (train, *evals.values())}
+    steps = range(min(SAMPLE, source.total_steps))
+    return PairSample(
+        count=len(train),
+        held_out=sum(map(len, evals.values())),
+        steps=source.total_steps,
+        epochs=source.epoch_at(source.total_steps),
+        sample=[source.pairs_after(step) for step in steps],
+        largest=int(train.tokens.max()),
+        data_bytes=sum(path.stat().st_size for path in files),
+    )
+
+
+def _device_of(config: DPOConfig, roles: Roles) -> Device:
+    if roles.here or roles.kind == "cpu":
+        return device_here(config, roles.kind)
+    return Device(roles.kind, roles.gpu_memory)
+
+
+def device_here(config: DPOConfig, kind: str) -> Device:
+    """Return this machine's GPU, or each rank's share of the host's free memory."""
+    if kind == "cuda":
+        return Device("cuda", torch.cuda.get_device_properties(0).total_memory)
+    return Device("cpu", free_memory() / layout(config.actor_train).devices)
+
+
+def gpu_here(kind: str) -> str | None:
+    """Return the name of the GPU in the table of data sheets; None if it is not listed."""
+    if kind == "cpu" or not torch.cuda.is_available():
+        return None
+    words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(0).lower())
+    # NVIDIA H200, GeForce RTX 4090
+    names = {*words, *(one + other for one, other in pairwise(words))}
+    return next((name for name in GPUS if name in names), None)

@@ -1,17 +1,20 @@
-"""Checkpoints of a run: what each contains in addition to the workers' state, and how a run resumes from one.
+"""Checkpoints of a run: what each contains in addition to the workers' state, and how to resume.
 
-The state is captured at a step. If there is memory for a copy, writing, publishing, pruning and copying happen in the
-background while training continues. The next save, the end of the run and everything that reads checkpoints wait.
+The state is captured at a step. If there is memory for a copy, writing, publishing, pruning and
+copying happen in the background while training continues. The next save, the end of the run and
+everything that reads checkpoints wait.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rather.checkpoint import checkpoint
@@ -19,18 +22,96 @@ from rather.checkpoint.checkpoint import Checkpoint, Draft
 from rather.checkpoint.manifest import Written
 from rather.cluster.launch import Roles, mappings
 from rather.cluster.role import Role
-from rather.config.schema import DPOConfig
-from rather.errors import CheckpointError, DiskError, HangError, WorkerError
+from rather.config.schema import DPOConfig, SpikeArgs
+from rather.errors import CheckpointError, ConfigError, DiskError, HangError, WorkerError
+from rather.losses.metrics import Window
 from rather.pipeline.identity import refuse_other_run
-from rather.pipeline.progress import Progress
 from rather.plan.disk import checkpoint_bytes
 from rather.plan.state import stored_shapes
 from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import FINISHED, checkpoint_to_resume, named_checkpoint
+from rather.tracking.json_lines import current_name
+from rather.train.nonfinite import StepLimits
 
 log = logging.getLogger(__name__)
 
 GRACE = 60.0  # seconds in which workers may finish a save after a run has failed
+
+
+@dataclass
+class SpikeHistory:
+    """Losses and gradient norms of the last finite steps, spikes included: part of every checkpoint."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def add(self, loss: float, grad_norm: float, window: int) -> None:
+        """Spikes are added too: a level that stays high widens the limits and soon is normal."""
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.losses = [*self.losses, loss][-window:]
+            self.norms = [*self.norms, grad_norm][-window:]
+
+    def limits(self, rule: SpikeArgs) -> StepLimits:
+        """Return the limits for the next step; there are none before half a window is known."""
+        if len(self.losses) < rule.window // 2:
+            return StepLimits()
+        return StepLimits(_limit(self.losses, rule.sigma), _limit(self.norms, rule.sigma))
+
+
+def _limit(values: Sequence[float], sigma: float) -> float:
+    """Values that do not vary, such as losses before the first update, do not show what is usual."""
+    mean = fmean(values)
+    spread = math.sqrt(fmean((value - mean) ** 2 for value in values))
+    return mean + sigma * spread if spread > 0 else math.inf
+
+
+@dataclass
+class Progress:
+    """Part of every checkpoint; the names of the fields are those of the stored keys."""
+
+    step: int = 0
+    window: Window = field(default_factory=Window)
+    best: float | None = None
+    best_step: int = 0
+    stale_evaluations: int = 0  # since the best one
+    stopped_early: bool = False
+    # Numbers of the last step if a signal interrupted the evaluation after it.
+    unevaluated: dict[str, Any] | None = None
+    nonfinite: int = 0  # consecutive steps with a NaN or Inf in loss or gradient
+    rollbacks: list[list[int]] = field(default_factory=list)  # [returned to step, because of step]
+    history: SpikeHistory = field(default_factory=SpikeHistory)
+
+    @staticmethod
+    def of(saved: Mapping[str, Any]) -> Progress:
+        window = Window(**saved["window"])
+        window.sums = {current_name(name): total for name, total in window.sums.items()}
+        nested = {
+            "window": window,
+            "history": SpikeHistory(**saved.get("history", {})),
+        }
+        return Progress(**{**saved, **nested})
+
+    @property
+    def steps_to_skip(self) -> set[int]:
+        """Steps that caused a rollback: they are not taken when they come again."""
+        return {step for _, step in self.rollbacks}
+
+    def judge(self, record: Mapping[str, float], metric: str, patience: int | None) -> bool:
+        """Return whether an evaluation is the best so far; set `stopped_early` after too many that are not."""
+        value = record.get(metric)
+        if value is None:
+            raise ConfigError(
+                f"metric_for_best_model: '{metric}' is not a metric of this run; it has {', '.join(record)}"
+            )
+        best = math.nan if self.best is None else self.best
+        if math.isnan(best) or (value < best if metric.endswith("loss") else value > best):
+            self.best, self.best_step, self.stale_evaluations = value, self.step, 0
+            return True
+        self.stale_evaluations += 1
+        self.stopped_early = patience is not None and self.stale_evaluations >= patience
+        if self.stopped_early:
+            log.info("Early stopping: %s has not improved since step %d.", metric, self.best_step)
+        return False
 
 
 @dataclass
@@ -49,14 +130,14 @@ class Saving:
         self, config: DPOConfig, roles: Roles, identity: Mapping[str, Any], total_steps: int | None
     ) -> None:
         self.config, self.roles, self.identity = config, roles, dict(identity)
-        self.total_steps = total_steps
+        self.run_dir, self.total_steps = config.run_dir, total_steps
         self.spared = named_checkpoint(config)  # never pruned: the same command resumes from it
         self.last_saved: int | None = None
         self.has_own = False  # the run folder has a checkpoint to roll back to
         self.incidents = Incidents(config.run_dir)
         self.misses = MissedSaves(config.run_dir)
         self.missed_copies = MissedSaves(config.checkpoint_copy_dir)
-        self._bytes: int | None = None  # of the last checkpoint
+        self._bytes = _estimated_bytes(config)  # later those of the last checkpoint
         self._is_written = True  # by every rank
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -68,7 +149,7 @@ class Saving:
         """Return the verified checkpoint that this run continues. All drivers call this."""
         newest = None
         if self.roles.is_main:
-            checkpoint.clean(self.config.run_dir)  # a run that saves no more would never do it
+            checkpoint.clean(self.run_dir)  # a run that saves no more would never do it
             newest = checkpoint_to_resume(self.config)
         if newest:
             refuse_other_run(newest, self.identity, self.config.resume.allow)
@@ -77,9 +158,7 @@ class Saving:
     def newest(self) -> Checkpoint | None:
         """Return the newest good checkpoint of the run folder, to roll back to."""
         self.wait()
-        return self._shared(
-            checkpoint.newest_good(self.config.run_dir) if self.roles.is_main else None
-        )
+        return self._shared(checkpoint.newest_good(self.run_dir) if self.roles.is_main else None)
 
     def _shared(self, newest: Checkpoint | None) -> Checkpoint | None:
         """Return the main driver's checkpoint on every driver."""
@@ -90,11 +169,11 @@ class Saving:
         # If the number of steps is unknown, only the end of the pairs leaves the file FINISHED.
         early = newest.state["progress"]["stopped_early"]
         ended = newest.step >= (self.total_steps or 0) or early
-        return ended and (self.config.run_dir / FINISHED).exists()
+        return ended and (self.run_dir / FINISHED).exists()
 
     def restore(self, newest: Checkpoint) -> Progress:
         """Load a checkpoint into the workers and return the progress stored in it."""
-        roles, before, run_dir = self.roles, newest.state["schedule"], self.config.run_dir
+        roles, before, run_dir = self.roles, newest.state["schedule"], self.run_dir
         self.last_saved = newest.step
         self.has_own = newest.path.parent.resolve() == run_dir.resolve()
         name = newest.path.name.removeprefix(".old-")
@@ -123,7 +202,7 @@ class Saving:
         draft, stored = None, {}
         if self.roles.is_main:
             try:
-                draft = checkpoint.begin(self.config.run_dir, step, self._needed())
+                draft = checkpoint.begin(self.run_dir, step, self._bytes)
                 with draft.removed_on_error():
                     stored = {**state, "metrics_bytes": sync_files()}
                     stored |= {"identity": self.identity, "schedule": self._schedule()}
@@ -227,15 +306,6 @@ class Saving:
             "MISSED SAVE at step %d, %d in a row of at most %d: %s", step, misses.count, most, error
         )
 
-    def _needed(self) -> int:
-        """Return the bytes of a checkpoint: those of the last one, else estimated from the weights."""
-        if self._bytes is None:
-            actor, shapes = self.config.actor_train, None
-            if actor.model_args.model_name_or_path:  # else the model came in memory
-                shapes = stored_shapes(actor.model_path, actor.model_args.revision)
-            self._bytes = checkpoint_bytes(self.config, shapes or {})
-        return self._bytes
-
     def _writers(self) -> list[str]:
         """Return the names under which the ranks leave notes of what they have written."""
         counts = [self.roles.drivers] * 2 if self.roles.here else map(len, mappings(self.config))
@@ -255,3 +325,11 @@ class Saving:
             "max_grad_norm": self.config.max_grad_norm,
             "dtype": actor.model_args.dtype,
         }
+
+
+def _estimated_bytes(config: DPOConfig) -> int:
+    """Return the bytes of a checkpoint, computed from the shapes of the weights."""
+    actor, shapes = config.actor_train, None
+    if actor.model_args.model_name_or_path:  # else the model came in memory
+        shapes = stored_shapes(actor.model_path, actor.model_args.revision)
+    return checkpoint_bytes(config, shapes or {})

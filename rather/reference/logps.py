@@ -33,8 +33,19 @@ from rather.errors import ConfigError
 from rather.losses.objective import PairLoss
 from rather.model.files import model_digest, model_folder
 from rather.parallel.load import compute_dtype, device_of
-from rather.reference.logprob_cache import UNKNOWN, BlockFile, Found, Records, Stored, Table
-from rather.reference.token_layout import Places, TokenLayout, cells_of, sum_by_cell, token_by_token
+from rather.reference.logprob_cache import (
+    UNKNOWN,
+    BlockFile,
+    Found,
+    Places,
+    Records,
+    Stored,
+    Table,
+    TokenLayout,
+    cells_of,
+    sum_by_cell,
+    token_by_token,
+)
 
 log = logging.getLogger(__name__)
 

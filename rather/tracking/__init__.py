@@ -4,10 +4,9 @@ metrics.jsonl is the record of the run. The rest may fail (a full disk, a closed
 of reach): the failure is logged once, that part is switched off, and training continues.
 """
 
-from rather.tracking.console import ProgressView
+from rather.tracking.json_lines import MetricsFile, Record, json_line
 from rather.tracking.logs import close_logging, setup_logging, worker_log
-from rather.tracking.metrics_file import MetricsFile, Record, json_line
-from rather.tracking.run import NoTracker, RunTracker
+from rather.tracking.run import NoTracker, ProgressView, RunTracker
 from rather.tracking.trackers import TRACKERS, TensorBoard, check_installed
 
 __all__ = [

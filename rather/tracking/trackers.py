@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rather.config.masking import public_values
 from rather.errors import ConfigError
-from rather.tracking.metrics_file import Record, read_records
+from rather.tracking.json_lines import Record, read_records
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig

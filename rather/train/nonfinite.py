@@ -44,30 +44,18 @@ class NonFiniteReport:
     layers_lost: int  # the number of non-finite ones
 
 
-@dataclass(frozen=True)
-class GradientWatcher:
-    """Records log-probs and their gradients on the device, without waiting for it."""
+def lost_pairs(
+    numbers: Tensor, batches: Sequence[PairBatch], losses: Sequence[Tensor]
+) -> list[int]:
+    """Return the pairs with NaN or Inf; else those of micro-batches whose loss is not finite.
 
-    policy: Tensor  # [pairs, 2] log-probs
-    slopes: Tensor  # [pairs, 2] gradient of the loss by them
-
-    def watch(self, sums: Tensor, places: Tensor) -> None:
-        """Keep the gradient of the log-probs of a micro-batch, once it is known."""
-
-        def keep(gradient: Tensor) -> None:
-            self.slopes[places] = gradient
-
-        if sums.requires_grad:
-            sums.register_hook(keep)  # type: ignore[no-untyped-call]  # torch's own
-
-    def lost_pairs(self, batches: Sequence[PairBatch], losses: Sequence[Tensor]) -> list[int]:
-        """Return the pairs with NaN or Inf; else those of micro-batches whose loss is not finite."""
-        numbers = torch.cat([self.policy, self.slopes], dim=1)
-        places = torch.nonzero(~numbers.isfinite().all(dim=1)).flatten().tolist()
-        if places or len(losses) != len(batches):
-            return [int(place) for place in places]
-        whole = [batch for batch, loss in zip(batches, losses, strict=True) if not loss.isfinite()]
-        return sorted(int(place) for batch in whole for place in batch.pair_P.tolist())
+    `numbers` are log-probs and gradients by them, one row for each pair.
+    """
+    places = torch.nonzero(~numbers.isfinite().all(dim=1)).flatten().tolist()
+    if places or len(losses) != len(batches):
+        return [int(place) for place in places]
+    whole = [batch for batch, loss in zip(batches, losses, strict=True) if not loss.isfinite()]
+    return sorted(int(place) for batch in whole for place in batch.pair_P.tolist())
 
 
 def nonfinite_report(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,10 +30,10 @@ from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Stage, announce, counted, local, places, settle
 from rather.parallel.stages import Stages
 from rather.train.nonfinite import (
-    GradientWatcher,
     NonFiniteReport,
     Reason,
     StepLimits,
+    lost_pairs,
     nonfinite_report,
 )
 
@@ -50,9 +51,7 @@ class StepResult:
     skip_reason: Reason | None  # why the step was not applied; None if it was
     zeros_in_grad: int | None
     nonfinite: NonFiniteReport | None = None  # where NaN or Inf was found
-    by_batch: Sequence[
-        Mapping[str, float]
-    ] = ()  # the same sums of each micro-batch, where a loss has them
+    by_batch: Sequence[Mapping[str, float]] = ()  # the same sums of each micro-batch
 
     @property
     def skipped(self) -> int:
@@ -84,14 +83,16 @@ class WholeModelRunner:
     """The Runner of a model that lies whole, or in shards, on its rank."""
 
     def __init__(self, policy: PolicyModel, stage: Stage = "ddp") -> None:
-        self.policy, self.stage = policy, stage
+        self.policy, self.stage, self.device = policy, stage, device_of(policy)
         self._is_sharded = isinstance(policy, FSDPModule)
 
     def columns(
         self, batches: Sequence[PairBatch], wanted: Collection[str]
     ) -> list[dict[str, Tensor]]:
-        found = [pair_columns(self.policy, self._own(batch), wanted) for batch in batches]
-        settle(self.policy)
+        own = (self.policy.share(batch).to(self.device) for batch in batches)
+        found = [pair_columns(self.policy, batch, wanted) for batch in own]
+        if self._is_sharded:
+            settle(self.policy)
         return found
 
     def backward(
@@ -100,14 +101,11 @@ class WholeModelRunner:
         for number, batch in enumerate(batches, start=1):
             if self._is_sharded:
                 announce(self.policy, self.stage, last=number == len(batches))
-            own = self._own(batch)
+            own = self.policy.share(batch).to(self.device)
             objective(own, pair_columns(self.policy, own, wanted)).backward()  # type: ignore[no-untyped-call]
 
     def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
         """A whole model has no parameters on several ranks."""
-
-    def _own(self, batch: PairBatch) -> PairBatch:
-        return self.policy.share(batch).to(device_of(self.policy))
 
 
 class RankTrainer:
@@ -168,10 +166,10 @@ class RankTrainer:
         facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        """Take one optimizer step on the sum of weighted losses / sum of weights over all micro-batches.
+        """Take one optimizer step on the weighted mean of the losses of all pairs of the step.
 
-        `facts` and `reference` are those of all pairs of the step, even if `batches` are only some of them. Above
-        the limits, or if loss or gradient are not finite, nothing changes.
+        `facts` and `reference` are those of all pairs, even if `batches` are only some of them.
+        Above the limits, or if loss or gradient are not finite, nothing changes.
         """
         facts = facts or PairFacts.of_step(batches)
         total = float(facts.weight.sum()) or 1.0
@@ -179,8 +177,7 @@ class RankTrainer:
         known = _to_device(reference, self.device)
         scale = self._trained.scale
         rows: list[Mapping[str, Tensor]] = []
-        policy = torch.zeros_like(facts.length)
-        seen = GradientWatcher(policy, torch.zeros_like(facts.length))
+        policy, watched = torch.zeros_like(facts.length), torch.zeros_like(facts.length)
         slopes: dict[str, Tensor] = {}
         if self.loss.whole_batch:
             sums, logps, slopes = self._slopes(batches, facts, known, total)
@@ -188,30 +185,32 @@ class RankTrainer:
             rows.append(sums)
 
         def objective(batch: PairBatch, columns: Columns) -> Tensor:
-            seen.watch(columns["sum"], batch.pair_P)
+            places = batch.pair_P
+            self._watch_gradient(columns["sum"], places, watched)
             if slopes:
-                weighted = sum(
-                    (columns[name] * slopes[name][batch.pair_P]).sum() for name in slopes
-                )
+                weighted = sum((columns[name] * slopes[name][places]).sum() for name in slopes)
                 assert isinstance(weighted, Tensor)
                 return weighted * scale
-            scored = self._score(facts.at(batch.pair_P), columns, _rows(known, batch.pair_P), facts)
-            policy[batch.pair_P] = scored.x.policy.detach()
+            scored = self._score(facts.at(places), columns, _rows(known, places), facts)
+            policy[places] = scored.x.policy.detach()
             rows.append(weighted_sums(scored, batch.weight_P, self.loss))
             return scored.losses @ batch.weight_P / total * scale
 
         self.runner.backward(batches, self.loss.token_columns, objective)
         self._complete_gradients()
-        result = self._update(
-            rows or [self._no_sums(facts, known)], policy, len(batches), limits or StepLimits()
-        )
+        rows = rows or [self._no_sums(facts, known)]
+        result = self._update(rows, policy, len(batches), limits)
         if result.skip_reason == "nonfinite":
             losses = [] if slopes else [row["loss"] for row in rows]
-            result = replace(
-                result, nonfinite=self._nonfinite_report(seen.lost_pairs(batches, losses))
-            )
+            lost = lost_pairs(torch.cat([policy, watched], dim=1), batches, losses)
+            result = replace(result, nonfinite=self._nonfinite_report(lost))
         self._trained.zero_grad()
         return result
+
+    def _watch_gradient(self, sums: Tensor, places: Tensor, watched: Tensor) -> None:
+        """Record the gradient by the log-probs of a micro-batch, without waiting for the device."""
+        if sums.requires_grad:
+            sums.register_hook(partial(watched.__setitem__, places))  # type: ignore[no-untyped-call]
 
     def rehearse(self, batch: PairBatch) -> None:
         """Forward and backward without an update: shows what memory a micro-batch takes. `forget` ends it."""
@@ -247,7 +246,7 @@ class RankTrainer:
                 part.copy_(torch.lerp(part.float(), own[name].to(part.device).float(), share))
 
     def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
-        """Tensors by group, and numbers: all that a later step depends on. Of several ranks, each tells its pieces."""
+        """Tensors by group, and numbers: all that a later step depends on. Each rank returns its own shards."""
         optimizer = self._trained
         masters = {name: master.cpu() for name, master in optimizer.masters.items()}
         groups: dict[str, dict[str, Tensor | Shard]] = {
@@ -332,9 +331,9 @@ class RankTrainer:
         dist.all_reduce(table)
         return dict(zip(names, table, strict=True))
 
-    def _pairs(self, places_here: Tensor, told: int | None) -> int:
-        if told is not None:
-            return told
+    def _pairs(self, places_here: Tensor, known: int | None) -> int:
+        if known is not None:
+            return known
         most = torch.tensor(max(places_here.tolist(), default=-1) + 1, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
@@ -357,7 +356,7 @@ class RankTrainer:
         slopes = torch.autograd.grad(scored.losses @ facts.weight / total, list(leaves.values()))
         sums = weighted_sums(scored, facts.weight, self.loss)
         policy = columns["sum"].detach()
-        if any(self.mesh.places.values()):  # all ranks have computed the same; the first tells it
+        if any(self.mesh.places.values()):  # all ranks have computed the same; the first reports it
             sums, policy = (
                 {name: torch.zeros_like(value) for name, value in sums.items()},
                 torch.zeros_like(policy),
@@ -367,24 +366,25 @@ class RankTrainer:
     def _score(
         self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts
     ) -> Scored:
-        """Losses and rewards of some pairs; `step` holds all pairs they are averaged with."""
+        """Return losses and rewards of some pairs; `step` holds all that they are averaged with."""
         x = facts.with_logps(policy, reference, step.mean_chosen_length)
         return Scored(x, self.loss(x), self.loss.rewards(x))
 
     def _update(
-        self, rows: Sequence[Mapping[str, Tensor]], policy: Tensor, batches: int, limits: StepLimits
+        self,
+        rows: Sequence[Mapping[str, Tensor]],
+        policy: Tensor,
+        batches: int,
+        limits: StepLimits | None,
     ) -> StepResult:
-        """Clip and step, unless the numbers, the same on all ranks, say that the step must be skipped."""
-        optimizer = self._trained
+        """Clip and step, unless the numbers, the same on all ranks, demand to skip the step."""
+        optimizer, table = self._trained, self._by_batch(rows, batches)
         # The one host synchronisation of a step.
-        table = self._by_batch(rows, batches)
         numbers = self._reduce_numbers(torch.cat([table.flatten(), policy.flatten()]))
         grad_norm, zeros = numbers[:2].tolist()
-        told = numbers[2 : 2 + table.numel()].view_as(table)
-        named, *each = (
-            dict(zip(rows[0], row, strict=True))
-            for row in [_in_order(told).tolist(), *told.tolist()]
-        )
+        reduced = numbers[2 : 2 + table.numel()].view_as(table)
+        lists = [_in_order(reduced).tolist(), *reduced.tolist()]
+        named, *each = (dict(zip(rows[0], row, strict=True)) for row in lists)
         logps, lr = numbers[2 + table.numel() :].view_as(policy), optimizer.lr
         found = int(zeros) if self.count_zeros else None
         by_batch = [row for row in each if row["weight"]]
@@ -396,14 +396,15 @@ class RankTrainer:
             optimizer.loss_scale.overflowed() if reason else optimizer.loss_scale.succeeded()
         return replace(result, skip_reason=reason)
 
-    def _skip_reason(self, result: StepResult, limits: StepLimits) -> Reason | None:
-        """Return why the step must not be applied. A smaller loss scale helps a float16 gradient, not a loss."""
+    def _skip_reason(self, result: StepResult, limits: StepLimits | None) -> Reason | None:
+        """Return why not to apply the step. A smaller scale helps a float16 gradient, not a loss."""
         scale = self._trained.loss_scale
         if not math.isfinite(result.sums["loss"]):
             return "nonfinite"
         if not math.isfinite(result.grad_norm):
             return "overflow" if scale and scale.value > 1 else "nonfinite"
-        return "spike" if limits.exceeded(result.loss, result.grad_norm) else None
+        exceeded = limits and limits.exceeded(result.loss, result.grad_norm)
+        return "spike" if exceeded else None
 
     def _nonfinite_report(self, lost_pairs: list[int]) -> NonFiniteReport:
         return nonfinite_report(
@@ -411,17 +412,16 @@ class RankTrainer:
         )
 
     def _by_batch(self, rows: Sequence[Mapping[str, Tensor]], batches: int) -> Tensor:
-        """Sums of each micro-batch of the step at its place among those of all dp ranks, which have one in turn."""
+        """Return the sums of each micro-batch; those of the dp ranks take turns in the rows."""
         values = torch.stack([torch.stack(list(row.values())) for row in rows])
-        dp = self._dp
-        table = values.new_zeros(dp * batches, values.shape[1])
-        table[self._dp_rank :: dp][: len(rows)] = values
+        table = values.new_zeros(self._dp * batches, values.shape[1])
+        table[self._dp_rank :: self._dp][: len(rows)] = values
         return table
 
     def _reduce_numbers(self, known: Tensor) -> Tensor:
         """Return [norm of the gradient, zeros in it, *known] of all ranks, on the host."""
-        norm, zeros = self._trained.grad_norm(self._counted), self._zeros_in_gradients()
-        norm = norm.to(known.device)
+        norm = self._trained.grad_norm(self._counted).to(known.device)
+        zeros = self._zeros_in_gradients() if self.count_zeros else torch.zeros_like(norm)
         if self._is_alone:
             return torch.cat([torch.stack([norm, zeros]), known]).cpu()
         own = known if self._is_primary else torch.zeros_like(known)
@@ -431,22 +431,15 @@ class RankTrainer:
         return vector.cpu()
 
     def _zeros_in_gradients(self) -> Tensor:
-        counts = (
-            [(g == 0).sum() for g in self._trained.gradients(self._counted)]
-            if self.count_zeros
-            else []
-        )
+        counts = [(g == 0).sum() for g in self._trained.gradients(self._counted)]
         none = torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(counts).sum().to(none) if counts else none
 
     def _complete_gradients(self) -> None:
-        """Sums up what ranks of tp, or both ends of a pipeline, have each a part of."""
+        """Sum up gradients of which ranks of tp, or both ends of a pipeline, have a part each."""
         gradient_of = self._trained.gradient
-        parts = [
-            gradient
-            for name in sorted(self.policy.tp_partial)
-            if (gradient := gradient_of(name)) is not None
-        ]
+        found = map(gradient_of, sorted(self.policy.tp_partial))
+        parts = [gradient for gradient in found if gradient is not None]
         if parts and (group := self.mesh.group("tp")):
             all_reduce_(parts, group)
         self.runner.sum_copies(gradient_of)
@@ -465,7 +458,7 @@ def device_of(policy: PolicyModel | Stages) -> str:
 
 
 def _rng_state() -> dict[str, Tensor]:
-    """Nothing of ours draws random numbers within a step; a user's own loss may."""
+    """Return the generators' states: Rather draws nothing within a step, but a user's loss may."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -473,11 +466,9 @@ def _rng_state() -> dict[str, Tensor]:
 
 
 def _to_device(columns: Columns | None, device: str) -> Columns | None:
-    return (
-        None
-        if columns is None
-        else {name: column.to(device, non_blocking=True) for name, column in columns.items()}
-    )
+    if columns is None:
+        return None
+    return {name: column.to(device, non_blocking=True) for name, column in columns.items()}
 
 
 def _rows(columns: Columns | None, places: Tensor) -> Columns | None:
@@ -485,7 +476,7 @@ def _rows(columns: Columns | None, places: Tensor) -> Columns | None:
 
 
 def _in_order(table: Tensor) -> Tensor:
-    """The sum of its rows, one after another: the same bits, however they were dealt out to ranks."""
+    """Return the sum of the rows, added in order: the same bits on any number of ranks."""
     total = table[0]
     for row in table[1:]:
         total = total + row

@@ -18,7 +18,7 @@ WORKER = "tests.cluster.workers.SmallDevice"
 def test_a_role_of_one_rank_works_in_smaller_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rather.pipeline.oom.SMALLEST_BUDGET", 8)
+    monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 8)
     apart = {
         "reference__device_mapping": [1],
         "reference__cache__enabled": False,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rather.cluster.oom_report import explained, largest
+from rather.cluster.oom_report import explanation, largest
 from rather.cluster.worker import ActorWorker
 from rather.data.batch import Columns, PairBatch
 from rather.errors import DataError, NonFiniteError
@@ -88,11 +88,12 @@ class SmallDevice(ActorWorker):
         return super().compute_log_probs(batches, *args)
 
     def _hold(self, batches: Sequence[PairBatch]) -> None:
-        with explained(self, batches):
-            if largest(batches) > 60:
-                raise torch.OutOfMemoryError(
-                    "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."
-                )
+        if (tokens := largest(batches)) > 60:
+            error = torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."
+            )
+            error.add_note(explanation(self, tokens))
+            raise error
 
 
 class FindsBadData(ActorWorker):

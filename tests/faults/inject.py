@@ -350,14 +350,14 @@ def _wrap_loop() -> None:
     from rather.data import prepare
     from rather.data.report import RowCounts
     from rather.pipeline.evaluation import Evaluation
+    from rather.pipeline.guard import OutOfMemoryRetry
     from rather.pipeline.loop import TrainingLoop
-    from rather.pipeline.oom import OutOfMemoryRetry
     from rather.pipeline.pipeline import DPOPipeline
     from rather.pipeline.reference_stream import ReferenceStream
     from rather.pipeline.saving import Saving
     from rather.reference.logprob_cache import BlockFile
     from rather.run_folder import layout
-    from rather.tracking.metrics_file import MetricsFile
+    from rather.tracking.json_lines import MetricsFile
 
     _wrap(DPOPipeline, "__init__", _begin_run)
     _wrap(TrainingLoop, "_train", lambda self: at_step(self.progress.step))
@@ -393,13 +393,12 @@ def _wrap_training() -> None:
     from rather.cluster.worker import ActorWorker
     from rather.model import policy
     from rather.optim.optimizer import Optimizer
-    from rather.train.nonfinite import GradientWatcher
     from rather.train.rank_trainer import RankTrainer
 
     for name in CALLS:
         _replace(ActorWorker, name, _in_its_role(vars(ActorWorker)[name]))
     _wrap(policy, "pair_columns", "forward")
-    _wrap(GradientWatcher, "watch", _before_backward)
+    _wrap(RankTrainer, "_watch_gradient", _before_backward)
     _wrap(RankTrainer, "train_step")
     _replace(RankTrainer, "_score", _with_nan_losses(vars(RankTrainer)["_score"]))
     _wrap(RankTrainer, "_complete_gradients", "backward.done")
@@ -435,7 +434,7 @@ def _publish_step(cluster: Any, *_: Any) -> None:
     temporary.replace(file)
 
 
-def _before_backward(_watcher: Any, sums: Any, _places: Any) -> str:
+def _before_backward(_trainer: Any, sums: Any, *_: Any) -> str:
     if wants_nan("backward"):
         sums.register_hook(lambda gradient: gradient * math.nan)
     return "backward"

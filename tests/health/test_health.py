@@ -17,14 +17,18 @@ from rather.config.schema import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking.health import (
     HEALTH,
+    LINES,
+    PAIRS,
+    RULES,
     SEVERITIES,
     Health,
     HealthFinding,
     HealthWatch,
+    MetricsHistory,
+    RecentLines,
     counts,
     read_findings,
 )
-from rather.tracking.health_rules import LINES, PAIRS, RULES, MetricsHistory, RecentLines
 from tests.health.cases import FOUND_IN, HEALTHY, ILL
 from tests.health.village import Village
 from tests.tiny import metrics

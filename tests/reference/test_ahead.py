@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rather.pipeline.prefetch import ahead
+from rather.pipeline.steps import ahead
 
 
 def threads() -> int:

@@ -310,7 +310,7 @@ def start_sweep(child: str, folder: Path) -> subprocess.Popen[bytes]:
 from pathlib import Path
 from rather.errors import Ended
 from rather.commands.sweep_runs import run_children
-from rather.run_folder.signals import StopRequest
+from rather.run_folder.control import StopRequest
 try:
     with StopRequest(patience=None):
         list(run_children([("run", ["-c", {child!r}], Path({str(folder / "console")!r}))], [["0"]]))

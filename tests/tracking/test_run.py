@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig
-from rather.tracking import TRACKERS, ProgressView, RunTracker, TensorBoard, console
+from rather.tracking import TRACKERS, ProgressView, RunTracker, TensorBoard
 
 TRAIN = {
     "step": 10,
@@ -190,7 +190,7 @@ def test_the_time_left_counts_only_steps_of_this_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([1000.0, 1020.0, 1020.0])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("rather.tracking.run.time.monotonic", lambda: next(clock))
     view = ProgressView(200, 100)
     view.log(110, {"step": 110, "loss": 0.5})  # ten steps in 20 s
     view.log(200, {"step": 200, "loss": 0.5})

@@ -390,14 +390,14 @@ class Short(ActorWorker):
 def test_a_step_that_runs_out_of_memory_is_done_in_smaller_pieces(
     shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rather.pipeline.oom.SMALLEST_BUDGET", 8)
+    monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 8)
     _, plain = run(shared, "enough", max_steps=3)
     _, short = run(shared, "short", max_steps=3, actor_train__worker_cls=Short)
     assert "Tried to allocate 2.00 GiB. From now on micro-batches have up to" in caplog.text
     for one, other in zip(plain, short, strict=True):
         assert one.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-6)
         assert one.get("grad_norm", 0) == pytest.approx(other.get("grad_norm", 0), rel=1e-5)
-    monkeypatch.setattr("rather.pipeline.oom.SMALLEST_BUDGET", 10**6)
+    monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 10**6)
     with pytest.raises(MemoryShortage):
         run(shared, "too-short", max_steps=3, actor_train__worker_cls=Short)
 

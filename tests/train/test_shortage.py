@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rather.cluster.health import Failure
-from rather.cluster.oom_report import explained, shortage, table
+from rather.cluster.oom_report import shortage, table
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.data.batch import PairBatch
@@ -36,7 +36,7 @@ CHANGES = {
 
 @pytest.fixture(autouse=True)
 def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rather.pipeline.oom.SMALLEST_BUDGET", 8)
+    monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 8)
     for name in ("check_family", "check_model"):
         monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
@@ -170,12 +170,19 @@ def test_a_model_that_does_not_fit_says_so(shared: Path, monkeypatch: pytest.Mon
         run(shared, "memory-model")
 
 
-def test_of_several_ranks_the_one_that_runs_out_tells_all_that(shared: Path) -> None:
-    """In words, which is how a failure leaves its process."""
+def test_a_rank_that_runs_out_of_memory_explains_it(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As text, which is how a failure leaves its process."""
     worker = ActorWorker(make_config(shared), "actor_train")
     worker.initialize(3)
-    with pytest.raises(torch.OutOfMemoryError) as caught, explained(worker):
+
+    def full(*_: Any) -> None:
         raise torch.OutOfMemoryError(f"{SAID}\nMore.")
+
+    monkeypatch.setattr(worker.trainer, "log_probs", full)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        worker.compute_log_probs([])
     told = Failure.of(caught.value).error("actor_train rank 1 of 2")
     assert isinstance(told, MemoryShortage)
     assert str(told).startswith(

@@ -19,7 +19,7 @@ from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import Ended
 from rather.pipeline.pipeline import DPOPipeline
-from rather.run_folder.signals import STOPS, StopRequest
+from rather.run_folder.control import STOPS, StopRequest
 from tests.checkpoint.runs import assert_same, steps
 from tests.tiny import in_child, make_config, metrics
 
@@ -293,7 +293,7 @@ def test_its_own_copy_of_a_signal_that_others_have_told_of_is_no_second_one(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(
-        "rather.run_folder.signals.os._exit", lambda code: pytest.fail(f"ended at once with {code}")
+        "rather.run_folder.control.os._exit", lambda code: pytest.fail(f"ended at once with {code}")
     )
     with StopRequest() as stop:
         stop.begin_training()
@@ -344,7 +344,7 @@ def test_an_end_that_a_library_swallowed_comes_all_the_same(training: bool) -> N
 
 
 def test_a_library_that_waits_for_ever_does_not_hold_up_the_end() -> None:
-    code = "import threading; from rather.run_folder.signals import leave_within; leave_within(0.1, 130); threading.Event().wait()"
+    code = "import threading; from rather.run_folder.control import leave_within; leave_within(0.1, 130); threading.Event().wait()"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 130
 
 

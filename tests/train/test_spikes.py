@@ -13,7 +13,7 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, SpikeArgs
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.progress import SpikeHistory
+from rather.pipeline.saving import SpikeHistory
 from rather.train.nonfinite import StepLimits
 from tests.faults import inject
 from tests.tiny import make_config, metrics
