@@ -256,7 +256,7 @@ MUTATIONS = (
     ),
     Mutation(
         "signals: a stop that another process received is not agreed on",
-        "rather/run_folder/signals.py",
+        "rather/run_folder/control.py",
         "self.stops, self.saves = asked >= STOPS, asked > 0",
         "self.stops, self.saves = asked > STOPS + 64, asked > 0",
         ("tests/train/test_signals.py::test_a_signal_between_two_agreements_waits_for_the_next",),
