@@ -23,7 +23,7 @@ from rich.console import Console
 from rather.board.serve import Board
 from rather.commands.demo.run import write_base, write_run
 from rather.commands.demo.shop import queries
-from tests.browser import ARGUMENTS, MISSING, NAMES, NARROW
+from tests.browser import ARGUMENTS, MISSING, NAMES, NARROW, WIDE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -34,7 +34,6 @@ RUNS = {"beta-0.1": "beta=0.1", "beta-0.5": "beta=0.5"}
 SETTINGS = ("eval_steps=5", "logging_steps=1", "report_html=false")
 PAIR = "2"
 WINDOW = (1280, 1000)  # shows the first two charts
-MARGIN = 16
 SLOW = 120_000  # milliseconds; the first pair loads the models
 LINES = ".plot .scatterlayer path.js-line"
 
@@ -90,19 +89,13 @@ def open_pair(page: Page) -> None:
     page.wait_for_selector("#verdict", timeout=SLOW)
 
 
-def take(page: Page, name: str, at: str | None = None) -> None:
-    """Write a picture of the window, or of one part of the page from side to side."""
+def take(page: Page, name: str, at: str) -> None:
+    """Write a picture of the window, scrolled to the element `at`."""
     file = IMAGES / f"{name}.png"
-    if at is None:
-        page.screenshot(path=file)
-    else:
-        page.evaluate("scrollTo({top: 0, behavior: 'instant'})")
-        box = page.locator(at).bounding_box()
-        assert box is not None, at
-        top, height = max(0.0, box["y"] - MARGIN), box["height"] + 2 * MARGIN
-        width = float(page.evaluate("document.documentElement.clientWidth"))
-        part = {"x": 0.0, "y": top, "width": width, "height": height}
-        page.screenshot(path=file, full_page=True, clip=part)
+    page.locator(at).first.evaluate(
+        "found => found.scrollIntoView({block: 'start', behavior: 'instant'})"
+    )
+    page.screenshot(path=file)
     size = file.stat().st_size
     if size > LARGEST:
         raise SystemExit(f"{file}: {size:,} bytes; at most {LARGEST:,} are allowed.")
@@ -124,7 +117,8 @@ def main() -> None:
         with serving(folder / "output") as board, sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
             page = open_board(browser, board, WINDOW, "light")
-            take(page, "board")
+            take(page, "board", at="body")
+            page = open_board(browser, board, WIDE, "light")
             open_pair(page)
             take(page, "board-pair", at="#pair")
             page = open_board(browser, board, NARROW, "dark")
