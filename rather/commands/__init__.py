@@ -1,1 +1,3 @@
-"""Commands that belong to no other room: `data`, `plan`, `doctor`, those on run folders and those on models."""
+"""Commands that belong to no other room: `data`, `plan`, `doctor`, those on run folders and those
+on models.
+"""

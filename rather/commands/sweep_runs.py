@@ -51,7 +51,8 @@ NOT_COMPARED = (*PLACE, "overwrite", "resume_from_checkpoint", "")
 STATE, CONSOLE = "sweep.json", "console.log"
 REPORT = "sweep reference: "  # starts the line of the reference pass; libraries may print after it
 SIGNALS = (130, 143)  # exit codes of a run that was asked to stop
-# If the sweep is killed, it cannot pass a signal on: the kernel does. PR_SET_PDEATHSIG survives exec and refers to the
+# If the sweep is killed, it cannot pass a signal on: the kernel does. PR_SET_PDEATHSIG survives
+# exec and refers to the
 # thread that started the process. Not a preexec_fn, which would run Python between fork and exec.
 TIED = """
 import ctypes, os, signal, sys

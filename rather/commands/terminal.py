@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-# Errors of the file system about a path that a user named. Any other OSError is a bug and keeps its traceback.
+# Errors of the file system about a path that a user named. Any other OSError is a bug and keeps its
+# traceback.
 REFUSALS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
     errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE,

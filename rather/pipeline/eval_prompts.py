@@ -1,6 +1,8 @@
-"""eval_prompts: the same prompts answered by policy and reference at each evaluation, the likeliest token each time.
+"""eval_prompts: the same prompts answered by policy and reference at each evaluation, the likeliest
+token each time.
 
-Of one device only: there both models lie whole in this process. No random number is drawn and no weight touched.
+Of one device only: there both models lie whole in this process. No random number is drawn and no
+weight touched.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Answers:
     def begin(self, tokenizer: Any, *, resumes: bool) -> None:
         """Makes tokens of the prompts, as training does.
 
-        Called before the weights of a checkpoint come: without a reference, the policy is compared with its beginning.
+        Called before the weights of a checkpoint come: without a reference, the policy is compared
+        with its beginning.
         """
         self.tokenizer = tokenizer
         encoder = encoder_of(
@@ -85,7 +88,9 @@ class Answers:
                 os.replace(whole, self.file)
 
     def record(self, step: int, stopped: Callable[[], bool]) -> dict[str, float | int]:
-        """Metrics of an evaluation; the texts go to answers.jsonl. `stopped` is asked between prompts."""
+        """Metrics of an evaluation; the texts go to answers.jsonl. `stopped` is asked between
+        prompts.
+        """
         policy = self._answers(self.roles.actor_train, stopped)
         if self._reference is None:  # without one it is step 0, and the policy its own beginning
             self._reference = (
@@ -147,7 +152,9 @@ class Answers:
         return [*self._answer(role, prompts[:half]), *self._answer(role, prompts[half:])]
 
     def _cut(self, answer: GeneratedAnswer) -> GeneratedAnswer:
-        """At the token with which the template ends a turn: a base model's own settings need not know it."""
+        """At the token with which the template ends a turn: a base model's own settings need not
+        know it.
+        """
         if self.end_of_turn not in answer.ids:
             return answer
         return GeneratedAnswer(answer.ids[: answer.ids.index(self.end_of_turn)], ended=True)
@@ -201,7 +208,9 @@ def _stats(answer: GeneratedAnswer) -> dict[str, Any]:
 
 
 def repetition(ids: Sequence[int]) -> float:
-    """The share of runs of four tokens that came before in the same answer; 0 of one too short to have two."""
+    """The share of runs of four tokens that came before in the same answer; 0 of one too short to
+    have two.
+    """
     runs = [tuple(ids[first : first + RUN]) for first in range(len(ids) - RUN + 1)]
     return round(1 - len(set(runs)) / len(runs), 4) if runs else 0.0
 

@@ -1,4 +1,5 @@
-"""Guard: decides what happens after a step with NaN, Inf or a spike. The workers have not applied such a step.
+"""Guard: decides what happens after a step with NaN, Inf or a spike. The workers have not applied
+such a step.
 
 Every driver decides by the same numbers, so all drivers decide the same.
 """
@@ -67,7 +68,9 @@ class Guard:
         return progress.history.limits(spike) if spike and spike.action != "log" else None
 
     def accepts(self, progress: Progress, step: Step, result: StepResult) -> bool:
-        """Return whether training continues after this step; if not, it rolls back. Raises if the run must end."""
+        """Return whether training continues after this step; if not, it rolls back. Raises if the
+        run must end.
+        """
         if step.number in progress.steps_to_skip:
             log.info("Step %d is skipped: it caused a rollback.", step.number)
             return True
@@ -131,7 +134,9 @@ class Guard:
     def roll_back(
         self, saving: Saving, progress: Progress, step: Step
     ) -> tuple[Checkpoint, Progress]:
-        """Restore the newest good checkpoint. The step that caused it is skipped when it comes again."""
+        """Restore the newest good checkpoint. The step that caused it is skipped when it comes
+        again.
+        """
         newest = saving.newest()
         if newest is None or newest.step in (to for to, _ in progress.rollbacks):
             reason = (

@@ -1,4 +1,6 @@
-"""Whose checkpoint is it? What must not change until its continuation, and what may by `resume.allow`."""
+"""Whose checkpoint is it? What must not change until its continuation, and what may by
+`resume.allow`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class Guarded(NamedTuple):
-    """Fields of the identity that one word of resume.allow lets change, and the keys that bring them back."""
+    """Fields of the identity that one word of resume.allow lets change, and the keys that bring
+    them back.
+    """
 
     fields: tuple[str, ...]
     keys: str

@@ -264,7 +264,8 @@ class TrainingLoop:
             self._log_training(result)  # what the last log line did not contain
 
     def _ends_before_a_step(self) -> bool:
-        """Do what is due before the next step: an evaluation at step 0, or one that a signal interrupted.
+        """Do what is due before the next step: an evaluation at step 0, or one that a signal
+        interrupted.
 
         Returns whether the run ends here.
         """
@@ -288,7 +289,9 @@ class TrainingLoop:
         return stopped or early
 
     def _roll_back(self, step: Step) -> None:
-        """Return to the newest good checkpoint; the step that caused it is skipped when it comes again."""
+        """Return to the newest good checkpoint; the step that caused it is skipped when it comes
+        again.
+        """
         assert self.saving
         newest, self.progress = self.guard.roll_back(self.saving, self.progress, step)
         self.position = newest.state.get("position")

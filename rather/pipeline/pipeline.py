@@ -1,4 +1,6 @@
-"""DPOPipeline: builds the parts of a run from a config, or takes given ones, and runs the training loop."""
+"""DPOPipeline: builds the parts of a run from a config, or takes given ones, and runs the training
+loop.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ class DPOPipeline(TrainingLoop):
         export: Callable[[Path], None] | None = None,
         run_dir: Path | None = None,
     ) -> DPOPipeline:
-        """Build a pipeline over models that are in memory and steps that the caller packs. `run` trains it.
+        """Build a pipeline over models that are in memory and steps that the caller packs. `run`
+        trains it.
 
         - `config`: only the settings of the loop are read: logging_steps, eval_steps, save_steps, save_best with
           metric_for_best_model and early_stopping_patience, max_ckpt_to_keep, checkpoint_config, timeouts,
@@ -108,8 +111,8 @@ class DPOPipeline(TrainingLoop):
           there. None: nothing is written, nothing is resumed, nothing is exported, and on_nonfinite=rollback and
           save_best are refused.
 
-        sync_ref_model and eval_prompts are not supported. Signals are left alone. If the run folder holds a finished
-        run, `run` returns at once.
+        sync_ref_model and eval_prompts are not supported. Signals are left alone. If the run folder
+        holds a finished run, `run` returns at once.
         """
         self = cls.__new__(cls)
         if run_dir is not None:
@@ -180,8 +183,8 @@ class DPOPipeline(TrainingLoop):
     def run(self, stop: StopRequest | None = None) -> int:
         """Train, complete the run folder, end all workers, and return the exit code.
 
-        If workers are lost, training resumes from the last checkpoint with new ones. `stop`: the caller handles
-        signals and has locked the run folder.
+        If workers are lost, training resumes from the last checkpoint with new ones. `stop`: the
+        caller handles signals and has locked the run folder.
         """
         with closing(self), ExitStack() as stack:
             if stop is None and self.run_dir:
@@ -268,7 +271,9 @@ class DPOPipeline(TrainingLoop):
 
     @contextmanager
     def _observers(self, newest: Checkpoint | None) -> Iterator[None]:
-        """Open what records a run: tracker, timeline and report. They close in this order, the report last."""
+        """Open what records a run: tracker, timeline and report. They close in this order, the
+        report last.
+        """
         self.tracker = NoTracker()
         writes = self.run_dir is not None and self.roles.is_main
         if writes:

@@ -1,6 +1,7 @@
 """The reference is asked: for what is not known of it, in turn with training or one step ahead.
 
-Under torchrun the leading driver knows and asks; the others compute with it whatever it asks, until it has its answer.
+Under torchrun the leading driver knows and asks; the others compute with it whatever it asks, until
+it has its answer.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ MANY_PAIRS = 100_000  # to look for them in the cache takes seconds (20 us each)
 class ReferenceStream:
     """Attaches reference log-probs to the steps of a run; None if the loss has no reference.
 
-    With `logps` the log-probs are cached: under torchrun the main driver reads and writes the cache, and the other
-    drivers compute along with it. Without, every driver computes the log-probs of its own steps.
+    With `logps` the log-probs are cached: under torchrun the main driver reads and writes the
+    cache, and the other drivers compute along with it. Without, every driver computes the log-probs
+    of its own steps.
     """
 
     def __init__(
@@ -107,7 +109,9 @@ class ReferenceStream:
             self._loaded = True
 
     def parking(self) -> Callable[[], bool] | None:
-        """Makes room by sending the model to the host, where it may go and steps are long enough to pay for it."""
+        """Makes room by sending the model to the host, where it may go and steps are long enough to
+        pay for it.
+        """
         config, reference = self.config, self.roles.reference
         if not self._loaded or config.reference.offload != "auto" or config.sync_ref_model:
             return None
@@ -145,7 +149,8 @@ class ReferenceStream:
     ) -> Generator[ReferenceStep, None, None]:
         """Yield each step after the first `done` with the reference log-probs of its pairs.
 
-        On devices of its own the reference works one step ahead, but never past a step after which it moves.
+        On devices of its own the reference works one step ahead, but never past a step after which
+        it moves.
         """
         if not self.roles.runs_ahead:
             yield from map(self._answer, steps)
@@ -176,7 +181,9 @@ class ReferenceStream:
             return columns
 
     def keep(self) -> None:
-        """After a step: writes down what it was told. A reference that runs ahead does so by itself."""
+        """After a step: writes down what it was told. A reference that runs ahead does so by
+        itself.
+        """
         if self.logps and not self.roles.runs_ahead:
             self.logps.keep()
 

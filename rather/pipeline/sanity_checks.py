@@ -38,7 +38,9 @@ def refuse_missing_columns(config: DPOConfig, objective: PairLoss, data: Prepare
 def refuse_columns(
     config: DPOConfig, objective: PairLoss, name: str, column: Callable[[str], NDArray[np.float64]]
 ) -> None:
-    """A loss that reads a column needs it in every row; one that sorts pairs has no use for weights."""
+    """A loss that reads a column needs it in every row; one that sorts pairs has no use for
+    weights.
+    """
     loss = f"loss '{' + '.join(config.loss_names)}'"
     if objective.whole_batch and (column("weight") != 1).any():
         raise DataError(
@@ -71,7 +73,8 @@ def check_step_zero(
     reference: Tensor,
     cache: Path | None,
 ) -> None:
-    """Untrained, a policy that names the reference's weights must have its log-probs: sigmoid's loss is ln 2.
+    """Untrained, a policy that names the reference's weights must have its log-probs: sigmoid's
+    loss is ln 2.
 
     `cache` is where log-probs of the reference came from.
     """

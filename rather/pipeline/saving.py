@@ -40,7 +40,9 @@ GRACE = 60.0  # seconds in which workers may finish a save after a run has faile
 
 @dataclass
 class SpikeHistory:
-    """Losses and gradient norms of the last finite steps, spikes included: part of every checkpoint."""
+    """Losses and gradient norms of the last finite steps, spikes included: part of every
+    checkpoint.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -97,7 +99,9 @@ class Progress:
         return {step for _, step in self.rollbacks}
 
     def judge(self, record: Mapping[str, float], metric: str, patience: int | None) -> bool:
-        """Return whether an evaluation is the best so far; set `stopped_early` after too many that are not."""
+        """Return whether an evaluation is the best so far; set `stopped_early` after too many that
+        are not.
+        """
         value = record.get(metric)
         if value is None:
             raise ConfigError(
@@ -124,7 +128,9 @@ class MissedSaves:
 
 
 class Saving:
-    """Saves and restores checkpoints: the main driver decides and publishes, every rank writes its part."""
+    """Saves and restores checkpoints: the main driver decides and publishes, every rank writes its
+    part.
+    """
 
     def __init__(
         self, config: DPOConfig, roles: Roles, identity: Mapping[str, Any], total_steps: int | None
@@ -221,12 +227,14 @@ class Saving:
             self._publish_in_background(draft, stored)
 
     def wait(self, *, last: bool = False) -> None:
-        """Wait for the save in progress. Raises after too many misses; the `last` save must not miss.
+        """Wait for the save in progress. Raises after too many misses; the `last` save must not
+        miss.
 
         All drivers call this.
         """
         if not self._is_written:
-            # A worker that died meanwhile is noticed here; waiting for its note would take until a deadline.
+            # A worker that died meanwhile is noticed here; waiting for its note would take until a
+            # deadline.
             self._is_written = True
             self.roles.actor_train.finish_writing()
             if self._moving_reference:

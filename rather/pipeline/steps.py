@@ -71,12 +71,16 @@ class StepSource(Protocol):
         """Return how many epochs `step` finished steps are, for the metrics."""
 
     def describe_pairs(self, step: Step, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Return file and row (or whatever identifies a pair) of some pairs of a step, for incidents.jsonl."""
+        """Return file and row (or whatever identifies a pair) of some pairs of a step, for
+        incidents.jsonl.
+        """
 
 
 @dataclass(frozen=True)
 class PreparedSteps:
-    """The steps of a run over tokenised data files: a StepSource. Each step is a pure function of its number."""
+    """The steps of a run over tokenised data files: a StepSource. Each step is a pure function of
+    its number.
+    """
 
     data: Prepared
     order: Order
@@ -191,8 +195,8 @@ class _Ended:
 def ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     """The same items, at most `depth` of them made before they are taken.
 
-    An exception of the thread is raised where its item was expected. The thread ends when the iterator is exhausted
-    or closed.
+    An exception of the thread is raised where its item was expected. The thread ends when the
+    iterator is exhausted or closed.
     """
     ready: SimpleQueue[T | _Ended] = SimpleQueue()
     room, closed = threading.Semaphore(depth), threading.Event()

@@ -1,7 +1,9 @@
-"""What a run spends its time on: for its log lines, for its report and, on request, for a picture of it.
+"""What a run spends its time on: for its log lines, for its report and, on request, for a picture
+of it.
 
-trace.json has Chrome's format (chrome://tracing, ui.perfetto.dev): an array with one event per line, whose closing
-bracket may be missing. So a killed run leaves a file that opens, and one that goes on appends to it.
+trace.json has Chrome's format (chrome://tracing, ui.perfetto.dev): an array with one event per
+line, whose closing bracket may be missing. So a killed run leaves a file that opens, and one that
+goes on appends to it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Span:
 
 
 class Timeline:
-    """Measures the steps of this start. A reference that runs `in_turn` is not waited for: it is part of the step."""
+    """Measures the steps of this start. A reference that runs `in_turn` is not waited for: it is
+    part of the step.
+    """
 
     def __init__(self, *, in_turn: bool) -> None:
         self.in_turn = in_turn
@@ -151,7 +155,9 @@ class Tally:
 
 
 class Trace:
-    """trace.json: one track for each role, one for the pairs and one for what the driver does between steps."""
+    """trace.json: one track for each role, one for the pairs and one for what the driver does
+    between steps.
+    """
 
     def __init__(self, file: Path) -> None:
         self._clock = time.time() - time.perf_counter()  # events of all starts on one axis

@@ -1,8 +1,10 @@
-"""Log-probs of responses on disk, in append-only files of checksummed blocks, and in memory, as sorted arrays.
+"""Log-probs of responses on disk, in append-only files of checksummed blocks, and in memory, as
+sorted arrays.
 
-A block is one write: a header (magic, number of records, whether they carry token log-probs, size and checksum of the
-payload, checksum of the header), then all keys, all sums, all counts and all token log-probs. What a kill, a full disk
-or a flipped bit leaves of a block is skipped, and its records count as unknown.
+A block is one write: a header (magic, number of records, whether they carry token log-probs, size
+and checksum of the payload, checksum of the header), then all keys, all sums, all counts and all
+token log-probs. What a kill, a full disk or a flipped bit leaves of a block is skipped, and its
+records count as unknown.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ Keys = NDArray[np.uint64]  # [n, 2]
 
 
 class Records(NamedTuple):
-    """Log-probs of responses: the sum over scored tokens in float64, their number and, if kept, each one's own."""
+    """Log-probs of responses: the sum over scored tokens in float64, their number and, if kept,
+    each one's own.
+    """
 
     keys: Sequence[bytes]
     sums: NDArray[np.float64]
@@ -44,7 +48,9 @@ class Records(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What the blocks of a file hold. Token log-probs stay there: `places` says where, -1 where there are none."""
+    """What the blocks of a file hold. Token log-probs stay there: `places` says where, -1 where
+    there are none.
+    """
 
     keys: Keys
     sums: NDArray[np.float64]
@@ -68,7 +74,9 @@ class Stored(NamedTuple):
 
 
 class BlockFile:
-    """An append-only file of blocks; made when the first one is written. Only one process writes to it."""
+    """An append-only file of blocks; made when the first one is written. Only one process writes to
+    it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -194,7 +202,9 @@ class Found(NamedTuple):
 
 
 class Table:
-    """Key -> sum and the place of token log-probs, for millions of keys: 33 bytes each, 25 where places are unused."""
+    """Key -> sum and the place of token log-probs, for millions of keys: 33 bytes each, 25 where
+    places are unused.
+    """
 
     def __init__(self, *, with_places: bool) -> None:
         self.with_places = with_places
@@ -206,7 +216,9 @@ class Table:
         return len(self._high) + len(self._recent)
 
     def load(self, stored: Stored, *, kept: bool) -> None:
-        """Adds many; a key that is there already stays as it is. `kept`: they are in the run's own file."""
+        """Adds many; a key that is there already stays as it is. `kept`: they are in the run's own
+        file.
+        """
         keys, sums, places, _ = stored
         high, low = (
             np.concatenate([mine, keys[:, i]]) for i, mine in enumerate((self._high, self._low))
@@ -230,7 +242,8 @@ class Table:
         )
         if len(self._high):
             near = np.minimum(np.searchsorted(self._high, wanted[:, 0]), len(self._high) - 1)
-            # Two keys with the same first half (once in 10^7 tables of millions): the second counts as unknown.
+            # Two keys with the same first half (once in 10^7 tables of millions): the second counts
+            # as unknown.
             hit = (self._high[near] == wanted[:, 0]) & (self._low[near] == wanted[:, 1])
             rows[hit], sums[hit] = near[hit], self._sums[near[hit]]
             if self.with_places:
@@ -274,7 +287,9 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """For every scored token of every computed response: where it lies in the answer, and where it counts."""
+    """For every scored token of every computed response: where it lies in the answer, and where it
+    counts.
+    """
 
     token: Tensor
     cell: Tensor
@@ -299,12 +314,16 @@ class TokenLayout:
 
 
 def cells_of(batch: PairBatch) -> Places:
-    """Which responses of the step a micro-batch holds, in its order: 2 x the pair, + 1 for the rejected one."""
+    """Which responses of the step a micro-batch holds, in its order: 2 x the pair, + 1 for the
+    rejected one.
+    """
     return (2 * batch.pair_P.numpy()[:, None] + [0, 1]).reshape(-1)
 
 
 def token_by_token(batches: Sequence[PairBatch]) -> list[PairBatch]:
-    """The same micro-batches with each scored token as a pair of its own, so that its sum is the token's log-prob."""
+    """The same micro-batches with each scored token as a pair of its own, so that its sum is the
+    token's log-prob.
+    """
     views, start = [], 0
     for batch in batches:
         count = len(batch.cell_T)

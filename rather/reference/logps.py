@@ -1,11 +1,14 @@
-"""Reference log-probs of the pairs of a step: from the cache where it has them, else from the model.
+"""Reference log-probs of the pairs of a step: from the cache where it has them, else from the
+model.
 
-An entry is found by what decides its value: the model's digest, the precision, the tokens and which of them are scored.
-So every run over the same weights and pairs shares it, whatever its loss, numbers, seed or learning rate.
+An entry is found by what decides its value: the model's digest, the precision, the tokens and which
+of them are scored. So every run over the same weights and pairs shares it, whatever its loss,
+numbers, seed or learning rate.
 
-The last bit of a log-prob depends on the micro-batch it was computed in. Three rules keep a resumed run equal to an
-uninterrupted one: a micro-batch with any unknown entry runs whole, what is known wins over what was just computed, and
-the values that a step used lie in the run's own file before the next checkpoint is saved.
+The last bit of a log-prob depends on the micro-batch it was computed in. Three rules keep a resumed
+run equal to an uninterrupted one: a micro-batch with any unknown entry runs whole, what is known
+wins over what was just computed, and the values that a step used lie in the run's own file before
+the next checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -102,7 +105,9 @@ class ReferenceLogps:
     # --- what is known ---
 
     def open(self, own_file: Path | None = None) -> None:
-        """Reads what is known of this model; `own_file` holds the values that the run used and wins."""
+        """Reads what is known of this model; `own_file` holds the values that the run used and
+        wins.
+        """
         self._opened = True
         config = self.config
         if config.sync_ref_model:
@@ -220,7 +225,9 @@ class ReferenceLogps:
     # --- the log-probs of a step ---
 
     def columns(self, pairs: Sequence[TokenPair], batches: Sequence[PairBatch]) -> Columns:
-        """Log-probs of the pairs in their order, on the device. Only micro-batches with an unknown entry run."""
+        """Log-probs of the pairs in their order, on the device. Only micro-batches with an unknown
+        entry run.
+        """
         if not self._opened:
             self.open()
         if self._table is None:
@@ -263,7 +270,9 @@ class ReferenceLogps:
         running: Sequence[PairBatch],
         bins: Sequence[Places],
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Columns by key, and token log-probs if they are kept. A response that occurs twice has one value."""
+        """Columns by key, and token log-probs if they are kept. A response that occurs twice has
+        one value.
+        """
         first: dict[bytes, int] = {}
         computed = np.concatenate(bins)
         for cell in computed.tolist():
@@ -288,7 +297,9 @@ class ReferenceLogps:
         return self.compute(batches)["sum"].to(self.device, non_blocking=True)
 
     def _stored_shared(self, found: Found, lengths: Places) -> NDArray[np.float64]:
-        """Sums within the shorter length of each pair, from token log-probs on disk; 0 where there are none."""
+        """Sums within the shorter length of each pair, from token log-probs on disk; 0 where there
+        are none.
+        """
         shorter = lengths.reshape(-1, 2).min(axis=1).repeat(2)
         sums = np.zeros(len(lengths))
         for cell in np.flatnonzero((found.rows != UNKNOWN) & (shorter > 0)):
@@ -310,7 +321,9 @@ class ReferenceLogps:
     # --- what is written ---
 
     def keep(self) -> None:
-        """Writes down every value that was given since the last call: first for this run, then for all."""
+        """Writes down every value that was given since the last call: first for this run, then for
+        all.
+        """
         asked, self._asked = self._asked, []
         for each in asked:
             if each.arrived:
@@ -382,7 +395,9 @@ class ReferenceLogps:
             self._table.add(records.keys, records.sums, written[0].places)
 
     def _write_own(self, records: Records) -> Stored | None:
-        """What a full disk does not take waits: the run goes on, and no checkpoint is saved without it."""
+        """What a full disk does not take waits: the run goes on, and no checkpoint is saved without
+        it.
+        """
         if self._own is None:
             return None
         self._waiting.append(records)
@@ -423,7 +438,9 @@ class ReferenceLogps:
     def recheck(
         self, pairs: Sequence[TokenPair], batches: Sequence[PairBatch], tolerance: float
     ) -> None:
-        """Compares known values of pairs with the model; stops where one differs by more per token than rounding."""
+        """Compares known values of pairs with the model; stops where one differs by more per token
+        than rounding.
+        """
         assert self._table is not None
         known = torch.from_numpy(self._table.find(self._keys(pairs)).sums).view(-1, 2)
         lengths = [

@@ -1,4 +1,6 @@
-"""Why a step was not applied, and where the cause is: pairs, ranks and layers. Searched only when it happens."""
+"""Why a step was not applied, and where the cause is: pairs, ranks and layers. Searched only when
+it happens.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ NOTHING_PASSES = StepLimits(-math.inf, -math.inf)
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """Where NaN or Inf was found in a step. Empty `pairs`: only the summed gradients are not finite."""
+    """Where NaN or Inf was found in a step. Empty `pairs`: only the summed gradients are not
+    finite.
+    """
 
     pairs: list[int]  # by their place in the step
     ranks: list[int]

@@ -1,7 +1,7 @@
 """RankTrainer: what one rank does with packed pairs: log-probs, a training step, its state.
 
-No files, no loop over steps, nothing about where the batches come from. On several ranks each has its own
-micro-batches of the step; their numbers are summed up in one collective, each number coming from one rank.
+It knows no files and no loop. On several ranks each has its own micro-batches of the step; one
+collective sums up their numbers, and each number comes from one rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """How micro-batches go through the model: one after another, or through the stages of a pipeline."""
+    """Sends micro-batches through the model: in sequence, or through pipeline stages."""
 
     def columns(
         self, batches: Sequence[PairBatch], wanted: Collection[str]
@@ -143,7 +143,7 @@ class RankTrainer:
 
     @torch.no_grad()
     def log_probs(self, batches: Sequence[PairBatch], pairs: int | None = None) -> Columns:
-        """Return the columns that the loss needs, of all pairs in their order within the step, on the device.
+        """Return the columns that the loss needs, for all pairs in step order, on the device.
 
         `pairs` is the number of pairs of all ranks; without it the ranks ask each other.
         """
@@ -151,7 +151,7 @@ class RankTrainer:
             return self._gathered(batches, pairs)
 
     def park(self) -> bool:
-        """Keep a frozen model on the host between its turns; False if it is there already, or cannot be."""
+        """Offload a frozen model between its turns; return False if it is there or cannot be."""
         whole = isinstance(self.policy, PolicyModel) and not self.mesh.sizes
         if self.parked or self.optimizer or not whole or not self.device.startswith("cuda"):
             return False
@@ -213,7 +213,7 @@ class RankTrainer:
             sums.register_hook(partial(watched.__setitem__, places))  # type: ignore[no-untyped-call]
 
     def rehearse(self, batch: PairBatch) -> None:
-        """Forward and backward without an update: shows what memory a micro-batch takes. `forget` ends it."""
+        """Run forward and backward to measure memory, without an update. `forget` ends it."""
         self.runner.backward([batch], (), lambda _batch, columns: columns["sum"].sum())
 
     def forget(self) -> None:
@@ -246,7 +246,7 @@ class RankTrainer:
                 part.copy_(torch.lerp(part.float(), own[name].to(part.device).float(), share))
 
     def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
-        """Tensors by group, and numbers: all that a later step depends on. Each rank returns its own shards."""
+        """Return everything a later step depends on: this rank's shards by group, and numbers."""
         optimizer = self._trained
         masters = {name: master.cpu() for name, master in optimizer.masters.items()}
         groups: dict[str, dict[str, Tensor | Shard]] = {
@@ -266,7 +266,7 @@ class RankTrainer:
     def load_state(
         self, groups: Mapping[str, Mapping[str, Tensor]], numbers: dict[str, Any]
     ) -> None:
-        """`groups` hold whole tensors; those of `ShardedFiles` are read part by part as this rank needs them."""
+        """Load whole tensors; those of `ShardedFiles` are read part by part as needed."""
         own = self._own_parts(groups["model"]), self._own_parts(groups["optimizer"])
         self._trained.load(*own, numbers["updates"])
         if (scale := self._trained.loss_scale) and "loss_scale" in numbers:
@@ -276,7 +276,7 @@ class RankTrainer:
             torch.cuda.set_rng_state(groups["rng"]["cuda"])
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The policy's weights on this rank as exactly as they are known; each is made when it is asked for."""
+        """Return this rank's exact weights of the policy; each is computed on access."""
         if self.optimizer:
             return self.optimizer.masters
         return {
@@ -284,7 +284,7 @@ class RankTrainer:
         }
 
     def weight_pieces(self) -> dict[str, Tensor | Shard]:
-        """The weights that are this rank's to store; with them, what an adapter began with, where that is kept."""
+        """Return the weights that this rank stores, and the initial adapter if it is kept."""
         begun = {
             name: local(p.detach())
             for name, p in self.policy.named_parameters()
@@ -345,9 +345,9 @@ class RankTrainer:
         reference: Columns | None,
         total: float,
     ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
-        """For a loss over the whole batch: its metrics, and its gradient by every log-prob of the step.
+        """Return metrics, and the gradient by every log-prob, of a loss over the whole batch.
 
-        One pass without gradients sees all pairs; the ordinary pass is then weighted by these slopes.
+        A pass without gradients sees all pairs; these slopes then weight the ordinary pass.
         """
         with torch.no_grad():
             columns = self._gathered(batches, len(facts.weight))
@@ -453,7 +453,7 @@ class RankTrainer:
 
 
 def device_of(policy: PolicyModel | Stages) -> str:
-    """Where it computes, which need not be where its shards wait: see its buffers, which are never moved."""
+    """Return the device on which it computes; shards may be elsewhere, buffers are not."""
     return str(next(iter(policy.buffers()), next(policy.parameters())).device)
 
 
