@@ -67,20 +67,20 @@ class Answers:
             self._reference = self._answers(self.roles.actor_train)
 
     def forget_reference(self) -> None:
-        """It has moved."""
+        """Discard the answers of the reference: it has moved."""
         self._reference = None
 
     def forget_unlogged(self) -> None:
-        """Lines of evaluations that metrics.jsonl no longer tells: they come again."""
+        """Remove the answers of evaluations that metrics.jsonl lacks: they will be repeated."""
         if not self.file.exists():
             return
-        told = {
+        logged = {
             line["step"]
             for line in _lines(self.config.run_dir / "metrics.jsonl")
             if f"{METRICS}prompts" in line
         }
         lines = _lines(self.file)
-        kept = [line for line in lines if line["step"] in told]
+        kept = [line for line in lines if line["step"] in logged]
         if len(kept) < len(lines) or not self.file.read_bytes().endswith(b"\n"):
             whole = self.file.with_name(f".tmp-{self.file.name}")
             whole.unlink(missing_ok=True)
@@ -88,17 +88,20 @@ class Answers:
                 os.replace(whole, self.file)
 
     def record(self, step: int, stopped: Callable[[], bool]) -> dict[str, float | int]:
-        """Metrics of an evaluation; the texts go to answers.jsonl. `stopped` is asked between
-        prompts.
+        """Return the metrics of an evaluation and write the texts to answers.jsonl.
+
+        `stopped` is called between prompts.
         """
         policy = self._answers(self.roles.actor_train, stopped)
         if self._reference is None:  # without one it is step 0, and the policy its own beginning
             self._reference = (
                 self._answers(self.roles.reference, stopped) if self.roles.reference else policy
             )
-        told = {"reference": self._reference, "policy": policy}
-        stats = {name: [_stats(answer) for answer in answers] for name, answers in told.items()}
-        texts = {name: [self._text(answer) for answer in answers] for name, answers in told.items()}
+        found = {"reference": self._reference, "policy": policy}
+        stats = {name: [_stats(answer) for answer in answers] for name, answers in found.items()}
+        texts = {
+            name: [self._text(answer) for answer in answers] for name, answers in found.items()
+        }
         rows = [
             {"step": step, "prompt": prompt, **{name: each[place] for name, each in texts.items()}}
             | {f"{name}_stats": each[place] for name, each in stats.items()}
@@ -139,13 +142,14 @@ class Answers:
         return [self._cut(answer) for answer in found]
 
     def _answer(self, role: ActorWorker, prompts: Sequence[list[int]]) -> list[GeneratedAnswer]:
-        """All at once, or one half after the other where memory falls short."""
+        """Answer all prompts at once, or one half after the other if memory runs out."""
         try:
             return role.answer(prompts, self.tokenizer, self.asked.max_new_tokens)
         except torch.OutOfMemoryError as error:
             if len(prompts) == 1:
                 raise MemoryShortage(
-                    f"eval_prompts: an answer does not fit beside the models ({error}); lower max_new_tokens."
+                    "eval_prompts: an answer does not fit in memory next to the models "
+                    f"({error}); lower max_new_tokens."
                 ) from error
         role.release()  # here, where the exception no longer holds what filled the memory
         half = len(prompts) // 2
@@ -164,7 +168,7 @@ class Answers:
         return text
 
     def _write(self, path: Path, rows: Sequence[dict[str, Any]]) -> bool:
-        """A disk that takes no line costs the texts, never the run."""
+        """Write lines; if the disk is full the texts are lost and the run continues."""
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.writelines(strict_json(row) + "\n" for row in rows)

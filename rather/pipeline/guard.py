@@ -1,7 +1,7 @@
-"""Guard: decides what happens after a step with NaN, Inf or a spike. The workers have not applied
-such a step.
+"""What happens after a step with NaN, Inf or a spike, and after one that ran out of memory.
 
-Every driver decides by the same numbers, so all drivers decide the same.
+The workers have not applied such a step. Every driver decides by the same numbers, so all drivers
+decide the same.
 """
 
 from __future__ import annotations

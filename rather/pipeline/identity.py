@@ -89,7 +89,7 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
 
 
 def refuse_other_run(newest: Checkpoint, now: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Compares a checkpoint with this run; what differs and is not allowed is told field by field."""
+    """Refuse a checkpoint of another run; the error lists each field that differs."""
     for key, kind in STATE_OF_A_RUN.items():
         if not isinstance(newest.state.get(key), kind):
             raise CheckpointError(f"{newest.path}: its state has no {key}; no run has saved it.")
@@ -116,7 +116,7 @@ def refuse_other_run(newest: Checkpoint, now: Mapping[str, Any], allowed: Sequen
     if refused:
         raise CheckpointError(
             f"{newest.path} belongs to another run:\n  " + "\n  ".join(refused) + "\n"
-            "Set them back, choose another exp_name, or start anew with --overwrite."
+            "Set them back, choose another exp_name, or start from scratch with --overwrite."
         )
 
 
@@ -130,7 +130,7 @@ def _changes(field: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Ite
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Single values by their path; a loss, [name, weight, numbers], by its name."""
+    """Return single values by path; a loss, [name, weight, numbers], has its name as path."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)

@@ -222,7 +222,7 @@ class DPOPipeline(TrainingLoop):
                 early = newest.state["progress"]["stopped_early"]
                 advice = "early stopping ended it" if early else "raise max_steps to train on"
                 log.info("%s is finished at step %d; %s", self.run_dir, newest.step, advice)
-                if not self.is_from_config:  # the caller goes on to use the model
+                if not self.is_from_config:  # the caller uses the model afterwards
                     self._restore(newest)
                 return 0
             self._start(newest)

@@ -1,7 +1,6 @@
-"""The reference is asked: for what is not known of it, in turn with training or one step ahead.
+"""Reference log-probs for each step: from the cache, or computed in turn with training or ahead.
 
-Under torchrun the leading driver knows and asks; the others compute with it whatever it asks, until
-it has its answer.
+Under torchrun the main driver reads the cache and asks for the rest; the others compute along.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class ReferenceStream:
     # --- before the first step ---
 
     def open(self, newest: Checkpoint | None) -> bool:
-        """Reads what is known of the reference; whether the run needs the model itself."""
+        """Read the known log-probs; return whether the run needs the model of the reference."""
         known = self.logps
         if known is None:
             return False
@@ -102,16 +101,14 @@ class ReferenceStream:
         return False
 
     def load(self) -> None:
-        """The model, where the loss has a reference."""
+        """Load the model, if the loss has a reference."""
         if self.roles.reference:
             self.roles.reference.initialize(self.source.total_steps)
             refuse_foreign_tokens(self.config, self.source.data, self.roles.reference)
             self._loaded = True
 
     def parking(self) -> Callable[[], bool] | None:
-        """Makes room by sending the model to the host, where it may go and steps are long enough to
-        pay for it.
-        """
+        """Return what moves the model to the host, if that is allowed and steps are long enough."""
         config, reference = self.config, self.roles.reference
         if not self._loaded or config.reference.offload != "auto" or config.sync_ref_model:
             return None
@@ -120,7 +117,7 @@ class ReferenceStream:
         return reference.park if reference and pays else None
 
     def recheck(self, step: int) -> None:
-        """Known values of some pairs, drawn by the seed, against the model."""
+        """Compare the known log-probs of some pairs, drawn by the seed, with the model."""
         count, role = self.config.reference.cache.recheck, self.config.reference
         if not (count and self.roles.reference):
             return
@@ -181,21 +178,19 @@ class ReferenceStream:
             return columns
 
     def keep(self) -> None:
-        """After a step: writes down what it was told. A reference that runs ahead does so by
-        itself.
-        """
+        """Store the log-probs of a step. A reference that runs ahead has already done so."""
         if self.logps and not self.roles.runs_ahead:
             self.logps.keep()
 
     def follow_policy(self) -> None:
-        """TR-DPO: the reference moves towards the policy."""
+        """TR-DPO: move the reference towards the policy."""
         self.roles.move_reference(self.config.ref_model_mixup_alpha, self.config.run_dir)
 
     def _answer(self, step: Step) -> ReferenceStep:
         with self.timeline.span("reference", "log-probs", step.number) as span:
             columns = self.columns(step)
             if self.logps and self.roles.runs_ahead:
-                with self._turn:  # what a step was told is written down before the next one asks
+                with self._turn:  # a step's log-probs are stored before the next one asks
                     self.logps.keep()
         return ReferenceStep(step, columns, span.seconds)
 
@@ -219,7 +214,7 @@ class ReferenceStream:
     # --- files and numbers ---
 
     def sync(self) -> None:
-        """What the steps were told is on the disk: a checkpoint may rely on it."""
+        """Write the log-probs of all steps to the disk, for a checkpoint relies on them."""
         if self.logps:
             self.logps.sync()
 
@@ -234,9 +229,9 @@ class ReferenceStream:
     def log_counts(self) -> None:
         if self.logps:
             counts = self.logps.counts
-            told = (counts.pairs_from_cache, counts.pairs_computed, counts.forwards)
+            numbers = (counts.pairs_from_cache, counts.pairs_computed, counts.forwards)
             log.info(
-                "reference log-probs: %d pairs from the cache, %d computed in %d forwards", *told
+                "reference log-probs: %d pairs from the cache, %d computed in %d forwards", *numbers
             )
 
     def close(self) -> None:

@@ -86,10 +86,10 @@ def check_step_zero(
         len(found) > 1 for found in (dtypes, revisions, adapters)
     ):
         names = ("revision", "dtype", "adapter_name_or_path")
-        told = [
+        sources = [
             (role.model_path, *(getattr(role.model_args, name) for name in names)) for role in roles
         ]
-        log.info("policy %s and reference %s differ by intent: no check at step 0", *told)
+        log.info("policy %s and reference %s differ by intent: no check at step 0", *sources)
         return
     lengths = torch.tensor(
         [[scored_tokens(pair.chosen_scored), scored_tokens(pair.rejected_scored)] for pair in pairs]

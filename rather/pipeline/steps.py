@@ -57,7 +57,7 @@ class StepSource(Protocol):
 
     @property
     def total_steps(self) -> int | None:
-        """The number of steps, or None if only `Step.is_last` tells when the pairs end."""
+        """The number of steps, or None if only `Step.is_last` marks the end."""
 
     def steps(self, done: int, position: Mapping[str, Any] | None) -> Iterator[Step]:
         """Yield the steps after the first `done`, numbered from `done + 1`, in order.
@@ -186,14 +186,14 @@ T = TypeVar("T")
 
 
 class _Ended:
-    """What the thread says last: that there is no more, or why."""
+    """The last item of the thread: there are no more, or an error ended it."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
 def ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """The same items, at most `depth` of them made before they are taken.
+    """Yield the same items, made in a thread, at most `depth` of them before they are taken.
 
     An exception of the thread is raised where its item was expected. The thread ends when the
     iterator is exhausted or closed.
@@ -209,7 +209,7 @@ def ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
                 ready.put(next(source))
         except StopIteration:
             pass
-        except BaseException as error:  # told to the one who takes the items
+        except BaseException as error:  # raised where the item is taken
             ended = _Ended(error)
         ready.put(ended)
 

@@ -1,9 +1,8 @@
-"""What a run spends its time on: for its log lines, for its report and, on request, for a picture
-of it.
+"""Where the time of a run goes: for log lines, the report and, on request, trace.json.
 
 trace.json has Chrome's format (chrome://tracing, ui.perfetto.dev): an array with one event per
-line, whose closing bracket may be missing. So a killed run leaves a file that opens, and one that
-goes on appends to it.
+line, whose closing bracket may be missing. So a killed run leaves a file that opens, and a resumed
+run appends to it.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ class Trace:
             self._file = None
 
     def _write(self, text: str) -> None:
-        """Without room for it the run goes on."""
+        """Write; if the disk is full the run continues without the trace."""
         with self._turn:
             if self._file is None:
                 return

@@ -121,8 +121,8 @@ class ReferenceLogps:
             adapter = self._adapter()
             identity = f"{digest} {adapter} {dtype} {SCORER}"
             self._start = blake2b(identity.encode(), digest_size=16)
-            beside = f"-{adapter[:12]}" if adapter else ""
-            self.folder = config.reference_cache_dir / f"{digest[:24]}{beside}-{dtype}-{SCORER}"
+            suffix = f"-{adapter[:12]}" if adapter else ""
+            self.folder = config.reference_cache_dir / f"{digest[:24]}{suffix}-{dtype}-{SCORER}"
             self._read(own_file)
             self._segment = self._numbered(self.folder / f"{uuid.uuid4().hex}.logps")
 
@@ -395,9 +395,7 @@ class ReferenceLogps:
             self._table.add(records.keys, records.sums, written[0].places)
 
     def _write_own(self, records: Records) -> Stored | None:
-        """What a full disk does not take waits: the run goes on, and no checkpoint is saved without
-        it.
-        """
+        """Write what waits. If the disk is full the run continues, but saves no checkpoint."""
         if self._own is None:
             return None
         self._waiting.append(records)
@@ -420,7 +418,7 @@ class ReferenceLogps:
         return stored
 
     def _write_shared(self, records: Records) -> Stored | None:
-        """Without room for the cache the run goes on."""
+        """Write to the shared cache; if the disk is full the run continues without it."""
         if self._segment is None:
             return None
         try:

@@ -4,6 +4,10 @@ Each request is a file <run_dir>/.control-<word>-<number>. The run accepts it at
 step, or of a chunk of its evaluation, by renaming it to .taken-<number>-<step>; the one who asked
 removes it. This works for a run in one process, on Ray and under torchrun, on this machine or
 another that shares the folder.
+
+SIGTERM and SIGINT stop a run, SIGUSR1 saves a checkpoint; a second SIGTERM or SIGINT quits
+immediately. Before training begins nothing is lost, so the run ends immediately; later the step is
+finished and saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Strict JSON for files that other programs read, and JSONL files to append to."""
+"""Strict JSON for files that other programs read, JSONL files to append to, and metrics.jsonl.
+
+metrics.jsonl is the record of a run. Checkpoints store its length: no line is lost or doubled.
+"""
 
 from __future__ import annotations
 
