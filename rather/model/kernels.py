@@ -3,8 +3,7 @@
 Imported only for CUDA tensors. The same arithmetic in plain torch is in head.py, for the CPU.
 """
 
-# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call,
-# untyped-decorator, misc"
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A table on the device gives each program the addresses of its parameter; an upda
 table and a few numbers per parameter there. Imported only if CUDA is used.
 """
 
-# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call,
-# untyped-decorator, misc"
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 from __future__ import annotations
 

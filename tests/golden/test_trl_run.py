@@ -18,7 +18,7 @@ from rather.data.batch import TokenPair
 from rather.data.prepare import prepare
 from rather.migrate.engine import migrate
 from rather.migrate.peers import PEERS
-from rather.migrate.source import Source
+from rather.migrate.source import SourceSettings
 from rather.pipeline.pipeline import DPOPipeline
 from tests.golden.trl_run import SETTINGS, SHAPES, STEPS, make_data, make_model
 from tests.tiny import metrics
@@ -49,7 +49,7 @@ def migrated(model: Path, folder: Path, shape: str, *overrides: str) -> DPOConfi
     given = {**SETTINGS, **own}
     file = folder / "dpo.yaml"
     file.write_text(
-        yaml.safe_dump(migrate(Source("trl", given), PEERS["trl"]).values), encoding="utf-8"
+        yaml.safe_dump(migrate(SourceSettings("trl", given), PEERS["trl"]).values), encoding="utf-8"
     )
     return load_config(file, [f"logging_dir={folder}", *overrides])
 

@@ -285,11 +285,11 @@ def test_fewer_prompts_at_once_where_memory_falls_short(run: DPOConfig) -> None:
     answers.asked, answers.tokenizer = run.eval_prompts, None  # type: ignore[assignment]
     prompts = [[number] for number in range(8)]
     small: Any = Small(2)
-    assert [answer.ids for answer in answers._fitting(small, prompts)] == prompts
+    assert [answer.ids for answer in answers._answer(small, prompts)] == prompts
     assert small.calls == [8, 4, 2, 2, 4, 2, 2]
     nothing: Any = Small(0)
     with pytest.raises(MemoryShortage, match="lower max_new_tokens"):
-        answers._fitting(nothing, prompts)
+        answers._answer(nothing, prompts)
 
 
 def test_an_answer_ends_with_the_turn_of_its_template() -> None:
