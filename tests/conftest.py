@@ -79,14 +79,13 @@ def _is_wide(item: pytest.Item) -> bool:
     return item.get_closest_marker("wide") is not None or is_wide(item.nodeid)
 
 
-# Tests that share costly processes go to one worker, those with a Ray to the same one. Elsewhere a file does.
+# Tests that share costly processes run in one worker; elsewhere a file does.
 SHARING = {
     r"tests/cluster/|tests/faults/.*(on_ray|\[ray)": "ray",
-    r"tests/same/": "ranks",
     r"tests/faults/": "nursery",
 }
-# A Ray waits more than it computes: first, beside tests of one process. Ranks fill all cores by themselves.
-ORDER = ("ray", "nursery", None, "ranks")
+# Tests on Ray wait more than they compute: they start first, alongside tests of one process.
+ORDER = ("ray", "nursery", None)
 
 
 def _group(test: str) -> str | None:

@@ -11,6 +11,27 @@ import re
 from functools import cache
 
 WIDE = {
+    "api/test_resume.py::test_a_killed_training_resumes_to_the_same_bits[fit-loader-adamw]": (
+        "its cells fit-rows and coati-loader"
+    ),
+    "board/test_page.py::test_both_themes_and_widths[wide]": "its cell narrow",
+    "board/test_page.py::test_new_lines_appear": "board/test_serve.py: new lines of a run",
+    "board/test_page.py::test_the_panel_of_a_run_stays_while_it_writes_metrics": "test_serve.py",
+    "board/test_page.py::test_the_keyboard_is_enough": "test_pairs_token_by_token",
+    "board/test_page.py::test_the_report_opens_and_cannot_ask_the_board": "test_serve.py: origin",
+    "board/test_page.py::test_a_run_without_weights_says_so": "board/test_inspector.py",
+    "cluster/test_hang.py::test_neither_a_breakpoint_nor_a_process_that_was_stopped_is_a_hang": (
+        "the watchdog's rules, by function, in the same file"
+    ),
+    "cluster/test_seed.py::test_the_script_of_the_seed": "cluster/test_cluster.py: two roles on Ray",
+    "cluster/test_supervision.py::"
+    "test_lost_workers_are_replaced_and_the_result_has_the_same_bits": (
+        "test_a_run_with_losses_ends_as_one_without, with processes that stand in for Ray's"
+    ),
+    "config/test_roll.py::test_dense_files_run[older]": "its cell dense",
+    "data/test_real.py": "data/test_tokens.py, on tokenizers made by the tests",
+    "health/test_health.py::test_findings_follow_from_the_metrics_alone[(?!few).*]": "its first cell",
+    "page/test_page.py::test_the_theme_is_kept_and_colours_the_charts": "test_in_a_browser",
     "train/test_outcome.py": "train/test_trainer.py and demo/test_demo.py train and judge a model",
     "docs/test_newcomer.py": "docs/test_snippets.py runs every command of the README by itself",
     "api/test_script.py": "api/test_coati.py runs the same trainer in this process",
