@@ -21,7 +21,7 @@ def without_extras(name, path=None, target=None):
     hidden = ("ray", "plotly", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
     return None if name.partition(".")[0] in hidden else find(name, path, target)
 
-PathFinder.find_spec = without_extras
+PathFinder.find_spec = staticmethod(without_extras)
 """
 
 
