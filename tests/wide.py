@@ -11,6 +11,38 @@ import re
 from functools import cache
 
 WIDE = {
+    "cluster/test_orphans.py": "faults/test_kill.py and cluster/test_hang.py leave no process behind",
+    "cluster/test_hang.py::test_under_torchrun_one_watchdog_names_it_and_all_processes_end": (
+        "on Ray and in one process, in the same file"
+    ),
+    "data/test_data_page.py::test_the_page_in_a_browser": "page/test_page.py, in a browser",
+    r"docs/test_snippets.py::test_commands_run[(?!README).*]": "the README's; every YAML and Python block",
+    "report/test_report.py::test_in_a_browser[size1.*]": "its other cell",
+    "same/test_adapters.py::test_a_checkpoint_resumes_under_another_layout": "same/test_elastic.py",
+    "same/test_adapters.py::test_the_layout_does_not_matter[fsdp2 pissa]": "its other cells",
+    "same/test_adapters.py::test_roles_share_one_model_and_leave_one_adapter": "adapters/test_run.py",
+    "same/test_context.py::test_together_with_other_axes[dp]": "its cell zero3",
+    "same/test_context.py::test_losses_and_families": "the canonical run",
+    "same/test_elastic.py::test_any_layout_resumes_under_any_other"
+    "[zero3-tp2|tp2-pp2|cp2-dp2|zero2-zero1|dp2-1]": "1-zero3 and pp2-cp2",
+    "same/test_elastic.py::test_layouts_of_four": "two ranks in the same file",
+    "same/test_shard.py::test_losses_and_families_on_zero3": "the canonical run; losses/ on one rank",
+    "same/test_stages.py::test_a_divided_backward_pass_adds_up_in_float32": "every schedule, same file",
+    "same/test_stages.py::test_layers_that_compute_their_activations_again": "every schedule",
+    "same/test_stages.py::test_models_and_losses": "every schedule, same file",
+    "same/test_stages.py::test_four_ranks_with_virtual_stages": "interleaved on two ranks",
+    "same/test_tensor.py::test_together_with_other_axes[plain-cp|plain-dp]": "its cell plain-zero3",
+    "same/test_tensor.py::test_losses_and_families": "the canonical run",
+    "sweep/test_sweep.py::test_a_signal_is_passed_on_to_the_children": "train/test_signals.py",
+    "sweep/test_sweep.py::test_the_children_of_a_killed_sweep_are_asked_to_end": "test_signals.py",
+    "tracking/test_trackers.py::test_wandb_offline": "the other trackers; api/test_wandb.py",
+    "tracking/test_trackers.py::test_wandb_without_a_server_is_kept_in_local_files": "api/test_wandb.py",
+    "train/test_signals.py::test_before_the_model_is_there_the_data_is_kept": (
+        "test_a_signal_ends_in_a_checkpoint"
+    ),
+    "train/test_signals.py::test_a_save_asked_for_before_training_comes_after_the_first_step": (
+        "checkpoint/test_control.py"
+    ),
     "api/test_resume.py::test_a_killed_training_resumes_to_the_same_bits[fit-loader-adamw]": (
         "its cells fit-rows and coati-loader"
     ),
