@@ -1,4 +1,4 @@
-"""Tests that `make test` leaves to `make test-all` and CI, and what still proves each claim in `make test`.
+"""Tests that `make test` leaves to `make test-all`, and what still proves each claim in `make test`.
 
 Cells of a matrix are marked in their files (tests/cells.py). This table holds whole tests whose
 cost is process start or real training. A key is `file::function[cell]`; the last two may be left

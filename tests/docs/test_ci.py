@@ -35,17 +35,17 @@ def ci(folder: Path, **programs: str) -> str:
 @pytest.mark.parametrize(
     ("programs", "said"),
     [
-        ({"chromium": ""}, "make check test-all\n"),
-        ({"google-chrome": ""}, "make check test-all\n"),
+        ({"chromium": ""}, "make check test\n"),
+        ({"google-chrome": ""}, "make check test\n"),
         (
             {"apt-get": ""},
             "No Chromium found: installing one with apt-get for the tests of HTML pages\n"
-            "make check test-all\n",
+            "make check test\n",
         ),
         (
             {"apt-get": "exit 100"},
             "No Chromium found: installing one with apt-get for the tests of HTML pages\n"
-            "The installation failed: the tests of HTML pages will be skipped\nmake check test-all\n",
+            "The installation failed: the tests of HTML pages will be skipped\nmake check test\n",
         ),
     ],
     ids=["found", "another", "installed", "installation fails"],
