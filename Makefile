@@ -60,16 +60,15 @@ install: $(BASE)
 demo: $(BASE)
 	@$(VENV)/bin/rather demo $(ARGS)
 
-# Tests marked `alone` run after the others, one at a time. Status 5: ARGS selected no test of this half.
-# $(1): options of pytest; $(2): pairs of statuses that are accepted.
-RUN_TESTS = $(PYTEST) -n $(WORKERS) --no-loadscope-reorder -m "not alone" $(1) $(ARGS); first=$$?; \
-  $(PYTEST) -m alone $(1) $(ARGS); second=$$?; case "$$first $$second" in $(2)) ;; *) exit 1 ;; esac
-
+# Every test that must run alone is a wide one (tests/conftest.py): make test is one run of pytest.
 test: $(DEV)
-	@$(call RUN_TESTS,,"0 0"|"0 5"|"5 0")
+	@$(PYTEST) -n $(WORKERS) --no-loadscope-reorder $(ARGS)
 
+# Status 5: ARGS selected no test of this half.
 test-wide: $(DEV)
-	@$(call RUN_TESTS,--wide-only,"0 0"|"0 5"|"5 0"|"5 5")
+	@$(PYTEST) --wide-only -m alone $(ARGS); first=$$?; \
+	$(PYTEST) --wide-only -n $(WORKERS) --no-loadscope-reorder -m "not alone" $(ARGS); second=$$?; \
+	case "$$first $$second" in "0 0"|"0 5"|"5 0"|"5 5") ;; *) exit 1 ;; esac
 
 test-all: $(DEV)
 	@$(MAKE) --no-print-directory test

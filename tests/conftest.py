@@ -76,7 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_wide(item: pytest.Item) -> bool:
-    return item.get_closest_marker("wide") is not None or is_wide(item.nodeid)
+    marks = any(item.get_closest_marker(name) for name in ("wide", "alone"))
+    return marks or is_wide(item.nodeid)
 
 
 # Tests that share costly processes run in one worker; elsewhere a file does.
