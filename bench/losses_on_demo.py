@@ -22,11 +22,18 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 
-from rather.commands.demo.base import sample
-from rather.commands.demo.run import ACCURACY, SEED, write_base, write_run
-from rather.commands.demo.shop import Query, manner_of, on_topic, queries
+from rather.commands.demo import (
+    ACCURACY,
+    SEED,
+    Query,
+    manner_of,
+    on_topic,
+    queries,
+    sample,
+    write_base,
+    write_run,
+)
 from rather.config.load import config_from_dict, load
 from rather.config.schema import DPOConfig
 from rather.losses.losses import LOSSES
@@ -111,12 +118,12 @@ def prepare(out: Path, held_out: Sequence[Query]) -> None:
     """The demo's pairs, base model and YAML; a base model that is there already is used again."""
     out.mkdir(parents=True, exist_ok=True)
     training = [query for query in queries() if not query.held_out]
-    write_run(out, training, held_out, Console(stderr=True))
+    write_run(out, training, held_out)
     for file in (out / "train.json", out / "held_out.json"):
         rows = [{**row, "margin": 1.0} for row in json.loads(file.read_text(encoding="utf-8"))]
         file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     if not (out / "base" / "config.json").exists():
-        write_base(out / "base", training, Console(stderr=True))
+        write_base(out / "base", training)
 
 
 def loss_settings(name: str) -> dict[str, Any]:

@@ -18,11 +18,9 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 
 from rather.board.serve import Board
-from rather.commands.demo.run import write_base, write_run
-from rather.commands.demo.shop import queries
+from rather.commands.demo import queries, write_base, write_run
 from tests.browser import ARGUMENTS, MISSING, NAMES, NARROW, WIDE
 
 if TYPE_CHECKING:
@@ -43,9 +41,8 @@ def train(folder: Path) -> None:
     training = [query for query in queries() if not query.held_out]
     held_out = [query for query in queries() if query.held_out]
     torch.set_num_threads(1)  # as the demo does: a second thread hardly helps
-    console = Console(stderr=True)
-    write_run(folder, training, held_out, console)
-    write_base(folder / "base", training, console)
+    write_run(folder, training, held_out)
+    write_base(folder / "base", training)
     for name, beta in RUNS.items():
         settings = [f"exp_name={name}", beta, *SETTINGS]
         command = [sys.executable, "-m", "rather", "train", str(folder / "dpo.yaml"), *settings]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from contextlib import closing
+from contextlib import closing, nullcontext, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,26 +14,10 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from rather.commands.board import board_command
-from rather.commands.compare_losses import compare_losses_command
-from rather.commands.config import config_app
-from rather.commands.control import save_now_command, stop_command
-from rather.commands.data import data_command
+from rather.commands import models, prepare, runs
 from rather.commands.doctor import doctor_command
-from rather.commands.health import health_command
-from rather.commands.migrate import migrate_command
-from rather.commands.models import (
-    chat_command,
-    compare_command,
-    export_command,
-    merge_command,
-    score_command,
-)
-from rather.commands.plan import plan_command
-from rather.commands.recipes import recipes_app
-from rather.commands.report import report_command
-from rather.commands.sweep import sweep_command
 from rather.commands.terminal import (
+    AsJson,
     ConfigPath,
     Imports,
     Overrides,
@@ -41,8 +25,8 @@ from rather.commands.terminal import (
     print_json,
     settings,
 )
-from rather.commands.verify import verify_command
 from rather.config.redaction import redact
+from rather.errors import ConfigError
 from rather.run_folder.control import PATIENCE, StopRequest, leave_within
 
 
@@ -50,7 +34,7 @@ class CommandGroup(TyperGroup):
     """The commands, with a hint for config keys that were typed as options."""
 
     def invoke(self, ctx: Any) -> Any:
-        arguments = list(ctx.args)
+        arguments = " ".join(ctx.args)
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -58,11 +42,10 @@ class CommandGroup(TyperGroup):
             if option := getattr(error, "option_name", None):
                 from rather.config.keys import nearest
 
-                at = next((i for i, word in enumerate(arguments) if word.startswith(option)), -1)
-                equals, rest = arguments[at].partition("=")[1:], arguments[at + 1 : at + 2]
-                value = equals[1] if equals[0] else (rest or ["VALUE"])[0]
+                after = arguments.partition(option)[2].replace("=", " ").split()
                 if key := nearest(option.lstrip("-").replace("-", "_")):
-                    error.message += f". To set a config key, write {key}={value}"  # type: ignore[attr-defined]
+                    hint = f". To set a config key, write {key}={(after or ['VALUE'])[0]}"
+                    error.message += hint  # type: ignore[attr-defined]
             raise
 
 
@@ -140,15 +123,44 @@ def train(
     """
     changes = [*(overrides or []), *(["overwrite=true"] if overwrite else [])]
     changes += [f"ray.address='{address}'"] if address else []
-
-    def work() -> int:
-        return train_from_config(config, changes, dry_run=dry_run)
-
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return work()
+        return train_from_config(config, changes, dry_run=dry_run)
     from rather.cluster.supervision import report_first_failure
 
-    return report_first_failure(work)
+    return report_first_failure(lambda: train_from_config(config, changes, dry_run=dry_run))
+
+
+@command
+def sweep(
+    config: ConfigPath,
+    values: Annotated[
+        list[str],
+        typer.Argument(help="Keys with several values, such as beta=0.01,0.05; or with one."),
+    ],
+    by: Annotated[
+        str | None,
+        typer.Option(help="Held-out metric that decides; default: eval/rewards/accuracies."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start an existing sweep from scratch.")
+    ] = False,
+    as_json: AsJson = False,
+    imports: Imports = None,
+) -> int:
+    """Train every combination of some values. Run the same command again to resume.
+
+    Runs share one pass of the reference. With more GPUs than one run needs, several runs train
+    side by side. A run that fails does not stop the others; the sweep exits with its code.
+    """
+    from rather.commands.sweep import choose_metric, plan_sweep, print_results, results
+
+    planned = plan_sweep(config, values, overwrite=overwrite)
+    metric = choose_metric(planned.base, by)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the runs print
+        planned.run()
+    found = results(planned, metric)
+    print_json(found) if as_json else print_results(planned, found)
+    return planned.exit_code
 
 
 @command
@@ -162,7 +174,6 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the held-out pairs against the reference; print the metrics as JSON."""
     given = settings(config, overrides)
-    from rather.errors import ConfigError
     from rather.pipeline.pipeline import DPOPipeline
 
     if not given.validation.data_args.given:
@@ -182,39 +193,47 @@ def demo(
     ),
 ) -> int:
     """Build a tiny model, train it, and show its answers before and after. Needs no network."""
-    from rather.commands.demo.run import run_demo
+    from rather.commands.demo import run_demo
 
-    return run_demo(out, Console())
+    return run_demo(out)
 
 
-TRAIN, PREPARE, RUNS, MODELS = "Train", "Prepare", "Watch and manage runs", "Use models"
-COMMANDS: tuple[tuple[str, Any, str, str], ...] = (
-    (TRAIN, train, "train", "dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6"),
-    (TRAIN, sweep_command, "sweep", "dpo.yaml beta=0.01,0.05,0.1"),
-    (TRAIN, evaluate, "eval", "dpo.yaml --model output/dpo/model"),
-    (TRAIN, demo, "demo", "--out rather-demo"),
-    (PREPARE, data_command, "data", "dpo.yaml --html data.html"),
-    (PREPARE, plan_command, "plan", "dpo.yaml --gpus 8 --gpu h100"),
-    (PREPARE, doctor_command, "doctor", "dpo.yaml"),
-    (PREPARE, migrate_command, "migrate", "trl.yaml --out dpo.yaml"),
-    (RUNS, board_command, "board", "output"),
-    (RUNS, health_command, "health", "output/dpo"),
-    (RUNS, report_command, "report", "output/dpo"),
-    (RUNS, compare_command, "compare", "output/a output/b"),
-    (RUNS, stop_command, "stop", "output/dpo"),
-    (RUNS, save_now_command, "save-now", "dpo.yaml"),
-    (RUNS, verify_command, "verify", "output/dpo"),
-    (MODELS, chat_command, "chat", "output/dpo --beside base"),
-    (MODELS, score_command, "score", "output/dpo pairs.jsonl --reference base --by lang"),
-    (MODELS, export_command, "export", "output/dpo out --dtype bf16 --shard-size 5GB"),
-    (MODELS, merge_command, "merge", "output/lora/adapter --out merged"),
-    (MODELS, compare_losses_command, "compare-losses", "dpo.yaml --plot a.html"),
-)
-for panel, function, name, example in COMMANDS:
-    epilog = f"Example: `rather {name} {example}`"
-    app.command(name, rich_help_panel=panel, epilog=epilog)(function)
-app.add_typer(config_app, name="config", rich_help_panel=PREPARE)
-app.add_typer(recipes_app, name="recipes", rich_help_panel=PREPARE)
+COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
+    "Train": (
+        ("train", train, "dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6"),
+        ("sweep", sweep, "dpo.yaml beta=0.01,0.05,0.1"),
+        ("eval", evaluate, "dpo.yaml --model output/dpo/model"),
+        ("demo", demo, "--out rather-demo"),
+    ),
+    "Prepare": (
+        ("data", prepare.data_command, "dpo.yaml --html data.html"),
+        ("plan", prepare.plan_command, "dpo.yaml --gpus 8 --gpu h100"),
+        ("doctor", doctor_command, "dpo.yaml"),
+        ("migrate", prepare.migrate_command, "trl.yaml --out dpo.yaml"),
+    ),
+    "Watch and manage runs": (
+        ("board", runs.board_command, "output"),
+        ("health", runs.health_command, "output/dpo"),
+        ("report", runs.report_command, "output/dpo"),
+        ("compare", runs.compare_command, "output/a output/b"),
+        ("stop", runs.stop_command, "output/dpo"),
+        ("save-now", runs.save_now_command, "dpo.yaml"),
+        ("verify", runs.verify_command, "output/dpo"),
+    ),
+    "Use models": (
+        ("chat", models.chat_command, "output/dpo --beside base"),
+        ("score", models.score_command, "output/dpo pairs.jsonl --reference base --by lang"),
+        ("export", models.export_command, "output/dpo out --dtype bf16 --shard-size 5GB"),
+        ("merge", models.merge_command, "output/lora/adapter --out merged"),
+        ("compare-losses", models.compare_losses_command, "dpo.yaml --plot a.html"),
+    ),
+}
+for panel, commands in COMMANDS.items():
+    for name, function, example in commands:
+        epilog = f"Example: `rather {name} {example}`"
+        app.command(name, rich_help_panel=panel, epilog=epilog)(function)
+app.add_typer(prepare.config_app, name="config", rich_help_panel="Prepare")
+app.add_typer(prepare.recipes_app, name="recipes", rich_help_panel="Prepare")
 
 
 def main() -> None:

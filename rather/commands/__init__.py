@@ -1,3 +1,1 @@
-"""Commands that belong to no other room: `data`, `plan`, `doctor`, those on run folders and those
-on models.
-"""
+"""The commands. Modules that `rather.cli` imports at once do not import torch."""

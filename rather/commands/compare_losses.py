@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Any
 
+import torch
 import typer
-from rich.console import Console
-from rich.text import Text
+from torch import Tensor
 
-from rather.commands.terminal import ConfigPath, Imports, Overrides, command, make_table, settings
+from rather.checkpoint import checkpoint
+from rather.commands.score import LogProbs, log_probs
+from rather.commands.terminal import print_table
+from rather.config.schema import DPOConfig
+from rather.data.batch import Columns
+from rather.data.prepare import prepare
+from rather.errors import ConfigError
+from rather.losses.losses import LOSSES, averages
+from rather.losses.objective import PairLoss, configure, from_config
+from rather.report import chart, page, plotly_bundle
+from rather.run_folder.model_source import Weights, weights_of
 
-if TYPE_CHECKING:
-    from rather.commands.compare_losses_table import LossRow
-    from rather.commands.score import LogProbs
-
+POINTS, BINS = 81, 40
+SATURATED = 0.01  # share of the gradient at zero margin below which a pair counts as learnt
+PREFERENCE = ("sum", "shared")  # columns that the loss has a gradient for
 LEGEND = (
     "value: mean loss. gradient: mean norm of d loss / d (log-probs of chosen and rejected) of a "
     "pair. saturated: pairs whose gradient is below 1 % of that at zero margin (policy equal to "
@@ -24,51 +37,171 @@ LEGEND = (
 EQUAL = "Policy and reference are equal on these pairs: the values are those before any training."
 
 
-@command
-def compare_losses_command(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Weights to compare on; default: the run's model or checkpoint."),
-    ] = None,
-    pairs: Annotated[
-        int, typer.Option(help="Most pairs, evenly spread over the held-out pairs.", min=1)
-    ] = 512,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot every loss over the margin to this .html file.")
-    ] = None,
-    imports: Imports = None,
-) -> None:
-    """Evaluate every loss on the log-probs of a trained model: value, gradient, saturation."""
-    given = settings(config, overrides)
-    from rather.commands.compare_losses_table import compare_rows, measure, write_plot
-    from rather.errors import ConfigError
+@dataclass(frozen=True)
+class LossRow:
+    """One loss on all pairs. If it cannot be computed, `missing` says why and the numbers are NaN."""
 
-    if plot is not None and plot.suffix != ".html":
-        raise ConfigError(f"--plot {plot}: must be an .html file.")
-    x = measure(given, model, pairs)
-    rows = compare_rows(given, x)
-    print_rows(rows, x, Console())
-    if plot is not None:
-        write_plot(plot, rows, x)
-        typer.echo(f"The charts are in {plot}")
+    name: str
+    objective: PairLoss
+    numbers: Mapping[str, Any]
+    value: float = math.nan  # mean over pairs
+    gradient: float = math.nan  # mean norm of d loss / d (chosen, rejected log-prob)
+    saturated: float = math.nan  # share of pairs with a gradient below SATURATED
+    missing: str = ""
 
 
-def print_rows(rows: list[LossRow], x: LogProbs, console: Console) -> None:
-    title = f"{len(rows) - 1} losses on {len(x.margins)} pairs"
-    table = make_table(title, "loss", "value", "gradient", "saturated")
-    table.add_column("numbers")
-    for number, row in enumerate(rows):
-        cells = (f"{row.value:.4g}", f"{row.gradient:.3g}", f"{row.saturated:.1%}")
+def measure(config: DPOConfig, model: str | None = None, most: int = 512) -> LogProbs:
+    """Return log-probs of pairs spread over the held-out sets, or else over the training pairs."""
+    newest = checkpoint.newest_good(config.run_dir)
+    if not (model or newest or (config.run_dir / "model").exists()):
+        raise ConfigError(
+            f"{config.run_dir}: has no weights. Untrained, policy and reference are equal and "
+            "every loss is a constant: train first, or pass weights with --model."
+        )
+    policy = weights_of(model or str(newest.path if newest else config.run_dir))
+    role = config.reference
+    reference = Weights("reference", role.model_path, role.tokenizer_path, role.model_args)
+    if config.sync_ref_model and policy.checkpoint:
+        reference = replace(policy, name="reference", group="reference")
+    data = prepare(config)
+    sets = list(data.evals.values()) or [data.train]
+    places = [(number, row) for number, pairs in enumerate(sets) for row in range(len(pairs))]
+    last, count = len(places) - 1, min(most, len(places))
+    taken = [places[i] for i in torch.linspace(0, last, count, dtype=torch.float64).int().tolist()]
+    parts = [
+        (sets[number], [row for _, row in group])
+        for number, group in groupby(taken, lambda place: place[0])
+    ]
+    return log_probs(policy, reference, None, config, parts)
+
+
+def compare_rows(config: DPOConfig, x: LogProbs) -> list[LossRow]:
+    """Return the run's own objective, then every loss with its default numbers."""
+    numbers = config.loss_numbers | config.loss_modifiers
+    if config.loss_weights:
+        numbers["loss_weights"] = config.loss_weights
+    own = LossRow(f"this run: {' + '.join(config.loss_names)}", from_config(config), numbers)
+    others = [LossRow(name, configure([name], {}), rule.numbers) for name, rule in LOSSES.items()]
+    weight, rows = x.facts.weight / x.facts.weight.sum(), []
+    for row in (own, *others):
+        unknown = {name: getattr(x.facts, name).isnan() for name in row.objective.pair_columns}
+        missing = [
+            f"{int(each.sum())} of {len(each)} pairs have no {name}"
+            for name, each in unknown.items()
+            if each.any()
+        ]
+        if missing:
+            rows.append(replace(row, missing=", ".join(missing)))
+            continue
+        losses, gradient = slopes(row.objective, x, x.policy)
+        _, at_start = slopes(row.objective, x, at_zero_margin(row.objective, x))
+        saturated = (gradient < SATURATED * at_start).double()
+        value, size, share = (float(column @ weight) for column in (losses, gradient, saturated))
+        rows.append(replace(row, value=value, gradient=size, saturated=share))
+    return rows
+
+
+def slopes(objective: PairLoss, x: LogProbs, policy: Columns) -> tuple[Tensor, Tensor]:
+    """Return the loss of each pair, and the norm of its gradient by the pair's two log-probs."""
+    leaves = {name: policy[name].clone().requires_grad_() for name in PREFERENCE if name in policy}
+    losses = objective(x.for_loss({**policy, **leaves}))
+    # LD-DPO splits the gradient between a response's sum and the part within the shorter length.
+    parts = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
+    gradient = torch.stack([part for part in parts if part is not None]).sum(dim=0)
+    return losses.detach(), gradient.norm(dim=1)
+
+
+def at_zero_margin(objective: PairLoss, x: LogProbs) -> Columns:
+    """Return a policy without a preference: equal to the reference, or equal rewards in a pair."""
+    own = {name: x.policy[name] for name in PREFERENCE if name in x.policy}
+    if objective.needs_reference:
+        assert x.reference is not None
+        return {**x.policy, **{name: x.reference[name] for name in own}}
+    per_token = any(term.rule.rewards is averages for term in objective.terms)
+    scale = x.facts.length if per_token else torch.ones_like(x.facts.length)
+    columns = {name: (column / scale).mean(dim=1, keepdim=True) for name, column in own.items()}
+    return {**x.policy, **{name: column * scale for name, column in columns.items()}}
+
+
+def print_rows(rows: Sequence[LossRow], x: LogProbs) -> None:
+    cells = []
+    for row in rows:
         numbers = ", ".join(f"{name} {n}" for name, n in row.numbers.items() if n is not None)
         note = f"not computable: {row.missing}" if row.missing else numbers
-        cells = ("-", "-", "-") if row.missing else cells
-        style = "bold" if number == 0 else ""
-        table.add_row(Text(row.name), *cells, Text(note), style=style, end_section=number == 0)
-    console.print(table)
+        values = f"{row.value:.4g}", f"{row.gradient:.3g}", f"{row.saturated:.1%}"
+        cells.append((row.name, *values, note))
+    title = f"{len(rows) - 1} losses on {len(x.margins)} pairs"
+    print_table(("loss", "value", "gradient", "saturated", "numbers"), cells, title)
     low, middle, high = (float(x.margins.quantile(q)) for q in (0.05, 0.5, 0.95))
-    console.print(f"Margins in nats: median {middle:.3g}, 90 % between {low:.3g} and {high:.3g}")
-    if not x.margins.any():
-        console.print(EQUAL, style="yellow")
-    console.print(Text(LEGEND), style="dim")
+    typer.echo(f"Margins in nats: median {middle:.3g}, 90 % between {low:.3g} and {high:.3g}")
+    typer.echo(LEGEND if x.margins.any() else EQUAL)
+
+
+# --- charts ---
+
+
+def write_plot(file: Path, rows: Sequence[LossRow], x: LogProbs) -> None:
+    """Write a self-contained page: the curve of each loss over the histogram of margins."""
+    panels = [
+        chart(
+            figure(row, x),
+            row.name,
+            f"Value {row.value:.4g}, gradient {row.gradient:.3g}, saturated {row.saturated:.0%}.",
+        )
+        for row in rows
+        if not row.missing
+    ]
+    body = (
+        "<p>Curve: the mean pair, its chosen log-prob raised and its rejected log-prob lowered by "
+        "half the margin (nats, policy against reference). Bars: margins of the pairs, relative to "
+        f'the highest bar.</p><div class="grid">{"".join(panels)}</div>'
+    )
+    text = page(f"Loss against margin, {len(x.margins)} pairs", body, scripts=[plotly_bundle()])
+    file.write_text(text, encoding="utf-8")
+
+
+def figure(row: LossRow, x: LogProbs) -> dict[str, Any]:
+    low, high = span(x.margins)
+    margins, losses = zip(*curve(row.objective, x), strict=True)
+    counts = torch.histc(x.margins, bins=BINS, min=low, max=high)
+    middles = [low + (number + 0.5) * (high - low) / BINS for number in range(BINS)]
+    shares = (counts / counts.max()).tolist()
+    return {
+        "data": [
+            {"type": "scatter", "mode": "lines", "name": "loss", "x": margins, "y": losses},
+            {"type": "bar", "name": "pairs", "x": middles, "y": shares, "yaxis": "y2"},
+        ],
+        "layout": {
+            "height": 240,
+            "showlegend": False,
+            "xaxis": {"title": {"text": "margin in nats"}, "range": [low, high], "anchor": "y2"},
+            "yaxis": {"title": {"text": "loss"}, "domain": [0.3, 1.0]},
+            "yaxis2": {"domain": [0.0, 0.22], "showticklabels": False, "showgrid": False},
+        },
+    }
+
+
+def curve(objective: PairLoss, x: LogProbs) -> list[tuple[float, float]]:
+    """Return (margin, loss) of the mean pair; one pair at a time, since some losses sort pairs."""
+    assert x.reference is not None
+    facts = type(x.facts)(*(column.mean(dim=0, keepdim=True) for column in vars(x.facts).values()))
+    policy, reference = (
+        {name: column.mean(dim=0, keepdim=True) for name, column in columns.items()}
+        for columns in (x.policy, x.reference)
+    )
+    mean = LogProbs(facts, policy, reference)
+    half = torch.tensor([[0.5, -0.5]], dtype=policy["sum"].dtype)
+    points = []
+    for margin in torch.linspace(*span(x.margins), POINTS, dtype=torch.float64).tolist():
+        shifted = {
+            name: (reference[name] + margin * half).clamp(max=0.0)
+            for name in PREFERENCE
+            if name in reference
+        }
+        points.append((margin, float(objective(mean.for_loss({**policy, **shifted})))))
+    return points
+
+
+def span(margins: Tensor) -> tuple[float, float]:
+    """Return a range that contains every margin and zero."""
+    return min(math.floor(float(margins.min())), -1), max(math.ceil(float(margins.max())), 1)

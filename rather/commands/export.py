@@ -10,7 +10,6 @@ import logging
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from rather.model.export import merged_model, publish, whole_adapter, whole_mode
 from rather.model.files import model_folder
 from rather.model.policy import PolicyModel
 from rather.parallel.load import DTYPES, load_policy, takes_4_bits
-from rather.run_folder.model_source import Weights, here, weights_of
+from rather.run_folder.model_source import here, weights_of
 
 log = logging.getLogger(__name__)
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -38,108 +37,54 @@ def parse_size(size: str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def export(
-    name: str,
-    out: Path,
-    *,
-    adapter: bool = False,
-    dtype: str | None = None,
-    largest: int | None = None,
-) -> str:
+def export(name: str, out: Path, *, adapter: bool, dtype: str | None, size: str | None) -> str:
     """Write the folder `out`, complete or not at all; return how its log-probs compare.
 
-    `adapter`: the adapter alone instead of merged; `dtype`: else that of the source; `largest`:
-    bytes of a file.
+    `adapter`: the adapter alone instead of merged; `dtype`: else that of the source; `size`: of
+    the largest file.
     """
     _refuse_existing(out)
-    if adapter and (dtype or largest):
+    largest = parse_size(size) if size else None
+    if adapter and (dtype or size):
         raise ConfigError(
             "--dtype and --shard-size do not apply to --adapter: it is one float32 file."
         )
     own = Path(name).expanduser() / "adapter"  # next to the model that it was merged into
     found = adapter and (own / "adapter_config.json").is_file()
     source = weights_of(str(own) if found else name)
-    if not source.args.has_adapter:
-        if adapter:
-            raise ConfigError(f"--adapter: {name} has no adapter; export the model without it.")
-        return _export_model(source, out, dtype, largest)
-    if not adapter and source.checkpoint is None:
+    has_adapter = source.args.has_adapter
+    if adapter and not has_adapter:
+        raise ConfigError(f"--adapter: {name} has no adapter; export the model without it.")
+    if has_adapter and not adapter and not source.checkpoint:
         return merge(str(source.args.adapter_name_or_path), out, dtype=dtype, largest=largest)
-    policy, before = _load(source)
-    weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
-    target = out if adapter else out.with_name(f"{out.name}-adapter")
-    temporary = whole_adapter(
-        policy.causal_lm, weights, (source.model, source.args), source.tokenizer(), target
-    )
-    del policy
-    if adapter:
+    policy = source.load(here(), "fp32")
+    before = fixed_log_probs(policy)
+    args = ModelArgs(dtype="fp32")
+    if has_adapter:
+        target = out if adapter else out.with_name(f"{out.name}-adapter")
+        weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+        trained = source.model, source.args
+        temporary = whole_adapter(policy.causal_lm, weights, trained, source.tokenizer(), target)
+        del policy
+        if not adapter:
+            try:
+                return merge(str(temporary), out, dtype=dtype, largest=largest)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
         changes = {"adapter_name_or_path": str(temporary), "revision": source.args.revision}
         args = source.args.of_other_weights().model_copy(update={**changes, "dtype": "fp32"})
-        return _publish(source, source.model, temporary, out, before, torch.float32, args)
-    try:
-        return merge(str(temporary), out, dtype=dtype, largest=largest)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _export_model(source: Weights, out: Path, dtype: str | None, largest: int | None) -> str:
-    policy, before = _load(source)
-    config = policy.causal_lm.config
-    config.dtype = DTYPES[dtype] if dtype else config.dtype
-    temporary = whole_model(policy, {}, source.tokenizer(), out, largest)
-    del policy
-    args = ModelArgs(dtype="fp32")
-    return _publish(source, str(temporary), temporary, out, before, config.dtype, args)
-
-
-def _load(source: Weights) -> tuple[PolicyModel, Tensor]:
-    policy = source.load(here(), "fp32")
-    return policy, fixed_log_probs(policy)
-
-
-def _publish(
-    source: Weights,
-    model: str,
-    temporary: Path,
-    out: Path,
-    before: Tensor,
-    dtype: torch.dtype,
-    args: ModelArgs,
-) -> str:
-    """Open what was written, and publish it if it differs from the source by rounding only."""
-    result = _compare(before, model, args, temporary, out, TOLERANCE[dtype],
-                      f"does {source.name} contain numbers that {dtype} cannot represent?")  # fmt: skip
+        model, written = source.model, torch.float32
+    else:
+        config = policy.causal_lm.config
+        config.dtype = written = DTYPES[dtype] if dtype else config.dtype
+        temporary = whole_model(policy, {}, source.tokenizer(), out, largest)
+        model = str(temporary)
+        del policy
     folder = None if source.checkpoint else model_folder(source.model, source.args.revision)
-    own = folder / "README.md" if folder else None  # the source's card may name a licence
-    card = own.read_text(encoding="utf-8") if own and own.is_file() else f"# {out.name}\n"
-    publish(temporary, out, f"{card}\nExported from `{source.name}` by Rather: {result}.\n")
-    return result
-
-
-def _compare(
-    before: Tensor,
-    model: str,
-    args: ModelArgs,
-    temporary: Path,
-    out: Path,
-    allowed: float | None,
-    question: str,
-) -> str:
-    """Return how the log-probs differ; remove the temporary folder if by too much.
-
-    `allowed` is None if the base was quantised in training: the difference is only reported.
-    """
-    try:
-        after = fixed_log_probs(load_policy(model, args, here()))
-        difference = float((after - before).abs().max())
-        limit = "base quantised in training" if allowed is None else f"allowed: {allowed:g}"
-        result = f"log-probs before and after differ by {difference:.2g} per token ({limit})"
-        if allowed is not None and not difference <= allowed:
-            raise ConfigError(f"{out}: not written: {result}; {question}")
-        return result
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
+    own = (folder or out) / "README.md"  # the source's card may name a licence
+    card = own.read_text(encoding="utf-8") if own.is_file() else f"# {out.name}\n"
+    card += f"\nExported from `{source.name}` by Rather: "
+    return _publish(before, (model, args), temporary, out, card, TOLERANCE[written])
 
 
 def merge(
@@ -164,13 +109,16 @@ def merge(
     if name is None or found is None or not found.exists():
         raise ConfigError(f"{folder}: its base model {name} is not here; pass it with --base.")
     quantised = quantization_of(folder)
-    precision: dict[str, Any] = {"dtype": "fp32"}
     if quantised and not takes_4_bits():
         log.warning("%s: bitsandbytes is missing; comparing with the base in full precision instead "
                     "of %s", folder, quantised)  # fmt: skip
-    elif quantised:
-        precision = {"quantization": quantised}
-    args = ModelArgs(adapter_name_or_path=str(folder), revision=revision, **precision)
+        quantised = None
+    args = ModelArgs(
+        adapter_name_or_path=str(folder),
+        revision=revision,
+        quantization=quantised,
+        dtype=None if quantised else "fp32",
+    )
     policy = load_policy(name, args, here())
     before = fixed_log_probs(policy)
     own = (folder / "tokenizer_config.json").exists()
@@ -179,14 +127,38 @@ def merge(
     config.dtype = written = DTYPES[dtype] if dtype else config.dtype
     temporary = merged_model(policy.causal_lm, found, folder, tokenizer, out, largest)
     del policy
-    allowed = None if "quantization" in precision else TOLERANCE[written]
-    result = _compare(before, str(temporary), ModelArgs(dtype="fp32"), temporary, out, allowed,
-                      f"was the adapter trained on another base than {name}?")  # fmt: skip
-    publish(
-        temporary,
-        out,
-        f"# {out.name}\n\n`{name}` with the adapter `{folder}` merged by Rather: {result}.\n",
-    )
+    card = f"# {out.name}\n\n`{name}` with the adapter `{folder}` merged by Rather: "
+    merged = str(temporary), ModelArgs(dtype="fp32")
+    allowed = None if quantised else TOLERANCE[written]
+    return _publish(before, merged, temporary, out, card, allowed)
+
+
+def _publish(
+    before: Tensor,
+    model: tuple[str, ModelArgs],
+    temporary: Path,
+    out: Path,
+    card: str,
+    allowed: float | None,
+) -> str:
+    """Open what was written, and publish it if its log-probs differ by rounding only.
+
+    `allowed` is None if the base was quantised in training: the difference is only reported.
+    """
+    try:
+        after = fixed_log_probs(load_policy(*model, here()))
+        difference = float((after - before).abs().max())
+        limit = "base quantised in training" if allowed is None else f"allowed: {allowed:g}"
+        result = f"log-probs before and after differ by {difference:.2g} per token ({limit})"
+        if allowed is not None and not difference <= allowed:
+            raise ConfigError(
+                f"{out}: not written: {result}; was an adapter trained on another base, or does "
+                "the source contain numbers that the dtype cannot represent?"
+            )
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+    publish(temporary, out, f"{card}{result}.\n")
     return result
 
 

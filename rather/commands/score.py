@@ -6,22 +6,19 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import yaml
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from torch import Tensor
 
-from rather.commands.terminal import settings
+from rather.commands.terminal import print_table, settings
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, DPOConfig
-from rather.data.batch import Columns, PairFacts, PairLogps, TokenPair
+from rather.data.batch import Columns, PairFacts, PairLogps
 from rather.data.pairs import PairDataset
 from rather.data.prepare import prepare
 from rather.data.read import chunks, find_sources, parsed_rows
@@ -31,10 +28,10 @@ from rather.losses.losses import gap
 from rather.losses.metrics import Scored, Window, weighted_sums
 from rather.losses.objective import PairLoss, from_config
 from rather.model.check import check_length
-from rather.pipeline.guard import SMALLEST_BUDGET
 from rather.pipeline.sanity_checks import refuse_missing_columns
 from rather.pipeline.steps import EVALUATION_CHUNK, Packing
-from rather.run_folder.model_source import Weights, here
+from rather.run_folder.model_source import Weights, here, weights_of
+from rather.tracking.json_lines import strict_json
 from rather.train.rank_trainer import RankTrainer
 
 DATA_KEYS = (
@@ -49,7 +46,9 @@ ALLOWED = (  # keys that influence tokens, rewards or speed here
     *(f"actor_train.data_args.{key}" for key in DATA_KEYS),
 )  # fmt: skip
 Z = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
-NONE = "(none)"  # the slice of rows without a value
+MOST_SLICES = 40  # printed; --json has all
+
+Rows = tuple[PairDataset, Sequence[int]]  # some pairs of a set
 
 
 class LogProbs(NamedTuple):
@@ -70,85 +69,62 @@ class LogProbs(NamedTuple):
         lengths = self.facts.mean_chosen_length
         return self.facts.with_logps(policy or self.policy, self.reference, lengths)
 
-    def rows(self, rows: Tensor) -> LogProbs:
-        def pick(columns: Columns) -> Columns:
-            return {name: column[rows] for name, column in columns.items()}
-
-        reference = pick(self.reference) if self.reference else None
-        return LogProbs(self.facts.at(rows), pick(self.policy), reference)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probs of all pairs. Without an objective there are no rewards."""
-
-    dataset: PairDataset
-    log_probs: LogProbs
-    objective: PairLoss | None
-    slices: Mapping[str, Sequence[str]]  # column -> its value for each pair
-    files: Sequence[str]
-
-    @property
-    def everything(self) -> dict[str, Any]:
-        """Return the numbers of all pairs and of each slice."""
-        by = {
-            column: {value: self.numbers(self.log_probs.rows(rows)) for value, rows in _rows_by(v)}
-            for column, v in self.slices.items()
-        }
-        return {**self.numbers(self.log_probs), "by": by}
-
-    def numbers(self, x: LogProbs) -> dict[str, Any]:
-        sums, weight = x.policy["sum"], x.facts.weight
-        numbers: dict[str, Any] = {"pairs": len(sums)}
-        if self.objective:
-            pairs = x.for_loss()
-            scored = Scored(pairs, self.objective(pairs), self.objective.rewards(pairs))
-            window, totals = Window(), weighted_sums(scored, weight, self.objective).items()
-            window.add({name: float(n) for name, n in totals}, pairs=len(sums), tokens=0)
-            numbers |= window.means() | _preference("rewards", scored.rewards, weight)
-        numbers |= _preference("logps", sums, weight)
-        return numbers | _preference("logps_per_token", sums / x.facts.length, weight)
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield one object for each pair, in the order of the files."""
-        x = self.log_probs
-        columns: dict[str, Tensor] = {"logps": x.policy["sum"], "tokens": x.facts.length}
-        if x.reference:
-            columns["reference_logps"] = x.reference["sum"]
-        if self.objective:
-            columns["rewards"] = self.objective.rewards(x.for_loss())
-        values = {name: column.tolist() for name, column in columns.items()}
-        for i, (source, number) in enumerate(_places(self.dataset)):
-            (pair,) = self.dataset.take([i])
-            line: dict[str, Any] = {"file": self.files[source], "number": number, "id": pair.id}
-            for name, column in values.items():
-                line |= {f"{name}/chosen": column[i][0], f"{name}/rejected": column[i][1]}
-            yield line | {column: v[i] for column, v in self.slices.items()}
+    def at(self, rows: Tensor) -> LogProbs:
+        policy, reference = (
+            {name: column[rows] for name, column in (columns or {}).items()}
+            for columns in (self.policy, self.reference)
+        )
+        return LogProbs(self.facts.at(rows), policy, reference or None)
 
 
 def score(
-    model: Weights,
-    reference: Weights | None,
+    model: str,
     pairs: Path,
     overrides: Sequence[str],
-    by: Sequence[str] = (),
-) -> Scores:
-    """Score all pairs with one model after the other: never two of them in memory."""
-    config = settings_for(model, pairs, overrides)
-    objective = _objective(config, reference)
-    if reference:
-        _refuse_other_tokens(model, reference)
+    reference: str | None,
+    by: Sequence[str],
+    out: Path | None,
+) -> dict[str, Any]:
+    """Return the numbers of all pairs and of each slice; write those of each pair to `out`."""
+    policy, other = weights_of(model), weights_of(reference) if reference else None
+    config = settings_for(policy, pairs, overrides)
+    objective = _objective(config, other)
+    if other:
+        _refuse_other_tokens(policy, other)
     console = Console(stderr=True)
     data = prepare(config, console=console)
     print_report(data.report, console)
     if objective:
         refuse_missing_columns(config, objective, data)
-    slices = {column: _values(config, data.train, column) for column in by}
+    pair_set = data.train
+    places = list(
+        zip(*(pair_set.column(name).tolist() for name in ("source", "number")), strict=True)
+    )
+    slices = {column: _values(config, places, column) for column in by}
     # The reference gets the same dtype: rewards are differences.
-    dtype = config.actor_train.model_args.dtype or model.args.dtype
-    found = log_probs(model, reference, dtype, config, data.train)
-    files = [entry["path"] for entry in data.report["train"]["files"]]
-    return Scores(data.train, found, objective, slices, files)
+    dtype = config.actor_train.model_args.dtype or policy.args.dtype
+    firsts = range(0, len(pair_set), EVALUATION_CHUNK)
+    parts = [(pair_set, range(i, min(i + EVALUATION_CHUNK, len(pair_set)))) for i in firsts]
+    x = log_probs(policy, other, dtype, config, parts)
+    if out:
+        files = [entry["path"] for entry in data.report["train"]["files"]]
+        temporary = out.with_name(f".tmp-{out.name}")
+        with temporary.open("w", encoding="utf-8") as file:
+            for i, numbers in enumerate(_lines(objective, x)):
+                line = {"file": files[places[i][0]], "number": places[i][1]}
+                line |= {"id": pair_set.take([i])[0].id, **numbers}
+                line |= {column: each[i] for column, each in slices.items()}
+                file.write(strict_json(line) + "\n")
+        os.replace(temporary, out)
+    found: dict[str, Any] = {"model": model, "reference": reference, "file": str(pairs)}
+    found |= {**_numbers(objective, x), "by": {column: {} for column in by}}
+    for column, values in slices.items():
+        rows: dict[str, list[int]] = {}
+        for i, value in enumerate(values):
+            rows.setdefault(value, []).append(i)
+        for value in sorted(rows, key=lambda value: (-len(rows[value]), value)):
+            found["by"][column][value] = _numbers(objective, x.at(torch.tensor(rows[value])))
+    return found
 
 
 def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOConfig:
@@ -166,10 +142,11 @@ def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOCo
     with TemporaryDirectory() as folder:
         file = Path(folder) / "score.yaml"
         file.write_text(yaml.safe_dump(values), encoding="utf-8")
-        return settings(file, list(overrides))
+        return settings(file, overrides)
 
 
 def _objective(config: DPOConfig, reference: Weights | None) -> PairLoss | None:
+    """Return the loss whose rewards are reported; None for log-probs alone."""
     objective, names = from_config(config), " + ".join(config.loss_names)
     if reference and not objective.needs_reference:
         raise ConfigError(f"--reference: loss '{names}' does not use a reference; leave it out.")
@@ -193,80 +170,7 @@ def _refuse_other_tokens(model: Weights, reference: Weights) -> None:
         )
 
 
-# --- log-probs ---
-
-
-def log_probs(
-    policy: Weights,
-    reference: Weights | None,
-    dtype: str | None,
-    config: DPOConfig,
-    pairs: PairDataset | Sequence[TokenPair],
-) -> LogProbs:
-    """Return the log-probs of the pairs under both models, of which one is loaded at a time."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        facts, columns = _forward(policy, dtype, config, pairs, bar)
-        other = _forward(reference, dtype, config, pairs, bar)[1] if reference else None
-    return LogProbs(facts, columns, other)
-
-
-def _forward(
-    weights: Weights,
-    dtype: str | None,
-    config: DPOConfig,
-    pairs: PairDataset | Sequence[TokenPair],
-    bar: Progress,
-) -> tuple[PairFacts, Columns]:
-    device = here()
-    policy = weights.load(device, dtype)
-    check_length(policy.causal_lm.config, config.sequence_length)
-    if isinstance(pairs, PairDataset) and pairs.largest_id >= policy.vocabulary_size:
-        raise ConfigError(
-            f"{weights.name}: the pairs have token ids up to {pairs.largest_id}, but the model has "
-            f"{policy.vocabulary_size} embeddings; the tokenizer belongs to another model."
-        )
-    trainer = RankTrainer(policy, from_config(config))
-    packing = Packing(config, device.partition(":")[0], here=True)
-    parts: list[tuple[PairFacts, Columns]] = []
-    for first in bar.track(range(0, len(pairs), EVALUATION_CHUNK), description=weights.name):
-        rows = range(first, min(first + EVALUATION_CHUNK, len(pairs)))
-        taken = pairs.take(rows) if isinstance(pairs, PairDataset) else [pairs[i] for i in rows]
-        parts.append(_forward_chunk(trainer, packing, taken))
-    facts, columns = zip(*parts, strict=True)
-    joined = {name: torch.cat([part[name].cpu() for part in columns]) for name in columns[0]}
-    return PairFacts.concat(facts), joined
-
-
-def _forward_chunk(
-    trainer: RankTrainer, packing: Packing, pairs: Sequence[TokenPair]
-) -> tuple[PairFacts, Columns]:
-    """Use smaller micro-batches if memory is short; log-probs then differ by rounding only."""
-    role = packing.config.actor_train
-    while True:
-        budget = packing.most_tokens(role)
-        batches = packing.without_gradients(pairs, role, budget)
-        try:
-            return PairFacts.of_step(batches), trainer.log_probs(batches)
-        except torch.OutOfMemoryError as error:
-            if budget <= SMALLEST_BUDGET:
-                raise MemoryShortage(
-                    f"{error} Use a smaller sequence_length or a smaller model."
-                ) from None
-        torch.cuda.empty_cache()
-        packing.without_gradients_tokens["actor_train"] = max(SMALLEST_BUDGET, budget // 2)
-
-
-# --- slices ---
-
-
-def _places(dataset: PairDataset) -> Iterator[tuple[int, int]]:
-    """Yield (file, row) of each pair."""
-    columns = (dataset.column(name).tolist() for name in ("source", "number"))
-    return zip(*columns, strict=True)
-
-
-def _values(config: DPOConfig, dataset: PairDataset, column: str) -> list[str]:
+def _values(config: DPOConfig, places: Sequence[tuple[int, int]], column: str) -> list[str]:
     """Return the value of each pair in a column that training does not read."""
     data = config.actor_train.data_args
     sources = [source for file in data.files for source in find_sources(file)]
@@ -275,28 +179,87 @@ def _values(config: DPOConfig, dataset: PairDataset, column: str) -> list[str]:
     for index, source in enumerate(sources):
         for chunk in chunks(source, index, data.encoding):
             for number, row in parsed_rows(chunk):
-                names.update(row if isinstance(row, dict) else ())
-                value = row.get(column) if isinstance(row, dict) else None
-                if value is not None:
+                row = row if isinstance(row, dict) else {}
+                names.update(row)
+                if (value := row.get(column)) is not None:
                     found[index, number] = value if isinstance(value, str) else json.dumps(value)
     if not found:
         raise DataError(
             f"--by {column}: no row has this column; columns: {', '.join(sorted(names)[:20])}."
         )
-    return [found.get(place, NONE) for place in _places(dataset)]
+    return [found.get(place, "(none)") for place in places]
 
 
-def _rows_by(values: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each value with the pairs that have it, the most frequent first."""
-    kinds, inverse, counts = np.unique(
-        np.array(values, object).astype(str), return_inverse=True, return_counts=True
-    )
-    rows = np.split(np.argsort(inverse, kind="stable"), np.cumsum(counts)[:-1])
-    for kind in np.argsort(-counts, kind="stable").tolist():
-        yield str(kinds[kind]), torch.from_numpy(rows[kind])
+# --- log-probs ---
+
+
+def log_probs(
+    policy: Weights,
+    reference: Weights | None,
+    dtype: str | None,
+    config: DPOConfig,
+    parts: Sequence[Rows],
+) -> LogProbs:
+    """Return the log-probs of the pairs under both models, of which one is loaded at a time."""
+    facts, columns = _forward(policy, dtype, config, parts)
+    other = _forward(reference, dtype, config, parts)[1] if reference else None
+    return LogProbs(facts, columns, other)
+
+
+def _forward(
+    weights: Weights, dtype: str | None, config: DPOConfig, parts: Sequence[Rows]
+) -> tuple[PairFacts, Columns]:
+    device = here()
+    policy = weights.load(device, dtype)
+    check_length(policy.causal_lm.config, config.sequence_length)
+    largest = max(pairs.largest_id for pairs, _ in parts)
+    if largest >= policy.vocabulary_size:
+        raise ConfigError(
+            f"{weights.name}: the pairs have token ids up to {largest}, but the model has "
+            f"{policy.vocabulary_size} embeddings; the tokenizer belongs to another model."
+        )
+    trainer = RankTrainer(policy, from_config(config))
+    packing = Packing(config, device.partition(":")[0], here=True)
+    facts, columns = [], []
+    for pairs, rows in track(parts, weights.name, console=Console(stderr=True), transient=True):
+        batches = packing.without_gradients(pairs.take(rows), config.actor_train)
+        try:
+            columns.append(trainer.log_probs(batches))
+        except torch.OutOfMemoryError as error:
+            raise MemoryShortage(
+                f"{error} Lower actor_train.max_tokens_per_microbatch_in_infer or sequence_length."
+            ) from None
+        facts.append(PairFacts.of_step(batches))
+    joined = {name: torch.cat([part[name].cpu() for part in columns]) for name in columns[0]}
+    return PairFacts.concat(facts), joined
 
 
 # --- numbers ---
+
+
+def _lines(objective: PairLoss | None, x: LogProbs) -> Iterator[dict[str, float]]:
+    """Yield the numbers of each pair."""
+    columns: dict[str, Tensor] = {"logps": x.policy["sum"], "tokens": x.facts.length}
+    if x.reference:
+        columns["reference_logps"] = x.reference["sum"]
+    if objective:
+        columns["rewards"] = objective.rewards(x.for_loss())
+    names = [f"{name}/{side}" for name in columns for side in ("chosen", "rejected")]
+    for numbers in torch.cat([column.double() for column in columns.values()], dim=1).tolist():
+        yield dict(zip(names, numbers, strict=True))
+
+
+def _numbers(objective: PairLoss | None, x: LogProbs) -> dict[str, Any]:
+    sums, weight = x.policy["sum"], x.facts.weight
+    numbers: dict[str, Any] = {"pairs": len(sums)}
+    if objective:
+        pairs = x.for_loss()
+        scored = Scored(pairs, objective(pairs), objective.rewards(pairs))
+        totals = weighted_sums(scored, weight, objective).items()
+        numbers |= Window({name: float(total) for name, total in totals}).means()
+        numbers |= _preference("rewards", scored.rewards, weight)
+    numbers |= _preference("logps", sums, weight)
+    return numbers | _preference("logps_per_token", sums / x.facts.length, weight)
 
 
 def _preference(name: str, column: Tensor, weight: Tensor) -> dict[str, Any]:
@@ -323,29 +286,30 @@ def _preference(name: str, column: Tensor, weight: Tensor) -> dict[str, Any]:
 
 def wilson(share: float, count: float) -> tuple[float, float]:
     """Return the 95 % interval of a share of independent pairs (Wilson, 1927): sound near 0 and 1."""
-    if not count:
-        return 0.0, 1.0
     middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-@contextmanager
-def open_output(file: Path | None) -> Iterator[IO[str] | None]:
-    """Open a file before the work begins; it gets its name when it is complete."""
-    if file is None:
-        yield None
-        return
-    if file.is_dir():
-        raise ConfigError(f"--out {file}: is a folder; name a file in it.")
-    temporary = file.with_name(f".tmp-{file.name}")
-    try:
-        out = temporary.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {file}: cannot be written ({error.strerror}).") from error
-    try:
-        with out:
-            yield out
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+def print_scores(scores: Mapping[str, Any]) -> None:
+    slices: dict[str, Any] = {"all": scores}
+    for column, values in scores["by"].items():
+        shown = list(values.items())[:MOST_SLICES]
+        slices |= {f"{column}: {value}": numbers for value, numbers in shown}
+    headings = ("slice", "pairs", "accuracy (95 %)", "ties", "margin (95 %)", "chosen", "rejected")
+    kinds = {"logps": "log-prob", "logps_per_token": "log-prob per token"}
+    for kind, title in ({"rewards": "reward"} if "rewards/margins" in scores else kinds).items():
+        rows = []
+        for name, numbers in slices.items():
+            ties, margin, chosen, rejected, accuracy = (
+                numbers[f"{kind}/{each}"]
+                for each in ("ties", "margins", "chosen", "rejected", "accuracies")
+            )
+            low, high = numbers[f"{kind}/accuracies_interval"]
+            least, most = numbers[f"{kind}/margins_interval"]
+            share = f"{accuracy:.1%} ({low:.1%} to {high:.1%})"
+            by_how_much = f"{margin:.4g} ({least:.4g} to {most:.4g})"
+            means = f"{chosen:.4g}", f"{rejected:.4g}"
+            rows.append((name, numbers["pairs"], share, f"{ties:.1%}", by_how_much, *means))
+        against = f" against {scores['reference']}" if scores["reference"] else ""
+        print_table(headings, rows, f"{scores['model']}{against}: {title}")

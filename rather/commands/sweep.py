@@ -1,52 +1,467 @@
-"""`rather sweep`: train every combination of some values, and compare the runs."""
+"""`rather sweep`: train every combination of some values, in turn or side by side, and compare them.
+
+A run that is finished, or was interrupted, is simply trained again: training resumes it, or finds
+nothing left to do, and refuses a run folder that belongs to other pairs or settings.
+"""
 
 from __future__ import annotations
 
+import gc
+import json
+import logging
+import math
+import os
+import re
+import subprocess
 import sys
-from contextlib import nullcontext, redirect_stdout
-from typing import Annotated
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
 
+import torch
 import typer
-from rich.console import Console
-from rich.text import Text
+import yaml
 
-from rather.commands.terminal import AsJson, ConfigPath, Imports, command, print_json
+from rather.board.runs import FolderProblem, flat, read_config
+from rather.cluster.launch import mappings
+from rather.cluster.spmd import started_by_torchrun
+from rather.commands.compare import JUDGED, best, curves_of, differences
+from rather.commands.score import LOSS_KEYS, wilson
+from rather.commands.terminal import (
+    ConfigPath,
+    Imports,
+    Overrides,
+    command,
+    print_table,
+    settings,
+)
+from rather.commands.train import train_run
+from rather.config import plugins
+from rather.config.load import dump_yaml
+from rather.config.redaction import redact
+from rather.config.schema import DPOConfig
+from rather.errors import ConfigError, RatherError
+from rather.losses.objective import from_config
+from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.steps import EVALUATION_CHUNK, PreparedSteps
+from rather.report.folder import METRICS, Folder
+from rather.run_folder import control
+from rather.run_folder.control import StopRequest
+from rather.tracking.json_lines import strict_json
+
+log = logging.getLogger(__name__)
+
+PLACES = ("exp_name", "output_dir", "logging_dir")  # of the sweep; its runs get their own
+SHARED = ("reference.cache.path", "actor_train.data_args.cache_dir", "system_envs")  # by all runs
+VALUE = re.compile(r"""(?:\[.*?\]|\{.*?\}|'.*?'|".*?"|[^,])*""")  # up to the next free comma
+STATE, CONSOLE = "sweep.json", "console.log"
+ACCURACY = "rewards/accuracies"
+REPORT = "sweep reference: "  # starts the line of the reference pass; libraries may print after it
+SIGNALS = (130, 143)  # exit codes of a run that was asked to stop
+# If the sweep is killed, it cannot pass a signal on: the kernel does. PR_SET_PDEATHSIG survives
+# exec and refers to the thread that started the process. Not a preexec_fn, which would run Python
+# between fork and exec.
+TIED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(143)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+@dataclass
+class SweepRun:
+    """One run: its own values, the overrides and the config that follow, and what became of it."""
+
+    name: str
+    values: Mapping[str, str]
+    overrides: Sequence[str]
+    config: DPOConfig
+    state: str = "waiting"
+    exit_code: int = 0
+    error: str = ""
+
+    @property
+    def console(self) -> Path:
+        return self.config.log_dir / CONSOLE
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("values", "state", "exit_code", "error")}
+
+
+@dataclass
+class Sweep:
+    """Runs in one folder. They share the caches of the YAML, also with the runs of other sweeps."""
+
+    file: Path
+    base: DPOConfig
+    axes: Mapping[str, Sequence[str]]
+    folder: Path
+    runs: Sequence[SweepRun]
+    reference: dict[str, Any] | None = None  # cost of the pass before runs side by side
+
+    @property
+    def exit_code(self) -> int:
+        """Return the code of the run that was asked to stop, else of the first that failed."""
+        codes = [run.exit_code for run in self.runs]
+        return next((code for code in codes if code in SIGNALS), next(filter(None, codes), 0))
+
+    def save(self) -> None:
+        """Write the state, complete or not at all."""
+        runs = {run.name: run.as_json() for run in self.runs}
+        temporary = self.folder / f".{STATE}-{os.getpid()}"
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(strict_json({"reference": self.reference, "runs": runs}, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a power failure could leave the name without the content
+        os.replace(temporary, self.folder / STATE)
+
+    def run(self) -> None:
+        """Train all runs. One that fails is reported, and the others continue."""
+        with control.lock(self.folder):
+            self.save()
+            groups = device_groups([run.config for run in self.runs])
+            if len(groups) > 1:
+                with StopRequest(patience=None):  # every child saves before it ends
+                    self._side_by_side(groups)
+                return
+            for number, run in enumerate(self.runs, 1):
+                _say(f"run {number} of {len(self.runs)}: {run.name}")
+                self._end(run, *train_here(run.config))
+                if run.exit_code in SIGNALS:
+                    return
+
+    def _side_by_side(self, groups: Sequence[Sequence[str]]) -> None:
+        """Train one run per group of devices, after one pass of the reference for all of them."""
+        imports = [*plugins.arguments(), str(self.file)]
+        if from_config(self.base).needs_reference:
+            _say("computing the reference log-probs of all pairs, once for all runs")
+            first = self.runs[0]
+            job = first, ["-m", __name__, *imports, *first.overrides]
+            for _, code in run_children([job], groups[:1]):
+                if code:
+                    message = last_message(first.console)
+                    raise ConfigError(f"the reference pass ended with exit code {code}: {message}")
+            lines = first.console.read_text(encoding="utf-8", errors="replace").splitlines()
+            found = [line.removeprefix(REPORT) for line in lines if line.startswith(REPORT)]
+            self.reference = json.loads(found[-1])
+        train = ["-m", "rather", "train", *imports]
+        for run, code in run_children(
+            [(run, [*train, *run.overrides]) for run in self.runs], groups
+        ):
+            self._end(run, code, last_message(run.console))
+
+    def _end(self, run: SweepRun, code: int, error: str) -> None:
+        run.exit_code, run.error = code, error if code else ""
+        run.state = "failed" if code else "finished"
+        if code in SIGNALS:
+            run.state, run.error = "stopped", "asked to stop; run the same command again to resume"
+        self.save()
+        _say(f"{run.name}: {run.state}" + (f" with exit code {code}: {run.error}" if code else ""))
+
+
+def _say(text: str) -> None:
+    typer.secho(f"sweep: {text}", bold=True, err=True)
+
+
+def plan_sweep(file: Path, overrides: Sequence[str], *, overwrite: bool = False) -> Sweep:
+    """Load and check the config of every run before anything starts."""
+    if started_by_torchrun():
+        raise ConfigError("A sweep starts its runs itself: start it without torchrun.")
+    fixed, axes = read_grid(overrides)
+    base = settings(file, fixed)
+    name = f"{base.exp_name}-sweep"
+    folder = Path(base.output_dir).expanduser() / name
+    shared = [
+        *(text for text in fixed if _key(text) not in PLACES),
+        f"output_dir={folder}",
+        f"logging_dir={Path(base.logging_dir).expanduser() / name}",
+        f"reference.cache.path={base.reference_cache_dir}",
+        f"actor_train.data_args.cache_dir={base.data_cache_dir(base.actor_train.data_args)}",
+        *(["overwrite=true"] if overwrite else []),
+    ]
+    runs, changed = [], []
+    for label, values in combinations(axes).items():
+        own = [*shared, *(f"{key}={value}" for key, value in values.items()), f"exp_name={label}"]
+        run = SweepRun(label, values, own, settings(file, own))
+        runs.append(run)
+        try:  # a run folder from an earlier start must have the settings of now
+            before = read_config(run.config.run_dir)
+        except FolderProblem:  # cut off
+            before = {}
+        found = differences(before, flat(yaml.safe_load(dump_yaml(run.config)))) if before else {}
+        changed += [f"  {label}.{key}: {a!r} before, {b!r} now" for key, (a, b) in found.items()]
+    if changed and not overwrite:
+        lines = "\n".join(changed)
+        raise ConfigError(
+            f"{folder} contains a sweep with other settings:\n{lines}\nRestore them, choose another "
+            "exp_name in the YAML, or start from scratch with --overwrite."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return Sweep(file, base, axes, folder, runs)
+
+
+# --- the grid ---
+
+
+def read_grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the overrides with one value, and the keys with several.
+
+    Commas separate values; a list as one value is written [0,1].
+    """
+    fixed, axes = [], {}
+    for text in overrides:
+        key, values = _key(text), split(text.partition("=")[2])
+        several, problem = len(values) > 1, ""
+        if key == "overwrite":
+            problem = "use --overwrite to start a sweep from scratch"
+        elif several and key.startswith((*PLACES, *SHARED)):
+            problem = "the runs of a sweep cannot differ in it; give it one value"
+        elif several and ("" in values or len(set(values)) < len(values)):
+            problem = "separate different values with commas, each value once"
+        if problem:
+            raise ConfigError(f"{text} (command line): {problem}.")
+        if several:
+            axes[key] = values
+        else:
+            fixed.append(text)
+    if not axes:
+        raise ConfigError(
+            "Nothing to sweep over: give a key several values, such as beta=0.01,0.05,0.1."
+        )
+    return fixed, axes
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
+
+
+def split(text: str) -> list[str]:
+    """Split at commas outside of brackets and quotes."""
+    parts, end = [], -1
+    while end < len(text):
+        found = VALUE.match(text, end + 1)
+        assert found is not None
+        parts.append(found[0].strip())
+        end = found.end()
+    return parts
+
+
+def combinations(axes: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
+    """Return the name of each run -> its values; the last key changes fastest."""
+    short = [key.rpartition(".")[2] for key in axes]
+    labels = short if len(set(short)) == len(short) else list(axes)
+    found: dict[str, dict[str, str]] = {}
+    for values in product(*axes.values()):
+        name = "_".join(f"{label}-{value}" for label, value in zip(labels, values, strict=True))
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:100]
+        while name in found:
+            name += "x"  # two values that look the same in the name of a folder
+        found[name] = dict(zip(axes, values, strict=True))
+    return found
+
+
+# --- training ---
+
+
+def train_here(config: DPOConfig) -> tuple[int, str]:
+    """Train one run in this process; return its exit code and error, and keep nothing of it."""
+    try:
+        with StopRequest() as stop:
+            return train_run(config, stop), ""
+    except RatherError as error:
+        return error.exit_code, redact(str(error))
+    except Exception as error:  # a bug, or a user's own worker: the other runs need not suffer
+        log.exception("%s", config.exp_name)
+        return 1, redact(f"{type(error).__name__}: {error}")
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def run_children(
+    jobs: Sequence[tuple[SweepRun, Sequence[str]]], groups: Sequence[Sequence[str]]
+) -> Iterator[tuple[SweepRun, int]]:
+    """Run Python with the arguments of each job, one process per group of devices.
+
+    Yield the run and the exit code of each process that ends. If the sweep ends, so do they.
+    """
+    waiting, free = list(reversed(jobs)), list(groups)
+    running: dict[subprocess.Popen[bytes], tuple[SweepRun, Sequence[str]]] = {}
+    tied = ["-S", "-c", TIED, str(os.getpid())] if sys.platform == "linux" else []
+    try:
+        while waiting or running:
+            while waiting and free:
+                (run, arguments), devices = waiting.pop(), free.pop(0)
+                run.console.parent.mkdir(parents=True, exist_ok=True)
+                with run.console.open("wb") as out:
+                    # In its own session: Ctrl-C in the terminal reaches it only through the sweep.
+                    child = subprocess.Popen(
+                        [sys.executable, *tied, *arguments], stdout=out, stderr=out,
+                        env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)},
+                        start_new_session=True,
+                    )  # fmt: skip
+                running[child] = run, devices
+            for child in [child for child in running if child.poll() is not None]:
+                run, devices = running.pop(child)
+                free.append(devices)
+                yield run, child.returncode if child.returncode >= 0 else 128 - child.returncode
+            time.sleep(0.1)
+    finally:
+        for child in running:
+            child.terminate()
+        for child in running:
+            child.wait()
+
+
+def last_message(console: Path) -> str:
+    """Return the error that a process printed last."""
+    lines = console.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line for line in lines if line.startswith("rather: ")] or lines[-1:] or [""]
+    return f"{said[-1].removeprefix('rather: ')} ({console})"
+
+
+def device_groups(configs: Sequence[DPOConfig]) -> list[list[str]]:
+    """Return the GPUs in groups as large as the largest run needs; one group: run in turn."""
+    used: set[int] = set()
+    for config in configs:
+        actor, reference = mappings(config)
+        used.update(actor, reference if from_config(config).needs_reference else [])
+    on_cpu = any(config.platform == "cpu" for config in configs) or not torch.cuda.is_available()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    gpus, size = [] if on_cpu else visible, len(used)
+    elsewhere = any(config.num_nodes > 1 or config.ray.address is not None for config in configs)
+    if elsewhere or used != set(range(size)) or len(gpus) < 2 * size or len(configs) < 2:
+        return [gpus]
+    return [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
+
+
+def fill_cache(config: DPOConfig) -> dict[str, Any] | None:
+    """Compute all log-probs that the run will need, in its own micro-batches; return the cost."""
+    with closing(DPOPipeline(config)) as pipeline:
+        known, source = pipeline.reference_logps, pipeline.source
+        if known is None:
+            return None
+        assert isinstance(source, PreparedSteps)
+        pipeline.initialize()
+        with closing(known):
+            steps = (source.pairs_after(done) for done in range(source.total_steps))
+            held_out = (
+                pairs.take(range(first, min(first + EVALUATION_CHUNK, len(pairs))))
+                for pairs in pipeline.data.evals.values()
+                for first in range(0, len(pairs), EVALUATION_CHUNK)
+            )
+            for pairs in chain(steps, held_out):
+                pipeline.reference_stream.columns(pipeline.packing.to_evaluate(pairs))
+                known.keep()
+            return known.report()
+
+
+# --- results ---
+
+
+def choose_metric(base: DPOConfig, wanted: str | None) -> str | None:
+    """Return the metric that decides: as asked, else the accuracy on the first held-out set."""
+    data = base.validation.data_args
+    if wanted and not data.given:
+        raise ConfigError(
+            f"--by {wanted}: no pairs are held out; set validation.data_args.file_name or split."
+        )
+    if wanted and not (wanted.startswith("eval/") and wanted.endswith(JUDGED)):
+        raise ConfigError(
+            f"--by {wanted}: not a metric with a best value; choose eval/loss, "
+            f"eval/{ACCURACY} or eval/rewards/margins; for one of several sets, eval/SET/loss etc."
+        )
+    first = "" if data.split is not None else next(iter(data.sets), "")
+    own = f"eval/{first}/{ACCURACY}" if first else f"eval/{ACCURACY}"
+    return wanted or (own if data.given else None)
+
+
+def results(sweep: Sweep, metric: str | None) -> dict[str, Any]:
+    """Return the metrics of all runs so far, and which run is the best, as JSON types."""
+    runs = []
+    for run in sweep.runs:
+        path = run.config.run_dir
+        folder = Folder.of(path) if (path / METRICS).is_file() else None
+        curves, times = (curves_of(folder), folder.times) if folder else ({}, {})
+        final = {name: curve[max(curve)] for name, curve in curves.items()}
+        value = final.get(str(metric))
+        pairs = final.get(f"{str(metric).removesuffix(ACCURACY)}pairs")
+        is_share = value is not None and pairs and str(metric).endswith(ACCURACY)
+        runs.append({
+            "name": run.name,
+            "folder": str(path),
+            **run.as_json(),
+            "steps": folder.step if folder else 0,
+            "value": value,
+            "interval": wilson(value or 0.0, pairs or 0.0) if is_share else None,
+            "best": best(str(metric), curves[str(metric)]) if metric in curves else None,
+            "reference_forwards": (times.get("reference") or {}).get("forwards"),
+            "seconds": times.get("seconds"),
+            "final": final,
+        })  # fmt: skip
+    ranked = [
+        run for run in runs
+        if run["state"] == "finished" and run["value"] is not None and not math.isnan(run["value"])
+    ]  # fmt: skip
+    ranked.sort(key=lambda run: run["value"] * (1 if str(metric).endswith("loss") else -1))
+    names = [run["name"] for run in ranked]
+    top = names[0] if names else None
+    return {"metric": metric, "best": top, "reference": sweep.reference, "runs": runs}
+
+
+def print_results(sweep: Sweep, found: Mapping[str, Any]) -> None:
+    """Print a table, which run is the best, and what speaks against trusting it."""
+    metric, runs = found["metric"], {run["name"]: run for run in found["runs"]}
+    wanted = dict.fromkeys((metric, "eval/rewards/margins", "eval/loss"))
+    shown = [name for name in wanted if any(name in run["final"] for run in runs.values())]
+    shown = shown or [ACCURACY, "loss"]
+    rows = []
+    for name, run in runs.items():
+        numbers = [run["steps"], *(run["final"].get(each) for each in shown)]
+        numbers += [run["reference_forwards"], run["seconds"]]
+        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
+        rows.append((name, run["state"], *cells))
+    names = [name.rpartition("/")[2] for name in shown]
+    headings = ("run", "state", "steps", *names, "reference forwards", "seconds")
+    print_table(headings, rows, f"Curves of all runs: rather board {sweep.folder}")
+    for name, run in runs.items():
+        if run["error"]:
+            typer.echo(f"{name}: {run['error']}")
+    if metric is None:
+        return typer.echo("No best run: no pairs are held out (validation.data_args).")
+    if found["best"] is None:
+        return typer.echo(f"No best run: none has finished with a {metric}.")
+    top = runs[found["best"]]
+    typer.echo(f"Best by {metric}: {top['name']} ({top['value']:.4g}), in {top['folder']}")
+    low, high = top["interval"] or (math.inf, -math.inf)
+    near = [
+        name for name, run in runs.items()
+        if run is not top and run["state"] == "finished" and low <= (run["value"] or 0) <= high
+    ]  # fmt: skip
+    if near:
+        typer.echo(
+            f"Not significantly worse with so few held-out pairs (95 %: {low:.3g} to {high:.3g}): "
+            + ", ".join(near)
+        )
+    keys = [key for key in sweep.axes if key in LOSS_KEYS]
+    if metric.endswith("loss") and keys:
+        typer.echo(f"{metric} has another scale for every {', '.join(keys)}; compare accuracies.")
+    return None
 
 
 @command
-def sweep_command(
-    config: ConfigPath,
-    values: Annotated[
-        list[str],
-        typer.Argument(help="Keys with several values, such as beta=0.01,0.05; or with one."),
-    ],
-    by: Annotated[
-        str | None,
-        typer.Option(help="Held-out metric that decides; default: eval/rewards/accuracies."),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start an existing sweep from scratch.")
-    ] = False,
-    as_json: AsJson = False,
-    imports: Imports = None,
-) -> int:
-    """Train every combination of some values. Run the same command again to resume.
+def fill_command(config: ConfigPath, overrides: Overrides = None, imports: Imports = None) -> None:
+    """Run the pass of the reference in a process that frees the devices when it ends."""
+    typer.echo(REPORT + json.dumps(fill_cache(settings(config, overrides))))
 
-    Runs share one pass of the reference. With more GPUs than one run needs, several runs train
-    side by side. A run that fails does not stop the others; the sweep exits with its code.
-    """
-    from rather.commands.sweep_results import Results, RunResult, choose_metric
-    from rather.commands.sweep_runs import plan_sweep
 
-    sweep = plan_sweep(config, values, overwrite=overwrite)
-    metric = choose_metric(sweep.base, by)
-    console = Console(stderr=True)
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the runs print
-        sweep.run(lambda text: console.print(Text(f"sweep: {text}"), soft_wrap=True, style="bold"))
-    results = Results(sweep, metric, [RunResult.read(run) for run in sweep.runs])
-    if as_json:
-        print_json(results.as_json())
-    else:
-        results.print(Console())
-        typer.echo(f"Curves of all runs: rather board {sweep.folder}")
-    return sweep.exit_code
+if __name__ == "__main__":
+    typer.run(fill_command)

@@ -1,17 +1,20 @@
-"""What all commands share: common arguments, and errors turned into a message and an exit code."""
+"""What all commands share: arguments, tables, and errors turned into a message and an exit code."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -26,12 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-# Errors of the file system about a path that a user named. Any other OSError is a bug and keeps its
-# traceback.
-REFUSALS = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
-    errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE,
-}  # fmt: skip
 ConfigPath = Annotated[Path, typer.Argument(help="The YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides, such as beta=0.05 or max_steps=200.")
@@ -49,6 +46,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 
 
+def writable(path: Path | None) -> Path | None:
+    """Refuse an output file before any work is done for it."""
+    if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise typer.BadParameter(f"{path}: cannot be written; name a file in an existing folder.")
+    return path
+
+
 def command(function: Callable[P, int | None]) -> Callable[P, None]:
     """Turn a function into a command whose result or error becomes the exit code."""
 
@@ -57,56 +61,6 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
         raise typer.Exit(guarded(lambda: function(*args, **kwargs) or 0))
 
     return run
-
-
-def settings(path: Path, overrides: list[str] | None) -> DPOConfig:
-    """Load and check the config. Its environment is set before torch is imported, which reads it."""
-    from rather.config.load import load
-    from rather.config.masking import secret_values
-    from rather.config.paths import check_paths
-
-    loaded = load(path, overrides or [])
-    hide(secret_values(loaded.config.model_dump()))
-    check_paths(loaded.config, loaded.sources)
-    os.environ.update(loaded.config.system_envs)
-    plugins.load_requested()
-    from rather.data.formats import check_format
-    from rather.losses.objective import from_config
-
-    try:
-        from_config(loaded.config)
-        for role in ("actor_train", "validation"):
-            name = getattr(loaded.config, role).data_args.format
-            check_format(name, f"{role}.data_args.format")
-    except ConfigError as error:
-        problems = [_with_source(problem, loaded.sources) for problem in error.problems]
-        raise ConfigError(problems) from error
-    return loaded.config
-
-
-def _with_source(problem: str, sources: Mapping[str, str]) -> str:
-    """`gamma: ...` -> `gamma (dpo.yaml:7): ...`"""
-    keys, colon, text = problem.partition(": ")
-    places = [sources[key] for key in keys.split(", ") if sources.get(key, "default") != "default"]
-    return f"{keys} ({', '.join(places)}){colon}{text}" if places else problem
-
-
-def print_json(value: Any) -> None:
-    typer.echo(strict_json(value, indent=1))
-
-
-def count(number: int, noun: str) -> str:
-    """Return `1 run` or `2 runs`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def make_table(title: str | None, first: str, *numbers: str, **options: Any) -> Table:
-    """Return a table with one column of text, then columns of numbers."""
-    table = Table(title=title, title_justify="left", header_style="bold", **options)
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(Text(name), justify="right")
-    return table
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -126,8 +80,63 @@ def guarded(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.filename is None or error.errno not in REFUSALS:
+        # The file system refuses a path that a user named; a file that Rather misses is a bug.
+        if error.filename is None or error.errno in (errno.ENOENT, errno.EEXIST):
             raise
         log.debug("file system error", exc_info=True)
         typer.echo(redact(f"rather: {error.filename}: {error.strerror}."), err=True)
         return DiskError.exit_code
+
+
+def settings(path: Path, overrides: Sequence[str] | None) -> DPOConfig:
+    """Load and check the config. Its environment is set before torch is imported, which reads it."""
+    from rather.config.load import load
+    from rather.config.masking import secret_values
+    from rather.config.paths import check_paths
+
+    loaded = load(path, overrides or ())
+    config, sources = loaded.config, loaded.sources
+    hide(secret_values(config.model_dump()))
+    check_paths(config, sources)
+    os.environ.update(config.system_envs)
+    plugins.load_requested()
+    from rather.data.formats import check_format
+    from rather.losses.objective import from_config
+
+    def with_source(problem: str) -> str:
+        """`gamma: ...` -> `gamma (dpo.yaml:7): ...`"""
+        keys, colon, text = problem.partition(": ")
+        known = [sources.get(key, "default") for key in keys.split(", ")]
+        places = ", ".join(place for place in known if place != "default")
+        return f"{keys} ({places}){colon}{text}" if places else problem
+
+    try:
+        from_config(config)
+        check_format(config.actor_train.data_args.format, "actor_train.data_args.format")
+        check_format(config.validation.data_args.format, "validation.data_args.format")
+    except ConfigError as error:
+        raise ConfigError(list(map(with_source, error.problems))) from error
+    return config
+
+
+def print_json(value: Any) -> None:
+    typer.echo(strict_json(value, indent=1))
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 run` or `2 runs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
+    """Print rows below their headings; columns of numbers are aligned to the right."""
+    cells = [[each if isinstance(each, Text) else Text(str(each)) for each in row] for row in rows]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for place, heading in enumerate(headings):
+        is_number = all(re.match(r"-?(\d|nan|inf|$)", row[place].plain) for row in cells)
+        table.add_column(Text(heading), justify="right" if is_number else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    if title:
+        typer.echo(title)  # not wrapped to the width of the table
+    Console(highlight=False).print(table)

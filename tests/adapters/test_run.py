@@ -21,7 +21,7 @@ from rather.cluster.host import Host, Process
 from rather.cluster.preflight import need_of
 from rather.cluster.role import RankInfo
 from rather.cluster.worker import ActorWorker
-from rather.commands.compare_losses_table import measure
+from rather.commands.compare_losses import measure
 from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.data.pack import pack
@@ -269,7 +269,7 @@ def test_the_merged_model_and_the_checkpoint_are_evaluated_as_the_run_was(shared
     assert pipeline.evaluate()["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
     assert pipeline.reference is not None
     assert not any("lora" in name for name, _ in policy_of(pipeline).named_parameters())
-    found = measure(config, pairs=9)
+    found = measure(config, most=9)
     margins = (found.policy["sum"] - found.reference["sum"]) @ torch.tensor(
         [1.0, -1.0], dtype=torch.float64
     )

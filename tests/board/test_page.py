@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rather.board.serve import Board
 from rather.board.session import Session
-from rather.commands.board import private_page
+from rather.commands.runs import private_page
 from rather.config.schema import DPOConfig
 from tests.board.conftest import ANSWER, FINDING, add_line
 from tests.browser import (

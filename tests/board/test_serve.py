@@ -467,8 +467,8 @@ def test_command(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert re.search(r"url=http://127\.0\.0\.1:\d+/\?token=[\w-]{43}\"", page.read_text())
         opened.append(page)
 
-    monkeypatch.setattr("rather.commands.board.webbrowser.open", look)
-    monkeypatch.setattr("rather.commands.board.has_display", lambda: True)
+    monkeypatch.setattr("rather.commands.runs.webbrowser.open", look)
+    monkeypatch.setattr("rather.commands.runs.has_display", lambda: True)
     monkeypatch.setattr(
         Board, "serve_forever", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
     )

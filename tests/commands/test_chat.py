@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.commands.chat import Chat, Speaker
+from rather.commands.chat import Speaker
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.parallel.load import load_policy
-from rather.run_folder.model_source import weights_of
 from tests.commands.conftest import rather
 
 TEMPLATE = (
@@ -124,7 +122,7 @@ def test_bytes_of_a_terminal_that_are_no_text(model: Path) -> None:
 
 
 def test_pieces_come_as_they_are_made(model: Path) -> None:
-    speaker = Speaker.load(weights_of(str(model)), None)
+    speaker = Speaker.load(str(model))
     pieces: list[str] = []
     speaker.answer("w5", Decoding(6), pieces.append)
     assert len(pieces) > 1
@@ -134,7 +132,6 @@ def test_pieces_come_as_they_are_made(model: Path) -> None:
 
 
 def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_came(model: Path) -> None:
-    chat = Chat([Speaker.load(weights_of(str(model)), None)], Decoding(20), Console(quiet=True))
     told: list[str] = []
 
     def stop(piece: str) -> None:
@@ -142,14 +139,14 @@ def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_came(model: Path) 
         if len(told) == 3:
             raise KeyboardInterrupt
 
-    speaker = chat.speakers[0]
+    speaker = Speaker.load(str(model))
     with pytest.raises(KeyboardInterrupt):
-        speaker.answer("w5", chat.decoding, stop)
+        speaker.answer("w5", Decoding(20), stop)
     assert speaker.turns[-1]["content"] == "".join(told[:2])
 
 
 def test_a_question_that_is_too_long_is_not_remembered(model: Path) -> None:
-    speaker = Speaker.load(weights_of(str(model)), None)
+    speaker = Speaker.load(str(model))
     speaker.answer("w5", Decoding(2), lambda _piece: None)
     before = list(speaker.turns)
     speaker.causal_lm.config.max_position_embeddings = 20

@@ -206,7 +206,7 @@ def test_what_cannot_be_scored_says_why(run: DPOConfig, folder: Path, tmp_path: 
         ),
         (["--reference", other], 2, "its tokenizer differs from that of"),
         (["--out", tmp_path / "no" / "folder.jsonl"], 2, "folder.jsonl: cannot be written"),
-        (["--out", tmp_path], 2, "is a folder; name a file in it"),
+        (["--out", tmp_path], 2, "cannot be written; name a file in an existing folder"),
         (["--reference", tmp_path], 2, "contains neither a model (config.json), an adapter"),
     ):
         done = rather("score", run.run_dir, pairs, cache, *arguments)

@@ -9,9 +9,19 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from rather.commands.demo.base import make_model, make_tokenizer, sample
-from rather.commands.demo.run import MADE, MARKER, claim, yaml_text
-from rather.commands.demo.shop import answer, manner_of, on_topic, queries
+from rather.commands.demo import (
+    MADE,
+    MARKER,
+    answer,
+    claim,
+    make_model,
+    make_tokenizer,
+    manner_of,
+    on_topic,
+    queries,
+    sample,
+    yaml_text,
+)
 from rather.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rather.commands.demo.shop import (
+from rather.commands.demo import (
     FACTS,
     MARKS,
     Query,

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.commands.demo.shop import manner_of
+from rather.commands.demo import manner_of
 from tests.docs.test_snippets import BLOCK
 from tests.house.source import ROOT
 
@@ -132,7 +132,7 @@ def test_all_of_it_is_there() -> None:
 def test_the_demo_was_run_and_nothing_was_installed_again(path: tuple[Path, list[str]]) -> None:
     folder, said = path
     assert "Downloading" not in said[0]
-    assert re.search(r"Done in \d+ seconds", said[0])
+    assert "Next, try:" in said[0]
     assert (folder / "rather-demo" / "base" / "model.safetensors").is_file()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.commands.demo.base import make_tokenizer
+from rather.commands.demo import make_tokenizer
 from rather.config.schema import DPOConfig
 from rather.data.prepare import recipe_of
 from rather.data.tokens import Encoder

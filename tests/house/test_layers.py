@@ -35,12 +35,12 @@ FLOORS = [
 DOORS = {
     "hydra": ("rather/config/load.py",),
     "omegaconf": ("rather/config/load.py",),
-    # demo/base.py plays the user who brings a model: it makes one and asks it for answers.
+    # demo.py plays the user who brings a model: it makes one and asks it for answers.
     "transformers": (
         "rather/model/",
         "rather/parallel/load.py",
         "rather/data/template.py",
-        "rather/commands/demo/base.py",
+        "rather/commands/demo.py",
     ),
     "tensorboard": ("rather/tracking/",),
     "torch.utils.tensorboard": ("rather/tracking/",),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rather.commands.recipes import recipes_app
+from rather.commands.prepare import recipes_app
 from rather.config.load import load_config
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rather.commands.sweep_runs import combinations, read_grid, split
+from rather.commands.sweep import combinations, read_grid, split
 from rather.errors import ConfigError
 
 
@@ -46,10 +46,13 @@ def test_names_of_long_keys_and_odd_values() -> None:
     [
         ("beta=0.1,0.1", "each value once"),
         ("beta=0.1,", "each value once"),
-        ("exp_name=a,b", "the runs of a sweep get their own; give it one value"),
+        ("exp_name=a,b", "the runs of a sweep cannot differ in it; give it one value"),
         ("overwrite=true", "use --overwrite"),
-        ("system_envs.OMP_NUM_THREADS=1,2", "the runs of a sweep share it; give it one value"),
-        ("reference.cache.path=a,b", "the runs of a sweep share it; give it one value"),
+        (
+            "system_envs.OMP_NUM_THREADS=1,2",
+            "the runs of a sweep cannot differ in it; give it one value",
+        ),
+        ("reference.cache.path=a,b", "the runs of a sweep cannot differ in it; give it one value"),
     ],
 )
 def test_bad_grids_are_refused(override: str, sentence: str) -> None:

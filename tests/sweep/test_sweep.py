@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from rather.cli import app
-from rather.commands import sweep_runs
-from rather.commands.sweep_runs import plan_sweep, run_children
+from rather.commands import sweep as sweep_runs
+from rather.commands.sweep import SweepRun, plan_sweep, run_children
 from rather.commands.terminal import settings
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
@@ -244,29 +245,29 @@ def test_runs_side_by_side_share_one_pass_of_the_reference(
     modules: list[str] = []
 
     def children(
-        jobs: Sequence[tuple[Any, Sequence[str], Path]], groups: Sequence[Sequence[str]]
-    ) -> Iterator[tuple[Any, int]]:
+        jobs: Sequence[tuple[SweepRun, Sequence[str]]], groups: Sequence[Sequence[str]]
+    ) -> Iterator[tuple[SweepRun, int]]:
         assert set(map(tuple, groups)) <= {("4",), ("5",)}
-        for key, (_, module, *rest), console in jobs:
-            console.parent.mkdir(parents=True, exist_ok=True)
+        for run, (_, module, *rest) in jobs:
+            run.console.parent.mkdir(parents=True, exist_ok=True)
             modules.append(module)
             code = 0
-            if module == "rather.commands.sweep_runs":
+            if module == "rather.commands.sweep":
                 found = sweep_runs.fill_cache(settings(Path(rest[0]), rest[1:]))
                 line = f"{sweep_runs.REPORT}{json.dumps(found)}"
-                console.write_text(f"some words\n{line}\na library's last warning\n")
+                run.console.write_text(f"some words\n{line}\na library's last warning\n")
             else:
                 assert rest[0] == "train"
                 code, _ = sweep_runs.train_here(settings(Path(rest[1]), rest[2:]))
-                console.touch()
-            yield key, code
+                run.console.touch()
+            yield run, code
 
     monkeypatch.setattr(sweep_runs, "device_groups", lambda _configs: [["4"], ["5"]])
     monkeypatch.setattr(sweep_runs, "run_children", children)
     done = sweep(yaml_file(), "beta=0.01,0.05", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert modules == ["rather.commands.sweep_runs", "rather", "rather"]
+    assert modules == ["rather.commands.sweep", "rather", "rather"]
     assert found["reference"]["forwards"] > 1
     assert [run["reference_forwards"] for run in found["runs"]] == [0, 0]
 
@@ -277,10 +278,12 @@ def test_children_get_devices_of_their_own(tmp_path: Path) -> None:
         "import os, sys; print('rather: of', os.environ['CUDA_VISIBLE_DEVICES']); print('more'); "
         "sys.exit(int(sys.argv[1]))"
     )
-    jobs = [(n, ["-c", code, str(n)], tmp_path / "logs" / f"{n}.log") for n in (6, 0, 7)]
-    assert sorted(run_children(jobs, [["2", "3"], ["4"]])) == [(0, 0), (6, 6), (7, 7)]
-    messages = [sweep_runs.last_message(console) for *_, console in jobs]
-    assert messages[:2] == [f"of 2,3 ({jobs[0][2]})", f"of 4 ({jobs[1][2]})"]
+    runs: list[Any] = [SimpleNamespace(console=tmp_path / "logs" / f"{n}.log") for n in (6, 0, 7)]
+    jobs = [(run, ["-c", code, run.console.stem]) for run in runs]
+    codes = {run.console.stem: code for run, code in run_children(jobs, [["2", "3"], ["4"]])}
+    assert codes == {"6": 6, "0": 0, "7": 7}
+    messages = [sweep_runs.last_message(run.console) for run in runs]
+    assert messages[:2] == [f"of 2,3 ({runs[0].console})", f"of 4 ({runs[1].console})"]
     assert messages[2].startswith(("of 2,3 (", "of 4 ("))
 
 
@@ -308,12 +311,14 @@ def start_sweep(child: str, folder: Path) -> subprocess.Popen[bytes]:
     """Start a process that runs this program as the child of a sweep."""
     parent = f"""
 from pathlib import Path
+from types import SimpleNamespace
 from rather.errors import Ended
-from rather.commands.sweep_runs import run_children
+from rather.commands.sweep import run_children
 from rather.run_folder.control import StopRequest
 try:
     with StopRequest(patience=None):
-        list(run_children([("run", ["-c", {child!r}], Path({str(folder / "console")!r}))], [["0"]]))
+        run = SimpleNamespace(console=Path({str(folder / "console")!r}))
+        list(run_children([(run, ["-c", {child!r}])], [["0"]]))
 except Ended as error:
     raise SystemExit(error.exit_code)
 """

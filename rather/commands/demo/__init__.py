@@ -1,1 +1,0 @@
-"""`rather demo`: from pairs to an aligned model on a laptop, in about a minute."""

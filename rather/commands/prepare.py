@@ -1,0 +1,231 @@
+"""Commands before a run: `data`, `migrate`, `config`, `recipes`, and the arguments of `plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rather.commands.terminal import (
+    AsJson,
+    ConfigPath,
+    Force,
+    Imports,
+    Overrides,
+    command,
+    print_json,
+    print_table,
+    settings,
+    writable,
+)
+from rather.errors import ConfigError
+from rather.migrate import NAMES
+from rather.recipes import copy_recipe, find_recipe, list_recipes
+
+PAIRS_ON_A_PAGE = 3
+
+config_app = typer.Typer(
+    help="Inspect a configuration: effective values, meanings, the schema.", no_args_is_help=True
+)
+recipes_app = typer.Typer(
+    help="Ready-made configs with the settings of papers and their authors.", no_args_is_help=True
+)
+RecipeName = Annotated[str, typer.Argument(help="A name from `rather recipes list`.")]
+
+
+@command
+def data_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    show: Annotated[
+        int, typer.Option(help="Print this many pairs with their scored tokens.", min=0)
+    ] = 0,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the tokenised pairs to this new folder.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write everything as one HTML file, with charts.", callback=writable),
+    ] = None,
+    as_json: AsJson = False,
+    imports: Imports = None,
+) -> None:
+    """Prepare the pairs and show what the model will see: dropped rows with reasons, lengths,
+    repeats, contradictions, evaluation prompts that are also in train, and prompts that differ at
+    inference."""
+    given = settings(config, overrides)
+    from rather.data.prepare import prepare
+    from rather.data.save import save as save_pairs
+    from rather.data.show import print_look, print_report, show_pairs, token_view
+    from rather.data.template import load_tokenizer
+    from rather.report.data_page import data_page
+
+    prepared = prepare(given)
+    report, console = dict(prepared.report), Console(stderr=as_json)
+    if show or html:
+        actor = given.actor_train
+        revision, trusted = actor.model_args.revision, actor.model_args.trust_remote_code
+        tokenizer = load_tokenizer(actor.tokenizer_path, revision, trusted)
+        report["shown"] = token_view(prepared.train, tokenizer, show or PAIRS_ON_A_PAGE)
+    if as_json:
+        print_json(report)
+    else:
+        print_report(report, console)
+        print_look(report["look"], console)
+        if show:
+            show_pairs(prepared.train, tokenizer, show, console)
+    for folder in save_pairs(prepared, save) if save else ():
+        typer.echo(f"tokenised pairs are in {folder}", err=as_json)
+    if html:
+        html.write_text(data_page(report, given.exp_name), encoding="utf-8")
+        typer.echo(f"the page is in {html}", err=as_json)
+
+
+@command
+def plan_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Number of GPUs for both roles; default: the config.", min=1)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU model, such as h100 or l4; default: this machine.")
+    ] = None,
+    as_json: AsJson = False,
+    imports: Imports = None,
+) -> None:
+    """Forecast memory, time and disk of a run, and of other settings, before anything starts.
+
+    Only config.json of the model is read. If the files of the pairs are here, they are tokenised as
+    for training.
+    """
+    from rather.commands.plan import plan
+
+    plan(config, overrides or [], gpus, gpu, as_json=as_json)
+
+
+@command
+def migrate_command(
+    source: Annotated[
+        Path | None,
+        typer.Argument(help="YAML or JSON file, or a text file with a command line."),
+    ] = None,
+    line: Annotated[str | None, typer.Option(help="The command line itself.")] = None,
+    peer: Annotated[
+        str | None, typer.Option("--from", help=f"The tool: {' | '.join(NAMES)}.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The YAML to write.")] = Path("dpo.yaml"),
+    devices: Annotated[
+        int | None, typer.Option(help="Number of devices, if no launcher sets it.", min=1)
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Convert a config of TRL, LLaMA-Factory, Axolotl and others, and list every difference."""
+    from rather.migrate.engine import guess, migrate, write
+    from rather.migrate.peers import PEERS
+    from rather.migrate.rules import CHANGED, IMPOSSIBLE, NEEDLESS, OPEN, UNKNOWN
+    from rather.migrate.source import read_file, read_line
+
+    if (source is None) == (line is None):
+        raise ConfigError("Pass either a file or a command line with --line.")
+    given = read_file(source.expanduser()) if source else read_line(line or "")
+    if peer is not None and peer not in NAMES:
+        raise ConfigError(f"--from {peer}: unknown; choose one of {', '.join(NAMES)}.")
+    result = migrate(given, PEERS[peer] if peer else guess(given, PEERS), devices)
+    write(result, out, force=force)
+    styles = {CHANGED: "yellow", OPEN: "yellow", IMPOSSIBLE: "red", UNKNOWN: "red", NEEDLESS: "dim"}
+    rows = [
+        (
+            row.key,
+            row.value,
+            Text(row.status, styles.get(row.status, "")),
+            row.ours,
+            row.outcome.note,
+        )
+        for row in result.rows
+    ]
+    print_table((result.peer.name, "value", "status", "Rather", "note"), rows)
+    pairs = result.config.global_batch()
+    step = f"A step has {pairs} pairs; set the number of devices with --devices."
+    typer.echo("\n".join(f"- {sentence}" for sentence in (step, *result.peer.always)))
+    typer.echo(
+        f"Written: {out}. Check the pairs with `rather data {out} --show 3`, then run "
+        f"`rather train {out}`."
+    )
+
+
+@config_app.command("show", epilog="Example: `rather config show dpo.yaml beta=0.05`")
+@command
+def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print every effective value and where it comes from."""
+    from rather.config.load import load
+    from rather.config.show import show
+
+    typer.echo(show(load(config, overrides or [])))
+
+
+@config_app.command("explain", epilog="Example: `rather config explain beta dpo.yaml`")
+@command
+def config_explain(
+    key: Annotated[
+        str, typer.Argument(help="A key path, such as actor_train.training_args.learning_rate.")
+    ],
+    config: Annotated[Path | None, typer.Argument(help="Also show the value in this YAML.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Explain a key: meaning, type, range, default; with a YAML also its value and source."""
+    from rather.config.load import load
+    from rather.config.show import explain
+
+    if config and key.endswith(".yaml"):  # both orders are accepted
+        key, config = str(config), Path(key)
+    typer.echo(explain(load(config, overrides or []) if config else None, key))
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the YAML, for editors."""
+    from rather.config.show import json_schema
+
+    print_json(json_schema())
+
+
+@config_app.command("reference")
+def config_reference() -> None:
+    """Print the reference of all keys as Markdown (docs/config.md)."""
+    from rather.config.show import reference_markdown
+
+    typer.echo(reference_markdown(), nl=False)
+
+
+@recipes_app.command("list")
+def recipes_list() -> None:
+    """List all recipes."""
+    texts = {name: path.read_text(encoding="utf-8") for name, path in list_recipes().items()}
+    rows = [(name, text.partition("\n")[0].strip("# ")) for name, text in texts.items()]
+    print_table(("recipe", "what it is"), rows)
+
+
+@recipes_app.command("show", epilog="Example: `rather recipes show simpo-llama3-instruct`")
+@command
+def recipes_show(name: RecipeName) -> None:
+    """Print a recipe."""
+    typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes_app.command("copy", epilog="Example: `rather recipes copy dpo my_run.yaml`")
+@command
+def recipes_copy(
+    name: RecipeName,
+    file: Annotated[Path | None, typer.Argument(help="File or folder; default: NAME.yaml.")] = None,
+    force: Force = False,
+) -> None:
+    """Copy a recipe to a YAML file, in which you then set your model and your pairs."""
+    target = copy_recipe(name, file, force=force)
+    typer.echo(
+        f"{target}: set `pretrain` and `actor_train.data_args.file_name`, then run "
+        f"`rather train {target}`"
+    )
