@@ -100,8 +100,8 @@ MUTATIONS = (
     Mutation(
         "adamw: the bias correction of split masters never advances",
         "rather/optim/adamw.py",
-        "steps = torch.tensor(float(self.steps))",
-        "steps = torch.tensor(0.0)",
+        "steps = torch.tensor([float(state.steps) for state in states])",
+        "steps = torch.tensor([0.0 for _ in states])",
         ("tests/train/test_optim.py::test_split_masters_have_the_bits_of_float32_training",),
     ),
     Mutation(
@@ -145,15 +145,15 @@ MUTATIONS = (
     Mutation(
         "head: the gradient ignores the soft-cap's slope",
         "rather/model/head.py",
-        "slope = 1 - (logits / treatment.softcap) ** 2  # tanh' at the capped logit",
-        "slope = 1 - (0 * logits / treatment.softcap) ** 2  # tanh' at the capped logit",
+        "slope = 1 - (logits / self.softcap) ** 2  # tanh' at the capped logit",
+        "slope = 1 - (0 * logits / self.softcap) ** 2  # tanh' at the capped logit",
         ("tests/model/test_head.py::test_gradcheck",),
     ),
     Mutation(
         "attention: a segment with more keys than queries is causal from the top left",
         "rather/model/attention.py",
-        "behind = torch.arange(k - q, k, device=device)[:, None] - torch.arange(k, device=device)",
-        "behind = torch.arange(q, device=device)[:, None] - torch.arange(k, device=device)",
+        "behind = torch.arange(keys - queries, keys, device=q.device)[:, None]",
+        "behind = torch.arange(queries, device=q.device)[:, None]",
         ("tests/model/test_attention.py::test_equals_the_definition",),
     ),
     Mutation(
@@ -187,8 +187,8 @@ MUTATIONS = (
     Mutation(
         "tensor parallel: the gradient that enters a region is one rank's part of the sum",
         "rather/model/collectives.py",
-        "return _apply(x, _same, _sum, 0, group)",
-        "return _apply(x, _same, _same, 0, group)",
+        "return _Collective.apply(x, _same, _sum, 0, group)",
+        "return _Collective.apply(x, _same, _same, 0, group)",
         ("tests/same/test_tensor.py::test_the_canonical_run",),
     ),
     Mutation(

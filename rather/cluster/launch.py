@@ -27,7 +27,7 @@ from rather.cluster.supervision import COMPUTING, Supervision, Watchdog
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
-from rather.model.divisible import division_problems
+from rather.model.sizes import division_problems
 
 if TYPE_CHECKING:
     from rather.cluster.resources import ResourceManager

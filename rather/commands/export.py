@@ -96,19 +96,16 @@ def merge(
     largest: int | None = None,
 ) -> str:
     """Write adapter and base as one model to `out`; return how its log-probs compare."""
-    from rather.model.adapters import (  # PEFT takes seconds to import
-        adapter_folder,
-        base_of,
-        quantization_of,
-    )
+    from rather.model.adapters import adapter_folder, base_of  # PEFT takes seconds to import
 
     _refuse_existing(out)
     folder = adapter_folder(adapter)
-    name, revision = (base, None) if base else base_of(folder)
+    name, revision, quantised = base_of(folder)
+    if base:
+        name, revision = base, None
     found = model_folder(name, revision) if name else None
     if name is None or found is None or not found.exists():
         raise ConfigError(f"{folder}: its base model {name} is not here; pass it with --base.")
-    quantised = quantization_of(folder)
     if quantised and not takes_4_bits():
         log.warning("%s: bitsandbytes is missing; comparing with the base in full precision instead "
                     "of %s", folder, quantised)  # fmt: skip

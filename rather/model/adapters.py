@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,9 @@ from typing import Any
 import torch
 from peft import LoraConfig, LoraModel
 from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rather.checkpoint.sharded_tensors import (
     ShardedFiles,
@@ -39,6 +38,7 @@ from rather.config.adapters import PISSA
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.errors import CheckpointError, ConfigError
 from rather.model.files import model_folder, refuse_outside
+from rather.model.layers import layers_of
 from rather.model.policy import START
 
 TRAINED = "default"  # PEFT's name of the trained adapter; its frozen start is the adapter START
@@ -46,7 +46,7 @@ CONFIG, WEIGHTS, NOTES = "adapter_config.json", "adapter_model.safetensors", "ra
 ALL_LINEAR = "all-linear"
 KNOWN = (  # keys that an adapter's config may set; all others must have PEFT's default
     "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora",
-    "lora_dropout", "task_type", "peft_type", "base_model_name_or_path", "revision",
+    "lora_dropout", "task_type", "base_model_name_or_path", "revision",
     "inference_mode", "init_lora_weights", "auto_mapping", "peft_version",
     "megatron_core", "runtime_config", "qalora_group_size",
 )  # fmt: skip
@@ -77,6 +77,15 @@ def adapter_config(args: ModelArgs) -> LoraConfig:
     )
 
 
+def _names(value: str | list[str]) -> list[str]:
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def _number(value: float) -> Any:
+    """Return a whole number as an int, as PEFT writes it."""
+    return int(value) if float(value).is_integer() else value
+
+
 def adapter_folder(name: str) -> Path:
     folder = model_folder(name, None)
     if folder is None or not (folder / CONFIG).exists() or not (folder / WEIGHTS).exists():
@@ -91,34 +100,27 @@ def adapter_folder(name: str) -> Path:
 
 def saved_config(folder: Path) -> LoraConfig:
     """Return the config of an adapter on the disk; refuse one with unknown features."""
-    values = _values(folder, CONFIG)
-    plain = LoraConfig().to_dict()
+    values, plain = {"peft_type": None, **_values(folder, CONFIG)}, LoraConfig().to_dict()
     odd = [
-        key
+        f"{key}: {value}"
         for key, value in values.items()
-        if key not in KNOWN and value and value != plain.get(key)
+        if key not in KNOWN and (value or key == "peft_type") and value != plain.get(key)
     ]
-    if values.get("peft_type") != "LORA" or odd:
-        kind = (
-            ", ".join(f"{key}: {values[key]}" for key in odd)
-            or f"peft_type: {values.get('peft_type')}"
-        )
+    if odd:
         raise ConfigError(
-            f"adapter_name_or_path: {folder} has {kind}; only LoRA and its variants are supported"
+            f"adapter_name_or_path: {folder} has {', '.join(odd)}; only LoRA and its variants are "
+            "supported"
         )
     own = {key: values[key] for key in KNOWN[:6] if values.get(key) is not None}
     return LoraConfig(**own, init_lora_weights=True, task_type="CAUSAL_LM")
 
 
-def base_of(folder: Path) -> tuple[str | None, str | None]:
-    """Return name and revision of the base model, as an adapter's config gives them."""
+def base_of(folder: Path) -> tuple[str | None, str | None, Any]:
+    """Return name, revision and quantization in training of an adapter's base; None if unknown."""
     values = _values(folder, CONFIG)
-    return values.get("base_model_name_or_path"), values.get("revision")
-
-
-def quantization_of(folder: Path) -> Any:
-    """Return the quantization of the base in training, as Rather recorded it; None without one."""
-    return _values(folder, NOTES).get("quantization") if (folder / NOTES).exists() else None
+    notes = _values(folder, NOTES) if (folder / NOTES).exists() else {}
+    name, revision = (values.get(key) for key in ("base_model_name_or_path", "revision"))
+    return name, revision, notes.get("quantization")
 
 
 def _values(folder: Path, name: str) -> dict[str, Any]:
@@ -132,26 +134,8 @@ def _values(folder: Path, name: str) -> dict[str, Any]:
     return values
 
 
-def config_of(causal_lm: Any) -> LoraConfig | None:
-    """Return the config of the adapter in a model; None without one."""
-    found: LoraConfig | None = getattr(causal_lm, "peft_config", {}).get(TRAINED)
-    return found
-
-
 def adapter_digest(folder: Path) -> str:
-    digest = sha256()
-    for name in (CONFIG, WEIGHTS):
-        digest.update((folder / name).read_bytes())
-    return digest.hexdigest()
-
-
-def _names(value: str | list[str]) -> list[str]:
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-
-
-def _number(value: float) -> Any:
-    """Return a whole number as an int, as PEFT writes it."""
-    return int(value) if float(value).is_integer() else value
+    return sha256(b"".join((folder / name).read_bytes() for name in (CONFIG, WEIGHTS))).hexdigest()
 
 
 # --- into a model ---
@@ -176,46 +160,37 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
         raise ConfigError(f"lora_target: {str(error).splitlines()[0]}") from error
     config.init_lora_weights = start
     causal_lm.peft_config = {TRAINED: config}
-    _refuse_unused(causal_lm, config)
-    _refuse_others(causal_lm)
+    _refuse_unsupported(causal_lm, config)
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(f".{TRAINED}." in name)
 
 
 def _is_pissa(init: Any) -> bool:
-    return isinstance(init, str) and bool(PISSA.fullmatch(init))
+    return bool(PISSA.fullmatch(str(init)))
 
 
-def _refuse_unused(causal_lm: Any, config: LoraConfig) -> None:
-    """Refuse names that PEFT silently ignores. A string is the pattern of an existing adapter."""
-    targets = [] if isinstance(config.target_modules, str) else sorted(config.target_modules or [])
-    whole = config.modules_to_save or []
-    for key, names, kind in (
-        ("lora_target", targets, LoraLayer),
-        ("modules_to_save", whole, ModulesToSaveWrapper),
-    ):
-        found = [name for name, module in causal_lm.named_modules() if isinstance(module, kind)]
-        unused = [
-            name for name in names if not any(f".{one}".endswith(f".{name}") for one in found)
-        ]
-        if unused:
-            raise ConfigError(f"{key}: the model has no module named {', '.join(unused)}")
-
-
-def _refuse_others(causal_lm: Any) -> None:
-    """Refuse modules that PEFT accepts but that could not be merged or would never be called."""
-    layers = [
-        module for module in causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    for name, module in causal_lm.named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
-        if id(module) not in inside or not isinstance(module.get_base_layer(), nn.Linear):
+def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
+    """Refuse names that PEFT silently ignores, and modules that could not be merged or called."""
+    inside = {id(module) for layer in layers_of(causal_lm) for module in layer.modules()}
+    tuned = tuned_layers(causal_lm)
+    for name, module in tuned.items():
+        if isinstance(module, BaseTunerLayer) and not (
+            id(module) in inside and isinstance(module.get_base_layer(), nn.Linear)
+        ):
             raise ConfigError(
                 f"lora_target: {name} is not a linear layer inside the decoder layers, and only "
                 "those can have an adapter; to train it whole, add it to modules_to_save"
             )
+    # A string is the pattern of an existing adapter.
+    targets = config.target_modules if not isinstance(config.target_modules, str) else ()
+    for key, names, kind in (
+        ("lora_target", targets, BaseTunerLayer),
+        ("modules_to_save", config.modules_to_save, ModulesToSaveWrapper),
+    ):
+        found = [f".{name}" for name, module in tuned.items() if isinstance(module, kind)]
+        for wanted in sorted(names or ()):
+            if not any(name.endswith(f".{wanted}") for name in found):
+                raise ConfigError(f"{key}: the model has no module named {wanted}")
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     tied = causal_lm.config.get_text_config().tie_word_embeddings
     if tied and any(isinstance(end, ModulesToSaveWrapper) for end in ends):
@@ -225,12 +200,9 @@ def _refuse_others(causal_lm: Any) -> None:
         )
 
 
-def tuned_layers(model: nn.Module) -> list[Any]:
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
-    ]
+def tuned_layers(model: nn.Module) -> dict[str, Any]:
+    kinds = (BaseTunerLayer, ModulesToSaveWrapper)
+    return {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
 
 
 @contextmanager
@@ -239,17 +211,13 @@ def as_reference(model: nn.Module) -> Iterator[None]:
 
     PEFT's own switches also turn gradients off and on, and FSDP2 would keep them off.
     """
-    layers = tuned_layers(model)
-    kept = any(
-        START in getattr(layer, kind, ())
-        for layer in layers
-        for kind in ("lora_A", "modules_to_save")
-    )
+    layers = tuned_layers(model).values()
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+    kept = any(f".{START}." in name for name, _ in model.named_parameters())
     for layer in layers:
-        layer._active_adapter, layer._disable_adapters = (
-            ([START], False) if kept else (layer._active_adapter, True)
-        )
+        if kept:
+            layer._active_adapter = [START]
+        layer._disable_adapters = not kept
     try:
         yield
     finally:
@@ -266,82 +234,63 @@ class AdapterWeights:
     Read like `ShardedFiles`. PiSSA moves the start of its adapter out of the base.
     """
 
-    def __init__(self, base: ShardedFiles, config: LoraConfig, args: ModelArgs, seed: int) -> None:
-        self.base, self.config, self.seed = base, config, seed
+    def __init__(self, base: ShardedFiles, args: ModelArgs, seed: int) -> None:
+        self.base, self.config, self.seed = base, adapter_config(args), seed
         path = args.adapter_name_or_path
         self.saved = _open_adapter(adapter_folder(path), base) if path is not None else None
-        self.changes_base = _is_pissa(config.init_lora_weights)
+        self.changes_base = _is_pissa(self.config.init_lora_weights)
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
-    def __contains__(self, name: str) -> bool:
+    def _stored(self, name: str) -> tuple[ShardedFiles, str]:
+        """Return where a weight is stored and its name there; for a new matrix, its layer's."""
         match = _MATRIX.fullmatch(name)
         if self.saved is not None and (match or _WHOLE.fullmatch(name)):
-            return _saved_name(name) in self.saved
-        return (f"{match[1]}.weight" if match else base_name(name)) in self.base
+            return self.saved, _saved_name(name)
+        return self.base, f"{match[1]}.weight" if match else base_name(name)
+
+    def __contains__(self, name: str) -> bool:
+        files, stored = self._stored(name)
+        return stored in files
 
     def shape(self, name: str) -> tuple[int, ...]:
-        match = _MATRIX.fullmatch(name)
-        if self.saved is not None and (match or _WHOLE.fullmatch(name)):
-            return self.saved.shape(_saved_name(name))
-        if not match:
-            return self.base.shape(base_name(name))
-        out, inner = self.base.shape(f"{match[1]}.weight")
-        rank = self.config.r
-        return {"lora_A": (rank, inner), "lora_B": (out, rank), "lora_magnitude_vector": (out,)}[
-            match[2]
-        ]
+        files, stored = self._stored(name)
+        new = self._new_matrix(name, stored)
+        return files.shape(stored) if new is None else tuple(new.shape)
 
     def read(self, name: str, spec: ShardSpec) -> Tensor:
-        if match := _MATRIX.fullmatch(name):
-            return self._matrices(match[1])[match[2]][spec.slices].clone()
-        if self.changes_base and name.endswith(".base_layer.weight"):
-            return self._matrices(name.removesuffix(".base_layer.weight"))["base"][
-                spec.slices
-            ].clone()
-        if self.saved is not None and _WHOLE.fullmatch(name):
-            return self.saved.read(_saved_name(name), spec)
-        return self.base.read(base_name(name), spec)
+        files, stored = self._stored(name)
+        new = self._new_matrix(name, stored)
+        return files.read(stored, spec) if new is None else new[spec.slices].clone()
 
-    def _matrices(self, module: str) -> dict[str, Tensor]:
-        """Return the whole matrices of one layer; the last one is kept for the next read."""
-        if self._last[0] != module:
-            self._last = (
-                module,
-                self._read_saved(module) if self.saved is not None else self._initialize(module),
-            )
-        return self._last[1]
+    def _new_matrix(self, name: str, layer: str) -> Tensor | None:
+        """Return what a new adapter begins with, or what PiSSA leaves of the base."""
+        match = _MATRIX.fullmatch(name)
+        changed = self.changes_base and name.endswith(".base_layer.weight")
+        if self.saved is not None or not (match or changed):
+            return None
+        if self._last[0] != layer:  # the matrices of a layer are read one after another
+            self._last = (layer, self._initialize(layer))
+        return self._last[1][match[2] if match else "base"]
 
-    def _read_saved(self, module: str) -> dict[str, Tensor]:
-        assert self.saved is not None
-        kinds = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if self.config.use_dora else [])]
-        return {
-            kind: self.saved[_saved_name(f"{module}.{kind}.{TRAINED}.weight")] for kind in kinds
-        }
-
-    def _initialize(self, module: str) -> dict[str, Tensor]:
-        """Return PEFT's own start of a layer, on the CPU in float32."""
-        name = f"{module}.weight"
+    def _initialize(self, name: str) -> dict[str, Tensor]:
+        """Return PEFT's own start of the layer with this weight, on the CPU in float32."""
         out, inner = self.base.shape(name)
-        asks = self.changes_base or self.config.use_dora
         linear = nn.Linear(inner, out, bias=False, device="meta")
-        linear.weight = nn.Parameter(
-            self.base[name].float() if asks else torch.empty(out, inner), requires_grad=False
-        )
-        seed = int.from_bytes(sha256(f"{self.seed} {module}".encode()).digest()[:7], "big")
+        asks = self.changes_base or self.config.use_dora
+        weight = self.base[name].float() if asks else torch.empty(out, inner)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        text = f"{self.seed} {name.removesuffix('.weight')}"
+        seed = int.from_bytes(sha256(text.encode()).digest()[:7], "big")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # the CPU's only: fork_rng restores no GPU's
             layer: Any = LoraLinear(
                 linear, TRAINED, self.config, r=self.config.r, lora_alpha=self.config.lora_alpha
             )
-        start = {
-            kind: getattr(layer, kind)[TRAINED].weight.detach() for kind in ("lora_A", "lora_B")
-        }
-        if self.config.use_dora:
-            start["lora_magnitude_vector"] = layer.lora_magnitude_vector[TRAINED].weight.detach()
+        kinds = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if self.config.use_dora else [])]
+        start = {kind: getattr(layer, kind)[TRAINED].weight.detach() for kind in kinds}
         if self.changes_base:
             start["base"] = linear.weight.detach()
-            # The sign of singular vectors is arbitrary: ranks on different machines must choose the
-            # same.
+            # The sign of singular vectors is arbitrary: all machines must choose the same.
             rows = start["lora_A"]
             signs = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True)).sign()
             start |= {"lora_A": rows * signs, "lora_B": start["lora_B"] * signs.T}
@@ -368,55 +317,45 @@ def _saved_name(name: str) -> str:
 
 def write_adapter(
     folder: Path,
-    config: LoraConfig,
+    causal_lm: Any,
     weights: Mapping[str, Tensor],
     base: str,
     revision: str | None,
     quantized: str | None,
 ) -> None:
     """Write what PeftModel.from_pretrained opens. `weights` have the policy's names; float32."""
-
-    def of(adapter: str) -> dict[str, Tensor]:
-        names = [name for name in weights if f".{adapter}." in name]
-        return {
-            _saved_name(name.removeprefix("causal_lm.")): weights[name].float() for name in names
+    config: LoraConfig = causal_lm.peft_config[TRAINED]
+    saved, began = (
+        {
+            _saved_name(name.removeprefix("causal_lm.")): weights[name].float()
+            for name in weights
+            if f".{adapter}." in name
         }
-
-    saved, began, values = of(TRAINED), of(START), config.to_dict()
-    if _is_pissa(config.init_lora_weights):
-        saved = {name: _difference(name, saved[name], began.get(name)) for name in saved}
-        values["r"] = 2 * config.r
-        values["lora_alpha"] = _number(
-            config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
-        )
-    values |= {
+        for adapter in (TRAINED, START)
+    )
+    values = config.to_dict() | {
         "base_model_name_or_path": base,
         "revision": revision,
         "init_lora_weights": True,
         "inference_mode": True,
+        "target_modules": sorted(config.target_modules or []),
     }
-    values["target_modules"] = sorted(config.target_modules or [])
-    (folder / CONFIG).write_text(
-        json.dumps(values, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8"
-    )
+    if _is_pissa(config.init_lora_weights):  # relative to the original base: B A - B0 A0
+        for name, start in began.items():
+            if name.endswith("lora_A.weight"):
+                saved[name] = torch.cat([saved[name], start])
+            elif name.endswith("lora_B.weight"):
+                saved[name] = torch.cat([saved[name], -start], dim=1)
+        growth = math.sqrt(2) if config.use_rslora else 2
+        values |= {"r": 2 * config.r, "lora_alpha": _number(config.lora_alpha * growth)}
+    text = json.dumps(values, indent=2, sort_keys=True, default=str)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
     if quantized:
-        (folder / NOTES).write_text(
-            json.dumps({"quantization": quantized}) + "\n", encoding="utf-8"
-        )
+        text = json.dumps({"quantization": quantized})
+        (folder / NOTES).write_text(text + "\n", encoding="utf-8")
+    streams = {name: TensorStream.of(saved[name]) for name in sorted(saved)}
     with open(folder / WEIGHTS, "xb") as file:
-        for chunk in safetensors_file(
-            {name: TensorStream.of(saved[name]) for name in sorted(saved)}, {}
-        ):
-            file.write(chunk)
-
-
-def _difference(name: str, now: Tensor, began: Tensor | None) -> Tensor:
-    """PiSSA: relative to the original base, the adapter is B A - B0 A0."""
-    if name.endswith("lora_A.weight") and began is not None:
-        return torch.cat([now, began])
-    if name.endswith("lora_B.weight") and began is not None:
-        return torch.cat([now, -began], dim=1)
-    return now
+        file.writelines(safetensors_file(streams, {}))
 
 
 # --- into the base ---
@@ -425,7 +364,26 @@ def _difference(name: str, now: Tensor, began: Tensor | None) -> Tensor:
 def merge(base: ShardedFiles, adapter: Path, dtype: torch.dtype) -> dict[str, TensorStream]:
     """Return the base with an adapter merged in, computed in float32 as each weight is written."""
     config, saved = saved_config(adapter), _open_adapter(adapter, base)
-    return {name: _merge_weight(name, base, config, saved, dtype) for name in sorted(base)}
+
+    def merged(name: str, module: str) -> Iterator[Tensor]:
+        a, b = (saved[f"{module}.lora_{matrix}.weight"].float() for matrix in "AB")
+        weight = base[name].float() + _scale(config) * (b @ a)
+        if config.use_dora:
+            magnitude = saved[f"{module}.lora_magnitude_vector"].float()
+            weight *= (magnitude / weight.norm(dim=1))[:, None]
+        yield weight.to(dtype)
+
+    streams = {}
+    for name in sorted(base):
+        module = _PEFT + name.removesuffix(".weight")
+        if _PEFT + name in saved:
+            streams[name] = saved.stream(_PEFT + name, dtype)
+        elif f"{module}.lora_A.weight" in saved:
+            parts = partial(merged, name, module)
+            streams[name] = TensorStream(dtype, base.shape(name), parts)
+        else:
+            streams[name] = base.stream(name, dtype)
+    return streams
 
 
 def _open_adapter(adapter: Path, base: ShardedFiles) -> ShardedFiles:
@@ -434,39 +392,13 @@ def _open_adapter(adapter: Path, base: ShardedFiles) -> ShardedFiles:
         saved = ShardedFiles([adapter / WEIGHTS])
     except CheckpointError as error:
         raise ConfigError(f"adapter_name_or_path: {error}") from error
-    changed = {_module_of(own) or own for own in (name.removeprefix(_PEFT) for name in saved)}
+    names = [name.removeprefix(_PEFT) for name in saved]
+    changed = {re.sub(r"\.lora_((A|B)\.weight|magnitude_vector)$", ".weight", n) for n in names}
     if foreign := changed - set(base):
         raise ConfigError(
             f"{adapter}: the adapter belongs to another model: the base has no {min(foreign)}"
         )
     return saved
-
-
-def _module_of(name: str) -> str | None:
-    """Return the base weight that an adapter's matrix changes."""
-    match = re.fullmatch(r"(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)", name)
-    return f"{match[1]}.weight" if match else None
-
-
-def _merge_weight(
-    name: str, base: ShardedFiles, config: LoraConfig, saved: ShardedFiles, dtype: torch.dtype
-) -> TensorStream:
-    if _PEFT + name in saved:
-        return saved.stream(_PEFT + name, dtype)
-    module = _PEFT + name.removesuffix(".weight")
-    if f"{module}.lora_A.weight" not in saved:
-        return base.stream(name, dtype)
-
-    def parts() -> Iterator[Tensor]:
-        a, b = (saved[f"{module}.lora_{matrix}.weight"].float() for matrix in "AB")
-        weight = base[name].float() + _scale(config) * (b @ a)
-        if config.use_dora:
-            weight *= (saved[f"{module}.lora_magnitude_vector"].float() / weight.norm(dim=1))[
-                :, None
-            ]
-        yield weight.to(dtype)
-
-    return TensorStream(dtype, base.shape(name), parts)
 
 
 def _scale(config: LoraConfig) -> float:

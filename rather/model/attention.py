@@ -1,5 +1,4 @@
-"""Attention over segments: each query segment sees its own gathered keys, causal from the bottom
-right.
+"""Attention over segments: each sees its own gathered keys, causal from the bottom right.
 
 Registered with transformers under the name `rather`, so the model files stay Hugging Face's own.
 CUDA in half precision runs one variable-length kernel; everything else (CPU, float32, soft-capped
@@ -52,18 +51,13 @@ def segment_attention(
         raise ConfigError(
             f"{type(module).__name__}: attention sinks are not supported; use another model"
         )
-    if isinstance(segments, SpreadSegments):
-        key, value = _gather_keys(key, value, segments.group)
+    if isinstance(segments, SpreadSegments):  # one message; backward sums the ranks' gradients
+        both = gather(torch.cat([key, value], dim=-1), 2, segments.group)
+        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not softcap:
         return _varlen(query, key, value, segments, scale, sliding_window), None
     return _one_by_one(query, key, value, segments, scale, sliding_window, softcap), None
-
-
-def _gather_keys(key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Gather in one message. Backward: sum the gradients from the queries of all ranks."""
-    both = gather(torch.cat([key, value], dim=-1), 2, group)
-    return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
 
 # --- CPU, float32, soft-caps: one segment after another ---
@@ -80,45 +74,33 @@ def _one_by_one(
     window: int | None,
     cap: float | None,
 ) -> Tensor:
-    key = key.index_select(2, segments.key_index_K)
-    value = value.index_select(2, segments.key_index_K)
-    queries = query.split(segments.q_lens, dim=2)
-    keys = key.split(segments.k_lens, dim=2)
-    values = value.split(segments.k_lens, dim=2)
-    attend = _soft_capped if cap else _attend
-    out = [
-        attend(q, k, v, scale, window, cap) for q, k, v in zip(queries, keys, values, strict=True)
-    ]
+    parts = [query.split(segments.q_lens, dim=2)]
+    for gathered in (key, value):
+        parts.append(gathered.index_select(2, segments.key_index_K).split(segments.k_lens, dim=2))
+    out = [_attend(q, k, v, scale, window, cap) for q, k, v in zip(*parts, strict=True)]
     return torch.cat(out, dim=2).transpose(1, 2)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, _softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cap: float | None
 ) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    if q.shape[2] == k.shape[2] and (window is None or window >= k.shape[2]):
+    queries, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    if not cap and queries == keys and (window is None or window >= keys):
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+            q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1
         )
-    mask = _visible(q.shape[2], k.shape[2], window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-
-
-def _soft_capped(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
-    assert softcap is not None
-    group = q.shape[1] // k.shape[1]
+    # Whether query i sees key j. Both end at the same token.
+    behind = torch.arange(keys - queries, keys, device=q.device)[:, None]
+    behind = behind - torch.arange(keys, device=q.device)
+    mask = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    if not cap:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1
+        )
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.tanh(q @ k.transpose(2, 3) * scale / softcap) * softcap
-    scores = scores.masked_fill(~_visible(q.shape[2], k.shape[2], window, q.device), float("-inf"))
+    scores = torch.tanh(q @ k.transpose(2, 3) * scale / cap) * cap
+    scores = scores.masked_fill(~mask, float("-inf"))
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
-
-
-def _visible(q: int, k: int, window: int | None, device: torch.device) -> Tensor:
-    """Return [q, k]: whether query i sees key j. Both end at the same token."""
-    behind = torch.arange(k - q, k, device=device)[:, None] - torch.arange(k, device=device)
-    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
 # --- CUDA: one kernel for all segments ---
@@ -127,12 +109,10 @@ def _visible(q: int, k: int, window: int | None, device: torch.device) -> Tensor
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, s: Segments, scale: float, window: int | None
 ) -> Tensor:
-    left = -1 if window is None else window - 1
     by_token = [x[0].transpose(0, 1) for x in (query, key, value)]
-    places = (s.key_index_K, s.order_K, s.start_N, s.cu_q, s.cu_k)
-    out: Tensor = torch.ops.rather.segment_attention(
-        *by_token, *places, s.max_q, s.max_k, scale, left
-    )[0]
+    places = (s.key_index_K, s.order_K, s.start_N, s.cu_q, s.cu_k, s.max_q, s.max_k)
+    left = -1 if window is None else window - 1
+    out: Tensor = torch.ops.rather.segment_attention(*by_token, *places, scale, left)[0]
     return out[None]
 
 
@@ -175,10 +155,8 @@ def _forward(
 
 @_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_places: Any) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = query.shape
-    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(
-        (heads, tokens), dtype=torch.float32
-    )
+    lse = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    return torch.empty_like(query, memory_format=torch.contiguous_format), lse
 
 
 @torch.library.custom_op("rather::segment_attention_backward", mutates_args=(), device_types="cuda")

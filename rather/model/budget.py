@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from rather.data.batch import PairBatch, TokenPair
+from rather.data.batch import PairBatch
 from rather.data.pack import pack
 from rather.errors import MemoryShortage
+from rather.model.check import random_pairs
 from rather.model.layers import LEVELS, Recompute, arrange_layers
 from rather.model.policy import PolicyModel
 
@@ -145,14 +145,8 @@ def _tokens_that_fit(policy: PolicyModel, trainer: Rehearsing) -> tuple[int, flo
 
 def _rehearsal(policy: PolicyModel, tokens: int, largest_pair: int) -> list[PairBatch]:
     """Return a micro-batch of which nearly all tokens are scored: none needs more memory."""
-    random = np.random.default_rng(0)
-    vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     smaller = min(REHEARSED_PAIR, largest_pair)
-    pairs = []
-    for size in (largest_pair, *[smaller] * ((tokens - largest_pair) // smaller)):
-        answer = max(1, (size - 1) // 2)
-        prompt, chosen, rejected = (
-            random.integers(0, vocabulary, n).astype(np.int32) for n in (1, answer, answer)
-        )
-        pairs.append(TokenPair(prompt, chosen, rejected, ((1, 1 + answer),), ((1, 1 + answer),)))
+    sizes = (largest_pair, *[smaller] * ((tokens - largest_pair) // smaller))
+    answers = [max(1, (size - 1) // 2) for size in sizes]
+    pairs = random_pairs(policy.vocabulary_size, [(1, answer, answer) for answer in answers])
     return pack(pairs, tokens, ladder=LADDER["cuda"])

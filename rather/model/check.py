@@ -9,6 +9,7 @@ this device.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -38,13 +39,31 @@ def check_family(config: PretrainedConfig) -> bool:
         _padded(twin, two_pairs(twin.config.vocab_size)[0])
     except Exception:  # a config that cannot be shrunk is only checked on its real weights
         return False
-    _compare(PolicyModel(twin), config.model_type)
+    check_model(PolicyModel(twin))
     return True
 
 
+@torch.no_grad()
 def check_model(policy: PolicyModel) -> None:
     """Refuse loaded weights on which this device's kernels disagree with the padded forward."""
-    _compare(policy, policy.causal_lm.config.model_type)
+    model = policy.causal_lm
+    refused = f"model family '{model.config.model_type}' cannot be trained"
+    pairs = two_pairs(policy.vocabulary_size)
+    try:
+        model.set_attn_implementation("eager")
+        padded = torch.cat([_padded(model, pair) for pair in pairs])
+        model.set_attn_implementation(IMPLEMENTATION)
+        (batch,) = pack(pairs, budget=10**6)
+        batch = batch.to(str(model.device))
+        packed = policy(batch)[0][batch.token_T].double()
+    except Exception as error:
+        raise ConfigError(f"{refused}: it does not accept packed pairs ({error})") from error
+    worst = float(((packed - padded).abs() / (1 + padded.abs())).max())
+    if not worst <= TOLERANCE[model.dtype]:
+        raise ConfigError(
+            f"{refused}: its packed log-probs differ from its own padded forward by {worst:.2g} "
+            "per token. It does not use transformers' attention interface; choose another family."
+        )
 
 
 def check_length(config: PretrainedConfig, tokens: int) -> None:
@@ -65,34 +84,15 @@ def check_length(config: PretrainedConfig, tokens: int) -> None:
         )
 
 
-@torch.no_grad()
-def _compare(policy: PolicyModel, family: str) -> None:
-    model = policy.causal_lm
-    pairs = two_pairs(model.get_input_embeddings().weight.shape[0])
-    try:
-        model.set_attn_implementation("eager")
-        padded = torch.cat([_padded(model, pair) for pair in pairs])
-        model.set_attn_implementation(IMPLEMENTATION)
-        (batch,) = pack(pairs, budget=10**6)
-        batch = batch.to(str(model.device))
-        packed = policy(batch)[0][batch.token_T].double()
-    except Exception as error:
-        raise ConfigError(
-            f"model family '{family}' cannot be trained: it does not accept packed pairs ({error})"
-        ) from error
-    worst = float(((packed - padded).abs() / (1 + padded.abs())).max())
-    if not worst <= TOLERANCE[model.dtype]:
-        raise ConfigError(
-            f"model family '{family}' cannot be trained: its packed log-probs differ from its own "
-            f"padded forward by {worst:.2g} per token. It does not use transformers' attention "
-            "interface; choose another family."
-        )
-
-
 def two_pairs(vocab: int) -> list[TokenPair]:
+    return random_pairs(vocab, ((12, 28, 21), (20, 9, 20)))
+
+
+def random_pairs(vocab: int, lengths: Iterable[tuple[int, int, int]]) -> list[TokenPair]:
+    """Return pairs with so many tokens of prompt, chosen and rejected answer; always the same."""
     random = np.random.default_rng(0)
     pairs = []
-    for p, c, r in ((12, 28, 21), (20, 9, 20)):
+    for p, c, r in lengths:
         prompt, chosen, rejected = (
             random.integers(0, vocab, n).astype(np.int32) for n in (p, c, r)
         )
@@ -104,14 +104,11 @@ def _padded(model: Any, pair: TokenPair) -> Tensor:
     """Return the token log-probs of both answers by the model's own forward."""
     logps = []
     for response in (pair.chosen, pair.rejected):
-        ids = torch.from_numpy(np.concatenate([pair.prompt, response]).astype(np.int64)).to(
-            model.device
-        )[None]
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[
-            0, :-1
-        ]
-        scored = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-        logps.append(scored[len(pair.prompt) - 1 :].double())
+        whole = np.concatenate([pair.prompt, response]).astype(np.int64)
+        ids = torch.from_numpy(whole).to(model.device)[None]
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        scored = torch.log_softmax(out.logits[0, :-1].float(), dim=-1).gather(1, ids[0, 1:, None])
+        logps.append(scored[len(pair.prompt) - 1 :, 0].double())
     return torch.cat(logps)
 
 

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from torch import Tensor
 
 from rather.checkpoint.sharded_tensors import ShardedFiles, TensorStream, safetensors_file
 from rather.config.paths import is_local
-from rather.config.schema import ModelArgs
+from rather.config.redaction import redact
+from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import DiskError
 from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
@@ -29,28 +30,6 @@ def export_model(
 ) -> None:
     """Export `weights` (with the policy's names) in the dtype of the source model, atomically."""
     publish(whole_model(policy, weights, tokenizer, folder), folder, card)
-
-
-def whole_model(
-    policy: PolicyModel,
-    weights: Mapping[str, Tensor],
-    tokenizer: Any,
-    folder: Path,
-    largest: int | None = None,
-) -> Path:
-    """Write a model that `publish` renames to `folder`, in files of at most so many bytes."""
-    model = policy.causal_lm
-    dtype = model.config.dtype
-    with _new_folder(folder) as temporary:
-        try:
-            with _any_generation_config(model, temporary / "generation_config.json"):
-                state = _state(policy, weights, dtype)
-                model.save_pretrained(temporary, state_dict=state, max_shard_size=largest or "4GB")
-        finally:
-            model.config.dtype = dtype  # save_pretrained sets it to the dtype of the training
-        _set_dtype(temporary / "config.json", dtype)
-        tokenizer.save_pretrained(temporary)
-    return temporary
 
 
 def export_stored(
@@ -77,10 +56,44 @@ def export_adapter(
 ) -> None:
     """Export the adapter for PEFT next to `folder`, and the merged model in `folder`."""
     name, args = source
-    base, adapter = model_folder(name, args.revision), adapter_export(folder)
+    base = model_folder(name, args.revision)
     assert base is not None
+    adapter = folder.with_name(folder.name.replace("model", "adapter"))  # best_model: best_adapter
     publish(whole_adapter(model, weights, source, tokenizer, adapter), adapter, card)
     publish(merged_model(model, base, adapter, tokenizer, folder), folder, card)
+
+
+def whole_model(
+    policy: PolicyModel,
+    weights: Mapping[str, Tensor],
+    tokenizer: Any,
+    folder: Path,
+    largest: int | None = None,
+) -> Path:
+    """Write a model that `publish` renames to `folder`, in files of at most so many bytes."""
+    model = policy.causal_lm
+    own = (model.config.dtype, model.generation_config)
+    with _new_folder(folder, tokenizer) as temporary:
+        model.generation_config = type(own[1])()  # save_pretrained refuses many valid ones
+        try:
+            state = _state(policy, weights)
+            limit = largest or LARGEST_FILE
+            model.save_pretrained(temporary, state_dict=state, max_shard_size=limit)
+        finally:  # save_pretrained sets the dtype to that of the training
+            model.config.dtype, model.generation_config = own
+        _write_configs(model, temporary)
+    return temporary
+
+
+def _state(policy: PolicyModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict of the Hugging Face model; tied weights stay one tensor."""
+    model = policy.causal_lm
+    trained = {
+        id(parameter): weights.get(name, parameter).detach().to(model.config.dtype).cpu()
+        for name, parameter in policy.named_parameters()
+    }
+    named = model.named_parameters(remove_duplicate=False)
+    return dict(model.state_dict()) | {name: trained[id(parameter)] for name, parameter in named}
 
 
 def whole_adapter(
@@ -91,16 +104,12 @@ def whole_adapter(
     folder: Path,
 ) -> Path:
     """Write an adapter that `publish` renames to `folder`."""
-    from rather.model.adapters import config_of, write_adapter
+    from rather.model.adapters import write_adapter  # PEFT takes seconds to import
 
     name, args = source
-    config, base = config_of(model), model_folder(name, args.revision)
-    assert config is not None
-    assert base is not None
-    with _new_folder(folder) as temporary:
-        named = str(base.absolute()) if is_local(name) else name
-        write_adapter(temporary, config, weights, named, args.revision, args.quantization)
-        tokenizer.save_pretrained(temporary)
+    base = str(Path(name).expanduser().absolute()) if is_local(name) else name
+    with _new_folder(folder, tokenizer) as temporary:
+        write_adapter(temporary, model, weights, base, args.revision, args.quantization)
     return temporary
 
 
@@ -114,11 +123,6 @@ def merged_model(
     return _write_model(model, weights, tokenizer, folder, largest)
 
 
-def adapter_export(folder: Path) -> Path:
-    """Return the adapter's folder: model -> adapter, best_model -> best_adapter."""
-    return folder.with_name(folder.name.replace("model", "adapter"))
-
-
 def _write_model(
     model: Any,
     weights: Mapping[str, TensorStream],
@@ -126,24 +130,43 @@ def _write_model(
     folder: Path,
     largest: int | None = None,
 ) -> Path:
-    """Write all files but the card into a temporary folder."""
-    with _new_folder(folder) as temporary:
-        model.config.save_pretrained(temporary)
-        _set_dtype(temporary / "config.json", model.config.dtype)
-        model.generation_config.to_json_file(temporary / "generation_config.json")
-        _write_weights(temporary, weights, largest)
-        tokenizer.save_pretrained(temporary)
+    split = split_state_dict_into_shards_factory(
+        dict(weights),
+        get_storage_size=lambda weight: weight.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=largest or LARGEST_FILE,
+    )
+    with _new_folder(folder, tokenizer) as temporary:
+        _write_configs(model, temporary)
+        for file, names in split.filename_to_tensors.items():
+            with open(temporary / file, "xb") as out:
+                out.writelines(safetensors_file({name: weights[name] for name in names}, {}))
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2) + "\n"
+            (temporary / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     return temporary
 
 
+def _write_configs(model: Any, folder: Path) -> None:
+    model.config.save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # of the training; the export is not quantised
+    config["dtype"] = str(model.config.dtype).removeprefix("torch.")
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    model.generation_config.to_json_file(folder / "generation_config.json")
+
+
 @contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Create the temporary folder that `publish` renames."""
+def _new_folder(folder: Path, tokenizer: Any) -> Iterator[Path]:
+    """Create the temporary folder that `publish` renames; the tokenizer is added at the end."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     with _removed_on_error(temporary, folder):
         temporary.mkdir(parents=True)
         yield temporary
+        tokenizer.save_pretrained(temporary)
 
 
 @contextmanager
@@ -163,87 +186,24 @@ def _removed_on_error(temporary: Path, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_weights(folder: Path, weights: Mapping[str, TensorStream], largest: int | None) -> None:
-    """Write one file, or several with the index that transformers reads."""
-    shards: list[dict[str, TensorStream]] = [{}]
-    for name, weight in weights.items():
-        if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + weight.nbytes > (
-            largest or LARGEST_FILE
-        ):
-            shards.append({})
-        shards[-1][name] = weight
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    names = names if len(names) > 1 else ["model.safetensors"]
-    for file, shard in zip(names, shards, strict=True):
-        with open(folder / file, "xb") as out:
-            for chunk in safetensors_file(shard, {}):
-                out.write(chunk)
-    if len(names) > 1:
-        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        index = {
-            "metadata": {"total_size": sum(w.nbytes for w in weights.values())},
-            "weight_map": places,
-        }
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=2) + "\n", encoding="utf-8"
-        )
-
-
 def publish(temporary: Path, folder: Path, card: str) -> None:
     """Add the card and rename a temporary folder to `folder`, atomically."""
+    old = folder.with_name(f".old-{folder.name}")
     with _removed_on_error(temporary, folder):
         (temporary / "README.md").write_text(card, encoding="utf-8")
-        for file in temporary.rglob("*"):
-            _sync(file)
-        _sync(temporary)
-        _replace(temporary, folder)
-
-
-def _state(
-    policy: PolicyModel, weights: Mapping[str, Tensor], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Return the state dict of the Hugging Face model; tied weights stay one tensor."""
-    trained: dict[int, Tensor] = {}
-    for name, parameter in policy.named_parameters():
-        trained[id(parameter)] = weights.get(name, parameter).detach().to(dtype).cpu()
-    state: dict[str, Tensor] = dict(policy.causal_lm.state_dict())
-    for name, parameter in policy.causal_lm.named_parameters(remove_duplicate=False):
-        state[name] = trained[id(parameter)]
-    return state
-
-
-@contextmanager
-def _any_generation_config(model: Any, file: Path) -> Iterator[None]:
-    """Write the source's generation config as it is; save_pretrained refuses many valid ones."""
-    own = model.generation_config
-    model.generation_config = type(own)()
-    try:
-        yield
-    finally:
-        model.generation_config = own
-    own.to_json_file(file)
-
-
-def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)  # of the training; the export is not quantised
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _replace(temporary: Path, folder: Path) -> None:
-    old = folder.with_name(f".old-{folder.name}")
-    shutil.rmtree(old, ignore_errors=True)
-    try:
-        if folder.exists():
-            folder.rename(old)
-        temporary.rename(folder)
-        _sync(folder.parent)
-    except BaseException:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+        shutil.rmtree(old, ignore_errors=True)
+        try:
+            if folder.exists():
+                folder.rename(old)
+            temporary.rename(folder)
+            _sync(folder.parent)
+        except BaseException:
+            if old.exists() and not folder.exists():
+                old.rename(folder)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -252,3 +212,36 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool) -> str:
+    """Return Markdown with the front matter that model hubs read."""
+    training, settings = (
+        config.actor_train.training_args,
+        config.loss_numbers | config.loss_modifiers,
+    )
+    numbers = ", ".join(f"{key} {value}" for key, value in settings.items())
+    reference = f"`{config.reference.model_path}`" if with_reference else "none"
+    adapter = config.actor_train.model_args.adapter_settings or {}
+    said = ", ".join(f"{key} {value}" for key, value in adapter.items() if value)
+    row = f"\n| adapter | {said} |" if said else ""
+    card = f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [rather, preference-alignment, {", ".join(config.loss_names)}]
+---
+
+# {config.exp_name}
+
+`{config.actor_train.model_path}` aligned with preference pairs by Rather.
+
+| | |
+|---|---|
+| loss | {" + ".join(config.loss_names)}{f" ({numbers})" if numbers else ""} |
+| reference | {reference} |{row}
+| pairs | {pairs} in training, {config.global_batch()} per step, {step} steps |
+| learning rate | {training.learning_rate} ({training.lr_scheduler_type}) |
+| sequence length | {config.sequence_length} |
+| seed | {config.seed} |
+"""
+    return redact(card)  # a URL of a model may contain a password

@@ -32,12 +32,8 @@ def model_folder(name: str, revision: str | None) -> Path | None:
     if is_local(name):
         return Path(name).expanduser()
     try:
-        wanted = [*CONTENT, "*.json"]
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]
-            )
-        )
+        files = {"allow_patterns": [*CONTENT, "*.json"], "ignore_patterns": ["*/*"]}
+        return Path(snapshot_download(name, revision=revision, **files))
     except (OSError, ValueError):  # loading the model will report why
         return None
 
@@ -46,26 +42,20 @@ def weight_files(folder: Path | None) -> list[Path]:
     """Return the one file of weights, or those in the index, in the order of transformers."""
     if folder is None:
         raise FileNotFoundError("neither a folder nor a hub model that is available")
-    names = [WEIGHTS]
-    if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
-        names = _indexed_names(folder / INDEX)
+    names, index = [WEIGHTS], folder / INDEX
+    if not (folder / WEIGHTS).exists() and index.exists():
+        try:
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(map(str, listed.values())))
+        except Exception as error:  # a stranger's file may be anything
+            raise ConfigError(f"{index}: is not an index of weight files ({error!r})") from error
     for name in names:
-        refuse_outside(folder, name)
-    return [folder / name for name in names]
-
-
-def _indexed_names(index: Path) -> list[str]:
-    try:
-        names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index}: is not an index of weight files ({error!r})") from error
-    for name in names:
-        is_plain = isinstance(name, str) and Path(name).name == name
-        if not is_plain or not name.endswith(".safetensors"):
+        if Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(
                 f"{index}: lists {name!r}; only .safetensors files next to it are read"
             )
-    return sorted(set(names))
+        refuse_outside(folder, name)
+    return [folder / name for name in names]
 
 
 def refuse_outside(folder: Path, name: str) -> None:

@@ -6,8 +6,7 @@ that two models are compared by the same rule; its end tokens are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,63 +43,40 @@ def generate(
 
     `on_tokens` gets the next token of each answer as it is generated; finished answers are padded.
     """
-    ends = end_tokens(causal_lm, tokenizer)
+    attention, settings = causal_lm.config._attn_implementation, causal_lm.generation_config
+    own = settings.eos_token_id
+    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    ends = list(dict.fromkeys(token for token in ends if token is not None))
+    padding = ends[0] if ends else 0
     width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), ends[0] if ends else 0)
-    seen = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
-        seen[row, width - len(prompt) :] = 1
-    with _ready(causal_lm), torch.no_grad():
-        out: Tensor = causal_lm.generate(
-            input_ids=ids.to(causal_lm.device),
-            attention_mask=seen.to(causal_lm.device),
-            generation_config=_settings(decoding, ends),
-            streamer=_Streamer(on_tokens) if on_tokens else None,
-        )
-    return [_answer(row, ends) for row in out[:, width:].tolist()]
-
-
-def end_tokens(causal_lm: Any, tokenizer: Any) -> list[int]:
-    """Return the end tokens of tokenizer and generation_config."""
-    own = causal_lm.generation_config.eos_token_id
-    named = own if isinstance(own, list) else [own]
-    return list(
-        dict.fromkeys(token for token in (tokenizer.eos_token_id, *named) if token is not None)
-    )
-
-
-def _settings(decoding: Decoding, ends: list[int]) -> GenerationConfig:
-    sampling = {
-        "do_sample": True,
-        "temperature": decoding.temperature,
-        "top_p": decoding.top_p,
-        "top_k": 0,
-    }
-    return GenerationConfig(
+    ids = torch.tensor([[padding] * (width - len(p)) + list(p) for p in prompts])
+    seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
+    own_rule = GenerationConfig(
         max_new_tokens=decoding.max_new_tokens,
         eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-        **(sampling if decoding.temperature else {"do_sample": False}),
+        pad_token_id=padding,
+        do_sample=bool(decoding.temperature),
+        **(sampling if decoding.temperature else {}),
     )
-
-
-def _answer(tokens: list[int], ends: list[int]) -> GeneratedAnswer:
-    stop = next((place for place, token in enumerate(tokens) if token in ends), None)
-    return GeneratedAnswer(tokens[:stop], stop is not None)
-
-
-@contextmanager
-def _ready(causal_lm: Any) -> Iterator[None]:
-    """Use the model's own attention, and none of its generation defaults."""
-    attention, settings = causal_lm.config._attn_implementation, causal_lm.generation_config
     causal_lm.set_attn_implementation("sdpa" if causal_lm._supports_sdpa else "eager")
-    causal_lm.generation_config = GenerationConfig()
+    causal_lm.generation_config = GenerationConfig()  # none of the model's defaults
     try:
-        yield
+        with torch.no_grad():
+            out: Tensor = causal_lm.generate(
+                input_ids=ids.to(causal_lm.device),
+                attention_mask=seen.to(causal_lm.device),
+                generation_config=own_rule,
+                streamer=_Streamer(on_tokens) if on_tokens else None,
+            )
     finally:
         causal_lm.set_attn_implementation(attention)
         causal_lm.generation_config = settings
+    answers = []
+    for tokens in out[:, width:].tolist():
+        stop = next((place for place, token in enumerate(tokens) if token in ends), None)
+        answers.append(GeneratedAnswer(tokens[:stop], stop is not None))
+    return answers
 
 
 class _Streamer(BaseStreamer):

@@ -24,6 +24,13 @@ CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits that are in work at a
 KEEP_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # default budget of logits kept for backward
 
 
+class Words(NamedTuple):
+    """This rank's part of the vocabulary: its first word, and the group that holds all of it."""
+
+    first: int
+    group: Group
+
+
 def token_logps(
     hidden_TD: Tensor,
     weight_VD: Tensor,
@@ -36,8 +43,7 @@ def token_logps(
     keep_bytes: int | None = None,
     words: Words | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log p(target | hidden) per row in float32 and, with `squares`, log sum p^2, else an
-    empty tensor.
+    """Return log p(target | hidden) per row in float32, and log sum p^2 if `squares`, else nothing.
 
     `scale` and `softcap` are the family's own treatment of logits. With `words`, weight and bias
     hold only these, while hidden rows, targets and results are the same on all ranks. Then the
@@ -50,30 +56,6 @@ def token_logps(
         hidden_TD, weight_VD, bias_V, targets_T, _Treatment(scale, softcap), squares, keep, words
     )
     return logps, squared
-
-
-class Words(NamedTuple):
-    """This rank's part of the vocabulary: its first word, and the group that holds all of it."""
-
-    first: int
-    group: Group
-
-
-class _Treatment(NamedTuple):
-    """What a family does with hidden @ weight before the softmax."""
-
-    scale: float
-    softcap: float | None
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        logits = (
-            torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
-        )
-        if self.scale != 1.0:
-            logits.mul_(self.scale)
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
 
 
 class _TokenLogps(torch.autograd.Function):
@@ -92,83 +74,128 @@ class _TokenLogps(torch.autograd.Function):
         words: Words | None,
     ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logps = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-        lse, largest = torch.empty_like(logps), torch.empty_like(logps)
-        squared = torch.empty_like(logps) if squares else logps.new_empty(0)
-        if words:
+        rows_of_numbers = 4 if squares else 3  # log-prob, log-sum-exp, largest logit, log sum p^2
+        numbers = torch.empty(rows_of_numbers, len(hidden), dtype=exact, device=hidden.device)
+        if words:  # -1 for the words of other ranks
             targets = targets - words.first
-            outside = (targets < 0) | (targets >= len(weight))
-            targets = targets.masked_fill(outside, 0)
-        rows_of = _chunks(len(hidden), weight, whole=keep and hidden.is_cuda)
-        kept: list[Tensor] = []
-        for rows in rows_of:
+            targets = targets.masked_fill((targets < 0) | (targets >= len(weight)), -1)
+        ctx.kept, ctx.treatment = [], treatment
+        for rows in _chunks(len(hidden), weight, whole=keep and hidden.is_cuda):
             logits = treatment.logits(hidden[rows], weight, bias)
-            if _fused(logits, treatment):
-                from rather.model.kernels import row_statistics
-
-                row_statistics(
-                    logits,
-                    targets[rows],
-                    logps[rows],
-                    lse[rows],
-                    squared[rows] if squares else None,
-                )
-            else:
-                logits = _statistics(
-                    logits, targets[rows], logps[rows], lse[rows], largest[rows], treatment
-                )
-                if squares:
-                    squared[rows] = _log_sum_of_squares(logits, lse[rows], largest[rows], treatment)
+            treatment.fill_numbers(numbers[:, rows], logits, targets[rows].clamp(min=0))
             if keep:
-                kept.append(logits)
+                ctx.kept.append(logits)
         if words:
-            _combine(logps, lse, squared, outside, words.group)
-        ctx.save_for_backward(
-            hidden, weight, bias, targets, lse, largest, outside if words else None
-        )
-        ctx.kept, ctx.treatment = kept, treatment
+            _combine(numbers, targets < 0, words.group)
+        ctx.save_for_backward(hidden, weight, bias, targets, numbers)
+        squared = numbers[3].clone() if squares else numbers.new_empty(0)
         ctx.mark_non_differentiable(squared)
-        return logps, squared
+        return numbers[0].clone(), squared
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, _ = grads
-        hidden, weight, bias, targets, lse, largest, outside = ctx.saved_tensors
-        at_target = grad if outside is None else grad.masked_fill(outside, 0)
-        treatment: _Treatment = ctx.treatment
+        hidden, weight, bias, targets, numbers = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight: Tensor | None = None
-        d_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None else None
+        d_bias = torch.zeros_like(bias, dtype=numbers.dtype) if bias is not None else None
         kept: list[Tensor] = ctx.kept[::-1]
         ctx.kept = []
-        rows_of = _chunks(len(hidden), weight, whole=bool(kept) and hidden.is_cuda)
-        for rows in rows_of:
-            was_kept = bool(kept)
-            logits = kept.pop() if was_kept else treatment.logits(hidden[rows], weight, bias)
-            if _fused(logits, treatment):
-                from rather.model.kernels import logits_gradient_
-
-                hits = (
-                    targets[rows]
-                    if outside is None
-                    else targets[rows].masked_fill(outside[rows], -1)
-                )
-                d_logits = logits_gradient_(logits, lse[rows], hits, grad[rows], treatment.scale)
+        for rows in _chunks(len(hidden), weight, whole=bool(kept) and hidden.is_cuda):
+            known = (numbers[:, rows], targets[rows], grad[rows])
+            if kept:
+                d_logits = ctx.treatment.gradient_(kept.pop(), *known, kept=True)
             else:
-                if not was_kept and _keeps_exponentials(logits, treatment):
-                    _exponentiate_(logits, largest[rows])
-                numbers = (lse[rows], largest[rows], targets[rows], grad[rows], at_target[rows])
-                d_logits = _gradient(logits, *numbers, treatment)
+                logits = ctx.treatment.logits(hidden[rows], weight, bias)
+                d_logits = ctx.treatment.gradient_(logits, *known, kept=False)
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if ctx.needs_input_grad[1]:
+                whole = len(d_logits) == len(hidden)
                 d_weight = _add_weight_gradient(
-                    d_weight, d_logits, hidden[rows], lse.dtype, whole=rows == slice(0, len(hidden))
+                    d_weight, d_logits, hidden[rows], numbers.dtype, whole=whole
                 )
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
         if ctx.needs_input_grad[1] and d_weight is None:  # no rows at all
             d_weight = torch.zeros_like(weight)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
+
+
+class _Treatment(NamedTuple):
+    """What a family does with hidden @ weight before the softmax, and the arithmetic after it.
+
+    On a CPU exponentials replace the logits where possible, because exp is slow there; the slope of
+    a soft-cap needs the logits.
+    """
+
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits = (
+            torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
+        )
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def _is_fused(self, logits: Tensor) -> bool:
+        return logits.is_cuda and self.softcap is None and logits.dtype != torch.float64
+
+    def _uses_exponentials(self, logits: Tensor) -> bool:
+        return self.softcap is None and logits.dtype in (torch.float32, torch.float64)
+
+    def fill_numbers(self, numbers: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """Fill in the numbers of each row. The logits may become their exponentials."""
+        logps, lse, largest, *squared = numbers
+        if self._is_fused(logits):
+            from rather.model.kernels import row_statistics
+
+            row_statistics(logits, targets, logps, lse, *squared)
+            return
+        at_target = logits.gather(1, targets[:, None])[:, 0].to(lse.dtype)
+        largest.copy_(logits.amax(dim=-1))
+        if self._uses_exponentials(logits):
+            logits.sub_(largest[:, None]).exp_()
+            lse.copy_(logits.sum(dim=-1).log_().add_(largest))
+            if squared:
+                squared[0].copy_(logits.square().sum(dim=-1).log_() + 2 * (largest - lse))
+        else:
+            lse.copy_(torch.logsumexp(logits.to(lse.dtype), dim=-1))
+            if squared:
+                squared[0].copy_(torch.logsumexp(2 * logits.to(lse.dtype), dim=-1) - 2 * lse)
+        torch.sub(at_target, lse, out=logps)
+
+    def gradient_(
+        self, logits: Tensor, numbers: Tensor, targets: Tensor, grad: Tensor, *, kept: bool
+    ) -> Tensor:
+        """Turn logits, perhaps `kept` as exponentials, into d loss / d (hidden @ weight) in place.
+
+        That is grad * (one-hot - softmax), then the chain rule through soft-cap and scale.
+        """
+        _, lse, largest, *_ = numbers
+        if self._is_fused(logits):
+            from rather.model.kernels import logits_gradient_
+
+            return logits_gradient_(logits, lse, targets, grad, self.scale)
+        slope = None
+        if self._uses_exponentials(logits):
+            if not kept:
+                logits.sub_(largest[:, None]).exp_()
+            d_logits = logits.mul_((-grad * (largest - lse).exp())[:, None])
+        else:
+            if self.softcap is not None:
+                slope = 1 - (logits / self.softcap) ** 2  # tanh' at the capped logit
+            d_logits = logits.to(lse.dtype).sub_(lse[:, None]).exp_().mul_(-grad[:, None])
+        at_target = grad.masked_fill(targets < 0, 0)
+        d_logits.scatter_add_(1, targets.clamp(min=0)[:, None], at_target[:, None])
+        if slope is not None:
+            d_logits.mul_(slope)
+        if self.scale != 1.0:
+            d_logits.mul_(self.scale)
+        return d_logits.to(logits.dtype)
 
 
 def _add_weight_gradient(
@@ -178,102 +205,24 @@ def _add_weight_gradient(
 
     A sum of chunks in bfloat16 would round each chunk to the precision of the sum.
     """
-    if d_weight is None and (whole or hidden.dtype == wide):
-        return torch.mm(d_logits.t(), hidden)
-    if d_weight is None:
-        return torch.mm(d_logits.t(), hidden).to(wide)
-    if hidden.dtype == wide:
+    if d_weight is not None and hidden.dtype == wide:
         return d_weight.addmm_(d_logits.t(), hidden)
-    return d_weight.add_(torch.mm(d_logits.t(), hidden))
+    product = torch.mm(d_logits.t(), hidden)
+    if d_weight is not None:
+        return d_weight.add_(product)
+    return product if whole else product.to(wide)
 
 
-# --- a vocabulary divided among ranks ---
-
-
-def _combine(logps: Tensor, lse: Tensor, squared: Tensor, outside: Tensor, group: Group) -> None:
+def _combine(numbers: Tensor, outside: Tensor, group: Group) -> None:
     """Combine each row's numbers over this rank's words to those over the vocabulary, in place."""
-    own = [logps.masked_fill(outside, float("-inf")), lse, *([squared] if len(squared) else [])]
-    ranks_3T = gather_ranks(torch.stack(own), group)
+    logps, lse, _, *squared = numbers
+    own = torch.stack([logps.masked_fill(outside, float("-inf")), lse, *squared])
+    ranks_3T = gather_ranks(own, group)
     torch.logsumexp(ranks_3T[:, 1], dim=0, out=lse)
     share = ranks_3T[:, 1] - lse  # of each rank's words in the probability, as a logarithm
     torch.amax(ranks_3T[:, 0] + share, dim=0, out=logps)
-    if len(squared):
-        torch.logsumexp(ranks_3T[:, 2] + 2 * share, dim=0, out=squared)
-
-
-def _fused(logits: Tensor, treatment: _Treatment) -> bool:
-    return logits.is_cuda and treatment.softcap is None and logits.dtype != torch.float64
-
-
-# --- the same in torch ---
-
-
-def _keeps_exponentials(logits: Tensor, treatment: _Treatment) -> bool:
-    """Return whether exponentials may replace the logits: exp is slow on a CPU.
-
-    The slope of a soft-cap needs the logits.
-    """
-    return treatment.softcap is None and logits.dtype in (torch.float32, torch.float64)
-
-
-def _exponentiate_(logits: Tensor, largest: Tensor) -> Tensor:
-    return logits.sub_(largest[:, None]).exp_()
-
-
-def _statistics(
-    logits: Tensor,
-    targets: Tensor,
-    logps: Tensor,
-    lse: Tensor,
-    largest: Tensor,
-    treatment: _Treatment,
-) -> Tensor:
-    """Fill in the numbers of each row; return the logits, or their exponentials if possible."""
-    at_target = logits.gather(1, targets[:, None])[:, 0].to(lse.dtype)
-    largest.copy_(logits.amax(dim=-1))
-    if _keeps_exponentials(logits, treatment):
-        lse.copy_(_exponentiate_(logits, largest).sum(dim=-1).log_().add_(largest))
-    else:
-        lse.copy_(torch.logsumexp(logits.to(lse.dtype), dim=-1))
-    torch.sub(at_target, lse, out=logps)
-    return logits
-
-
-def _log_sum_of_squares(
-    logits: Tensor, lse: Tensor, largest: Tensor, treatment: _Treatment
-) -> Tensor:
-    if _keeps_exponentials(logits, treatment):
-        return logits.square().sum(dim=-1).log_() + 2 * (largest - lse)
-    return torch.logsumexp(2 * logits.to(lse.dtype), dim=-1) - 2 * lse
-
-
-def _gradient(
-    logits: Tensor,
-    lse: Tensor,
-    largest: Tensor,
-    targets: Tensor,
-    grad: Tensor,
-    at_target: Tensor,
-    treatment: _Treatment,
-) -> Tensor:
-    """Turn logits (or their exponentials) into d loss / d (hidden @ weight) in place.
-
-    That is grad * (one-hot - softmax), then the chain rule through soft-cap and scale. `at_target`
-    is grad, or 0 if another rank holds the target.
-    """
-    slope = None
-    if _keeps_exponentials(logits, treatment):
-        d_logits = logits.mul_((-grad * (largest - lse).exp())[:, None])
-    else:
-        if treatment.softcap is not None:
-            slope = 1 - (logits / treatment.softcap) ** 2  # tanh' at the capped logit
-        d_logits = logits.to(lse.dtype).sub_(lse[:, None]).exp_().mul_(-grad[:, None])
-    d_logits.scatter_add_(1, targets[:, None], at_target[:, None])
-    if slope is not None:
-        d_logits.mul_(slope)
-    if treatment.scale != 1.0:
-        d_logits.mul_(treatment.scale)
-    return d_logits.to(logits.dtype)
+    if squared:
+        torch.logsumexp(ranks_3T[:, 2] + 2 * share, dim=0, out=squared[0])
 
 
 def _chunks(rows: int, weight: Tensor, *, whole: bool) -> Iterator[slice]:

@@ -7,8 +7,6 @@ Imported only for CUDA tensors. The same arithmetic in plain torch is in head.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -81,26 +79,16 @@ def _row_statistics_kernel(
 
 
 def row_statistics(
-    logits: Tensor, targets: Tensor, logps: Tensor, lse: Tensor, squared: Tensor | None
+    logits: Tensor, targets: Tensor, logps: Tensor, lse: Tensor, squared: Tensor | None = None
 ) -> None:
     """Compute log-sum-exp, target log-prob and, if `squared` is given, log sum p^2 in one pass."""
     rows, vocabulary = logits.shape
     if rows:
-        arguments: tuple[Any, ...] = (
-            logits,
-            targets,
-            logps,
-            lse,
-            lse if squared is None else squared,
-            vocabulary,
-        )
         _row_statistics_kernel[(rows,)](
-            *arguments,
-            logits.stride(0),
-            SQUARES=squared is not None,
-            BLOCK=VOCABULARY_BLOCK,
-            num_warps=16,
-        )
+            logits, targets, logps, lse, lse if squared is None else squared,
+            vocabulary, logits.stride(0),
+            SQUARES=squared is not None, BLOCK=VOCABULARY_BLOCK, num_warps=16,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """How decoder layers run: activations kept, recomputed or offloaded to the host; compiled or not.
 
+A frozen model can wait on the host, so that training can use its GPU memory in between.
+
 Compilation is regional: one layer class is compiled once, for any number of tokens, and shared by
 all layers of policy and reference.
 """
@@ -7,31 +9,30 @@ all layers of policy and reference.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
+from itertools import accumulate
 from types import MethodType
 from typing import Any, Literal, get_args
 
 import torch
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy as Choice
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rather.errors import ConfigError
 from rather.model.policy import PolicyModel
 
 Recompute = Literal["none", "half", "selective", "full"]
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)  # less and less memory, more and more time
 
 log = logging.getLogger(__name__)
 
 
-def layers_of(policy: PolicyModel) -> list[Any]:
+def layers_of(policy: nn.Module) -> list[Any]:
     """Return the decoder layers, as transformers marks them."""
     return [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
 
@@ -79,54 +80,113 @@ def _run(
     if recompute != "none":
         # Not transformers' own checkpointing: it works only in training mode, which enables
         # dropout.
-        keeping = {"half": _keep_half_of_the_wide, "selective": _keep_narrow_results}
-        contexts: Any = {"context_fn": keeping[recompute]} if recompute in keeping else {}
-        run = partial(
-            checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **contexts
-        )
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if recompute != "full":
+            options["context_fn"] = partial(_keep_narrow_results, recompute == "half")
+        run = partial(checkpoint, forward, **options)
     if compiled:
         run = torch.compile(run, dynamic=True)
-    if offload:
-        run = _with_activations_on_the_host(run)
-    return run
+    if not offload:
+        return run
 
-
-def _keep_narrow_results() -> Contexts:
-    """Keep the output of attention and every matrix product that is not much wider than its input.
-
-    The wide ones open the MLP: most of the memory, and the cheapest to recompute per byte.
-    """
-    return _keeping(lambda _number: False)
-
-
-def _keep_half_of_the_wide() -> Contexts:
-    """Keep also every second wide product."""
-    return _keeping(lambda number: number % 2 == 1)
-
-
-def _keeping(keeps_wide: Callable[[int], bool]) -> Contexts:
-    """Return contexts that keep a wide product if `keeps_wide` of its number in the layer."""
-    seen = {False: 0, True: 0}  # wide products in the first run, and in the recomputation
-
-    def policy(context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if operator == torch.ops.rather.segment_attention.default:
-            return CheckpointPolicy.MUST_SAVE
-        if operator not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        inner, outer = args[-1].shape
-        if outer <= 2 * inner:
-            return CheckpointPolicy.MUST_SAVE
-        seen[context.is_recompute] += 1
-        keep = keeps_wide(seen[context.is_recompute])
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts: Contexts = create_selective_checkpoint_contexts(policy)
-    return contexts
-
-
-def _with_activations_on_the_host(run: Callable[..., Any]) -> Callable[..., Any]:
     def offloading(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
             return run(*args, **kwargs)
 
     return offloading
+
+
+def _keep_narrow_results(half_of_the_wide: bool) -> Any:
+    """Keep the output of attention and every matrix product that is not much wider than its input.
+
+    The wide ones open the MLP: most of the memory, and the cheapest to recompute per byte. Every
+    second one may be kept as well.
+    """
+    seen = {False: 0, True: 0}  # wide products in the first run, and in the recomputation
+
+    def choose(context: Any, operator: Any, *args: Any, **_kwargs: Any) -> Choice:
+        if operator == torch.ops.rather.segment_attention.default:
+            return Choice.MUST_SAVE
+        if operator not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return Choice.PREFER_RECOMPUTE
+        inner, outer = args[-1].shape
+        if outer <= 2 * inner:
+            return Choice.MUST_SAVE
+        seen[context.is_recompute] += 1
+        keep = half_of_the_wide and seen[context.is_recompute] % 2 == 1
+        return Choice.MUST_SAVE if keep else Choice.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+class HostOffloaded:
+    """Moves the weights of a frozen policy to the host; inside `on_device` they are on the GPU.
+
+    They are copied back through pinned memory in the order of their use; the first layers run while
+    the last ones are still being copied. Nothing is copied to the host again: they do not change.
+    """
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self.device = policy.causal_lm.device
+        self.carrier: Any = torch.cuda.Stream(self.device)
+        self.groups: list[tuple[Any, list[nn.Parameter]]] = []
+        for module, weights in _in_order(policy):
+            arrived: Any = torch.cuda.Event()
+            module.register_forward_pre_hook(_waits_for(arrived))
+            self.groups.append((arrived, weights))
+        # Pinned by hand: torch's own pinned memory is rounded up to a power of two.
+        parameters = list(policy.parameters())
+        starts = list(accumulate((-(-p.nbytes // 256) * 256 for p in parameters), initial=0))
+        buffer = torch.empty(starts[-1], dtype=torch.uint8)
+        self.host: dict[nn.Parameter, Tensor] = {}
+        for start, parameter in zip(starts[:-1], parameters, strict=True):
+            own = buffer[start : start + parameter.nbytes].view(parameter.dtype)
+            self.host[parameter] = own.view(parameter.shape).copy_(parameter.detach())
+        pinned = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+        torch.cuda.check_error(pinned)
+        weakref.finalize(self, _unpin, buffer)  # freed while pinned, it could not be used again
+        self._free_device()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        try:
+            # Allocated on the computing stream, which reuses memory freed by training.
+            for parameter, host in self.host.items():
+                parameter.data = torch.empty_like(host, device=self.device)
+            self.carrier.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.carrier):
+                for arrived, weights in self.groups:
+                    for parameter in weights:
+                        parameter.data.copy_(self.host[parameter], non_blocking=True)
+                    arrived.record(self.carrier)
+            yield
+        finally:
+            torch.cuda.current_stream(self.device).wait_stream(self.carrier)
+            self._free_device()
+
+    def _free_device(self) -> None:
+        for parameter in self.host:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+
+
+def _waits_for(event: Any) -> Any:
+    return lambda _module, _inputs: torch.cuda.current_stream().wait_event(event)
+
+
+def _in_order(policy: PolicyModel) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Yield modules with the weights they need: embedding, layers, and with the last one the rest.
+
+    The head is not called as a module, so its weights come before the last layer.
+    """
+    layers = layers_of(policy)
+    taken: set[nn.Parameter] = set()
+    for module in (policy.causal_lm.get_input_embeddings(), *layers[:-1]):
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(own)
+        yield module, own
+    rest = [parameter for parameter in policy.parameters() if parameter not in taken]
+    yield layers[-1] if layers else policy, rest
+
+
+def _unpin(buffer: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -37,13 +37,12 @@ class PolicyModel(nn.Module):
         self.words: Words | None = None  # this rank's part of the vocabulary, if ranks divide it
         self.token_parts = 1  # with sequence parallel: among how many tp ranks tokens are divided
         self.context: Group | None = None  # ranks that divide the tokens of a micro-batch ...
-        self.divide: Callable[[PairBatch], PairBatch] = _identity  # ... and how
+        self.divide: Callable[[PairBatch], PairBatch] | None = None  # ... and how
         config = causal_lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
-        self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
+        factors = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling")]
+        self.scale = float(factors[0] or 1.0) / float(factors[1] or 1.0)
 
     def hidden(self, batch: PairBatch) -> Tensor:
         """Return the hidden states of the base model: [1, N, D]."""
@@ -68,11 +67,10 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Run the head alone, on the hidden states of the base model."""
         if self.words and self.token_parts > 1:
-            rows_UD = gather(hidden_ND, 0, self.words.group).index_select(0, batch.rows_U)
-        elif self.words:
-            rows_UD = enter(hidden_ND.index_select(0, batch.rows_U), self.words.group)
-        else:
-            rows_UD = hidden_ND.index_select(0, batch.rows_U)
+            hidden_ND = gather(hidden_ND, 0, self.words.group)
+        rows_UD = hidden_ND.index_select(0, batch.rows_U)
+        if self.words and self.token_parts == 1:
+            rows_UD = enter(rows_UD, self.words.group)
         head = self.causal_lm.get_output_embeddings()
         return token_logps(
             rows_UD,
@@ -87,7 +85,7 @@ class PolicyModel(nn.Module):
 
     def share(self, batch: PairBatch) -> PairBatch:
         """Return this rank's share of a micro-batch, on the CPU: nothing waits for a device."""
-        return self.divide(batch)
+        return self.divide(batch) if self.divide else batch
 
     def hidden_tokens(self, batch: PairBatch) -> int:
         """Return the number of rows of the hidden states between layers on this rank."""
@@ -122,10 +120,6 @@ def pair_columns(
         own = own.to(str(next(policy.parameters()).device))
     logps_U, squared_U = policy(own, squares="squares" in wanted)
     return policy.pair_sums(logps_U, squared_U, own, wanted)
-
-
-def _identity(batch: PairBatch) -> PairBatch:
-    return batch
 
 
 def _per_pair(values_T: Tensor, batch: PairBatch) -> Tensor:

@@ -1,24 +1,25 @@
-"""The sizes of a model from its config.json, without its weights."""
+"""What a model's config.json says without its weights: sizes, and whether a layout divides it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rather.config.paths import is_local
-from rather.config.schema import ModelArgs
+from rather.config.schema import ModelArgs, RoleConfig
+from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.\d+\.")
+BY_HEADS = ("colwise", "rowwise")  # styles of transformers' plans that give each rank whole heads
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -67,24 +68,22 @@ class Sizes:
     @property
     def norms(self) -> list[int]:
         """Return the widths of the norms of one layer."""
-        named = {
-            LAYER.split(name)[1]: shape for name, shape in self.shapes.items() if LAYER.search(name)
-        }
+        in_layer = dict.fromkeys(
+            LAYER.split(name)[-1] for name in self.shapes if LAYER.search(name)
+        )
+        norms = [name.split(".")[-2] for name in in_layer if re.search(r"norm.*weight$", name)]
         wide = {"q_norm": self.query, "k_norm": self.key}
-        norms = [
-            key.rsplit(".", 2)[-2] for key in named if "norm" in key and key.endswith("weight")
-        ]
         return [wide.get(name, self.hidden) for name in norms]
 
 
 def sizes_of(name: str, args: ModelArgs) -> Sizes:
     """Return the sizes of a model folder, or of a hub model that has been downloaded."""
-    folder = _folder(name, args.revision)
     try:
-        config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=args.trust_remote_code
-        )  # local  # nosec B615
-        shapes = _shapes(config, args)
+        config = _config(name, args, local_files_only=True)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=args.trust_remote_code
+            )
         text = config.get_text_config()
         heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
         return Sizes(
@@ -98,19 +97,19 @@ def sizes_of(name: str, args: ModelArgs) -> Sizes:
             vocabulary=int(text.vocab_size),
             tied=bool(config.tie_word_embeddings),
             stored=(config.dtype or torch.float32).itemsize,
-            shapes=shapes,
+            shapes={key: tuple(parameter.shape) for key, parameter in model.named_parameters()},
         )
     except Exception as error:  # a config.json may be anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{folder / 'config.json'}: is not the config of a causal language model: {reason}"
+            f"{name}: found no config.json of a causal language model ({reason}); use a folder "
+            f"that has one, or get it with `hf download {name} config.json`."
         ) from error
 
 
 def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torch.dtype) -> Any:
     """Return the model with random weights and few layers; with its adapter, if it has one."""
-    folder = _folder(name, args.revision)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)  # local  # nosec B615
+    config = _config(name, args, local_files_only=True)
     text = config.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
@@ -123,37 +122,35 @@ def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torc
             from rather.model.adapters import inject  # PEFT takes seconds to import
 
             inject(model, args)
-    for parameter in model.parameters():
-        if args.has_adapter and parameter.requires_grad:
-            parameter.data = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(
-                0, 0.02
-            )
+            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+                parameter.data = torch.empty(parameter.shape, dtype=dtype).normal_(0, 0.02)
     return model.eval()
 
 
-def _shapes(config: Any, args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=args.trust_remote_code
-        )
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _folder(name: str, revision: str | None) -> Path:
-    if is_local(name):
-        folder = Path(name).expanduser()
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{folder.absolute()}: has no config.json, which gives the sizes of a model."
-            )
-        return folder
+def division_problems(name: str, role: RoleConfig) -> Iterator[str]:
+    """Yield one sentence for each size that is not divisible; loading reports a bad config."""
+    wanted = layout(role)
     try:
-        wanted = ["config.json", "*.py"]
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=wanted, local_files_only=True)
+        text = _config(role.model_path, role.model_args).get_text_config()
+    except Exception:  # a config.json may be anything
+        return
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    if any(style in BY_HEADS and "att" in module for module, style in plan.items()):
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            if (count := getattr(text, key, None)) and count % wanted.tp:
+                yield (
+                    f"{name}.strategy_args.tp_size: {wanted.tp} does not divide {key}: {count} of "
+                    f"{role.model_path}"
+                )
+    stages = wanted.pipeline.stages if wanted.pp > 1 else 1
+    if (layers := getattr(text, "num_hidden_layers", None)) and stages > layers:
+        yield (
+            f"{name}.strategy_args.pp_size: {wanted.pp} ranks x {wanted.virtual} = {stages} "
+            f"stages, but {role.model_path} has only {layers} layers"
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{name}: is neither a folder nor a downloaded model; get its config.json with "
-            f"`hf download {name} config.json`, or use a folder."
-        ) from error
+
+
+def _config(name: str, args: ModelArgs, **options: bool) -> Any:
+    path = str(Path(name).expanduser()) if is_local(name) else name
+    options["trust_remote_code"] = args.trust_remote_code
+    return AutoConfig.from_pretrained(path, revision=args.revision, **options)  # nosec B615

@@ -1,9 +1,10 @@
-"""The state that AdamW keeps for each parameter, in three forms, and one update of each.
+"""The state that AdamW keeps for each parameter, in three forms, and their updates.
 
 wide   a float32 master and float32 moments; a float32 parameter is its own master
 split  a bfloat16 parameter and the 16 bits it lacks, together exactly a float32 master;
        float32 moments
-lean   a bfloat16 parameter with stochastic rounding, and moments of 8 bits
+lean   a bfloat16 parameter with stochastic rounding, and moments of 8 bits: each is a byte per
+       weight and a base exponent per block
 
 Stochastic rounding rounds up with the probability that makes the mean right. It depends on the
 seed, the number of the update and the parameter name alone, so a resumed run draws the same
@@ -15,10 +16,9 @@ from __future__ import annotations
 import hashlib
 import math
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,16 @@ class Update:
     seed: int
 
     def adamw(
-        self, weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], decay: float
+        self, states: Sequence[ParameterState], weights: list[Tensor], *others: list[Tensor]
     ) -> None:
-        """Run torch's fused AdamW in place; `moments` are exp_avg, exp_avg_sq and step counts."""
+        """Run torch's fused AdamW in place on gradients, exp_avg and exp_avg_sq of one decay."""
+        steps = torch.tensor([float(state.steps) for state in states])
+        counts = list(steps.to(weights[0].device, non_blocking=True).unbind())
+        gradients, means, squares = others
         adamw(
-            weights, grads, moments[0], moments[1], [], moments[2],
-            fused=True, amsgrad=False, maximize=False,
-            lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=decay,
+            weights, gradients, means, squares, [], counts,
+            fused=True, amsgrad=False, maximize=False, lr=self.lr, beta1=self.beta1,
+            beta2=self.beta2, eps=self.eps, weight_decay=states[0].decay,
         )  # fmt: skip
 
     def noise_seed(self, name: str) -> int:
@@ -57,84 +60,96 @@ class Update:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class ParameterState(ABC):
+class ParameterState:
     """One parameter with what AdamW keeps for it.
 
     `moments` are saved by these names. `steps` counts the updates in which the parameter had a
-    gradient.
+    gradient. `rest` is the signed remainder of a split parameter, which is the upper half of its
+    master, rounded, or the master of a wide float16 parameter. Exact halves are rounded up, for
+    rounding them to even would need 65537 remainders. A parameter that starts as the even
+    neighbour of a half keeps its bits, and its master starts one float32 step lower.
     """
 
-    moments: dict[str, Tensor]
-
     def __init__(
-        self, name: str, parameter: nn.Parameter, *, decay: float, wide_gradient: bool
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        decay: float,
+        *,
+        lean: bool,
+        start: Tensor | None,
     ) -> None:
         self.name, self.parameter, self.decay = name, parameter, decay
         self.steps = 0
+        self.rest: Tensor | None = None
+        self.moments: dict[str, Tensor] = {}
+        self.form: Literal["wide", "split", "lean"] = "lean" if lean else "split"
+        if parameter.dtype != torch.bfloat16:
+            self.form = "wide"
+            if parameter.dtype == torch.float16:
+                self.rest = (parameter if start is None else start).detach().float()
+        else:
+            parameter.data = parameter.data.contiguous()
+        if self.form == "split":
+            self.rest = torch.zeros_like(parameter, dtype=torch.int16)
+            if start is not None:
+                parameter.data.copy_(start)
+                exact = start.detach().to(parameter.device).contiguous().view(torch.int32)
+                self.rest.copy_((exact - _upper(parameter)).clamp_(-(1 << 15), (1 << 15) - 1))
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if self.form == "lean":
+                blocks = -(-parameter.numel() // BLOCK)
+                self.moments[kind] = torch.zeros_like(parameter, dtype=torch.uint8)
+                self.moments[f"{kind}_base"] = parameter.new_zeros(blocks, dtype=torch.int16)
+            else:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                self.moments[kind] = torch.zeros_like(local_part(parameter), dtype=dtype)
         self._sum: Tensor | None = None
-        self._sums_wide = wide_gradient and parameter.dtype in (torch.bfloat16, torch.float16)
-        if self._sums_wide:
-            # A weak reference: the garbage collector does not see what hooks hold, and would never
-            # free it.
+        self.sums_wide = self.form == "split" or parameter.dtype == torch.float16
+        if self.sums_wide:
+            # A weak reference: the garbage collector does not see what hooks hold.
             this = weakref.ref(self)
 
-            def add(_parameter: Tensor) -> None:
-                if (state := this()) is not None:
-                    state._add_gradient()
+            def add_to_sum(parameter: Tensor) -> None:
+                if (state := this()) is not None and (grad := parameter.grad) is not None:
+                    state._sum = grad.float() if state._sum is None else state._sum.add_(grad)
+                    parameter.grad = None
 
-            self._hook = parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-
-    def _add_gradient(self) -> None:
-        """Add the gradient of a micro-batch to the sum in float32."""
-        grad = self.parameter.grad
-        assert grad is not None
-        self._sum = grad.float() if self._sum is None else self._sum.add_(grad)
-        self.parameter.grad = None
+            self.hook = parameter.register_post_accumulate_grad_hook(add_to_sum)  # type: ignore[no-untyped-call]
 
     @property
     def gradient(self) -> Tensor | None:
-        grad = self._sum if self._sums_wide else self.parameter.grad
+        grad = self._sum if self.sums_wide else self.parameter.grad
         return None if grad is None else local_part(grad)
 
     def zero_grad(self) -> None:
         self._sum = self.parameter.grad = None
 
-    def narrow_gradient(self) -> bool:
-        """Sum micro-batches in the parameter's own dtype from now on; return if that changed."""
-        changed = self._sums_wide
-        if changed:
-            self._hook.remove()
-            self._sums_wide = False
-        return changed
-
-    @property
-    def gradient_bytes(self) -> int:
-        own = local_part(self.parameter)
-        return own.numel() * (4 if self._sums_wide else own.element_size())
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the size of the moments, and of a master beyond the parameter."""
-        other = ("parameter", "_sum", "step")  # a step is a count for torch's AdamW
-        kept = [value for name, value in vars(self).items() if name not in other]
-        tensors = [*self.moments.values(), *(t for t in kept if isinstance(t, Tensor))]
-        return sum(local_part(tensor).nbytes for tensor in tensors)
-
-    @abstractmethod
     def master(self) -> Tensor:
         """Return the weights as exactly as they are known, in float32."""
+        if self.form == "lean":
+            return self.parameter.detach().float()
+        if self.rest is None:
+            return local_part(self.parameter).detach()
+        return join(self.parameter, self.rest) if self.form == "split" else self.rest
 
-    @abstractmethod
-    def load_master(self, master: Tensor) -> None: ...
-
-    def load_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
-        """Load saved moments; a weight that never had a gradient has none."""
+    def load(self, master: Tensor, moments: Mapping[str, Tensor], steps: int) -> None:
+        """Load master and moments; a weight that never had a gradient has no moments."""
+        if self.form == "lean":
+            self.parameter.copy_(master)
+        elif self.form == "wide":
+            self.master().copy_(master)
+            self.round_master()
+        elif self.rest is not None:
+            split(master.to(self.parameter.device).contiguous(), self.parameter, self.rest)
         self.steps = steps
         for kind, own in self.moments.items():
-            if kind in moments:
-                own.copy_(moments[kind])
-            else:
-                own.zero_()
+            own.copy_(moments[kind]) if kind in moments else own.zero_()
+
+    def round_master(self) -> None:
+        """Copy the separate master of a wide parameter into it."""
+        if self.rest is not None:
+            self.parameter.copy_(self.rest)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -142,168 +157,53 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
-class WideState(ParameterState):
-    """A float32 (or float64) master; a separate one only if the parameter is narrower."""
-
-    def __init__(
-        self, name: str, parameter: nn.Parameter, *, decay: float, start: Tensor | None
-    ) -> None:
-        super().__init__(name, parameter, decay=decay, wide_gradient=True)
-        is_wide = parameter.dtype in (torch.float32, torch.float64)
-        self._master = None if is_wide else (parameter if start is None else start).detach().float()
-        self.moments = {kind: torch.zeros_like(self.master()) for kind in ("exp_avg", "exp_avg_sq")}
-        self.step = torch.zeros(
-            (), device=self.moments["exp_avg"].device
-        )  # torch's AdamW counts in it
-
-    def master(self) -> Tensor:
-        return local_part(self.parameter).detach() if self._master is None else self._master
-
-    def load_master(self, master: Tensor) -> None:
-        self.master().copy_(master)
-        self._round_master()
-
-    def _round_master(self) -> None:
-        """Copy a separate master into the parameter."""
-        if self._master is not None:
-            self.parameter.copy_(self._master)
-
-    def load_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
-        super().load_moments(moments, steps)
-        self.step.fill_(steps)
-
-
-def update_wide(states: Sequence[WideState], update: Update) -> None:
-    """Update parameters with a gradient; torch's fused AdamW takes those of one decay together."""
-    gradients = [_gradient(state) for state in states]
-    if states and update.gradient_scale != 1.0:
-        torch._foreach_mul_(gradients, update.gradient_scale)
-    for decay in {state.decay for state in states}:
-        same = [state for state in states if state.decay == decay]
-        moments = [[s.moments[kind] for s in same] for kind in ("exp_avg", "exp_avg_sq")]
-        moments.append([s.step for s in same])
-        update.adamw([s.master() for s in same], [_gradient(s) for s in same], moments, decay)
-    for state in states:
-        state._round_master()
-
-
-class HalfState(ParameterState):
-    """A bfloat16 parameter."""
-
-    kernel: ClassVar[str]
-
-    def __init__(
-        self, name: str, parameter: nn.Parameter, *, decay: float, wide_gradient: bool
-    ) -> None:
-        super().__init__(name, parameter, decay=decay, wide_gradient=wide_gradient)
-        parameter.data = parameter.data.contiguous()
-
-    @abstractmethod
-    def update_chunks(self, update: Update) -> None:
-        """Update on the CPU, where only a chunk of the weights is float32 at a time."""
-
-    def _adamw(self, update: Update, master: Tensor, *others: Tensor) -> None:
-        """Update master, gradient (before scaling), exp_avg and exp_avg_sq in place."""
-        gradient, exp_avg, exp_avg_sq = others
-        steps = torch.tensor(float(self.steps))
-        scaled = gradient.float() * update.gradient_scale
-        update.adamw([master], [scaled], [[exp_avg], [exp_avg_sq], [steps]], self.decay)
-
-
-class SplitState(HalfState):
-    """The parameter is the upper half of its float32 master, rounded; `remainder` is the signed
-    rest.
-
-    Exact halves are rounded up, for rounding them to even would need 65537 remainders. A parameter
-    that starts as the even neighbour of a half keeps its bits, and its master starts one float32
-    step lower.
-    """
-
-    kernel = "split"
-
-    def __init__(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        *,
-        decay: float,
-        wide_gradient: bool,
-        start: Tensor | None,
-    ) -> None:
-        super().__init__(name, parameter, decay=decay, wide_gradient=wide_gradient)
-        self.remainder = torch.zeros_like(parameter, dtype=torch.int16)
-        if start is not None:
-            parameter.data.copy_(start)
-            exact = start.detach().to(parameter.device).contiguous().view(torch.int32)
-            self.remainder.copy_((exact - _upper(parameter)).clamp_(-(1 << 15), (1 << 15) - 1))
-        wide = (torch.zeros_like(parameter, dtype=torch.float32) for _ in range(2))
-        self.moments = dict(zip(("exp_avg", "exp_avg_sq"), wide, strict=True))
-
-    def master(self) -> Tensor:
-        return join(self.parameter, self.remainder)
-
-    def load_master(self, master: Tensor) -> None:
-        split(master.to(self.parameter.device).contiguous(), self.parameter, self.remainder)
-
-    def update_chunks(self, update: Update) -> None:
-        tensors = (self.parameter, self.remainder, _gradient(self), *self.moments.values())
-        for weight, remainder, *others in _chunks(CHUNK, *tensors):
-            master = join(weight, remainder)
-            self._adamw(update, master, *others)
-            split(master, weight, remainder)
-
-
-class LeanState(HalfState):
-    """A stochastically rounded parameter; each moment is a byte per weight and a base exponent per
-    block.
-    """
-
-    kernel = "lean"
-
-    def __init__(
-        self, name: str, parameter: nn.Parameter, *, decay: float, wide_gradient: bool
-    ) -> None:
-        super().__init__(name, parameter, decay=decay, wide_gradient=wide_gradient)
-        blocks, device = -(-parameter.numel() // BLOCK), parameter.device
-        self.moments = {}
-        for kind in ("exp_avg", "exp_avg_sq"):
-            self.moments[kind] = torch.zeros_like(parameter, dtype=torch.uint8)
-            self.moments[f"{kind}_base"] = torch.zeros(blocks, dtype=torch.int16, device=device)
-
-    def master(self) -> Tensor:
-        return self.parameter.detach().float()
-
-    def load_master(self, master: Tensor) -> None:
-        self.parameter.copy_(master)
-
-    def update_chunks(self, update: Update) -> None:
-        codes, base, codes_sq, base_sq = self.moments.values()
-        generator = torch.Generator().manual_seed(update.noise_seed(self.name))
-        for (weight, gradient, mean, square), bases in zip(
-            _chunks(CHUNK, self.parameter, _gradient(self), codes, codes_sq),
-            _chunks(CHUNK // BLOCK, base, base_sq),
-            strict=True,
-        ):
-            wide = weight.float()
-            exp_avg, exp_avg_sq = decoded_signed(mean, bases[0]), decoded(square, bases[1])
-            self._adamw(update, wide, gradient, exp_avg, exp_avg_sq)
-            noise = torch.empty(weight.shape, dtype=torch.int64).random_(generator=generator)
-            low = [
-                ((noise >> shift) & mask).int()
-                for shift, mask in ((0, 0xFFFF), (16, 0xFFFFF), (36, 0xFFFFF))
-            ]
-            weight.view(torch.int16).copy_((wide.view(torch.int32) + low[0]) >> 16)
-            encode_signed(exp_avg, low[1], mean, bases[0])
-            encode(exp_avg_sq, low[2], square, bases[1])
-
-
-def update_half(states: Sequence[HalfState], update: Update) -> None:
-    """Update parameters that have a gradient, all of one form."""
-    if states and states[0].parameter.is_cuda:
-        _launch_kernel(states, update)
+def update_parameters(states: Sequence[ParameterState], update: Update) -> None:
+    """Update parameters that have a gradient."""
+    wide = [state for state in states if state.form == "wide"]
+    if wide and update.gradient_scale != 1.0:
+        torch._foreach_mul_([_gradient(state) for state in wide], update.gradient_scale)
+    for decay in {state.decay for state in wide}:
+        same = [state for state in wide if state.decay == decay]
+        moments = [[state.moments[kind] for state in same] for kind in ("exp_avg", "exp_avg_sq")]
+        masters = [state.master() for state in same]
+        update.adamw(same, masters, [_gradient(state) for state in same], *moments)
+    for state in wide:
+        state.round_master()
+    half = [state for state in states if state.form != "wide"]
+    if half and half[0].parameter.is_cuda:
+        _launch_kernel(half, update)
         return
-    for state in states:
-        state.update_chunks(update)
+    for state in half:
+        _update_chunks(state, update)
+
+
+def _update_chunks(state: ParameterState, update: Update) -> None:
+    """Update on the CPU, where only a chunk of the weights is float32 at a time."""
+
+    def adamw(master: Tensor, gradient: Tensor, *moments: Tensor) -> None:
+        scaled = gradient.float() * update.gradient_scale
+        update.adamw([state], [master], [scaled], *([moment] for moment in moments))
+
+    own = (state.parameter, _gradient(state))
+    if state.rest is not None:
+        tensors = _chunks(CHUNK, *own, state.rest, *state.moments.values())
+        for weight, gradient, remainder, *moments in tensors:
+            master = join(weight, remainder)
+            adamw(master, gradient, *moments)
+            split(master, weight, remainder)
+        return
+    codes, base, codes_sq, base_sq = state.moments.values()
+    generator = torch.Generator().manual_seed(update.noise_seed(state.name))
+    for (weight, gradient, mean, square), (mean_base, square_base) in zip(
+        _chunks(CHUNK, *own, codes, codes_sq), _chunks(CHUNK // BLOCK, base, base_sq), strict=True
+    ):
+        wide = weight.float()
+        exp_avg, exp_avg_sq = decode(mean, mean_base, signed=True), decode(square, square_base)
+        adamw(wide, gradient, exp_avg, exp_avg_sq)
+        noise = torch.empty(weight.shape, dtype=torch.int64).random_(generator=generator)
+        weight.view(torch.int16).copy_((wide.view(torch.int32) + (noise & 0xFFFF).int()) >> 16)
+        encode(exp_avg, (noise >> 16 & 0xFFFFF).int(), mean, mean_base, signed=True)
+        encode(exp_avg_sq, (noise >> 36 & 0xFFFFF).int(), square, square_base)
 
 
 def _gradient(state: ParameterState) -> Tensor:
@@ -316,26 +216,23 @@ def _chunks(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(tensor.detach().reshape(-1), size) for tensor in tensors), strict=True)
 
 
-def _launch_kernel(states: Sequence[HalfState], update: Update) -> None:
-    """Run one kernel over all parameters: a launch for each would take longer than small parameters
-    do.
-    """
+def _launch_kernel(states: Sequence[ParameterState], update: Update) -> None:
+    """Run one kernel over all parameters of one form: a launch for each would take longer."""
     from rather.optim import kernels
 
     tensors, numbers, seeds = [], [], []
+    lean = states[0].form == "lean"
     for state in states:
-        remainder = [state.remainder] if isinstance(state, SplitState) else []
-        tensors.append(
-            [state.parameter, *remainder, *state.moments.values(), _gradient(state).contiguous()]
-        )
+        own = [state.parameter, _gradient(state).contiguous(), *state.moments.values()]
+        tensors.append(own if state.rest is None else [*own, state.rest, state.rest])
         done = state.steps + 1
         step_size = update.lr / (1 - update.beta1**done)
         correction = math.sqrt(1 - update.beta2**done)
         numbers.append([step_size, correction, update.lr * state.decay])
-        seeds.append(update.noise_seed(state.name) if isinstance(state, LeanState) else 0)
+        seeds.append(update.noise_seed(state.name) if lean else 0)
     betas = (update.beta1, 1 - update.beta1, update.beta2, 1 - update.beta2)
     common = (*betas, update.eps, update.gradient_scale)
-    kernels.adamw(states[0].kernel, tensors, numbers, seeds, common)
+    kernels.adamw(tensors, numbers, seeds, common, lean=lean)
 
 
 # --- bits ---
@@ -357,40 +254,28 @@ def _upper(parameter: Tensor) -> Tensor:
     return parameter.detach().view(torch.int16).int() << 16
 
 
-def encode(values: Tensor, noise: Tensor, codes: Tensor, bases: Tensor) -> None:
-    """Store numbers >= 0 as 5 exponent and 3 mantissa bits below the largest of their block.
+def encode(
+    values: Tensor, noise: Tensor, codes: Tensor, bases: Tensor, *, signed: bool = False
+) -> None:
+    """Store numbers as 5 exponent and 3 mantissa bits below the largest of their block.
 
-    `noise` < 2**20 rounds. A number more than 2**32 below the largest becomes the smallest code,
-    which is 0 only in a block of small numbers.
+    A sign takes one of the exponent bits; else the numbers must be >= 0. `noise` < 2**20 rounds.
+    A number more than 2**32 (signed: 2**16) below the largest becomes the smallest code, which is
+    0 if signed, else only in a block of small numbers.
     """
-    rounded = (values.view(torch.int32) + noise) >> 20
-    largest = _block_maxima(rounded)
-    bases.copy_((largest - 255).clamp_(min=0))
-    codes.copy_((rounded - _spread(bases, rounded)).clamp_(min=0))
-
-
-def decoded(codes: Tensor, bases: Tensor) -> Tensor:
-    return ((codes.int() + _spread(bases, codes)) << 20).view(torch.float32)
-
-
-def encode_signed(values: Tensor, noise: Tensor, codes: Tensor, bases: Tensor) -> None:
-    """Store a sign, 4 exponent and 3 mantissa bits; 2**16 and more below the largest is 0."""
     bits = values.view(torch.int32)
     rounded = ((bits & 0x7FFFFFFF) + noise) >> 20
-    largest = _block_maxima(rounded)
-    bases.copy_((largest - 127).clamp_(min=0))
+    filled = nn.functional.pad(rounded, (0, -len(rounded) % BLOCK))
+    bases.copy_((filled.view(-1, BLOCK).amax(1) - (127 if signed else 255)).clamp_(min=0))
     codes.copy_((rounded - _spread(bases, rounded)).clamp_(min=0) + (bits < 0) * 128)
 
 
-def decoded_signed(codes: Tensor, bases: Tensor) -> Tensor:
-    size = codes.int() & 127
+def decode(codes: Tensor, bases: Tensor, *, signed: bool = False) -> Tensor:
+    size = codes.int() & (127 if signed else 255)
     values = ((size + _spread(bases, codes)) << 20).view(torch.float32)
+    if not signed:
+        return values
     return torch.where(size == 0, 0.0, torch.where(codes > 127, -values, values))
-
-
-def _block_maxima(numbers: Tensor) -> Tensor:
-    filled = nn.functional.pad(numbers, (0, -len(numbers) % BLOCK))
-    return filled.view(-1, BLOCK).amax(1)
 
 
 def _spread(bases: Tensor, like: Tensor) -> Tensor:

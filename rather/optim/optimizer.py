@@ -9,27 +9,18 @@ state of a parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
-from rather.optim.adamw import (
-    HalfState,
-    LeanState,
-    ParameterState,
-    SplitState,
-    Update,
-    WideState,
-    update_half,
-    update_wide,
-)
+from rather.optim.adamw import ParameterState, Update, local_part, update_parameters
 
 
 @dataclass
@@ -50,13 +41,11 @@ class LossScale:
 
 
 class Optimizer:
-    """AdamW over named parameters; `updates` counts the steps taken, and the learning rate follows
-    it.
+    """AdamW over named parameters. `updates` counts the steps; the learning rate follows it.
 
     `exact` holds float32 weights as the start of the masters, if the parameters are already
-    rounded. `lean` (`seed` decides its rounding) is for bfloat16 parameters. `wide_gradients:
-    false` sums micro-batches in bfloat16, the default of lean. `compute` is the dtype that float32
-    parameters are computed in.
+    rounded. `lean` (`seed` decides its rounding) is for bfloat16 parameters, whose micro-batches it
+    also sums in bfloat16. `compute` is the dtype that float32 parameters are computed in.
     """
 
     # The rows of each parameter whose moments are on this rank; None if these are all rows.
@@ -71,30 +60,19 @@ class Optimizer:
         max_grad_norm: float,
         exact: Mapping[str, Tensor] | None = None,
         lean: bool = False,
-        wide_gradients: bool | None = None,
         compute: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.args, self.schedule, self.max_grad_norm = args, schedule, max_grad_norm
         self.seed = seed
-        if lean and any(isinstance(p, DTensor) for p in self.parameters.values()):
-            raise ConfigError(
-                "precision: lean rounds blocks of a whole weight, which sharding would change; set "
-                "precision=exact on several devices"
+        self._states = {
+            name: ParameterState(
+                name, p, args.weight_decay if p.ndim >= 2 else 0.0,  # not for norms and biases
+                lean=lean, start=(exact or {}).get(name),
             )
-        wide = not lean if wide_gradients is None else wide_gradients
-        self._states: dict[str, ParameterState] = {}
-        for name, parameter in self.parameters.items():
-            start = (exact or {}).get(name)
-            decay = args.weight_decay if parameter.ndim >= 2 else 0.0  # not for norms and biases
-            if parameter.dtype != torch.bfloat16:
-                state: ParameterState = WideState(name, parameter, decay=decay, start=start)
-            elif lean:
-                state = LeanState(name, parameter, decay=decay, wide_gradient=wide)
-            else:
-                state = SplitState(name, parameter, decay=decay, wide_gradient=wide, start=start)
-            self._states[name] = state
+            for name, p in self.parameters.items()
+        }  # fmt: skip
         self.masters: Mapping[str, Tensor] = _Masters(self._states)
         self.updates = 0
         half = torch.float16 in (compute, *(p.dtype for p in self.parameters.values()))
@@ -121,8 +99,8 @@ class Optimizer:
     def named_gradients(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         return {
             name: gradient
-            for name, state in self._states.items()
-            if (names is None or name in names) and (gradient := state.gradient) is not None
+            for name in self.parameters
+            if (names is None or name in names) and (gradient := self.gradient(name)) is not None
         }
 
     def norms(self, names: Collection[str] | None = None) -> dict[str, float]:
@@ -133,7 +111,7 @@ class Optimizer:
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """Return the norm of the gradient on this rank before clipping, loss scale removed."""
-        norms = _norms(list(self.named_gradients(names).values()))
+        norms = _norms(self.gradients(names))
         if not norms:
             return torch.zeros((), dtype=torch.float64)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -146,8 +124,7 @@ class Optimizer:
         numbers = (self.args.adam_beta1, self.args.adam_beta2, self.args.adam_epsilon)
         update = Update(self.updates, self.lr, *numbers, clip / self.scale, self.seed)
         moved = [state for state in self._states.values() if state.gradient is not None]
-        update_wide([state for state in moved if isinstance(state, WideState)], update)
-        update_half([state for state in moved if isinstance(state, HalfState)], update)
+        update_parameters(moved, update)
         for state in moved:
             state.steps += 1
         self.updates += 1
@@ -157,18 +134,24 @@ class Optimizer:
 
         Float16 stays as it is: the sum of scaled gradients would leave its range.
         """
+        wide = [state for state in self._states.values() if state.sums_wide]
         if self.loss_scale is not None:
             return False
-        changed = [state.narrow_gradient() for state in self._states.values()]
-        return any(changed)
+        for state in wide:
+            state.hook.remove()
+            state.sums_wide = False
+        return bool(wide)
 
     def gradient_bytes(self) -> int:
         """Return the size of all gradients of this rank."""
-        return sum(state.gradient_bytes for state in self._states.values())
+        own = [(local_part(state.parameter), state.sums_wide) for state in self._states.values()]
+        return sum(part.numel() * (4 if wide else part.element_size()) for part, wide in own)
 
     def state_bytes(self) -> int:
-        """Return the size of the masters and moments on this rank."""
-        return sum(state.state_bytes for state in self._states.values())
+        """Return the size of the moments on this rank, and of masters beyond the parameters."""
+        states = self._states.values()
+        kept = [tensor for state in states for tensor in (state.rest, *state.moments.values())]
+        return sum(local_part(tensor).nbytes for tensor in kept if tensor is not None)
 
     def zero_grad(self) -> None:
         for state in self._states.values():
@@ -192,19 +175,9 @@ class Optimizer:
     def load(
         self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], updates: int
     ) -> None:
-        self._refuse_other_precision(moments)
-        self.updates = updates
         for name, state in self._states.items():
-            state.load_master(masters[name])
-            own = {
-                kind: moments[key] for kind in state.moments if (key := f"{name}.{kind}") in moments
-            }
-            state.load_moments(own, int(moments.get(f"{name}.step", updates)) if own else 0)
-
-    def _refuse_other_precision(self, moments: Mapping[str, Tensor]) -> None:
-        """Lean moments have bases; a resumed run could not recover what they lack."""
-        for name, state in self._states.items():
-            then, now = f"{name}.exp_avg_base" in moments, isinstance(state, LeanState)
+            # Lean moments have bases; a resumed run could not recover what they lack.
+            then, now = f"{name}.exp_avg_base" in moments, state.form == "lean"
             if f"{name}.exp_avg" in moments and then != now:
                 kinds = {True: "lean", False: "exact"}
                 raise ConfigError(
@@ -212,22 +185,19 @@ class Optimizer:
                     f"set precision={kinds[then]} to resume it, or start from scratch with "
                     "--overwrite or another exp_name"
                 )
+        self.updates = updates
+        for name, state in self._states.items():
+            keys = {kind: f"{name}.{kind}" for kind in state.moments}
+            own = {kind: moments[key] for kind, key in keys.items() if key in moments}
+            steps = int(moments.get(f"{name}.step", updates)) if own else 0
+            state.load(masters[name], own, steps)
 
 
-class _Masters(Mapping[str, Tensor]):
+class _Masters(UserDict[str, Any]):
     """Float32 weights by name, each made on access: all at once may not fit next to the model."""
 
-    def __init__(self, states: Mapping[str, ParameterState]) -> None:
-        self._states = states
-
     def __getitem__(self, name: str) -> Tensor:
-        return self._states[name].master()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._states)
-
-    def __len__(self) -> int:
-        return len(self._states)
+        return self.data[name].master()  # type: ignore[no-any-return]
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
@@ -239,51 +209,28 @@ def schedule(args: TrainingArgs, total_steps: int) -> Callable[[int], float]:
     peak, kwargs = args.learning_rate, args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
     floor = kwargs.get("min_lr_rate", kwargs.get("min_lr", 0.0) / peak if peak else 0.0)
-    shape = SHAPES[args.lr_scheduler_type]
     horizon = max(1, total_steps - warmup)
+
+    def shape(done: int) -> float:
+        """Return the share of the peak so many updates after the warm-up."""
+        match args.lr_scheduler_type:
+            case "linear":
+                return max(0.0, 1 - done / horizon)
+            case "cosine" | "cosine_with_min_lr":  # half a wave by default
+                angle = 2 * math.pi * kwargs.get("num_cycles", 0.5) * min(1.0, done / horizon)
+                return max(0.0, 0.5 * (1 + math.cos(angle)))
+            case "inverse_sqrt":
+                timescale = kwargs.get("timescale", warmup or 10_000)
+                return math.sqrt(timescale / (timescale + done))
+            case "wsd":  # flat, then linear to the floor
+                decay = kwargs.get("num_decay_steps", max(1, horizon // 10))
+                return min(1.0, max(0.0, (horizon - done) / decay)) if decay else 1.0
+            case "constant" | "constant_with_warmup":
+                return 1.0
 
     def rate(updates: int) -> float:
         if updates < warmup:
             return peak * updates / warmup
-        return peak * (floor + (1 - floor) * shape(updates - warmup, horizon, kwargs, warmup))
+        return peak * (floor + (1 - floor) * shape(updates - warmup))
 
     return rate
-
-
-Shape = Callable[[int, int, Mapping[str, float], int], float]
-
-
-def _constant(*_: Any) -> float:
-    return 1.0
-
-
-def _linear(done: int, horizon: int, *_: Any) -> float:
-    return max(0.0, 1 - done / horizon)
-
-
-def _cosine(done: int, horizon: int, kwargs: Mapping[str, float], _warmup: int) -> float:
-    """Half a wave by default; `num_cycles` counts whole ones."""
-    angle = 2 * math.pi * kwargs.get("num_cycles", 0.5) * min(1.0, done / horizon)
-    return max(0.0, 0.5 * (1 + math.cos(angle)))
-
-
-def _inverse_sqrt(done: int, _horizon: int, kwargs: Mapping[str, float], warmup: int) -> float:
-    timescale = kwargs.get("timescale", warmup or 10_000)
-    return math.sqrt(timescale / (timescale + done))
-
-
-def _wsd(done: int, horizon: int, kwargs: Mapping[str, float], _warmup: int) -> float:
-    """Warm-up, stable, decay: flat, then linear to the floor over `num_decay_steps`."""
-    decay = kwargs.get("num_decay_steps", max(1, horizon // 10))
-    return min(1.0, max(0.0, (horizon - done) / decay)) if decay else 1.0
-
-
-SHAPES: Mapping[str, Shape] = {
-    "constant": _constant,
-    "constant_with_warmup": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "cosine_with_min_lr": _cosine,
-    "inverse_sqrt": _inverse_sqrt,
-    "wsd": _wsd,
-}

@@ -151,16 +151,12 @@ def _adapted(name: str, causal_lm: Any, args: ModelArgs, start: Start) -> Any:
     one."""
     if not args.has_adapter:
         return None
-    from rather.model.adapters import (  # PEFT takes seconds to import
-        AdapterWeights,
-        adapter_config,
-        inject,
-    )
+    from rather.model.adapters import AdapterWeights, inject  # PEFT takes seconds to import
 
     with _opening(f"model '{name}': its weights"):
         stored = ShardedFiles(weight_files(model_folder(name, args.revision)))
     inject(causal_lm, args, keeps_start=start.kept)
-    return AdapterWeights(stored, adapter_config(args), args, start.seed)
+    return AdapterWeights(stored, args, start.seed)
 
 
 def _fill_adapter(

@@ -21,7 +21,7 @@ from rather.data.prepare import prepare
 from rather.data.template import tokenizer_of
 from rather.errors import ConfigError, DataError, Ended, HangError, WorkerLost
 from rather.losses.objective import from_config
-from rather.model.model_card import model_card
+from rather.model.export import model_card
 from rather.pipeline.eval_prompts import Answers
 from rather.pipeline.evaluation import Evaluation
 from rather.pipeline.identity import identity_of

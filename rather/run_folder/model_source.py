@@ -101,7 +101,7 @@ def here() -> str:
 def _of_adapter(name: str, folder: Path) -> Weights:
     from rather.model.adapters import base_of  # PEFT takes seconds to import
 
-    base, revision = base_of(folder)
+    base, revision, _ = base_of(folder)
     found = model_folder(base, revision) if base else None
     if base is None or found is None or not found.exists():
         raise ConfigError(

@@ -23,7 +23,7 @@ from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.losses.metrics import Scored, weighted_sums
 from rather.losses.objective import PairLoss
 from rather.model.collectives import all_reduce_
-from rather.model.offload import HostOffloaded
+from rather.model.layers import HostOffloaded
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rather.config.schema import TrainingArgs
-from rather.optim.adamw import decoded, decoded_signed
+from rather.optim.adamw import decode
 from rather.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.gpu
@@ -41,9 +41,7 @@ def weights(
 def optimizer_of(
     model: nn.Module, rate: float, max_grad_norm: float = 0.0, **changes: Any
 ) -> Optimizer:
-    options = {
-        name: changes.pop(name) for name in {"lean", "wide_gradients", "seed"} & changes.keys()
-    }
+    options = {name: changes.pop(name) for name in {"lean", "seed"} & changes.keys()}
     args = TrainingArgs(learning_rate=1.0, **changes)
     return Optimizer(
         model.named_parameters(),
@@ -72,7 +70,8 @@ def update(optimizer: Optimizer) -> None:
 def test_split_is_torch_adamw(rate: float, max_grad_norm: float, wide_gradients: bool) -> None:
     """Within two float32 steps of a weight for every update: the kernel has float32 where torch has float64 numbers."""
     ours, wide = weights(SHAPES, torch.bfloat16), weights(SHAPES, torch.float32)
-    optimizer = optimizer_of(ours, rate, max_grad_norm, wide_gradients=wide_gradients, **NUMBERS)
+    optimizer = optimizer_of(ours, rate, max_grad_norm, **NUMBERS)
+    assert wide_gradients or optimizer.narrow_gradients()
     exact = optimizer_of(wide, rate, max_grad_norm, **NUMBERS)
     for step in range(50):
         for model, its in ((ours, optimizer), (wide, exact)):
@@ -112,8 +111,8 @@ def moments_of(optimizer: Optimizer, name: str) -> tuple[Tensor, Tensor]:
         for kind, t in optimizer.moments().items()
         if name in kind
     }
-    first = decoded_signed(codes["exp_avg"], codes["exp_avg_base"])
-    return first, decoded(codes["exp_avg_sq"], codes["exp_avg_sq_base"])
+    first = decode(codes["exp_avg"], codes["exp_avg_base"], signed=True)
+    return first, decode(codes["exp_avg_sq"], codes["exp_avg_sq_base"])
 
 
 def test_lean_rounds_to_a_neighbour_and_right_on_average() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import DiskError
-from rather.model.export import export_model
+from rather.model.export import LARGEST_FILE, export_model
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import in_child, make_config, make_model
@@ -239,15 +239,15 @@ def test_large_models_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     base = make_model(tmp_path / "base")
     policy = load_policy(str(base), ModelArgs(), "cpu")
     save = policy.causal_lm.save_pretrained
-    sizes: list[str] = []
+    sizes: list[int] = []
 
-    def small_shards(folder: Path, *, max_shard_size: str, **options: Any) -> None:
+    def small_shards(folder: Path, *, max_shard_size: int, **options: Any) -> None:
         sizes.append(max_shard_size)
         save(folder, max_shard_size="20KB", **options)
 
     monkeypatch.setattr(policy.causal_lm, "save_pretrained", small_shards)
     export_model(policy, {}, AutoTokenizer.from_pretrained(base), tmp_path / "model", "card")
-    assert sizes == ["4GB"]
+    assert sizes == [LARGEST_FILE]
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
     opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all(map(torch.equal, opened.parameters(), policy.parameters()))
