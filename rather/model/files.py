@@ -32,8 +32,11 @@ def model_folder(name: str, revision: str | None) -> Path | None:
     if is_local(name):
         return Path(name).expanduser()
     try:
-        files = {"allow_patterns": [*CONTENT, "*.json"], "ignore_patterns": ["*/*"]}
-        return Path(snapshot_download(name, revision=revision, **files))
+        wanted = [*CONTENT, "*.json"]
+        found = snapshot_download(
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]
+        )
+        return Path(found)
     except (OSError, ValueError):  # loading the model will report why
         return None
 
