@@ -128,7 +128,7 @@ def prepare(out: Path, held_out: Sequence[Query]) -> None:
 
 def loss_settings(name: str) -> dict[str, Any]:
     """The loss and its numbers, as the recipe writes them."""
-    recipe = load(find_recipe(RECIPES[name])).config
+    recipe = load(find_recipe(RECIPES[name]))
     return {"pref_loss": recipe.loss_names, **recipe.loss_numbers, **recipe.loss_modifiers}
 
 

@@ -15,11 +15,10 @@ from rich.console import Console
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.preflight import free_memory
-from rather.config.adapters import keeps_start
 from rather.config.load import load
-from rather.config.masking import secret_values
 from rather.config.redaction import hide
 from rather.config.schema import ModelArgs
+from rather.config.show import secret_values
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pack import pack
 from rather.data.pairs import PairDataset
@@ -56,7 +55,7 @@ class Session:
         self.run_dir, self.progress = run_dir, progress
         if not (run_dir / CONFIG).is_file():
             raise ConfigError(f"{run_dir}: has no {CONFIG}, so its data and models are unknown.")
-        self.config = load(run_dir / CONFIG).config
+        self.config = load(run_dir / CONFIG)
         hide(secret_values(self.config.model_dump()))
         for name in ("actor_train", "reference"):
             if getattr(self.config, name).model_args.trust_remote_code:
@@ -176,7 +175,7 @@ class Session:
     def _load(self, what: str, path: str, args: ModelArgs) -> PolicyModel:
         self.progress(f"loading {what}, {path}")
         own = args is self.config.actor_train.model_args
-        start = Start(self.config.seed, keeps_start(self.config) and own)
+        start = Start(self.config.seed, self.config.keeps_start and own)
         return load_policy(path, args, self.device, start=start)
 
     def _check_memory(self, models: int, name: str, args: ModelArgs) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
@@ -117,7 +116,7 @@ def need_of(
     from here."""
     args = role.model_args.of_other_weights() if model else role.model_args
     shapes = stored_shapes(model or role.model_path, args.revision)
-    if shapes is None or (not role.trains and reference_is_policy(config)):
+    if shapes is None or (not role.trains and config.reference_is_policy):
         return None
     state = role_state(config, role, kind, shapes, args, narrow=True)
     parts = []

@@ -21,7 +21,6 @@ from rather.cluster.oom_report import explanation, largest, sentence
 from rather.cluster.preflight import Peak
 from rather.cluster.role import RankInfo
 from rather.cluster.writing import Writer
-from rather.config.adapters import keeps_start, reference_is_policy
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
@@ -116,11 +115,11 @@ class ActorWorker:
         )
         self.layout = layout(self.worker_config)
         other = self.neighbour
-        lent = other and other.source[1].has_adapter and reference_is_policy(self.config)
+        lent = other and other.source[1].has_adapter and self.config.reference_is_policy
         self.borrowed = other if lent else None
         if self.borrowed:
             self.trainer, self.rows = self.borrowed.trainer, self.borrowed.rows
-            kept = keeps_start(self.config)
+            kept = self.config.keeps_start
             how = "as its adapter began, from a frozen copy" if kept else "with its adapters off"
             self.log.info("%s: the policy %s; there is no second model", self.role, how)
             return
@@ -158,7 +157,7 @@ class ActorWorker:
 
     def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
         name, args = self.source
-        start = Start(self.config.seed, trains and keeps_start(self.config))
+        start = Start(self.config.seed, trains and self.config.keeps_start)
         self.compiled = self.config.compile == "on"
         policy: PolicyModel | Stages
         if self.is_divided:

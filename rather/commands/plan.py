@@ -35,7 +35,7 @@ def plan(
 ) -> None:
     roles = ("actor_train", "reference") if gpus else ()
     shared = [f"{role}.device_mapping=0-{(gpus or 1) - 1}" for role in roles]
-    config = load(file, [*overrides, *shared]).config
+    config = load(file, [*overrides, *shared])
     load_requested()
     name = gpu.lower() if gpu else None
     if name and name not in GPUS:

@@ -153,7 +153,7 @@ def _ask(run: Path, overrides: list[str] | None, word: str, timeout: float) -> N
     from rather.config.load import load
     from rather.run_folder.control import ask
 
-    folder = load(run, overrides or []).config.run_dir if run.is_file() else run
+    folder = load(run, overrides or []).run_dir if run.is_file() else run
     ask(folder, word, timeout=timeout, report=partial(typer.echo, err=True))
 
 

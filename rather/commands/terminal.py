@@ -91,13 +91,12 @@ def guarded(work: Callable[[], int]) -> int:
 def settings(path: Path, overrides: Sequence[str] | None) -> DPOConfig:
     """Load and check the config. Its environment is set before torch is imported, which reads it."""
     from rather.config.load import load
-    from rather.config.masking import secret_values
     from rather.config.paths import check_paths
+    from rather.config.show import secret_values
 
-    loaded = load(path, overrides or ())
-    config, sources = loaded.config, loaded.sources
+    config = load(path, overrides or ())
     hide(secret_values(config.model_dump()))
-    check_paths(config, sources)
+    check_paths(config)
     os.environ.update(config.system_envs)
     plugins.load_requested()
     from rather.data.formats import check_format
@@ -106,7 +105,7 @@ def settings(path: Path, overrides: Sequence[str] | None) -> DPOConfig:
     def with_source(problem: str) -> str:
         """`gamma: ...` -> `gamma (dpo.yaml:7): ...`"""
         keys, colon, text = problem.partition(": ")
-        known = [sources.get(key, "default") for key in keys.split(", ")]
+        known = [config.sources.get(key, "default") for key in keys.split(", ")]
         places = ", ".join(place for place in known if place != "default")
         return f"{keys} ({places}){colon}{text}" if places else problem
 

@@ -1,5 +1,4 @@
-"""The schema as a flat table of key paths, with types and ranges in words, and suggestions for
-unknown keys."""
+"""The schema as a flat table of key paths, and messages about wrong keys and values."""
 
 from __future__ import annotations
 
@@ -11,6 +10,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from rather.config.plugins import did_you_mean
+from rather.config.redaction import looks_secret
 from rather.config.schema import DPOConfig
 from rather.config.values import Section, accepted_types
 
@@ -81,11 +82,6 @@ class Key:
         return " ".join((self.field.description or "").split())
 
     @property
-    def why(self) -> str:
-        """Return the reason of the range, for messages."""
-        return self.meaning.partition(" Range: ")[2].removesuffix(".")
-
-    @property
     def accepted(self) -> tuple[Any, ...]:
         return accepted_types(self.field.annotation)
 
@@ -108,8 +104,34 @@ class Key:
         if self.name in SPECIAL:
             return SPECIAL[self.name]
         first, *others = [_word(kind) for kind in self.accepted]
-        limits = " and ".join(_limits(self.field))
-        return " or ".join([f"{first} {limits}".strip(), *others])
+        # In `Count | None` the limits are inside the union.
+        members = [get_args(each) for each in get_args(self.field.annotation)
+                   if get_origin(each) is Annotated]  # fmt: skip
+        nested = [limit for _, field in members for limit in getattr(field, "metadata", ())]
+        limits = [
+            f"{sign} {getattr(limit, bound):,}"
+            for limit in (*self.field.metadata, *nested)
+            for bound, sign in BOUNDS.items()
+            if hasattr(limit, bound)
+        ]
+        return " or ".join([f"{first} {' and '.join(limits)}".strip(), *others])
+
+    def refusal(self, path: str, value: Any, reason: str) -> str:
+        """Return why the key, or the entry `path` of a mapping, cannot have this value."""
+        text = "null" if value is None else repr(value)[:80]
+        text = "the value" if looks_secret(path) or isinstance(value, dict) else text
+        if reason:
+            return f"{text} cannot be used: {reason}"
+        is_entry = path != self.path
+        text += f" is not {f'an entry of {self.path}: ' if is_entry else ''}{self.expects}"
+        if self.section:
+            return f"{text} ({', '.join(self.section.model_fields)})"
+        why = self.meaning.partition(" Range: ")[2]
+        if near := difflib.get_close_matches(str(value), self.choices, n=1):
+            return f"{text}; did you mean '{near[0]}'?"
+        if isinstance(value, int | float) and (is_entry or self.only_text):
+            return f"{text}; write it in quotes if it is meant as text"
+        return f"{text}: {why.removesuffix('.')}" if why else text
 
 
 @cache
@@ -125,18 +147,6 @@ def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
         yield Key(f"{prefix}{name}", field, section)
         if section:
             yield from _walk(section, f"{prefix}{name}.")
-
-
-def _limits(field: FieldInfo) -> list[str]:
-    """Return the bounds, such as [">= 0", "< 0.5"]. In `Count | None` they are inside the union."""
-    members = [each for each in get_args(field.annotation) if get_origin(each) is Annotated]
-    nested = [limit for each in members for limit in getattr(get_args(each)[1], "metadata", ())]
-    return [
-        f"{sign} {getattr(limit, bound):,}"
-        for limit in (*field.metadata, *nested)
-        for bound, sign in BOUNDS.items()
-        if hasattr(limit, bound)
-    ]
 
 
 def _word(kind: Any) -> str:
@@ -157,30 +167,21 @@ def nearest(path: str) -> str | None:
     siblings = {key.name: key.path for key in table().values() if key.parent == parent}
     # The first path of each name: actor_train comes first in the schema, and is what people mean.
     anywhere = {key.name: key.path for key in reversed(table().values())}
-
-    def similar(places: dict[str, str], cutoff: float) -> str | None:
-        near = difflib.get_close_matches(name, places, n=1, cutoff=cutoff)
-        return places[near[0]] if near else None
-
-    return (
-        similar(siblings, 0.8)
-        or anywhere.get(name)
-        or OTHER_NAMES.get(name)
-        or similar(siblings, 0.6)
-        or similar(anywhere, 0.75)
-    )
+    for places, cutoff in (
+        (siblings, 0.8),
+        (anywhere | OTHER_NAMES, 1),
+        (siblings, 0.6),
+        (anywhere, 0.75),
+    ):
+        if near := difflib.get_close_matches(name, places, n=1, cutoff=cutoff):
+            return places[near[0]]
+    return None
 
 
 def suggestion(path: str) -> str:
-    """Return 'did you mean ...?' for an unknown key: the name in the same group, otherwise the
-    whole path."""
-    if path == "tracker_kwargs.api_key":
-        return (
-            "; keep keys out of files: run `wandb login`, or set WANDB_API_KEY or SWANLAB_API_KEY"
-        )
+    """Return 'did you mean ...?' for an unknown key, or the keys of its group."""
     meant, parent = nearest(path), path.rpartition(".")[0]
     if meant is None:
-        names = [key.name for key in table().values() if key.parent == parent]
-        return f"; keys here: {', '.join(names)}" if names else ""
+        return did_you_mean(path, [key.name for key in table().values() if key.parent == parent])
     same_group = meant.rpartition(".")[0] == parent
     return f"; did you mean '{meant.rpartition('.')[2] if same_group else meant}'?"

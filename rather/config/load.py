@@ -1,41 +1,47 @@
-"""YAML + overrides -> Hydra -> plain values -> DPOConfig, with every problem of the file in one
-error.
+"""YAML + overrides -> Hydra -> plain values -> DPOConfig, with every problem in one error.
 
-The only door to hydra and omegaconf. Hydra composes the values, the YAML tree knows the lines, the
-schema judges.
+Hydra composes the values and drops their positions, so the file is also read as a tree of nodes.
+No other module imports hydra or omegaconf.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
 from rather.config import paths
-from rather.config.keys import table
-from rather.config.masking import public_values
-from rather.config.positions import key_lines, node_problems, read_nodes
-from rather.config.schema import DPOConfig
-from rather.config.validate import COMMAND_LINE, Names, Origins, validated, without
+from rather.config.compat import Names, roll_keys
+from rather.config.keys import nearest, suggestion, table
+from rather.config.schema import FOR_A_RUN, DPOConfig
+from rather.config.show import public_values
 from rather.errors import ConfigError
+
+MOST_BYTES = 1_000_000
+MOST_VALUES = 20_000  # a config has some hundred; an alias bomb has 10^9
+COMMAND_LINE = "command line"
+UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError)
+log = logging.getLogger(__name__)
 
 
 class ShippedGroups(SearchPathPlugin):
-    """ROLL's `../config/deepspeed_zero3@_here_` in a defaults list is found in the package,
-    after the user's own."""
+    """Finds ROLL's `../config/deepspeed_zero3@_here_` in the package, after the user's own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("rather", f"file://{Path(__file__).parent / 'groups' / 'config'}")
@@ -44,131 +50,219 @@ class ShippedGroups(SearchPathPlugin):
 Plugins.instance().register(ShippedGroups)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A config, where each of its values came from, and the composed values before
-    interpolation."""
-
-    config: DPOConfig
-    sources: dict[str, str]
-    raw: dict[str, Any]
-
-
 def load_config(
     path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True
 ) -> DPOConfig:
-    """The config of a YAML file with `key=value` overrides, or one ConfigError with every
-    problem."""
-    loaded = load(path, overrides)
+    """Return the config of a YAML file with `key=value` overrides.
+
+    Raise one ConfigError with every problem. `check_paths`: models and data files must exist.
+    """
+    config = load(path, overrides)
     if check_paths:
-        paths.check_paths(loaded.config, loaded.sources)
-    return loaded.config
+        paths.check_paths(config)
+    return config
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> Loaded:
-    """As `load_config`, with the sources of all values, and without looking for files."""
+def load(path: str | Path, overrides: Iterable[str] = ()) -> DPOConfig:
+    """Return the config of a YAML file without looking for the files that it names."""
     path = Path(path).expanduser()
-    nodes = read_nodes(path)
-    given = [read_override(text, path.parent) for text in overrides]
-    broken = [
-        *node_problems(nodes, path.name),
-        *(override.problem for override in given if override.problem),
-    ]
-    if broken:
-        raise ConfigError(broken)
-    composed = _compose(path, given)
-    written = _plain(composed, resolve=False)
-    if "exp_name" not in written:
-        composed.exp_name = path.stem
-    raw = {"exp_name": path.stem} | written
-    origins = Origins(
-        path.name, key_lines(nodes), {key for override in given for key in override.keys}, written
-    )
-    problems = dict(_unresolvable(composed, raw))
-    readable: Mapping[str, Any] = raw
-    for names in problems:
-        readable = without(readable, names)
-    config = validated(_plain(OmegaConf.create(dict(readable)), resolve=True), origins, problems)
+    sources = {key: f"{path.name}:{line}" for key, line in _key_lines(path).items()}
+    composed = _compose(path, overrides, sources)
+    raw = _plain(composed)
+    if "exp_name" not in raw:
+        raw["exp_name"] = composed.exp_name = path.stem
+        sources["exp_name"] = "name of the file"
+    problems: dict[Names, str] = {}
+    for names, leaf in _leaves(raw):
+        if "defaults" in sources:
+            sources.setdefault(".".join(names), f"{sources['defaults']}, defaults list")
+        if "${" in str(leaf):
+            try:
+                node = OmegaConf.select(composed, ".".join(names))
+                if OmegaConf.is_config(node):
+                    OmegaConf.to_container(node, resolve=True)
+            except UNREADABLE as error:
+                problems[names] = _in_short(error)
+    if code := [key for key in sources if key.rpartition(".")[2] == "_target_"]:
+        text = "a config never names code to run; remove it"
+        raise ConfigError([f"{key} ({sources[key]}): {text}" for key in code])
+    readable = OmegaConf.create(_without(raw, problems))
+    config = config_from_dict(_plain(readable, resolve=True), sources, problems)
     config._unresolved.update(raw)
-    config._sources.update(_sources(config, origins))
-    return Loaded(config, dict(config.sources), raw)
+    config._sources.update(dict.fromkeys(table(), "default") | sources)
+    for key, followed in config.followed.items():
+        config._sources[key] = f"follows {followed}"
+    return config
 
 
 def composed_values(path: Path) -> dict[str, Any]:
-    """What a file says, its defaults list and ${...} filled in, before anybody judges it."""
-    composed = _compose(path, [])
+    """Return the values of a file, its defaults list and ${...} filled in, before validation."""
     try:
-        return _plain(composed, resolve=True)
-    except (OmegaConfBaseException, RecursionError) as error:
+        return _plain(_compose(path, [], {}), resolve=True)
+    except UNREADABLE as error:
         raise ConfigError(f"{path.name}: {_in_short(error)}") from None
 
 
-def config_from_dict(values: Mapping[str, Any]) -> DPOConfig:
-    """A config from plain values, judged like a file."""
-    return validated(values, Origins())
-
-
 def dump_yaml(config: DPOConfig) -> str:
-    """The resolved config as YAML to load again; secrets are masked, ${oc.env:...} stays as
-    written."""
+    """Return the config as YAML to load again; secrets are masked, ${oc.env:...} stays."""
     return OmegaConf.to_yaml(OmegaConf.create(public_values(config)))
 
 
-class Override(NamedTuple):
-    """One `key=value` of the command line: as Hydra takes it, or as plain text, or what is wrong
-    with it."""
+def config_from_dict(
+    data: Mapping[str, Any],
+    sources: Mapping[str, str] = MappingProxyType({}),
+    found: Mapping[Names, str] = MappingProxyType({}),
+) -> DPOConfig:
+    """Return a config of plain values, or raise one ConfigError with all problems.
 
-    keys: tuple[str, ...] = ()
-    hydra: str | None = None
-    text: str | None = None
-    problem: str | None = None
-
-
-def read_override(argument: str, folder: Path) -> Override:
-    """Keys of the schema need no `+`; deletions (`~key`), config groups and `hydra.` keys are
-    Hydra's own.
-
-    What its grammar cannot read as one value (`0,2,4-6`, `list(range(0,8))`, a path with spaces) is
-    taken as text, and so is a number for a key that only takes text (`exp_name=2024`).
+    `sources` has the place of each key in a file, `found` the problems that are already known.
+    Keys with a problem are removed and the rest is validated again, so that a bad value does not
+    hide an impossible combination elsewhere. A combination that names a removed key is skipped.
     """
-    name, equals, value = argument.partition("=")
-    name = name.lstrip("+")
-    key = table().get(name)
-    if name.startswith("~") or name.partition(".")[0] == "hydra":
-        return Override(hydra=argument)
-    if not equals or not name.strip():
-        return Override(
-            problem=f"{argument} ({COMMAND_LINE}): an override is written key=value, such as beta=0.05"
-        )
-    if key is None and (folder / name.partition("@")[0]).is_dir():
-        return Override(hydra=argument)
-    parsed = _single_value(f"++{name}={value}")
-    if parsed is None or (key and key.only_text and isinstance(parsed.value(), bool | int | float)):
-        return Override((name,), text=value)
-    keys = tuple(".".join((name, *names)) for names, _ in _leaves(parsed.value()))
-    return Override(keys, hydra=f"++{name}={value}")
+    ignored, refused = roll_keys(data)
+    problems = {".".join(names): text for names, text in {**refused, **found}.items()}
+    data = _without(data, (*ignored, *refused, *found))
+    config, broken = None, set(problems)
+    while config is None:
+        try:
+            config = DPOConfig.model_validate(data, context=FOR_A_RUN)
+        except ValidationError as error:
+            if error.errors()[0]["type"] == "cross_field":
+                unknown = {path.rpartition(".")[2] for path in broken}
+                for key, text in error.errors()[0]["ctx"]["problems"]:
+                    if not unknown & set(re.findall(r"\w+", f"{key} {text}")):
+                        problems[key] = text
+                break
+            wrong = _field_problems(error, data)
+            data = _without(data, wrong)
+            for names, text in wrong.items():
+                problems[(path := ".".join(names))] = text
+                broken |= {path} if path in table() else {path, nearest(path) or path}
+    if config is None or problems:
+        order = list(sources)
+        ordered = sorted(problems, key=lambda path: order.index(path) if path in order else 1e9)
+        raise ConfigError([f"{path}{_near(path, sources)}: {problems[path]}" for path in ordered])
+    for path, text in ((".".join(names), text) for names, text in ignored.items() if text):
+        log.warning("%s%s: %s", path, _near(path, sources), text)
+    return config
 
 
-def _single_value(text: str) -> HydraOverride | None:
-    try:
-        parsed: HydraOverride = OverridesParser.create().parse_override(text)
-    except HydraException:
-        return None
-    return None if parsed.is_sweep_override() else parsed
+def _near(path: str, sources: Mapping[str, str]) -> str:
+    """Return ' (dpo.yaml:31)': the line of the key or of a group around it, or the file."""
+    while path and path not in sources:
+        path = path.rpartition(".")[0]
+    file = next(iter(sources.values()), "").rpartition(":")[0]
+    place = sources.get(path, file)
+    return f" ({place})" if place else ""
 
 
-def _leaves(value: Any) -> Iterator[tuple[Names, Any]]:
-    """Everything that is not a mapping, with its key path."""
-    if not isinstance(value, dict) or not value:
-        yield (), value
-    else:
+def _field_problems(error: ValidationError, data: Mapping[str, Any]) -> dict[Names, str]:
+    """Return one sentence per key; pydantic has an error for each member of a union."""
+    found: dict[Names, str] = {}
+    for item in error.errors():
+        # Only the first part of pydantic's location is in the data; the rest names the member.
+        names: Names = ()
+        value: Any = data
+        for name in item["loc"]:
+            if not isinstance(value, Mapping) or name not in value:
+                break
+            names, value = (*names, str(name)), value[name]
+        path = ".".join(names)
+        if item["type"] == "extra_forbidden":
+            text = f"unknown key{suggestion(path)}"
+        else:
+            key = table().get(path) or table()[path.rpartition(".")[0]]
+            reason = item["ctx"]["error"] if item["type"] == "value_error" else ""
+            text = key.refusal(path, value, str(reason))
+        found.setdefault(names, text)
+    return found
+
+
+def _without(data: Mapping[str, Any], dropped: Iterable[Names]) -> dict[str, Any]:
+    """Return a copy of nested values without some keys."""
+    nested: dict[str, list[Names]] = {}
+    for first, *rest in dropped:
+        nested.setdefault(first, []).append(tuple(rest))
+    return {
+        name: _without(value, nested[name]) if name in nested else value
+        for name, value in data.items()
+        if () not in nested.get(name, ())
+    }
+
+
+def _leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
+    """Yield everything that is not a mapping, with its key path."""
+    if isinstance(value, dict) and value:
         for name, item in value.items():
-            yield from (((name, *names), leaf) for names, leaf in _leaves(item))
+            yield from _leaves(item, (*names, name))
+    else:
+        yield names, value
 
 
-def _compose(path: Path, overrides: list[Override]) -> DictConfig:
-    """Hydra's part: defaults lists, config groups, overrides. A `hydra:` key is Hydra's own and
-    ends here."""
+def _key_lines(path: Path) -> dict[str, int]:
+    """Return key path -> line, counted from 1, or raise a ConfigError if it cannot be a config."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: is not a file ({path.absolute()}){paths.nearest_names(path)}")
+    if path.suffix != ".yaml":
+        raise ConfigError(f"{path}: a config file is named *.yaml; rename it to {path.stem}.yaml")
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path}: more than {MOST_BYTES:,} bytes. Is it a data file?")
+    lines: dict[str, int] = {}
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(
+                f"{path}: the file must hold keys and values, such as `pretrain: ...`"
+            )
+        for count, (key, line) in enumerate(_nodes(node, "")):
+            lines[key] = line
+            if count > MOST_VALUES:
+                raise RecursionError
+    except RecursionError:
+        text = f"nested too deeply, or its aliases unfold to more than {MOST_VALUES:,} values"
+        raise ConfigError(f"{path}: {text}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(_unreadable(path, error)) from None
+    return lines
+
+
+def _nodes(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int]]:
+    """Yield (key path, line) of every value; merged mappings first, for later ones win."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield f"{prefix}[]", item.start_mark.line + 1
+            yield from _nodes(item, f"{prefix}[].")
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in sorted(node.value, key=lambda pair: not pair[0].tag.endswith(":merge")):
+            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            is_merge = key.tag.endswith(":merge")
+            yield from _nodes(value, prefix if is_merge else f"{prefix}{key.value}.")
+
+
+def _compose(path: Path, overrides: Iterable[str], sources: dict[str, str]) -> DictConfig:
+    """Apply defaults lists, config groups and overrides, and add the latter to the sources.
+
+    Deletions (`~key`), config groups and `hydra.` keys are Hydra's own. What its grammar cannot
+    read as one value (`0,2,4-6`, `list(range(0,8))`, a path with spaces) is taken as text, and so
+    is a number for a key that only takes text (`exp_name=2024`).
+    """
+    own: list[str] = []
+    values: dict[str, Any] = {}
+    problems = []
+    for argument in overrides:
+        name, equals, text = argument.partition("=")
+        name = name.lstrip("+")
+        is_group = name not in table() and (path.parent / name.partition("@")[0]).is_dir()
+        if name.startswith("~") or name.partition(".")[0] == "hydra" or (name and is_group):
+            own.append(argument)
+        elif not equals or not name.strip():
+            text = "an override is written key=value, such as beta=0.05"
+            problems.append(f"{argument} ({COMMAND_LINE}): {text}")
+        else:
+            values[name] = _override_value(name, text)
+    if problems:
+        raise ConfigError(problems)
+    key = ""
     try:
         with (
             warnings.catch_warnings(),
@@ -176,89 +270,52 @@ def _compose(path: Path, overrides: list[Override]) -> DictConfig:
                 str(path.parent.resolve()), job_name="rather", version_base="1.3"
             ),
         ):
-            warnings.filterwarnings(
-                "ignore", "In '.*': Defaults list is missing"
-            )  # as in every file of ROLL
-            warnings.filterwarnings(
-                "ignore", "provider=hydra.searchpath"
-            )  # what is not found there is told below
-            composed = compose(
-                path.stem, [override.hydra for override in overrides if override.hydra]
-            )
-    except (HydraException, OmegaConfBaseException, YAMLError, RecursionError) as error:
-        unread = error.__cause__  # Hydra's own error is empty then
-        problem = (
-            _unread(path, unread)
-            if isinstance(unread, GrammarParseError)
-            else f"{path.name}: {_in_short(error)}"
-        )
-        raise ConfigError(problem) from None
-    OmegaConf.set_struct(composed, False)
-    for key, text in (
-        (override.keys[0], override.text) for override in overrides if override.text is not None
-    ):
-        try:
-            OmegaConf.update(composed, key, text)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{key} ({COMMAND_LINE}): {_in_short(error)}") from None
+            # Every file of ROLL lacks `_self_`, and names search paths that need not exist.
+            warnings.filterwarnings("ignore", "In '.*': Defaults list is missing")
+            warnings.filterwarnings("ignore", "provider=hydra.searchpath")
+            composed = compose(path.stem, own)
+        OmegaConf.set_struct(composed, False)
+        for key, value in values.items():
+            sources[key] = COMMAND_LINE
+            OmegaConf.update(composed, key, value)
+            for names, _ in _leaves(value, tuple(key.split("."))):
+                for end in range(1, len(names)):
+                    sources.setdefault(".".join(names[:end]), COMMAND_LINE)
+                sources[".".join(names)] = COMMAND_LINE
+    except UNREADABLE as error:
+        key = key or str(getattr(error.__cause__, "full_key", None) or "")
+        text = f"{key}{_near(key, sources)}: {_in_short(error.__cause__ or error)}"
+        raise ConfigError(text if key else _unreadable(path, error)) from None
     return composed
 
 
-def _unread(path: Path, error: GrammarParseError) -> str:
-    key = str(error.full_key)
-    line = key_lines(read_nodes(path)).get(key)
-    where = f"{path.name}:{line}" if line else path.name
-    return (
-        f"{key} ({where}): its ${{...}} cannot be read ({_in_short(error)}); ${{key}} takes the value of another key, "
-        "${oc.env:NAME} that of the environment, and nothing is computed"
-    )
+def _override_value(name: str, text: str) -> Any:
+    try:
+        parsed = OverridesParser.create().parse_override(f"++{name}={text}")
+    except HydraException:
+        return text
+    value, key = parsed.value(), table().get(name)
+    is_text = key and key.only_text and isinstance(value, bool | int | float)
+    return text if is_text or parsed.is_sweep_override() else value
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    """Return why a file cannot be read, with the line if the error knows it."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path.name}:{mark.line + 1}" if mark else path.name
+    return f"{where}: {getattr(error, 'problem', None) or _in_short(error)}"
 
 
 def _in_short(error: BaseException) -> str:
-    """A library's message without its search paths and its advice to write `+key=value`."""
+    """Return a library's message without its search paths and advice to write `+key=value`."""
     noise = ("full_key", "object_type", "To append", "Config search", "provider=")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (
-        "; ".join([line for line in lines if not line.startswith(noise)][:3])
-        or type(error).__name__
-    )
+    kept = [line for line in lines if not line.startswith(noise)]
+    return "; ".join(kept[:3]) or type(error).__name__
 
 
-def _unresolvable(composed: DictConfig, raw: dict[str, Any]) -> Iterator[tuple[Names, str]]:
-    """Every ${...} that cannot be filled in, and every key that asks for code to be run."""
-    for names, leaf in _leaves(raw):
-        if names and names[-1] == "_target_":
-            yield names, "a config never names code to run; remove it"
-        elif "${" in str(leaf):
-            try:
-                node = OmegaConf.select(composed, ".".join(names))
-                if OmegaConf.is_config(node):
-                    OmegaConf.to_container(node, resolve=True)
-            except (OmegaConfBaseException, RecursionError) as error:
-                yield names, _in_short(error)
-
-
-def _plain(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:
-    values = _text_keys(OmegaConf.to_container(composed, resolve=resolve))
-    assert isinstance(values, dict)
+def _plain(composed: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
+    """Return plain values. YAML reads the key of `1: x` as a number, JSON as text."""
+    found = json.dumps(OmegaConf.to_container(composed, resolve=resolve), default=str)
+    values: dict[str, Any] = json.loads(found)
     return values
-
-
-def _text_keys(value: Any) -> Any:
-    """YAML reads `1: x` as a number; every key of ours is a word."""
-    return (
-        {str(name): _text_keys(item) for name, item in value.items()}
-        if isinstance(value, dict)
-        else value
-    )
-
-
-def _sources(config: DPOConfig, origins: Origins) -> dict[str, str]:
-    """Key path -> where its value came from, for every key that holds a value."""
-    sources = {
-        path: origins.of(path) or "default" for path, key in table().items() if not key.section
-    }
-    sources |= {path: f"follows {followed}" for path, followed in config.followed.items()}
-    if sources["exp_name"] == "default":
-        sources["exp_name"] = "name of the file"
-    return sources

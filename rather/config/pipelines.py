@@ -1,5 +1,4 @@
-"""Pipelines as arithmetic: which schedule, which stages a rank holds, how many micro-batches a
-schedule takes."""
+"""Pipeline schedules: the stages of each rank, and the micro-batches that a schedule takes."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`ranks` ranks of `virtual` stages each, worked through by a schedule."""
+    """A pipeline of `ranks` ranks with `virtual` stages each."""
 
     ranks: int
     schedule: str = "1f1b"
@@ -36,8 +35,7 @@ class Pipeline:
 
     @staticmethod
     def of(ranks: int, schedule: str | None, virtual: int | None) -> Pipeline:
-        """What is not told follows from what is: virtual stages are interleaved, and one stage a
-        rank runs 1f1b."""
+        """Return a pipeline; virtual stages are interleaved by default, others run 1f1b."""
         name = schedule or ("interleaved" if (virtual or 1) > 1 else "1f1b")
         return Pipeline(ranks, name, virtual or SCHEDULES[name].least_virtual)
 
@@ -51,15 +49,14 @@ class Pipeline:
 
     @property
     def problem(self) -> str | None:
-        """The sentence that refuses what the schedule cannot do."""
+        """Return why the schedule cannot have this many stages per rank."""
         low, high = self.rule.least_virtual, self.rule.most_virtual
-        if self.virtual < low or (high is not None and self.virtual > high):
-            allowed = f"exactly {low}" if low == high else f"at least {low}"
-            return f"schedule '{self.schedule}' takes {allowed} stage{'s' * (low > 1)} a rank, not {self.virtual}"
-        return None
+        if low <= self.virtual <= (high or self.virtual):
+            return None
+        return f"'{self.schedule}' takes {low} to {high or 'any'} stages a rank, not {self.virtual}"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in the order of the model."""
+        """Return the stages that a rank holds, in the order of the model."""
         if self.rule.v_shaped:
             return rank, 2 * self.ranks - 1 - rank
         return tuple(range(rank, self.stages, self.ranks))
@@ -68,7 +65,7 @@ class Pipeline:
         return next(rank for rank in range(self.ranks) if stage in self.stages_of(rank))
 
     def layers_of(self, stage: int, layers: int) -> range:
-        """Equal shares; what is over goes to the first stages, for the last one has the head."""
+        """Return equal shares; the first stages get the remainder, for the last has the head."""
         share, over = divmod(layers, self.stages)
         first = stage * share + min(stage, over)
         return range(first, first + share + (stage < over))
@@ -79,12 +76,10 @@ class Pipeline:
         return self.stages if self.rule.v_shaped else self.ranks
 
     def microbatches(self, bins: int) -> int:
-        """The least number that the schedule takes, from `bins` on."""
+        """Return the smallest number >= `bins` that the schedule takes."""
         number = max(bins, self.multiple)
-        if self.schedule in (
-            "interleaved",
-            "zero_bubble",
-        ):  # a whole number in each of number // ranks rounds
+        if self.schedule in ("interleaved", "zero_bubble"):
+            # Each of the number // ranks rounds takes a whole number of micro-batches.
             while number % (number // self.ranks):
                 number += 1
         return number

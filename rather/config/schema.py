@@ -1,5 +1,4 @@
-"""All keys of the YAML as strict, frozen models. The docstring of a field is its meaning in
-docs/config.md.
+"""All keys of the YAML. The docstring of a field is its meaning in docs/config.md.
 
 Sizes count pairs. Nothing here imports torch: what needs it (the parameters of a loss, the device)
 is checked later. An unset key has its default, or inherits from another key: see inherit.py.
@@ -7,7 +6,8 @@ is checked later. An unset key has its default, or inherits from another key: se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,9 +15,9 @@ from pydantic import PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from rather.config import checks, inherit
-from rather.config.adapters import ADAPTER_SETTINGS
-from rather.config.strategies import data_parallel
+from rather.config.strategies import data_parallel, possible_layout
 from rather.config.values import (
+    PISSA,
     BelowHalf,
     BelowOne,
     Count,
@@ -26,6 +26,7 @@ from rather.config.values import (
     Folder,
     FourOrMore,
     HeldOut,
+    Initialization,
     Metric,
     NotNegative,
     NotNegativeInt,
@@ -39,6 +40,7 @@ from rather.config.values import (
     TwoOrMore,
     UpToOne,
     WorkerClass,
+    Zero,
 )
 
 Schedule = Literal[
@@ -99,8 +101,8 @@ class ActorModelArgs(ModelArgs):
     rank."""
     lora_target: Text | list[Text] | None = None
     """Names of the linear layers that get an adapter, such as q_proj; default: all-linear."""
-    lora_dropout: BelowOne = 0.0
-    """Must be 0: preference training needs the same model for both answers."""
+    lora_dropout: Zero = 0.0
+    """Dropout of the adapter. Range: preference training needs the same model for both answers."""
     modules_to_save: Text | list[Text] | None = None
     """Names of modules that are trained in full next to the adapter."""
     additional_target: Text | list[Text] | None = None
@@ -109,7 +111,7 @@ class ActorModelArgs(ModelArgs):
     """Scale by lora_alpha / sqrt(lora_rank) (rsLoRA), for large ranks."""
     use_dora: bool = False
     """Train the magnitude of each weight row separately from its direction (DoRA)."""
-    init_lora_weights: bool | Text = True
+    init_lora_weights: Initialization = True
     """Initialization of the adapter: true (no effect at first), gaussian (no effect, other random
     numbers), pissa or pissa_niter_4 (the largest singular vectors, which are removed from the
     base weights)."""
@@ -118,15 +120,18 @@ class ActorModelArgs(ModelArgs):
 
     @property
     def has_adapter(self) -> bool:
-        return any(
-            value is not None
-            for value in (self.lora_rank, self.lora_target, self.adapter_name_or_path)
-        )
+        return bool(self.lora_rank or self.lora_target or self.adapter_name_or_path)
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether the adapter's initialization takes a part out of the base weights."""
+        return bool(PISSA.fullmatch(str(self.init_lora_weights)))
 
     @property
     def adapter_settings(self) -> dict[str, Any] | None:
         """Return everything that defines the trained adapter; None without one."""
-        names = [*ADAPTER_SETTINGS, "adapter_name_or_path", "quantization"]
+        names = ["lora_rank", "lora_alpha", "lora_target", *checks.DETAILS_OF_ADAPTER[1:]]
+        names += ["adapter_name_or_path", "quantization"]
         return {name: getattr(self, name) for name in names} if self.has_adapter else None
 
 
@@ -304,15 +309,11 @@ class RoleConfig(Section):
     def model_path(self) -> str:
         """Return the folder or hub name of the weights."""
         assert self.model_args.model_name_or_path is not None, "checked when the config was made"
-        return _at_home(self.model_args.model_name_or_path)
+        return expanduser(self.model_args.model_name_or_path)
 
     @property
     def tokenizer_path(self) -> str:
-        return _at_home(self.model_args.tokenizer_name_or_path or self.model_path)
-
-
-def _at_home(name: str) -> str:
-    return str(Path(name).expanduser()) if name.startswith("~") else name
+        return expanduser(self.model_args.tokenizer_name_or_path or self.model_path)
 
 
 class ActorConfig(RoleConfig):
@@ -587,6 +588,28 @@ LOSS_NUMBERS = tuple(LossParameters.model_fields)
 LOSS_MODIFIERS = tuple(LossModifiers.model_fields)
 
 
+class LossConfig(LossModifiers, LossParameters, LossKeys):
+    """Everything that defines the objective."""
+
+    @property
+    def loss_names(self) -> list[str]:
+        """Return the losses, whichever key names them."""
+        if self.loss_type:
+            return ["sigmoid" if self.loss_type == "dpo_loss" else "simpo"]
+        named = ["ipo"] if self.ipo else as_list(self.pref_loss)
+        return ["sigmoid" if name == "dpo" else name for name in named]
+
+    @property
+    def loss_numbers(self) -> dict[str, Any]:
+        """Return the parameters of losses that are set; a loss's signature says which it has."""
+        return self.model_dump(include={*LOSS_NUMBERS}, exclude_none=True) | self.loss_args
+
+    @property
+    def loss_modifiers(self) -> dict[str, Any]:
+        """Return the modifiers of losses that are set."""
+        return self.model_dump(include={*LOSS_MODIFIERS}, exclude_none=True)
+
+
 class PairKeys(Section):
     """Pairs"""
 
@@ -698,17 +721,7 @@ class RoleKeys(Section):
 FOR_A_RUN = {"named": ("model", "pairs")}
 
 
-class DPOConfig(
-    RoleKeys,
-    MachineKeys,
-    TrackingKeys,
-    PairKeys,
-    LossModifiers,
-    LossParameters,
-    LossKeys,
-    StepKeys,
-    RunKeys,
-):
+class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepKeys, RunKeys):
     """A whole run. (Python orders inherited fields from the last base to the first.)"""
 
     _followed: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -723,14 +736,13 @@ class DPOConfig(
         problems = list(checks.problems(self))
         problems += checks.missing(self) if info.context is FOR_A_RUN else []
         if problems:
-            text = "\n".join(f"{key}: {text}" for key, text, *_ in problems)
+            text = "\n".join(f"{key}: {text}" for key, text in problems)
             raise PydanticCustomError("cross_field", "{text}", {"text": text, "problems": problems})
         return self
 
     @property
-    def followed(self) -> Mapping[str, str]:
-        """Return key path -> the key path that it inherits from, for every key that has
-        another's value."""
+    def followed(self) -> dict[str, str]:
+        """Return key path -> the key path that it inherits from."""
         return self._followed
 
     @property
@@ -739,36 +751,38 @@ class DPOConfig(
         return self._unresolved
 
     @property
-    def sources(self) -> Mapping[str, str]:
+    def sources(self) -> dict[str, str]:
         """Return key path -> the source of its value; empty unless loaded from a file."""
         return self._sources
 
     @property
+    def reference_is_policy(self) -> bool:
+        """Whether the policy without its adapter, or with its initial one, is the reference."""
+        actor, reference = self.actor_train, self.reference
+        own, other = actor.model_args, reference.model_args
+        layouts = [possible_layout(role) for role in self.roles.values()]
+        degrees = [each and (each.dp, each.tp, each.pp, each.cp) for each in layouts]
+        return (
+            own.has_adapter
+            and reference.worker_cls is None
+            and actor.devices == reference.devices
+            and degrees[0] == degrees[1]
+            and own.model_name_or_path == other.model_name_or_path
+            and own.revision == other.revision
+            and own.dtype == other.dtype
+            and own.quantization == other.quantization
+            and other.adapter_name_or_path in (None, own.adapter_name_or_path)
+        )
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the reference is the initial adapter, of which the policy keeps a copy."""
+        has_start = self.reference.model_args.adapter_name_or_path is not None
+        return self.reference_is_policy and (has_start or self.actor_train.model_args.changes_base)
+
+    @property
     def roles(self) -> dict[str, RoleConfig]:
         return {"actor_train": self.actor_train, "reference": self.reference}
-
-    @property
-    def loss_names(self) -> list[str]:
-        """Return the losses, whichever key names them."""
-        if self.loss_type:
-            return ["sigmoid" if self.loss_type == "dpo_loss" else "simpo"]
-        named = ["ipo"] if self.ipo else as_list(self.pref_loss)
-        return ["sigmoid" if name == "dpo" else name for name in named]
-
-    def _given(self, section: type[Section]) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in section.model_fields}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def loss_numbers(self) -> dict[str, Any]:
-        """Return the parameters of losses that are set; the signature of a loss says which it
-        has."""
-        return self._given(LossParameters) | self.loss_args
-
-    @property
-    def loss_modifiers(self) -> dict[str, Any]:
-        """Return the modifiers of losses that are set."""
-        return self._given(LossModifiers)
 
     @property
     def run_dir(self) -> Path:

@@ -1,21 +1,19 @@
-"""What a config says: effective values and their sources, one key explained, schema and
-reference page."""
+"""What a config says: public values, values with their sources, one key, schema, reference page."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterator
+from typing import Any
 
 import yaml
 
 from rather.config.inherit import value_at
 from rather.config.keys import Key, suggestion, table
-from rather.config.masking import public_values
-from rather.config.schema import DPOConfig
-from rather.config.values import Section
+from rather.config.redaction import looks_secret, redact
+from rather.config.schema import DPOConfig, LossConfig
+from rather.config.values import MASK, Section
 from rather.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rather.config.load import Loaded
 
 PREFACE = """# Configuration
 
@@ -26,120 +24,134 @@ before anything is loaded. `null` stands for "not given". Any key can be set on 
 `rather train dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6`. `rather config show dpo.yaml`
 prints the effective values and where each came from, `rather config explain KEY` one key. Sizes count pairs.
 
-Keys that nobody wrote follow others: `reference` follows `actor_train` (model, precision, layout, devices,
-sizes without gradients), `validation.data_args` follows `actor_train.data_args`, a policy without a model
-takes `pretrain`. Values may refer to others: `${exp_name}`, `${oc.env:HF_TOKEN}`; what comes from the
+Unset keys inherit from other keys: `reference` from `actor_train` (model, precision, layout, devices,
+sizes without gradients), `validation.data_args` from `actor_train.data_args`, a policy without a model
+from `pretrain`. Values may refer to others: `${exp_name}`, `${oc.env:HF_TOKEN}`; what comes from the
 environment is never written out.
 """
 
 
-def show(loaded: Loaded) -> str:
-    """All effective values as YAML, each with its source as a comment; secrets are hidden."""
-    values = public_values(loaded.config)
-    rows: list[tuple[str, str]] = []
+def secret_values(values: Any, secret: bool = False) -> Iterator[str]:
+    """Yield every text under a key that is named like a secret."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from secret_values(value, looks_secret(str(name)))
+    elif isinstance(values, list):
+        for value in values:
+            yield from secret_values(value, secret)
+    elif secret and isinstance(values, str):
+        yield values
+
+
+def public_values(config: DPOConfig) -> dict[str, Any]:
+    """Return all effective values without secrets; a key that follows a hidden one is hidden."""
+    values = config.model_dump()
+    shown: dict[str, Any] = _masked(values, config.unresolved, config.unresolved)
+    for path, source in config.followed.items():
+        if value_at(values, path) == value_at(values, source):
+            parent, _, name = path.rpartition(".")
+            value_at(shown, parent)[name] = value_at(shown, source)
+    return shown
+
+
+def _masked(value: Any, text: Any, root: Any, name: str = "") -> Any:
+    """Return a value without secrets. `text` is the value as it is written in the file `root`."""
+    if isinstance(text, str) and _reads_environment(text, root):
+        return text
+    if isinstance(value, dict):
+        texts: Any = text if isinstance(text, dict) else {}
+        return {key: _masked(item, texts.get(key), root, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        texts = text if isinstance(text, list) and len(text) == len(value) else [None] * len(value)
+        return [_masked(item, part, root, name) for item, part in zip(value, texts, strict=True)]
+    if looks_secret(name) and value is not None:
+        return MASK
+    # A git commit looks like an old W&B key.
+    return redact(value) if isinstance(value, str) and name != "revision" else value
+
+
+def _reads_environment(text: str, root: Any) -> bool:
+    """Whether a text takes anything from the environment, itself or through keys that it names.
+
+    Relative names are not followed: such a text is hidden.
+    """
+    if "oc.env" in text or re.search(r"\$\{\s*\.", text):
+        return True
+    named = re.findall(r"\$\{\s*([\w.]+)\s*\}", text)
+    return any(_reads_environment(str(value_at(root, path)), root) for path in named)
+
+
+def show(config: DPOConfig) -> str:
+    """Return all effective values as YAML, each with its source as a comment."""
+    values = public_values(config)
+    rows = []
     for path, key in table().items():
-        indent = "  " * path.count(".")
-        if key.section:
-            rows.append((f"{indent}{key.name}:", ""))
-        else:
-            rows.append(
-                (f"{indent}{key.name}: {_inline(value_at(values, path))}", loaded.sources[path])
-            )
-    width = min(60, max(len(text) for text, _ in rows))
-    return (
-        "\n".join(f"{text:<{width}}  # {source}" if source else text for text, source in rows)
-        + "\n"
-    )
+        value = "" if key.section else f" {_inline(value_at(values, path))}"
+        rows.append((f"{'  ' * path.count('.')}{key.name}:{value}", config.sources[path], value))
+    width = min(60, max(len(text) for text, *_ in rows))
+    lines = (f"{text:<{width}}  # {source}" if value else text for text, source, value in rows)
+    return "\n".join(lines) + "\n"
 
 
-def explain(loaded: Loaded | None, key: str) -> str:
-    """One key: its value and source in a config if given, type and range, default, meaning."""
-    known = table().get(key)
-    if known is None:
-        raise ConfigError(f"{key}: unknown key{suggestion(key)}")
-    lines = [key, f"  meaning  {known.meaning}"]
-    if known.section:
-        return "\n".join([*lines, f"  keys     {', '.join(known.section.model_fields)}"]) + "\n"
-    if loaded:
-        value = _inline(value_at(public_values(loaded.config), key))
-        lines.append(f"  value    {value}  ({loaded.sources[key]})")
-    lines += [f"  takes    {known.expects}", f"  default  {_inline(known.default)}"]
-    if known.why:
-        lines.append(f"  range    {known.why}")
+def explain(config: DPOConfig | None, path: str) -> str:
+    """Return a key's meaning, value and source in a config if given, type and range, default."""
+    key = table().get(path)
+    if key is None:
+        raise ConfigError(f"{path}: unknown key{suggestion(path)}")
+    lines = [path, f"  meaning  {key.meaning}"]
+    if key.section:
+        lines.append(f"  keys     {', '.join(key.section.model_fields)}")
+    else:
+        if config:
+            value = _inline(value_at(public_values(config), path))
+            lines.append(f"  value    {value}  ({config.sources[path]})")
+        lines += [f"  takes    {key.expects}", f"  default  {_inline(key.default)}"]
     return "\n".join(lines) + "\n"
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a config file, for editors; ${...} may stand wherever a value does."""
+    """Return the JSON Schema of a config file; ${...} is allowed wherever a value is."""
     schema = DPOConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for owner in (schema, *schema["$defs"].values()):
         for name, entry in owner["properties"].items():
-            owner["properties"][name] = _or_interpolation(entry)
-    for name in ("defaults", "hydra"):  # Hydra's own keys
+            about = {
+                key: entry.pop(key) for key in ("description", "default", "title") if key in entry
+            }
+            about["anyOf"] = [entry, {"type": "string", "pattern": r"\$\{.+\}"}]
+            owner["properties"][name] = about
+    for name in ("defaults", "hydra"):
         schema["properties"][name] = {"description": "Read by Hydra."}
     return schema
 
 
-def _or_interpolation(entry: dict[str, Any]) -> dict[str, Any]:
-    said: dict[str, Any] = {
-        name: entry.pop(name) for name in ("description", "default", "title") if name in entry
-    }
-    entry.pop("why", None)
-    return {**said, "anyOf": [entry, {"type": "string", "pattern": r"\$\{.+\}"}]}
-
-
 def reference_markdown() -> str:
-    """The page docs/config.md."""
+    """Return the page docs/config.md."""
     parts = [PREFACE]
-    groups = [
-        base
-        for base in reversed(DPOConfig.__mro__)
-        if issubclass(base, Section) and base not in (Section, DPOConfig)
-    ]
-    for group in groups:
-        keys = [
-            key for key in table().values() if key.parent == "" and key.name in group.model_fields
-        ]
-        parts.append(f"## {group.__doc__}\n\n{_markdown_table(keys)}")
-        parts += [
-            _markdown_section(key, f"{'#' * 3} `{key.path}`")
-            for top in keys
-            for key in _sections(top)
-        ]
+    for group in reversed(DPOConfig.__mro__):
+        if issubclass(group, Section) and group not in (Section, LossConfig, DPOConfig):
+            tops = [key for key in table().values() if key.path in group.model_fields]
+            parts.append(f"## {group.__doc__}\n\n{_markdown_table(tops)}")
+            for key in table().values():
+                if key.section and key.path.partition(".")[0] in group.model_fields:
+                    members = [each for each in table().values() if each.parent == key.path]
+                    title = f"### `{key.path}`\n\n{key.section.__doc__}"
+                    parts.append(f"{title}\n\n{_markdown_table(members)}")
     return "\n".join(parts)
-
-
-def _sections(top: Key) -> list[Key]:
-    return [
-        key
-        for key in table().values()
-        if key.section and (key.path + ".").startswith(top.path + ".")
-    ]
-
-
-def _markdown_section(key: Key, title: str) -> str:
-    assert key.section is not None
-    keys = [member for member in table().values() if member.parent == key.path]
-    return f"{title}\n\n{key.section.__doc__}\n\n{_markdown_table(keys)}"
 
 
 def _markdown_table(keys: list[Key]) -> str:
     rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
     for key in keys:
         default = "" if key.section else f"`{_inline(key.default)}`"
-        meaning = key.meaning + (f" Range: {key.why}." if key.why else "")
-        cells = (f"`{key.name}`", key.expects, default, meaning)
-        rows.append(
-            "| "
-            + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
-            + " |"
-        )
+        cells = (f"`{key.name}`", key.expects, default, key.meaning)
+        texts = [cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells]
+        rows.append(f"| {' | '.join(texts)} |")
     return "\n".join(rows) + "\n"
 
 
 def _inline(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)

@@ -1,28 +1,26 @@
-"""strategy_name and strategy_config of a role -> its layout: degrees, what is sharded, what is in
-host memory.
+"""strategy_args of a role -> its layout: degrees, what is sharded, what is in host memory.
 
 Degrees can be written as `tp_size` in `strategy_args` or `strategy_config`, or with Megatron's long
-names. Whatever the name, torch.distributed runs it: a name only stands for degrees and a sharding
-stage.
+names. A strategy's name only selects a sharding stage; torch.distributed always runs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from rather.config.deepspeed import deepspeed_problems, deepspeed_sharding, is_deepspeed
-from rather.config.pipelines import SCHEDULES, Pipeline
+from rather.config.compat import deepspeed_problems, deepspeed_sharding, is_deepspeed
+from rather.config.pipelines import Pipeline
 from rather.config.plugins import did_you_mean
+from rather.config.values import Count, Section, section_problems
 from rather.errors import ConfigError
 
 if TYPE_CHECKING:
     from rather.config.schema import RoleConfig, StrategyArgs
 
 # What is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also
-# gradients, 3 also weights.
-# None: a key of strategy_config decides.
+# gradients, 3 also weights. None: a key of strategy_config decides.
 STAGES: dict[str, int | None] = {
     "ddp": 0,
     "zero1": 1,
@@ -41,51 +39,60 @@ STAGES: dict[str, int | None] = {
     "megatron_infer": 0,
     "deepspeed_infer": None,
 }
-STRATEGIES = tuple(STAGES)
-TRAIN_STRATEGIES = tuple(name for name in STRATEGIES if not name.endswith("_infer"))
-ON_THE_HOST = ("zero2_cpu", "gemini_auto")
+Recompute = Literal["none", "half", "selective", "full"]
 DEFAULT = "zero2"  # on several devices; one device has nothing to shard
-LANES = (
-    4  # of determinism: canonical: gradients are summed in 4 partial sums on any number of ranks
-)
+# determinism: canonical sums gradients in so many partial sums on any number of ranks.
+LANES = 4
 SHARDED = (
     "",
     "optimizer state",
     "optimizer state and gradients",
     "weights, gradients and optimizer state",
 )
-
-# Every spelling of a degree in strategy_config.
-DEGREES = {
-    "tp": ("tp_size", "tensor_model_parallel_size"),
-    "pp": ("pp_size", "pipeline_model_parallel_size"),
-    "cp": ("cp_size", "context_parallel_size"),
-}
-VIRTUAL = "virtual_pipeline_model_parallel_size"  # stages per pipeline rank
-COUNTS = (*(key for keys in DEGREES.values() for key in keys), "shard_size", VIRTUAL)
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "use_distributed_optimizer": (True, False),
-    "sequence_parallel": (True, False),
-    "offload_activations": (True, False),
-    "zero_stage": (0, 1, 2, 3),
-    "pipeline_schedule": (*SCHEDULES, None),
-    "recompute_granularity": ("full", "selective", "half", None),
-    "recompute_method": ("uniform", None),  # every layer is recomputed
-    "recompute_num_layers": (1,),
-    "expert_model_parallel_size": (1,),
-}
 OWN_KEYS = {  # keys that only some strategies have
     "use_distributed_optimizer": ("megatron_train", "megatron_infer"),
     "zero_stage": ("3d",),
     "shard_size": ("hsdp",),
 }
+DEGREES = {
+    "tp_size": "tensor_model_parallel_size",
+    "pp_size": "pipeline_model_parallel_size",
+    "cp_size": "context_parallel_size",
+}
+
+
+class StrategyDetails(Section):
+    """The keys of strategy_config, except for those of a DeepSpeed configuration."""
+
+    tp_size: Count | None = None
+    tensor_model_parallel_size: Count | None = None
+    pp_size: Count | None = None
+    pipeline_model_parallel_size: Count | None = None
+    cp_size: Count | None = None
+    context_parallel_size: Count | None = None
+    shard_size: Count | None = None
+    virtual_pipeline_model_parallel_size: Count | None = None
+    pipeline_schedule: (
+        Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"] | None
+    ) = None
+    use_distributed_optimizer: bool = False
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    sequence_parallel: bool = False
+    offload_activations: bool = False
+    recompute_granularity: Literal["full", "selective", "half"] | None = None
+    recompute_method: Literal["uniform"] | None = None  # every layer is recomputed
+    recompute_num_layers: Literal[1] | None = None
+    expert_model_parallel_size: Literal[1] = 1
+
+    def pipeline(self, pp: int) -> Pipeline:
+        return Pipeline.of(pp, self.pipeline_schedule, self.virtual_pipeline_model_parallel_size)
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a role is laid out on its dp x tp x pp x cp devices.
 
-    `recompute` trades time for memory; None decides by the memory that is there. `offload` moves
+    `recompute` trades time for memory; None decides by the available memory. `offload` moves
     activations to the host. The dp ranks are `dp // shard` replicas of `shard` ranks, over which
     `stage` says what is sharded. `host` keeps the shards in host memory. `canonical`: the bits of
     the results do not depend on dp.
@@ -95,7 +102,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    recompute: Literal["none", "half", "selective", "full"] | None = None
+    recompute: Recompute | None = None
     offload: bool = False
     name: str = "ddp"
     stage: int = 0
@@ -122,21 +129,21 @@ class Layout:
         return self.dp * (self.pipeline.multiple if self.pp > 1 else 1)
 
     def dp_rank(self, rank: int) -> int:
-        """Which share of the pairs a rank sees. Ranks count tp fastest, then cp, then dp, then
-        pp."""
+        """Return which share of the pairs a rank sees. Ranks count tp fastest, then cp, dp, pp."""
         return rank // (self.tp * self.cp) % self.dp
 
     def describe(self) -> str:
         """Return one line for the log."""
-        sizes = {axis: getattr(self, axis) for axis in ("dp", "tp", "pp", "cp")}
+        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
         degrees = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        plural, replicas = "s" * (self.devices > 1), self.dp // self.shard
+        replicas = self.dp // self.shard
         groups = f"{replicas} replicas of {self.shard}" if replicas > 1 else f"{self.shard} ranks"
-        stages = f"{self.pipeline.stages} pipeline stages with schedule '{self.schedule}'"
         parts = {
+            f"{self.name} on {self.devices} device{'s' * (self.devices > 1)}: "
+            f"{degrees or 'one rank'}": True,
             f"{SHARDED[self.stage]} sharded over {groups}": self.shard > 1,
             "each dp rank holds everything": self.dp > self.shard == 1,
-            stages: self.pp > 1,
+            f"{self.pipeline.stages} stages with schedule '{self.schedule}'": self.pp > 1,
             "norms by sequence": self.sequence_parallel,
             "gradients summed in canonical order": self.canonical,
             "shards in host memory": self.host,
@@ -144,138 +151,116 @@ class Layout:
                 ("megatron", "deepspeed", "gemini", "3d")
             ),
         }
-        first = f"{self.name} on {self.devices} device{plural}: {degrees or 'one rank'}"
-        return "; ".join([first, *(part for part, applies in parts.items() if applies)])
+        return "; ".join(part for part, applies in parts.items() if applies)
 
 
-def strategy_problems(role: RoleConfig, devices: int | None = None) -> list[tuple[str, str]]:
-    """Return (key inside strategy_args, sentence) for everything that is impossible on this many
-    devices."""
-    args, name = role.strategy_args, role.strategy_args.strategy_name
-    details, known = args.strategy_config, TRAIN_STRATEGIES if role.trains else STRATEGIES
-    found: list[tuple[str, str]] = []
-    if name in STRATEGIES and name not in known:
-        found.append(("strategy_name", f"'{name}' cannot train; choose one of {', '.join(known)}"))
-    elif name is not None and name not in known:
-        found.append(("strategy_name", f"unknown strategy '{name}'{did_you_mean(name, known)}"))
-    wrong = deepspeed_problems(details) if is_deepspeed(name) else _key_problems(args)
-    found += [(f"strategy_config.{key}", text) for key, text in wrong]
-    found = found or [
-        (
-            list(given)[-1],
-            f"the same degree has two values ({', '.join(f'{key}={size}' for key, size in given.items())}); keep one of them",
-        )
-        for given in (_given(args, axis) for axis in DEGREES)
-        if len(set(given.values())) > 1
+def details_of(args: StrategyArgs) -> StrategyDetails:
+    is_foreign = is_deepspeed(args.strategy_name)
+    return StrategyDetails.model_validate({} if is_foreign else args.strategy_config)
+
+
+def _sizes(args: StrategyArgs) -> list[set[int]]:
+    """Return the values given for tp, pp and cp."""
+    details = details_of(args)
+    given = [
+        (getattr(args, short), getattr(details, short), getattr(details, long))
+        for short, long in DEGREES.items()
     ]
-    return found or list(_size_problems(args, devices or len(role.devices)))
+    return [{size for size in sizes if size} for sizes in given]
 
 
-def _key_problems(args: StrategyArgs) -> Iterator[tuple[str, str]]:
-    details, name = args.strategy_config, args.strategy_name
-    for key, value in details.items():
-        owners, choices = OWN_KEYS.get(key), CHOICES.get(key)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if key in COUNTS and not is_count and (key, value) != (VIRTUAL, None):
-            yield key, f"{value!r} is not a whole number >= 1"
-        elif key not in COUNTS and choices is None:
-            yield key, f"unknown key{did_you_mean(str(key), (*COUNTS, *CHOICES))}"
-        elif choices and not any(type(value) is type(each) and value == each for each in choices):
-            words = ["null" if each is None else str(each) for each in choices]
-            yield key, f"{value!r} is not supported{did_you_mean(str(value), words)}"
-        elif owners and name not in owners:
-            text = f"is a key of {' and '.join(owners)}, and strategy_name is {name or 'not set'}"
-            yield key, f"{text}; remove one of them"
-        elif key in ("recompute_method", "recompute_num_layers") and (
-            value is not None and details.get("recompute_granularity") != "full"
-        ):
-            yield key, "needs recompute_granularity: full"
-
-
-def _size_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, str]]:
-    details, (tp, pp, cp) = args.strategy_config, _degrees(args)
-    if devices % (tp * pp * cp):
-        text = f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp} does not divide the {devices} devices of device_mapping"
-        yield ("strategy_config" if details else "tp_size"), text
+def strategy_problems(role: RoleConfig, devices: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (key inside strategy_args, sentence) for what is impossible on this many devices."""
+    args, name = role.strategy_args, role.strategy_args.strategy_name or DEFAULT
+    known = [each for each in STAGES if not (role.trains and each.endswith("_infer"))]
+    if name not in known:
+        yield "strategy_name", f"'{name}' is not a strategy of this role{did_you_mean(name, known)}"
         return
-    dp, shard, pipeline = devices // (tp * pp * cp), details.get("shard_size"), _pipeline(args, pp)
-    if args.strategy_name == "hsdp" and devices > 1 and shard is None:
-        text = "hsdp needs shard_size: the ranks per replica, usually the devices of a node"
-        yield "strategy_config", text
-    elif shard is not None and dp % shard:
-        yield "strategy_config.shard_size", f"{shard} does not divide the {dp} data-parallel ranks"
-    pipeline_keys = [
-        key for key in (VIRTUAL, "pipeline_schedule") if details.get(key) not in (None, 1)
-    ]
-    if pp == 1 and pipeline_keys:
+    if is_deepspeed(name):
+        wrong = list(deepspeed_problems(args.strategy_config))
+    else:
+        wrong = list(section_problems(StrategyDetails, args.strategy_config))
+    yield from ((f"strategy_config.{key}", text) for key, text in wrong)
+    if not wrong:
+        yield from _layout_problems(args, devices or len(role.devices))
+
+
+def _layout_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, str]]:
+    details, name, sizes = details_of(args), args.strategy_name, _sizes(args)
+    if any(len(given) > 1 for given in sizes):
+        yield "strategy_config", f"two values of a degree: tp, pp, cp {sizes}; keep one of them"
+        return
+    for key, owners in OWN_KEYS.items():
+        if key in details.model_fields_set and name not in owners:
+            text = f"is a key of {' and '.join(owners)}, and strategy_name is {name or 'not set'}"
+            yield f"strategy_config.{key}", f"{text}; remove one of them"
+    if (details.recompute_method or details.recompute_num_layers) and (
+        details.recompute_granularity != "full"
+    ):
+        text = "recompute_method and recompute_num_layers need recompute_granularity: full"
+        yield "strategy_config.recompute_granularity", text
+    tp, pp, cp = (max(given, default=1) for given in sizes)
+    if devices % (tp * pp * cp):
+        text = f"does not divide the {devices} devices of device_mapping"
+        yield "tp_size", f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp} {text}"
+        return
+    dp, shard, pipeline = devices // (tp * pp * cp), details.shard_size, details.pipeline(pp)
+    if dp % (shard or 1) or (name == "hsdp" and devices > 1 and shard is None):
         yield (
-            f"strategy_config.{pipeline_keys[0]}",
-            "is for pipeline stages, and pp is 1; remove it",
+            "strategy_config.shard_size",
+            f"hsdp needs a divisor of the {dp} data-parallel ranks",
+        )
+    if pp == 1 and (pipeline.virtual > 1 or details.pipeline_schedule):
+        yield (
+            "strategy_config.pipeline_schedule",
+            "virtual stages and schedules need pp_size > 1; remove them",
         )
     elif pipeline.problem:
-        key = VIRTUAL if VIRTUAL in details else "pipeline_schedule"
-        yield f"strategy_config.{key}", pipeline.problem
-    elif pipeline.rule.splits_backward and details.get("recompute_granularity") == "selective":
-        text = f"selective needs one backward pass, and '{pipeline.schedule}' has two; set full or null"
-        yield "strategy_config.recompute_granularity", text
-    if details.get("sequence_parallel") and tp == 1:
-        text = "shards norms over tensor-parallel ranks, and tp is 1; remove it"
-        yield "strategy_config.sequence_parallel", text
-
-
-def _pipeline(args: StrategyArgs, pp: int) -> Pipeline:
-    details = args.strategy_config
-    return Pipeline.of(pp, details.get("pipeline_schedule"), details.get(VIRTUAL))
-
-
-def _given(args: StrategyArgs, axis: str) -> dict[str, int]:
-    """Return every key inside strategy_args that sets this degree."""
-    details = {f"strategy_config.{key}": args.strategy_config.get(key) for key in DEGREES[axis]}
-    sizes = {f"{axis}_size": getattr(args, f"{axis}_size"), **details}
-    return {key: size for key, size in sizes.items() if size is not None}
-
-
-def _degrees(args: StrategyArgs) -> list[int]:
-    return [next(iter(_given(args, axis).values()), 1) for axis in DEGREES]
+        yield "strategy_config.pipeline_schedule", pipeline.problem
+    elif pipeline.rule.splits_backward and details.recompute_granularity == "selective":
+        text = f"selective needs one backward pass, and '{pipeline.schedule}' has two"
+        yield "strategy_config.recompute_granularity", f"{text}; set full or null"
+    if details.sequence_parallel and tp == 1:
+        yield (
+            "strategy_config.sequence_parallel",
+            "shards norms over tensor-parallel ranks, and tp is 1; remove it",
+        )
 
 
 def layout(role: RoleConfig, devices: int | None = None) -> Layout:
     """Return the layout of a role on its own devices, or on this many."""
     args, count = role.strategy_args, devices or len(role.devices)
-    if found := strategy_problems(role, count):
-        raise ConfigError([f"strategy_args.{key}: {text}" for key, text in found])
-    tp, pp, cp = _degrees(args)
-    details, name, dp = args.strategy_config, args.strategy_name or DEFAULT, count // (tp * pp * cp)
-    recompute, keeps = (
-        details.get("recompute_granularity"),
-        role.model_args.disable_gradient_checkpointing,
-    )
+    if found := [f"strategy_args.{key}: {text}" for key, text in strategy_problems(role, count)]:
+        raise ConfigError(found)
+    details, name = details_of(args), args.strategy_name or DEFAULT
+    tp, pp, cp = (max(given, default=1) for given in _sizes(args))
+    recompute: Recompute | None = details.recompute_granularity
+    keeps = role.model_args.disable_gradient_checkpointing
     if recompute is None and role.trains and keeps is not None:
         recompute = "none" if keeps else "full"
-    stage, host = _sharding(name, details, trains=role.trains)
-    shard, pipeline = details.get("shard_size", dp) if stage else 1, _pipeline(args, pp)
+    stage, host = STAGES[name], name in ("zero2_cpu", "gemini_auto")
+    if is_deepspeed(name):
+        stage, host = deepspeed_sharding(args.strategy_config)
+    elif stage is None:  # 3d, megatron_train
+        stage = details.zero_stage or int(details.use_distributed_optimizer)
+    if stage < 3 and not role.trains:  # a frozen model has only weights to shard
+        stage, host = 0, False
+    dp, pipeline = count // (tp * pp * cp), details.pipeline(pp)
+    shard = (details.shard_size or dp) if stage else 1
     return Layout(
-        dp, tp, pp, cp, recompute, bool(details.get("offload_activations")), name,
+        dp, tp, pp, cp, recompute, details.offload_activations, name,
         stage=stage if shard > 1 else 0, shard=shard, host=host,
-        sequence_parallel=bool(details.get("sequence_parallel")), schedule=pipeline.schedule, virtual=pipeline.virtual,
-        canonical=role.is_canonical,
+        sequence_parallel=details.sequence_parallel, schedule=pipeline.schedule,
+        virtual=pipeline.virtual, canonical=role.is_canonical,
     )  # fmt: skip
 
 
+def possible_layout(role: RoleConfig) -> Layout | None:
+    """Return the layout of a role; None if it is impossible, which is reported separately."""
+    return None if any(strategy_problems(role)) else layout(role)
+
+
 def data_parallel(role: RoleConfig) -> int:
-    """Return the dp degree; 1 if the layout is impossible, which is reported separately."""
-    try:
-        return layout(role).dp
-    except ConfigError:
-        return 1
-
-
-def _sharding(name: str, details: dict[str, Any], *, trains: bool) -> tuple[int, bool]:
-    """Return the stage, and whether shards are in host memory. A frozen model has only weights
-    to shard."""
-    stage, host = STAGES[name] or 0, name in ON_THE_HOST
-    if is_deepspeed(name):
-        stage, host = deepspeed_sharding(details)
-    elif STAGES[name] is None:  # 3d, megatron_train
-        stage = details.get("zero_stage", int(details.get("use_distributed_optimizer", False)))
-    return (stage, host) if trains or stage == 3 else (0, False)
+    """Return the dp degree; 1 if the layout is impossible."""
+    found = possible_layout(role)
+    return found.dp if found else 1

@@ -1,12 +1,11 @@
-"""The types of config values: exact numbers, device lists, names, folders and worker classes."""
+"""The types of config values, and the base class of all sections."""
 
 from __future__ import annotations
 
-import keyword
-import math
+import json
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,13 +17,17 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationError,
     WithJsonSchema,
     field_validator,
 )
 from pydantic_core.core_schema import ValidationInfo
 
+from rather.config.plugins import did_you_mean
+
 MASK = "***"
 MOST_DEVICES = 65_536
+PISSA = re.compile(r"pissa(_niter_[1-9]\d*)?")
 
 
 def accepted_types(annotation: Any) -> tuple[Any, ...]:
@@ -36,30 +39,8 @@ def accepted_types(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def convert(value: Any, accepted: tuple[Any, ...]) -> Any:
-    """Convert '1e-6' to a number, 1e3 to a count, 'true' to a switch. Leave the rest to be
-    refused."""
-    words = str in accepted or any(get_origin(kind) is Literal for kind in accepted)
-    if isinstance(value, str) and bool in accepted and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if isinstance(value, str) and not words and {int, float} & set(accepted):
-        value = _number(value)
-    if isinstance(value, float) and int in accepted and float not in accepted:
-        return int(value) if value.is_integer() else value
-    return value
-
-
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        with suppress(ValueError):
-            if math.isfinite(number := kind(text)):
-                return number
-    return text
-
-
 class Section(BaseModel):
-    """A frozen group of keys. Unknown keys are refused, and values are only converted without
-    loss."""
+    """A frozen group of keys that refuses unknown keys and only converts values without loss."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -67,7 +48,7 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),  # `model_args` is a key
-        revalidate_instances="always",  # inherited values are filled into copies, never into a caller's object
+        revalidate_instances="always",  # inherited values go into copies, not a caller's objects
         validate_default=True,  # which copies default sections, for the same reason
         use_attribute_docstrings=True,
     )
@@ -75,63 +56,71 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _convert(cls, value: Any, info: ValidationInfo) -> Any:
+        """Convert '1e-6' to a number, 1e3 to a count and 'True' to a switch."""
         field = cls.model_fields[str(info.field_name)]
+        accepted = accepted_types(field.annotation)
         if value is None and isinstance(field.default, Section | dict | list):
             return field.get_default()  # `reference:` with nothing under it
-        return convert(value, accepted_types(field.annotation))
+        if isinstance(value, str):
+            is_text = any(kind is str or get_origin(kind) is Literal for kind in accepted)
+            is_switch = bool in accepted and value.lower() in ("true", "false")
+            with suppress(ValueError):
+                value = json.loads(value.lower()) if is_switch or not is_text else value
+        is_count = isinstance(value, float) and int in accepted and float not in accepted
+        return int(value) if is_count and value.is_integer() else value
+
+
+def section_problems(
+    section: type[Section], values: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield (key, sentence) for every unknown key and every wrong value."""
+    try:
+        section.model_validate(values)
+    except ValidationError as error:
+        for each in error.errors():
+            key = str(each["loc"][0])
+            is_unknown = each["type"] == "extra_forbidden"
+            hint = f"unknown key{did_you_mean(key, section.model_fields)}"
+            yield key, hint if is_unknown else f"{each['input']!r} is not allowed: {each['msg']}"
 
 
 def device_list(value: Any) -> Any:
-    """Read [0, 1], 0, "0-7", "0,2,4-6", "[0, 1]" or "list(range(0,8))" as device numbers."""
-    if value is None:
-        return None
+    """Read [0, 1], 0, "0-7", "0,2,4-6" or "list(range(0,8))" as device numbers."""
     if isinstance(value, str):
         value = _devices_from_text(value.replace(" ", ""))
-    devices = value if isinstance(value, list | range) else [value]
-    if len(devices) > MOST_DEVICES:
-        raise ValueError(f"{len(devices)} devices are more than the maximum of {MOST_DEVICES}")
-    if not all(isinstance(device, int) and not isinstance(device, bool) for device in devices):
-        raise ValueError('write device numbers as [0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"')
-    if not devices:
-        raise ValueError("it names no device; remove the key to use the first one")
-    if min(devices) < 0:
-        raise ValueError(f"device {min(devices)} is negative; devices are counted from 0")
-    if len(set(devices)) < len(devices):
-        twice = next(device for device in devices if devices.count(device) > 1)
-        raise ValueError(f"device {twice} is named twice")
-    return list(devices)
+    devices = value if isinstance(value, list) else [value]
+    if value is not None and (
+        not devices
+        or not all(type(each) is int and 0 <= each < MOST_DEVICES for each in devices)
+        or len(set(devices)) < len(devices)
+    ):
+        raise ValueError(
+            f"write different device numbers from 0 to {MOST_DEVICES - 1} as "
+            '[0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"'
+        )
+    return value if value is None else devices
 
 
 def _devices_from_text(text: str) -> Any:
-    call = re.fullmatch(r"(list\()?range\((-?\d+)(?:,(-?\d+))?(?:,(-?\d+))?\)(\))?", text)
-    if call and bool(call[1]) == bool(call[5]):
-        numbers = [int(number) for number in call.groups()[1:4] if number is not None]
-        if numbers[2:] == [0]:
-            raise ValueError("the step of range() is 0")
-        return range(*numbers)
-    body = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    inner = text[5:-1] if text.startswith("list(") and text.endswith(")") else text
+    if call := re.fullmatch(r"range\((\d{1,5}(?:,\d{1,5}){0,2})\)", inner):
+        return list(range(*map(int, call[1].split(","))))
     devices: list[int] = []
-    for part in body.split(",") if body else []:
-        span = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not span:
+    for part in text.split(","):
+        span = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part)
+        new = range(int(span[1]), int(span[2] or span[1]) + 1) if span else ()
+        if not new or len(devices) > MOST_DEVICES:
             return text
-        first, last = int(span[1]), int(span[2] or span[1])
-        if last < first:
-            raise ValueError(f"'{part}' runs backwards; write {last}-{first}")
-        if last - first >= MOST_DEVICES:
-            return range(first, last + 1)
-        devices += range(first, last + 1)
+        devices += new
     return devices
 
 
 def worker_class(value: Any) -> Any:
-    """Accept a class, or a dotted path ('my_package.workers.MyWorker') that workers import."""
-    if value is None or isinstance(value, type):
+    """Accept a class, or a dotted path that workers import."""
+    is_path = isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value)
+    if value is None or isinstance(value, type) or is_path:
         return value
-    parts = value.split(".") if isinstance(value, str) else [""]
-    if len(parts) < 2 or any(keyword.iskeyword(part) or not part.isidentifier() for part in parts):
-        raise ValueError("write a dotted import path such as 'my_package.workers.MyWorker'")
-    return value
+    raise ValueError("write a dotted import path such as 'my_package.workers.MyWorker'")
 
 
 def class_path(value: Any) -> Any:
@@ -153,19 +142,6 @@ def _is_writable(value: str) -> bool:
     return bool(value.strip()) and path != path.parent and value.rstrip("/") != ".."
 
 
-def _not_masked(value: dict[str, str]) -> dict[str, str]:
-    for name in (name for name, text in value.items() if text == MASK):
-        raise ValueError(
-            f"{name} was masked when this file was written; set it to ${{oc.env:{name}}}"
-        )
-    return value
-
-
-def _on_or_off(value: Any) -> Any:
-    """YAML reads a bare on or off as true or false."""
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-
-
 Devices = Annotated[list[int] | None, BeforeValidator(device_list)]
 WorkerClass = Annotated[
     Any,
@@ -183,7 +159,13 @@ RunName = Annotated[
 Folder = Annotated[
     str, _check(_is_writable, "runs are written there; name a folder of its own, such as ./output")
 ]
-Environment = Annotated[dict[str, str], AfterValidator(_not_masked)]
+Environment = Annotated[
+    dict[str, str],
+    _check(
+        lambda value: MASK not in value.values(),
+        f"{MASK} was masked when this file was written; set the variable to ${{oc.env:NAME}}",
+    ),
+]
 Metric = Annotated[
     str,
     _check(
@@ -198,10 +180,22 @@ HeldOut = Annotated[
         "it must be a fraction between 0 and 1 (0.05) or a whole number of pairs >= 1",
     ),
 ]
-OnOffAuto = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]
+# YAML reads a bare on or off as true or false.
+OnOffAuto = Annotated[
+    Literal["auto", "on", "off"],
+    BeforeValidator(lambda value: {"True": "on", "False": "off"}.get(str(value), value)),
+]
 Text = Annotated[str, Field(min_length=1)]
+Initialization = Annotated[
+    bool | Text,
+    _check(
+        lambda value: value in (True, "gaussian") or PISSA.fullmatch(str(value)),
+        "it must be true, gaussian, pissa or pissa_niter_4 (any number)",
+    ),
+]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Zero = Annotated[float, Field(ge=0, le=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 UpToOne = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]

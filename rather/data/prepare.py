@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
-from rather.config.parity import check_even
+from rather.config.compat import check_even
 from rather.config.schema import DataArgs, DPOConfig
 from rather.config.strategies import data_parallel
 from rather.data.cache import Cache, batch_writer, file_sha, text_sha

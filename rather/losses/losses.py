@@ -21,31 +21,8 @@ from torch.nn.functional import logsigmoid
 from rather.config.plugins import Registry
 from rather.data.batch import PairLogps
 
-LARGEST_EXPONENT = (
-    40.0  # past it exp() is cut off: its square, a slope of ipo, must stay finite in float32
-)
-
-
-@dataclass(frozen=True)
-class LossRule:
-    """A loss and what it needs."""
-
-    function: Callable[..., Tensor]
-    reference: bool  # compares with a reference
-    rewards: Callable[[PairLogps], Tensor]  # [P, 2] before beta
-    divergence: bool  # built on log-ratios that an f-divergence may bend
-    soft_labels: bool  # takes a label between 0 and 1 per pair
-    whole_batch: bool  # sorts all pairs of a step, so it must see them together
-    extra: tuple[str, ...]  # columns of the pairs that it reads
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """Name -> default of every number, from the signature."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-LOSSES: Registry[LossRule] = Registry("loss", "rather.losses")
+# Past it exp() is cut off: its square, a slope of ipo, must stay finite in float32.
+LARGEST_EXPONENT = 40.0
 
 
 def gap(chosen_and_rejected: Tensor) -> Tensor:
@@ -68,20 +45,33 @@ def sums(x: PairLogps) -> Tensor:
     return x.policy
 
 
-def loss(
-    *,
-    reference: bool = True,
-    rewards: Callable[[PairLogps], Tensor] = log_ratios,
-    divergence: bool = False,
-    soft_labels: bool = False,
-    whole_batch: bool = False,
-    extra: tuple[str, ...] = (),
-) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register a loss under the name of its function."""
+@dataclass(frozen=True)
+class LossRule:
+    """A loss and what it needs."""
+
+    function: Callable[..., Tensor]
+    reference: bool = True  # compares with a reference
+    rewards: Callable[[PairLogps], Tensor] = log_ratios  # [P, 2] before beta
+    divergence: bool = False  # built on log-ratios that an f-divergence may bend
+    soft_labels: bool = False  # takes a label between 0 and 1 per pair
+    whole_batch: bool = False  # sorts all pairs of a step, so it must see them together
+    extra: tuple[str, ...] = ()  # columns of the pairs that it reads
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Return name -> default of every number, from the signature."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+LOSSES: Registry[LossRule] = Registry("loss", "rather.losses")
+
+
+def loss(**needs: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register a loss under the name of its function, with the fields of LossRule that differ."""
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        rule = LossRule(function, reference, rewards, divergence, soft_labels, whole_batch, extra)
-        LOSSES.add(function.__name__, rule, function.__module__)
+        LOSSES.add(function.__name__, LossRule(function, **needs), function.__module__)
         return function
 
     return register

@@ -34,8 +34,8 @@ from rather.checkpoint.sharded_tensors import (
     TensorStream,
     safetensors_file,
 )
-from rather.config.adapters import PISSA
 from rather.config.schema import ActorModelArgs, ModelArgs
+from rather.config.values import PISSA
 from rather.errors import CheckpointError, ConfigError
 from rather.model.files import model_folder, refuse_outside
 from rather.model.layers import layers_of

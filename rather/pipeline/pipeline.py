@@ -51,7 +51,7 @@ class DPOPipeline(TrainingLoop):
     def __init__(self, pipeline_config: DPOConfig) -> None:
         """Start the roles that the config describes, and prepare its data files."""
         self.config = config = pipeline_config
-        if problems := [f"{key}: {text}" for key, text, *_ in missing(config)]:
+        if problems := [f"{key}: {text}" for key, text in missing(config)]:
             raise ConfigError(problems)
         check_installed(config.trackers)
         self.objective = from_config(config)  # a wrong number should be found before any work

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
@@ -157,7 +156,7 @@ def forecast(
         evaluation = (
             forward / len(pairs.sample[0]) * pairs.held_out / (memory.layout.devices * share)
         )
-    shared = memory.reference_bytes() > 0 or reference_is_policy(config)
+    shared = memory.reference_bytes() > 0 or config.reference_is_policy
     apart = memory.with_reference and not shared
     return Forecast(
         config=config,

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig
 from rather.config.strategies import Layout, layout
 from rather.data.pack import pack
@@ -112,7 +111,7 @@ class MemoryForecast:
         config = self.config
         actor, reference = config.actor_train.device_mapping, config.reference.device_mapping
         shares = (reference or [0]) == (actor or [0])
-        if not self.with_reference or not shares or reference_is_policy(config):
+        if not self.with_reference or not shares or config.reference_is_policy:
             return 0.0
         return self.own_reference_bytes()
 

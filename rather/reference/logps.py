@@ -28,7 +28,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rather.config.adapters import keeps_start
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns, PairBatch, Span, TokenPair
 from rather.data.cache import Cache, text_sha
@@ -151,7 +150,7 @@ class ReferenceLogps:
             from rather.model.adapters import adapter_digest, adapter_folder
 
             facts.append(adapter_digest(adapter_folder(args.adapter_name_or_path)))
-        elif keeps_start(config):  # PiSSA: the sum of its two parts is the base but for rounding
+        elif config.keeps_start:  # PiSSA: the sum of its two parts is the base but for rounding
             facts += [config.actor_train.model_args.adapter_settings, config.seed]
         if args.quantization:
             facts.append(args.quantization)

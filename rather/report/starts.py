@@ -19,9 +19,9 @@ from pathlib import Path
 from rather.cluster.launch import mappings
 from rather.config.inherit import value_at
 from rather.config.keys import table
-from rather.config.masking import public_values
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
+from rather.config.show import public_values
 from rather.report.folder import STARTS, Record
 from rather.tracking.json_lines import append_line
 

@@ -11,7 +11,6 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
-from rather.config.adapters import keeps_start
 from rather.config.load import load
 from rather.config.paths import is_local, nearest_names
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
@@ -39,7 +38,7 @@ class Weights:
     def load(self, device: str, dtype: Any = None) -> PolicyModel:
         """Load the frozen model, with the checks that a run does."""
         args = self.args.model_copy(update={"dtype": dtype}) if dtype else self.args
-        start = Start(self.run.seed, keeps_start(self.run)) if self.run else Start()
+        start = Start(self.run.seed, self.run.keeps_start) if self.run else Start()
         policy = load_policy(self.model, args, device, start=start)
         if self.checkpoint:
             load_weights(policy, self.checkpoint, self.group)
@@ -122,7 +121,7 @@ def _dtype_of_run(result: Path) -> Literal["bf16", "fp16", "fp32"] | None:
         and (run / "config.yaml").is_file()
         and (run / "metrics.jsonl").is_file()
     )
-    return load(run / "config.yaml").config.actor_train.model_args.dtype if is_one else None
+    return load(run / "config.yaml").actor_train.model_args.dtype if is_one else None
 
 
 def _of_checkpoint(name: str, found: Checkpoint) -> Weights:
@@ -131,7 +130,7 @@ def _of_checkpoint(name: str, found: Checkpoint) -> Weights:
         raise CheckpointError(
             f"{name}: {file} is missing; it says which model the checkpoint belongs to."
         )
-    run = load(file).config
+    run = load(file)
     actor = run.actor_train
     return Weights(name, actor.model_path, actor.tokenizer_path, actor.model_args, found, run)
 

@@ -21,7 +21,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rather.config.masking import public_values
+from rather.config.show import public_values
 from rather.errors import ConfigError
 from rather.tracking.json_lines import Record, read_records
 

@@ -22,7 +22,6 @@ from rather.cluster.preflight import need_of
 from rather.cluster.role import RankInfo
 from rather.cluster.worker import ActorWorker
 from rather.commands.compare_losses import measure
-from rather.config.adapters import reference_is_policy
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.data.pack import pack
 from rather.errors import CheckpointError
@@ -139,7 +138,7 @@ def test_pissa_beside_a_reference_of_its_own_is_exported_on_the_base_as_it_was(
     shared: Path,
 ) -> None:
     config = config_of(shared, "apart", VARIANTS["pissa"], reference__model_args__dtype="fp32")
-    assert not reference_is_policy(config)
+    assert not config.reference_is_policy
     policy = policy_of(trained(config))
     policy.causal_lm.set_attn_implementation("eager")
     merged = AutoModelForCausalLM.from_pretrained(config.run_dir / "model", dtype=torch.float32)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rather.config.compat import check_even
 from rather.config.load import config_from_dict
-from rather.config.parity import check_even
 from rather.errors import ConfigError
 from tests.config.conftest import smallest
 
@@ -25,11 +25,6 @@ def test_presets_of_unset_keys() -> None:
     assert config.followed["on_bad"] == "parity"
     assert config_from_dict(smallest(ON, "on_bad=drop")).on_bad == "drop"
     assert config_from_dict(smallest()).on_bad == "drop"
-
-
-def test_the_removed_value_names_the_last_version_that_had_it(judged) -> None:
-    (problem,) = judged("parity=trl-0.2x")
-    assert problem == "parity: 'trl-0.2x' was removed; rather 0.1.0 is the last version that has it"
 
 
 @pytest.mark.parametrize(

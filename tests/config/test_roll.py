@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rather.cli import train_from_config
-from rather.config import roll
+from rather.config import compat
 from rather.config.keys import table
 from rather.config.load import config_from_dict, load
 from rather.config.strategies import layout
@@ -48,7 +48,7 @@ def elsewhere(folder: Path) -> list[str]:
 
 
 def test_dense_file_loads_as_it_is() -> None:
-    config = load(FILES["dense"]).config
+    config = load(FILES["dense"])
     assert config.global_batch() == 128
     assert config.beta == 0.1
     assert config.checkpoint_copy_dir.name == "qwen2.5-3B-dpo-config"
@@ -60,7 +60,7 @@ def test_older_file_loads_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     """Its sizes per device count answers, its reference has a template, its defaults list names
     ROLL's own groups."""
     with caplog.at_level(logging.WARNING):
-        config = load(FILES["older"]).config
+        config = load(FILES["older"])
     assert config.global_batch() == config.train_batch_size == 64
     assert config.actor_train.training_args.per_device_train_batch_size == 8
     assert config.actor_train.data_args.template == "qwen2_5_dpo"
@@ -97,7 +97,7 @@ def test_dense_files_run(name: str, tmp_path: Path) -> None:
         *(["train_batch_size=8"] if name == "older" else []),
     ]  # 64 on eight devices
     assert train_from_config(FILES[name], overrides) == 0
-    config = load(FILES[name], overrides).config
+    config = load(FILES[name], overrides)
     steps = [line for line in metrics(config) if "loss" in line]
     assert len(steps) == 2
     assert steps[0]["loss"] == pytest.approx(0.6931, abs=2e-3)
@@ -122,7 +122,7 @@ def test_groups_of_deepspeed_are_shipped(write, group: str, stage: int, host: bo
         strategy_config: ${{{group}}}
       device_mapping: 0-3
     """
-    found = layout(load(write(text)).config.actor_train)
+    found = layout(load(write(text)).actor_train)
     assert (found.stage, found.host) == (stage, host)
 
 
@@ -140,7 +140,7 @@ def test_a_users_own_group_comes_first(write, tmp_path: Path) -> None:
       strategy_args: {strategy_name: deepspeed_train, strategy_config: "${deepspeed_zero3}"}
       device_mapping: 0-3
     """
-    assert layout(load(write(text, "runs/dpo.yaml")).config.actor_train).stage == 1
+    assert layout(load(write(text, "runs/dpo.yaml")).actor_train).stage == 1
 
 
 @pytest.mark.parametrize(
@@ -195,4 +195,4 @@ def test_half_of_a_batch_is_not_taken_for_answers_without_val_batch_size(judged)
 
 def test_no_key_of_ours_is_set_aside() -> None:
     ours = table()
-    assert not [path for path in (*roll.IGNORED, *roll.REFUSED) if path in ours]
+    assert not [path for path in (*compat.IGNORED, *compat.REFUSED) if path in ours]

@@ -360,7 +360,12 @@ def test_sft_in_a_mixture_takes_any_modifier_that_the_other_loss_takes() -> None
             {},
             "label_smoothing: loss 'exo_pair' takes its logarithm",
         ),
-        (["sigmoid", "aot"], {}, {"use_weighting": True}, "use_weighting: loss 'aot' sorts"),
+        (
+            ["sigmoid", "aot"],
+            {},
+            {"use_weighting": True},
+            "use_weighting: loss 'aot' cannot take it",
+        ),
         (
             ["sigmoid", "ipo"],
             {"gamma_beta_ratio": 0.5},
@@ -490,7 +495,7 @@ def test_the_spellings_of_a_loss(folder: Path) -> None:
         ),
         (
             {"use_ref_model": True, "disable_reference_model": True},
-            "contradicts disable_reference_model",
+            "use_ref_model: True cannot be combined with disable_reference_model=True",
         ),
         ({"use_ref_model": False}, "use_ref_model: loss 'sigmoid' needs a reference model"),
         (
@@ -507,9 +512,9 @@ def test_the_spellings_of_a_loss(folder: Path) -> None:
         ),
         (
             {"sync_ref_model": True, "pref_loss": "simpo"},
-            "sync_ref_model: loss 'simpo' has no reference",
+            "sync_ref_model: loss 'simpo' compares with no reference",
         ),
-        ({"ref_model_sync_steps": 4}, "ref_model_sync_steps: nothing uses it; set sync_ref_model"),
+        ({"ref_model_sync_steps": 4}, "ref_model_sync_steps: needs sync_ref_model"),
         (
             {"apply_loss_mask": False, "actor_train__data_args__score": "last"},
             "apply_loss_mask: false scores every",

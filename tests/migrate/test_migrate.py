@@ -61,7 +61,7 @@ def test_examples_become_files_that_load(name: str, tmp_path: Path) -> None:
     result = migrate(source, peer)
     file = tmp_path / "dpo.yaml"
     file.write_text(result.yaml(), encoding="utf-8")
-    config = load(file).config
+    config = load(file)
     for path, value in flat(result.values, ("actor_train.training_args.lr_scheduler_kwargs",)):
         if path in table() and "device_mapping" not in path:
             assert value_at(config, path) == value, path

@@ -12,24 +12,24 @@ from tests.security.conftest import rather
 Config = Callable[..., Path]
 TOUCH = "touch code-ran-here"
 ALIASES = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
-TAG = "is not allowed; write a plain value"
+TAG = "dpo.yaml:3: could not determine a constructor for the tag"
 TARGET = "_target_ (dpo.yaml:{line}): a config never names code to run; remove it"
 HOSTILE = {  # what is written from line 3 on, and what is said to it
     "a python object": (
         f"seed: !!python/object/apply:os.system ['{TOUCH}']\n",
-        f"seed (dpo.yaml:3): the tag tag:yaml.org,2002:python/object/apply:os.system {TAG}",
+        f"{TAG} 'tag:yaml.org,2002:python/object/apply:os.system'",
     ),
     "a python name": (
         "seed: !!python/name:os.system\n",
-        f"seed (dpo.yaml:3): the tag tag:yaml.org,2002:python/name:os.system {TAG}",
+        f"{TAG} 'tag:yaml.org,2002:python/name:os.system'",
     ),
     "a python module": (
         "seed: !!python/module:evil\n",
-        f"seed (dpo.yaml:3): the tag tag:yaml.org,2002:python/module:evil {TAG}",
+        f"{TAG} 'tag:yaml.org,2002:python/module:evil'",
     ),
     "an object of one's own": (
         f"seed: !evil ['{TOUCH}']\n",
-        f"seed (dpo.yaml:3): the tag !evil {TAG}",
+        f"{TAG} '!evil'",
     ),
     "a target": (
         f"actor_train:\n  _target_: os.system\n  _args_: ['{TOUCH}']\n",
@@ -41,7 +41,7 @@ HOSTILE = {  # what is written from line 3 on, and what is said to it
     ),
     "an evaluating resolver": (
         f"exp_name: ${{eval:__import__('os').system('{TOUCH}')}}\n",
-        "exp_name (dpo.yaml:3): its ${...} cannot be read (token recognition error at: '(')",
+        "exp_name (dpo.yaml:3): token recognition error at: '('",
     ),
     "a resolver that nobody registered": (
         f"exp_name: ${{sh:{TOUCH}}}\n",
@@ -49,7 +49,7 @@ HOSTILE = {  # what is written from line 3 on, and what is said to it
     ),
     "a device list that is code": (
         f"actor_train: {{device_mapping: \"__import__('os').system('{TOUCH}')\"}}\n",
-        "cannot be used: write device numbers as [0, 1]",
+        "cannot be used: write different device numbers",
     ),
     "a number that is code": (
         f"beta: __import__('os').system('{TOUCH}')\n",
@@ -57,7 +57,7 @@ HOSTILE = {  # what is written from line 3 on, and what is said to it
     ),
     "many laughs": (
         "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + ALIASES,
-        "its aliases unfold to more than 20,000 values; write the file without them",
+        "its aliases unfold to more than 20,000 values",
     ),
     "hydra starting something": (
         "hydra: {launcher: {_target_: evil.Evil}}\n",

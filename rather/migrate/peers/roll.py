@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rather.config import roll
+from rather.config import compat
 from rather.config.keys import table
 from rather.config.load import composed_values
 from rather.migrate.engine import Peer
@@ -25,7 +25,7 @@ class OwnKeys(Mapping[str, Rule]):
     """Every key of our schema stays; what has no counterpart is told as the loader tells it."""
 
     def __init__(self) -> None:
-        self.aside, self.refused = roll.IGNORED, roll.REFUSED
+        self.aside, self.refused = compat.IGNORED, compat.REFUSED
 
     def __getitem__(self, key: str) -> Rule:
         if key in self.aside:
@@ -34,7 +34,7 @@ class OwnKeys(Mapping[str, Rule]):
             return lambda value, given: Outcome(
                 IMPOSSIBLE if value else NEEDLESS, note=self.refused[key]
             )
-        if key.partition(".")[0] in ("hydra", "defaults", *roll.GROUPS):
+        if key.partition(".")[0] in ("hydra", "defaults", *compat.GROUPS):
             return needless("Hydra's own")
         if key in table() or ".strategy_config." in key or key.partition(".")[0] == "system_envs":
             return lambda value, given: kept(key, value, given)
@@ -60,7 +60,7 @@ ROLL = Peer(
            "checkpoint_config.type", "is_offload_states", "rollout_batch_size", "actor_train.infer_batch_size"),
     words=("start_dpo_pipeline.py",),
     reader=composed_values,
-    whole=("reference.data_args", "hydra", *roll.GROUPS),
+    whole=("reference.data_args", "hydra", *compat.GROUPS),
     always=("beta, ipo and label_smoothing count here; ROLL's pipeline never hands them to its loss.",
             "The schedule is as long as the run; ROLL divides it by the number of data-parallel ranks.",
             "The file also runs as it is: rather train FILE."),

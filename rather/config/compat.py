@@ -1,0 +1,372 @@
+"""Files and keys of other systems: ROLL, DeepSpeed, ColossalChat's adapter files, TRL (`parity`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rather.config.plugins import did_you_mean
+from rather.config.values import section_problems
+from rather.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rather.config.schema import ActorModelArgs, DPOConfig, StrategyArgs
+
+Names = tuple[str, ...]  # a key path in parts: names in a mapping may contain dots
+Problems = Iterator[tuple[str, str]]
+
+# --- ROLL's keys without a counterpart: ignored with a warning if they change no result of
+# preference training, otherwise refused with the key to use instead ---
+
+ROLES = ("actor_train", "reference", "validation")
+GROUPS = ["deepspeed_zero", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_cpuoffload"]
+
+# For generation, rewards and Ray's plumbing: ROLL's own preference training ignores them as well.
+FOREIGN = "is not used in preference training; it is ignored"
+TOP_FOREIGN = """
+    generate_opt_level is_num_return_sequences_expand max_running_requests
+    is_use_additional_prompts max_additional_running_prompts user_defined_rollout_loop_cls
+    router_args base_dir rollout_dump_dir rollout_batch_size rollout_mock local_rank prompt_length
+    val_prompt_length val_sequence_length report_length_and_rewards length_profiler_dir
+    otlp_output_dir model_update_buffer_size_mb transfer_backend
+""".split()  # noqa: SIM905 - a table of names
+ROLE_FOREIGN = """
+    generating_args pg_variant opd_kl_coef tag_included model_update_frequency max_concurrency
+    backend_timeout offload_nccl apply_loss_scale sequence_packing_args
+    sequence_length_round_in_train sequence_length_round_in_infer data_args.dataset_type
+    data_args.prompt data_args.response data_args.messages data_args.tag data_args.id
+    data_args.eval_file_name
+""".split()  # noqa: SIM905 - a table of names
+
+MEGATRON = "is for Megatron's own kernels, buffers or files; it is ignored"
+MEGATRON_KEYS = """
+    overlap_p2p_comm overlap_grad_reduce overlap_param_gather delay_grad_reduce ddp_bucket_size
+    ddp_average_in_collective accumulate_allreduce_grads_in_fp32 check_for_nan_in_loss_and_grad
+    bias_activation_fusion apply_rope_fusion cross_entropy_loss_fusion variable_seq_lengths
+    transformer_impl cuda_graph_impl cuda_graph_scope compile_warmup ckpt_format
+    ckpt_d2h_non_blocking distrib_optim_fully_reshardable
+    distrib_optim_fully_reshardable_mem_efficient save_hf_model bf16 async_save_ckpt wrap_policy
+    reduce_scatter_during_grad_accumulation
+""".split()  # noqa: SIM905 - a table of names
+
+TOP_IGNORED = {
+    **dict.fromkeys(TOP_FOREIGN, FOREIGN),
+    "rpc_timeout": "each kind of call has its own limit; see the keys of `timeouts`",
+    "is_offload_states": "reference.offload controls the reference; the policy stays on its device",
+    "is_offload_optimizer_states_in_train_step": "strategy_name zero2_cpu keeps it on the host",
+    "model_download_type": "models come from a folder or from the Hugging Face hub",
+    "profiler_timeline": "use `trace: true` to write the run's timeline",
+    "profiler_output_dir": "the timeline of `trace: true` is in the run folder",
+    "checkpoint_config.async_upload": "checkpoints are copied before the run continues",
+    "checkpoint_config.keep_local_file": "the run folder keeps checkpoints; see max_ckpt_to_keep",
+    "reference.data_args": "both roles read the same tokens, made by actor_train.data_args",
+}
+ROLE_IGNORED = {
+    **dict.fromkeys(ROLE_FOREIGN, FOREIGN),
+    **{f"strategy_args.strategy_config.{name}": MEGATRON for name in MEGATRON_KEYS},
+    "name": "the roles have fixed names",
+    "use_sequence_packing": "pairs are always packed, which changes no result",
+    "use_dynamic_batching_in_train": "see max_tokens_per_microbatch_in_train",
+    "use_dynamic_batching_in_infer": "see max_tokens_per_microbatch_in_infer",
+    "logits_in_fp32": "log-probs are always summed in float32 or better",
+    "model_args.attn_implementation": "Rather uses its own attention, with shared prompts",
+    "model_args.device_map": "device_mapping and strategy_args place the model",
+    "model_args.gradient_checkpointing_use_reentrant": "set disable_gradient_checkpointing",
+    "training_args.output_dir": "output_dir at the top level is used",
+    "training_args.dataloader_num_workers": "steps are always packed ahead in the background",
+    "training_args.tf32": "`deterministic` and model_args.dtype control the precision",
+    "training_args.save_hf_model": "the result is always a folder that from_pretrained opens",
+}
+EXPERTS = "expert parallelism is not supported; remove it, or set it to 1"
+TOP_REFUSED = {
+    "profiler_memory": "is not supported; remove it",
+    "response_length": "set sequence_length, the length of prompt and response",
+}
+ROLE_REFUSED = {
+    "world_size": "device_mapping sets the number of workers; remove it",
+    "num_gpus_per_worker": "each worker has one device; remove it",
+    "router_replay": EXPERTS,
+    "mtp_training_mode": "is not supported; remove it",
+    "model_args.ulysses_size": "set strategy_args.cp_size instead",
+    "model_args.moe_aux_loss_coef": EXPERTS,
+    "model_args.freeze_module_prefix": "all weights are trained; remove it",
+    "model_args.model_config_kwargs": "edit the model's config.json instead",
+    "training_args.max_steps": "set max_steps at the top level instead",
+    "training_args.seed": "set seed at the top level instead",
+    "training_args.bf16": "set model_args.dtype: bf16 instead",
+    "training_args.fp16": "set model_args.dtype: fp16 instead",
+    "strategy_args.strategy_config.additional_configs": "is not supported; remove it",
+    "strategy_args.strategy_config.recompute_modules": "see recompute_granularity: selective",
+    "strategy_args.strategy_config.calculate_per_token_loss": "a preference loss counts pairs",
+    "strategy_args.strategy_config.fsdp_size": "set strategy_name: hsdp with shard_size instead",
+    "strategy_args.strategy_config.ep_size": EXPERTS,
+}
+
+
+def _for_roles(top: Mapping[str, str], of_role: Mapping[str, str]) -> dict[str, str]:
+    return {**top, **{f"{role}.{path}": text for role in ROLES for path, text in of_role.items()}}
+
+
+# Key path -> warning, or reason.
+IGNORED, REFUSED = _for_roles(TOP_IGNORED, ROLE_IGNORED), _for_roles(TOP_REFUSED, ROLE_REFUSED)
+
+
+def roll_keys(data: Mapping[str, Any]) -> tuple[dict[Names, str], dict[Names, str]]:
+    """Return (ignored key path -> warning, refused key path -> reason) for keys that only ROLL has.
+
+    A value that requests nothing (false, 0, null, empty) is ignored without a warning.
+    """
+    ignored = IGNORED | dict.fromkeys(GROUPS, "")  # targets of `${deepspeed_zero3}`
+    if "sequence_length" in data:
+        ignored["response_length"] = FOREIGN
+    if "train_batch_size" not in data:
+        ignored["val_batch_size"] = "evaluation does not depend on batches; see infer_batch_size"
+    warnings: dict[Names, str] = {}
+    errors: dict[Names, str] = {}
+    for names, value in _paths(data):
+        path, name = ".".join(names), names[-1]
+        why = REFUSED.get(path)
+        if "strategy_config" in names[:-1] and (
+            name.startswith("moe_")
+            or (name == "expert_model_parallel_size" and value not in (None, 1))
+        ):
+            why = EXPERTS
+        if path in ignored or (why and not value):
+            warnings[names] = ignored[path] if value else ""
+        elif why:
+            errors[names] = why
+    return warnings, errors
+
+
+def _paths(data: Mapping[str, Any], before: Names = ()) -> Iterator[tuple[Names, Any]]:
+    """Return every key, groups included, with its value."""
+    for name, value in data.items():
+        yield (*before, name), value
+        if isinstance(value, Mapping):
+            yield from _paths(value, (*before, name))
+
+
+# --- a DeepSpeed configuration as strategy_config, or in a JSON file that it names: sharding stage,
+# offloading and clipping are read; what only tunes DeepSpeed's buffers and prints is ignored ---
+
+FILE = "config_file"
+ZERO = "zero_optimization"
+STAGE, CLIPPING = f"{ZERO}.stage", "gradient_clipping"
+UNUSED = (
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    f"{ZERO}.overlap_comm",
+    f"{ZERO}.contiguous_gradients",
+    f"{ZERO}.reduce_scatter",
+    f"{ZERO}.reduce_bucket_size",
+    f"{ZERO}.allgather_bucket_size",
+    f"{ZERO}.allgather_partitions",
+    f"{ZERO}.sub_group_size",
+    f"{ZERO}.round_robin_gradients",
+    f"{ZERO}.stage3_prefetch_bucket_size",
+    f"{ZERO}.stage3_param_persistence_threshold",
+    f"{ZERO}.stage3_max_live_parameters",
+    f"{ZERO}.stage3_max_reuse_distance",
+    f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+    f"{ZERO}.offload_optimizer.pin_memory",
+    f"{ZERO}.offload_param.pin_memory",
+)
+ELSEWHERE = {
+    "train_batch_size": "train_batch_size at the top level",
+    "train_micro_batch_size_per_gpu": "actor_train.training_args.per_device_train_batch_size",
+    "gradient_accumulation_steps": "actor_train.training_args.gradient_accumulation_steps",
+    "bf16.enabled": "model_args.dtype: bf16",
+    "fp16.enabled": "model_args.dtype: fp16",
+}
+OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    STAGE: (0, 1, 2, 3),
+    **dict.fromkeys(OFFLOADS, ("cpu", "none", None, "auto")),
+    **dict.fromkeys(ELSEWHERE, ("auto", False)),
+}
+
+
+def is_deepspeed(name: str | None) -> bool:
+    return (name or "").startswith("deepspeed_")
+
+
+def deepspeed_settings(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted key -> value, of strategy_config or of the file that it names."""
+    content = read_json(str(details[FILE])) if FILE in details else details
+    found = {".".join(names): value for names, value in _paths(content)}
+    return {key: value for key, value in found.items() if not isinstance(value, Mapping)}
+
+
+def deepspeed_sharding(details: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return the sharding stage, and whether optimizer or weights are offloaded to the CPU."""
+    settings = deepspeed_settings(details)
+    return settings.get(STAGE, 0), any(settings.get(key) == "cpu" for key in OFFLOADS)
+
+
+def deepspeed_clipping(args: StrategyArgs) -> float | None:
+    """Return the gradient clipping of a valid DeepSpeed configuration, if it has one."""
+    details = args.strategy_config
+    if not is_deepspeed(args.strategy_name) or any(deepspeed_problems(details)):
+        return None
+    found = deepspeed_settings(details).get(CLIPPING, "auto")
+    return None if found == "auto" else float(found)
+
+
+def deepspeed_problems(details: Mapping[str, Any]) -> Problems:
+    """Yield (key inside strategy_config, sentence) for every setting that is not supported."""
+    if FILE in details and len(details) > 1:
+        yield FILE, "is a whole configuration; remove the other keys"
+        return
+    try:
+        settings = deepspeed_settings(details)
+    except ConfigError as error:
+        yield FILE, str(error)
+        return
+    for key, value in settings.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        allowed = ALLOWED.get(key, ("auto",))
+        if key not in UNUSED and value not in allowed and not (key == CLIPPING and is_number):
+            advice = f"set {ELSEWHERE[key]} instead" if key in ELSEWHERE else "remove it"
+            text = f"{value!r} is not supported, only {allowed}; {advice}"
+            yield (FILE, f"{details[FILE]}: {key}: {text}") if FILE in details else (key, text)
+
+
+def read_json(file: str) -> dict[str, Any]:
+    """Return the object in a JSON file, or raise a ConfigError that says why it is unusable."""
+    try:
+        values = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} is not a JSON object")
+    return values
+
+
+# --- lora_config: a JSON file of ColossalChat's or PEFT's settings -> Rather's keys ---
+
+LORA_KEYS = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "target_modules": "lora_target",
+    "linear_lora_dropout": "lora_dropout",
+    "lora_dropout": "lora_dropout",
+    "modules_to_save": "modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "init_lora_weights": "init_lora_weights",
+    "lora_initialization_method": "init_lora_weights",
+    "embedding_lora_dropout": "",
+    "lora_train_bias": "",
+}
+INITIALIZATIONS = {"kaiming_uniform": True, "PiSSA": "pissa_niter_4"}  # ColossalChat's -> PEFT's
+
+
+def lora_file(args: ActorModelArgs) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of the lora_config file by Rather's keys, and what is wrong with it."""
+    try:
+        values = read_json(args.lora_config) if args.lora_config else {}
+    except ConfigError as error:
+        return {}, [str(error)]
+    found = {
+        LORA_KEYS[key]: INITIALIZATIONS.get(str(value), value)
+        for key, value in values.items()
+        if LORA_KEYS.get(key) and value is not None
+    }
+    problems = [
+        f"unknown key '{name}' in {args.lora_config}{did_you_mean(name, LORA_KEYS)}"
+        for name in values
+        if name not in LORA_KEYS
+    ]
+    if values.get("embedding_lora_dropout") or values.get("lora_train_bias", "none") != "none":
+        problems.append("embedding_lora_dropout must be 0, and lora_train_bias must be none")
+    return found, problems + [
+        f"{key} in {args.lora_config}: {text}" for key, text in section_problems(type(args), found)
+    ]
+
+
+# --- `parity: trl-1.x`: presets, and settings that TRL (0.29 and later) does not have. Tokens are
+# made as TRL makes them (data/tokens.py); TRL's losses equal Rather's except for these ---
+
+DATA = "actor_train.data_args"
+# TRL drops only rows whose prompt fills the length, and cuts answers at the end.
+PRESETS: dict[str, Any] = {f"{DATA}.overlong": "truncate_response", "on_bad": "error"}
+TRL_LOSSES = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "bco_pair",
+    "sigmoid_norm",
+)
+OF_A_MICRO_BATCH = ("sft", "aot", "aot_unpaired")
+NOT_IN_TRL = (
+    "gamma",
+    "gamma_beta_ratio",
+    "length_normalization",
+    "cpo_alpha",
+    "alphapo_alpha",
+    "odpo_alpha",
+    "pref_ftx",
+    "soft_labels",
+    "rpo_alpha",
+    "reference_free",
+)
+FIXED = {
+    "score": "last",
+    "separator": "",
+    "overlong": "truncate_response",
+    "max_prompt_length": None,
+}
+
+
+def parity_problems(config: DPOConfig, dp: int) -> Problems:
+    """Yield the settings that TRL cannot reproduce."""
+    training, data = config.actor_train.training_args, config.actor_train.data_args
+    for name in config.loss_names:
+        if name not in TRL_LOSSES:
+            yield "pref_loss", f"'{name}' is not a loss of TRL's DPO trainer"
+        if name in OF_A_MICRO_BATCH and dp * training.gradient_accumulation_steps > 1:
+            text = f"'{name}' depends on micro-batches in TRL; use one device and no accumulation"
+            yield "pref_loss", text
+    if config.label_smoothing and "sigmoid" in config.loss_names:
+        yield "label_smoothing", "TRL ignores it for sigmoid; remove it"
+    for key in (key for key in NOT_IN_TRL if getattr(config, key) is not None):
+        yield key, "TRL has no such setting; remove it"
+    for key, value in FIXED.items():
+        if getattr(data, key) != value:
+            yield f"{DATA}.{key}", f"TRL has no such choice; leave it at {value!r}"
+    if data.special_tokens in ("escape", "drop"):
+        yield f"{DATA}.special_tokens", "TRL keeps special tokens in the text; set keep or warn"
+    if training.lr_scheduler_type == "constant" and (
+        training.warmup_steps or training.warmup_ratio
+    ):
+        text = "transformers' constant schedule has no warm-up; set constant_with_warmup"
+        yield "actor_train.training_args.lr_scheduler_type", text
+
+
+def check_even(config: DPOConfig, pairs: int, dp: int) -> None:
+    """Refuse a smaller last micro-batch of an epoch, which weighs more in TRL than in Rather."""
+    training = config.actor_train.training_args
+    size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    is_alone = dp == 1 and (steps == 1 or -(-pairs // size) % steps == 1)
+    if config.parity and pairs % (size * dp) and not is_alone:
+        raise ConfigError(
+            f"parity: {config.parity}: {pairs} pairs are not a multiple of "
+            f"per_device_train_batch_size {size} x dp {dp}: in TRL the smaller micro-batch at the "
+            "end of an epoch weighs more. Choose a size that divides the pairs."
+        )
