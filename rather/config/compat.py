@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rather.config.plugins import did_you_mean
 from rather.config.values import section_problems
 from rather.errors import ConfigError
 
@@ -252,19 +251,12 @@ def read_json(file: str) -> dict[str, Any]:
 
 LORA_KEYS = {
     "r": "lora_rank",
-    "lora_alpha": "lora_alpha",
     "target_modules": "lora_target",
     "linear_lora_dropout": "lora_dropout",
-    "lora_dropout": "lora_dropout",
-    "modules_to_save": "modules_to_save",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-    "init_lora_weights": "init_lora_weights",
     "lora_initialization_method": "init_lora_weights",
-    "embedding_lora_dropout": "",
-    "lora_train_bias": "",
 }
 INITIALIZATIONS = {"kaiming_uniform": True, "PiSSA": "pissa_niter_4"}  # ColossalChat's -> PEFT's
+NOT_SUPPORTED = {"embedding_lora_dropout": 0, "lora_train_bias": "none"}  # other than these values
 
 
 def lora_file(args: ActorModelArgs) -> tuple[dict[str, Any], list[str]]:
@@ -274,20 +266,14 @@ def lora_file(args: ActorModelArgs) -> tuple[dict[str, Any], list[str]]:
     except ConfigError as error:
         return {}, [str(error)]
     found = {
-        LORA_KEYS[key]: INITIALIZATIONS.get(str(value), value)
+        LORA_KEYS.get(key, key): INITIALIZATIONS.get(str(value), value)
         for key, value in values.items()
-        if LORA_KEYS.get(key) and value is not None
+        if value is not None and key not in NOT_SUPPORTED
     }
-    problems = [
-        f"unknown key '{name}' in {args.lora_config}{did_you_mean(name, LORA_KEYS)}"
-        for name in values
-        if name not in LORA_KEYS
-    ]
-    if values.get("embedding_lora_dropout") or values.get("lora_train_bias", "none") != "none":
-        problems.append("embedding_lora_dropout must be 0, and lora_train_bias must be none")
-    return found, problems + [
-        f"{key} in {args.lora_config}: {text}" for key, text in section_problems(type(args), found)
-    ]
+    wrong = [(key, f"must be {off}") for key, off in NOT_SUPPORTED.items()
+             if values.get(key, off) != off]  # fmt: skip
+    wrong += section_problems(type(args), found)
+    return {} if wrong else found, [f"{key} in {args.lora_config}: {text}" for key, text in wrong]
 
 
 # --- `parity: trl-1.x`: presets, and settings that TRL (0.29 and later) does not have. Tokens are

@@ -1,9 +1,8 @@
-"""The losses: one pure function each, PairLogps -> one loss per pair. A loss's signature is its
-schema.
+"""The losses: one pure function each, PairLogps -> one loss per pair.
 
 In formulas a is log policy/reference of the chosen answer and b that of the rejected one. All
-arithmetic is float64 on two numbers per pair. Equations are those of the papers;
-rather/losses/objective.py composes losses and modifiers.
+arithmetic is float64 on two numbers per pair. Equations are those of the papers. The signature of a
+loss is its schema; rather/losses/objective.py composes losses and modifiers.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def chance_wrong(x: PairLogps, label_smoothing: float) -> float | Tensor:
 
 
 def token_mean(x: PairLogps) -> Tensor:
-    """Chosen negative log-prob such that the pairs' mean is the mean over all chosen tokens of
-    the global batch."""
+    """Return the chosen NLL, scaled so that the pairs' mean is that of all chosen tokens."""
     return -x.policy[:, 0] / x.extra["mean_chosen_length"]
 
 
@@ -119,9 +117,8 @@ def sigmoid_norm(
     x: PairLogps, *, beta: float = 2.0, label_smoothing: float = 0.0, gamma: float = 0.0
 ) -> Tensor:
     """Length-normalised DPO (Tulu 3, 2411.15124 eq. 6): DPO on log-ratios per token."""
-    return sigmoid(
-        x, beta=beta, label_smoothing=label_smoothing, gamma=gamma, length_normalization=True
-    )
+    margin = beta * gap(log_ratios(x) / x.length) - gamma
+    return smoothed(margin, chance_wrong(x, label_smoothing))
 
 
 @loss(divergence=True)
@@ -132,22 +129,17 @@ def hinge(x: PairLogps, *, beta: float = 0.1) -> Tensor:
 
 @loss(divergence=True)
 def ipo(x: PairLogps, *, beta: float = 0.1, length_normalization: bool = True) -> Tensor:
-    """IPO (2310.12036 eq. 17): (a - b - 1 / (2 beta))^2; beta is the paper's tau. On averages
-    per token by default."""
+    """IPO (2310.12036 eq. 17): (a - b - 1 / (2 beta))^2, per token; beta is the paper's tau."""
     ratios = log_ratios(x) / x.length if length_normalization else log_ratios(x)
     return (gap(ratios) - 1 / (2 * beta)) ** 2
 
 
 @loss(divergence=True)
 def robust(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
-    """Robust DPO (2403.00409 eq. 12): unbiased when a share label_smoothing of the labels is
-    flipped."""
+    """Robust DPO (2403.00409 eq. 12): unbiased if a share label_smoothing of labels is flipped."""
     margin = beta * gap(log_ratios(x))
-    kept, flipped = (
-        -(1 - label_smoothing) * logsigmoid(margin),
-        label_smoothing * logsigmoid(-margin),
-    )
-    return (kept + flipped) / (1 - 2 * label_smoothing)
+    kept = -(1 - label_smoothing) * logsigmoid(margin)
+    return (kept + label_smoothing * logsigmoid(-margin)) / (1 - 2 * label_smoothing)
 
 
 @loss(divergence=True)
@@ -167,24 +159,21 @@ def nca_pair(x: PairLogps, *, beta: float = 0.1) -> Tensor:
 
 @loss()
 def bco_pair(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """BCO for pairs (2404.04656 eq. 8) without the running reward shift: a classifier of good
-    and bad answers."""
+    """BCO for pairs (2404.04656 eq. 8) without the running reward shift: classifies answers."""
     a, b = (beta * log_ratios(x)).unbind(1)
     return -logsigmoid(a) - logsigmoid(-b)
 
 
 @loss()
 def sppo_hard(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """SPPO with hard labels (2405.00675 eq. 4.7): pushes a to 1 / (2 beta) and b to -1 / (2
-    beta)."""
+    """SPPO with hard labels (2405.00675 eq. 4.7): pushes a to 1 / (2 beta), b to -1 / (2 beta)."""
     a, b = log_ratios(x).unbind(1)
     return (a - 0.5 / beta) ** 2 + (b + 0.5 / beta) ** 2
 
 
 @loss(whole_batch=True)
 def aot(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
-    """AOT on pairs (2406.05882 eq. 9): sorted policy margins against sorted reference margins of
-    the whole batch."""
+    """AOT on pairs (2406.05882 eq. 9): sorted policy margins against sorted reference margins."""
     assert x.reference is not None
     ahead = gap(x.policy).sort().values - gap(x.reference).sort().values
     return smoothed(beta * ahead, label_smoothing)
@@ -192,32 +181,28 @@ def aot(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Ten
 
 @loss(whole_batch=True)
 def aot_unpaired(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
-    """AOT without pairing (2406.05882 eq. 11): sorted chosen against sorted rejected log-ratios
-    of the whole batch."""
+    """AOT without pairing (2406.05882 eq. 11): sorted chosen against sorted rejected log-ratios."""
     a, b = log_ratios(x).sort(dim=0).values.unbind(1)
     return smoothed(beta * (a - b), label_smoothing)
 
 
 @loss()
 def apo_zero(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """APO-zero (2408.06266 eq. 4): chosen up, rejected down; for a model worse than the chosen
-    answers."""
+    """APO-zero (2408.06266 eq. 4): chosen up, rejected down; for a model worse than chosen."""
     a, b = (beta * log_ratios(x)).unbind(1)
     return torch.sigmoid(-a) + torch.sigmoid(b)
 
 
 @loss()
 def apo_down(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """APO-down (2408.06266 eq. 5): both down, rejected more; for a model better than the chosen
-    answers."""
+    """APO-down (2408.06266 eq. 5): both down, rejected more; for a model better than chosen."""
     a, b = (beta * log_ratios(x)).unbind(1)
     return torch.sigmoid(a) + torch.sigmoid(b - a)
 
 
 @loss(divergence=True)
 def discopop(x: PairLogps, *, beta: float = 0.05, discopop_tau: float = 0.05) -> Tensor:
-    """DiscoPOP's log-ratio modulated loss (2406.08414 eq. 5): logistic and exponential loss,
-    blended by the margin."""
+    """DiscoPOP (2406.08414 eq. 5): logistic and exponential loss, blended by the margin."""
     margin = beta * gap(log_ratios(x))
     # The blend times exp(-margin) as one exponential: apart they are 0 * inf at large negative
     # margins.
@@ -229,8 +214,7 @@ def discopop(x: PairLogps, *, beta: float = 0.05, discopop_tau: float = 0.05) ->
 
 @loss(extra=("margin",))
 def odpo(x: PairLogps, *, beta: float = 0.1, odpo_alpha: float = 1.0) -> Tensor:
-    """ODPO (2402.10571 eq. 8): DPO whose margin must exceed odpo_alpha times the pair's own
-    offset."""
+    """ODPO (2402.10571 eq. 8): DPO whose margin must exceed odpo_alpha times the pair's offset."""
     return -logsigmoid(beta * gap(log_ratios(x)) - odpo_alpha * x.extra["margin"])
 
 
@@ -245,8 +229,7 @@ def sft(x: PairLogps) -> Tensor:
 
 @loss(reference=False, rewards=averages)
 def orpo(x: PairLogps, *, beta: float = 0.1) -> Tensor:
-    """ORPO (2403.07691 eq. 6-7): chosen NLL per token plus beta (the paper's lambda) times the
-    odds-ratio loss."""
+    """ORPO (2403.07691 eq. 6-7): chosen NLL per token plus beta times the odds-ratio loss."""
     return -averages(x)[:, 0] - beta * logsigmoid(log_odds_ratio(x))
 
 
@@ -259,8 +242,7 @@ def simpo(
     gamma_beta_ratio: float | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """SimPO (2405.14734 eq. 6): average log-probs with a target margin gamma, or
-    gamma_beta_ratio times beta."""
+    """SimPO (2405.14734 eq. 6): average log-probs with a target margin."""
     target = gamma if gamma_beta_ratio is None else gamma_beta_ratio * beta
     return smoothed(beta * gap(averages(x)) - target, chance_wrong(x, label_smoothing))
 
@@ -269,23 +251,19 @@ def simpo(
 def cpo(
     x: PairLogps, *, beta: float = 0.1, cpo_alpha: float = 1.0, label_smoothing: float = 0.0
 ) -> Tensor:
-    """CPO (2401.08417 eq. 5): DPO with a uniform reference plus cpo_alpha times the chosen NLL
-    (token mean)."""
-    return smoothed(
-        beta * gap(x.policy), chance_wrong(x, label_smoothing)
-    ) + cpo_alpha * token_mean(x)
+    """CPO (2401.08417 eq. 5): DPO with a uniform reference plus cpo_alpha times the chosen NLL."""
+    preference = smoothed(beta * gap(x.policy), chance_wrong(x, label_smoothing))
+    return preference + cpo_alpha * token_mean(x)
 
 
 @loss(reference=False, rewards=averages)
 def alphapo(
     x: PairLogps, *, beta: float = 2.5, gamma: float = 0.25, alphapo_alpha: float = 0.25
 ) -> Tensor:
-    """AlphaPO (2501.03884 eq. 4): SimPO with the reward (1 - p^-alpha) / alpha of the average
-    log-prob's p."""
-    average = averages(x)
-    bent = average
+    """AlphaPO (2501.03884 eq. 4): SimPO with the reward (1 - p^-alpha) / alpha."""
+    bent = averages(x)
     if alphapo_alpha:
-        bent = -torch.expm1((-alphapo_alpha * average).clamp(max=LARGEST_EXPONENT)) / alphapo_alpha
+        bent = -torch.expm1((-alphapo_alpha * bent).clamp(max=LARGEST_EXPONENT)) / alphapo_alpha
     return -logsigmoid(beta * gap(bent) - gamma)
 
 

@@ -1,8 +1,6 @@
-"""Metrics as weighted sums: kept on the device, added over micro-batches and steps, divided once
-per log line.
+"""Metrics as weighted sums: kept on the device, added over steps, divided once per log line.
 
-Every metric is in one table. Weights are the pairs' own, so no number depends on how pairs were
-batched.
+Weights are the pairs' own, so that no number depends on how pairs were batched.
 """
 
 from __future__ import annotations
@@ -42,18 +40,14 @@ PER_PAIR: Mapping[str, Callable[[Scored], Tensor]] = {
     "lengths/rejected": lambda s: s.x.length[:, 1],
 }
 WITH_REFERENCE: Mapping[str, Callable[[Scored], Tensor]] = {
-    "logps/chosen_below_reference": lambda s: (
-        log_ratios(s.x)[:, 0] < 0
-    ).double(),  # share of chosen answers less likely than before
-    "kl": lambda s: log_ratios(s.x).mean(
-        dim=1
-    ),  # an estimate; exact for answers sampled from the policy
+    "logps/chosen_below_reference": lambda s: (log_ratios(s.x)[:, 0] < 0).double(),
+    "kl": lambda s: log_ratios(s.x).mean(dim=1),  # exact for answers sampled from the policy
 }
 OF_A_LOSS: Mapping[str, Callable[[Scored], Tensor]] = {
     "odds_ratio": lambda s: log_odds_ratio(s.x),
     "nll_loss": lambda s: token_mean(s.x),
 }
-# Moments of reward margin and length difference, from which a log line tells their correlation.
+# Moments of reward margin and length difference, for their correlation.
 MOMENTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "_m": lambda m, d: m,
     "_d": lambda m, d: d,
@@ -64,7 +58,7 @@ MOMENTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str, Tensor]:
-    """Name -> weighted sum over the pairs, still on the device; "weight" is the sum of weights."""
+    """Return name -> weighted sum over the pairs, on the device; "weight" sums the weights."""
     metrics = dict(PER_PAIR)
     if loss.needs_reference:
         metrics |= WITH_REFERENCE
@@ -78,8 +72,7 @@ def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str,
 
 @dataclass
 class Window:
-    """Sums since the last log line. Part of the checkpoint, so that a line across a resume loses
-    nothing."""
+    """Sums since the last log line. A checkpoint has them, so that a resume loses nothing."""
 
     sums: dict[str, float] = field(default_factory=dict)
     pairs: int = 0
@@ -105,14 +98,11 @@ class Window:
 
 
 def _correlation(mean: Mapping[str, float]) -> float:
-    """Of reward margin and length difference; 0 where one of them does not vary, as before any
-    training."""
-    spread = _variance(mean["_m"], mean["_mm"]) * _variance(mean["_d"], mean["_dd"])
+    """Return that of reward margin and length difference; 0 if one of them does not vary."""
+    spread = 1.0
+    for name, squares in (("_m", "_mm"), ("_d", "_dd")):
+        variance = mean[squares] - mean[name] * mean[name]
+        # No more than what rounding leaves of the difference counts as 0.
+        spread *= variance if variance > 1e-12 * mean[squares] else 0.0
     covariance = mean["_md"] - mean["_m"] * mean["_d"]
     return max(-1.0, min(1.0, covariance / math.sqrt(spread))) if spread > 0 else 0.0
-
-
-def _variance(mean: float, mean_square: float) -> float:
-    """0 where it is no more than what rounding leaves of the difference."""
-    variance = mean_square - mean * mean
-    return variance if variance > 1e-12 * mean_square else 0.0
