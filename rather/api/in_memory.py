@@ -18,7 +18,7 @@ from rather.cluster.role import RankInfo
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
-from rather.data.feed import Feed, MicroBatch
+from rather.data.feed import Feed
 from rather.data.pack import pack
 from rather.errors import DataError
 from rather.model.attention import IMPLEMENTATION
@@ -131,25 +131,26 @@ class InMemorySteps:
         groups = _with_last(islice(self._groups(position or {}), left))
         for number, ((epoch, step, group, ends_epoch), is_last) in enumerate(groups, done + 1):
             self.places[number] = epoch, step
-            after = {"epoch": epoch, "step": step, "start": group[-1].start, "skip": group[-1].skip}
-            batches = pack_step(part.pairs for part in group)
+            after = {"epoch": epoch + 1} if ends_epoch else {"epoch": epoch, "step": step}
+            batches = pack_step(group)
             yield Step(
-                [pair for part in group for pair in part.pairs], batches, batches, number, is_last,
-                ends_epoch, {"epoch": epoch + 1} if ends_epoch else after,
+                [pair for part in group for pair in part], batches, batches, number, is_last,
+                ends_epoch, after,
             )  # fmt: skip
 
     def _groups(
         self, position: Mapping[str, Any]
-    ) -> Iterator[tuple[int, int, list[MicroBatch], bool]]:
+    ) -> Iterator[tuple[int, int, list[list[TokenPair]], bool]]:
         """Yield (epoch, step of it, micro-batches, whether the epoch ends) from `position` on."""
-        at = {"epoch": self.epochs.start, "step": 0, "start": None, "skip": 0, **position}
+        at = {"epoch": self.epochs.start, "step": 0, **position}
         for epoch in range(at["epoch"], self.epochs.stop):
-            parts = self.feed.micro_batches(epoch, at["start"], at["skip"])
+            done = at["step"] * self.accumulation
+            parts = islice(self.feed.micro_batches(epoch), done, None)
             groups = iter(lambda parts=parts: list(islice(parts, self.accumulation)), [])  # type: ignore[misc]
             for step, (group, ends) in enumerate(_with_last(groups), at["step"] + 1):
                 yield epoch, step, group, ends
             self.feed.log_dropped()
-            at |= {"step": 0, "start": None, "skip": 0}
+            at["step"] = 0
 
     def epoch_at(self, step: int) -> float:
         """Return the number of the epoch that the step belongs to."""

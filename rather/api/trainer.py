@@ -235,7 +235,6 @@ class DPOTrainer:
     def _take(self, data: Iterable[Any], seq_length: int) -> list[list[TokenPair]]:
         feed = self._step_feed
         feed.dropped.clear()
-        feed.examples.clear()
         taken = [feed.pairs(item) for item in data]
         if not any(taken):
             raise feed.no_pairs()
@@ -414,7 +413,7 @@ class DPOTrainer:
         policy: list[Columns] = []
         reference: list[Columns] = []
         for part in feed.micro_batches():
-            batches = pack_step([part.pairs])
+            batches = pack_step([part])
             facts.append(StepShare.of(batches, self.policy.mesh).facts)
             policy.append(worker.compute_log_probs(batches))
             if (columns := self._reference_columns(batches)) is not None:

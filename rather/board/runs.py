@@ -257,7 +257,7 @@ def _state(path: Path, row: Record) -> str:
     if (path / FINISHED).exists():
         return "ended"
     saved = control.latest(path)
-    return "stopped" if saved and saved.step >= (row["step"] or 0) else "failed"
+    return "stopped" if saved and saved[0] >= (row["step"] or 0) else "failed"
 
 
 # --- config ---

@@ -59,7 +59,7 @@ def data_command(
     given = settings(config, overrides)
     from rather.data.prepare import prepare
     from rather.data.save import save as save_pairs
-    from rather.data.show import print_look, print_report, show_pairs, token_view
+    from rather.data.show import print_report, show_pairs, token_view
     from rather.data.template import load_tokenizer
     from rather.report.data_page import data_page
 
@@ -74,7 +74,6 @@ def data_command(
         print_json(report)
     else:
         print_report(report, console)
-        print_look(report["look"], console)
         if show:
             show_pairs(prepared.train, tokenizer, show, console)
     for folder in save_pairs(prepared, save) if save else ():

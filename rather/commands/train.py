@@ -11,8 +11,7 @@ from rather.data.prepare import BadRows
 from rather.data.show import print_report
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.control import StopRequest
-from rather.run_folder.layout import write_data_report
-from rather.run_folder.lock import locked
+from rather.run_folder.layout import DATA_REPORT, locked, write_run_report
 from rather.tracking import close_logging, setup_logging, worker_log
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
@@ -33,7 +32,7 @@ def train_run(config: DPOConfig, stop: StopRequest) -> int:
                 print_report(pipeline.data.report, Console(stderr=True))
             return pipeline.run(stop)
         except BadRows as refused:
-            write_data_report(config.run_dir, refused.report)
+            write_run_report(config.run_dir, refused.report, DATA_REPORT)
             raise
         finally:
             close_logging()

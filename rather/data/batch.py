@@ -57,8 +57,7 @@ class Segments:
 
     key_index_K: Tensor
     # For the gradient of the gather: the places of key_index_K sorted by the token that they name
-    # (int32),
-    # and where those of each token begin, [N + 1].
+    # (int32), and where those of each token begin, [N + 1].
     order_K: Tensor
     start_N: Tensor
     cu_q: Tensor  # [S + 1]
@@ -71,7 +70,10 @@ class Segments:
         keys = key_index_K.numpy()
         order = torch.from_numpy(keys.argsort(kind="stable").astype(np.int32))
         uses = np.bincount(keys, minlength=sum(q_lens))
-        start, cu_q, cu_k = (_running_sum(np.asarray(lens)) for lens in (uses, q_lens, k_lens))
+        start, cu_q, cu_k = (
+            torch.from_numpy(np.append(0, lens).cumsum(dtype=np.int32))
+            for lens in (uses, q_lens, k_lens)
+        )
         return Segments(key_index_K, order, start, cu_q, cu_k, max(q_lens), max(k_lens))
 
     @cached_property
@@ -81,12 +83,6 @@ class Segments:
     @cached_property
     def k_lens(self) -> list[int]:
         return np.diff(self.cu_k.cpu().numpy()).tolist()  # type: ignore[no-any-return]
-
-
-def _running_sum(lengths: NDArray[np.int64]) -> Tensor:
-    sums = np.zeros(len(lengths) + 1, dtype=np.int32)
-    sums[1:] = lengths.cumsum()
-    return torch.from_numpy(sums)
 
 
 @dataclass(frozen=True)
@@ -104,9 +100,7 @@ class PairBatch:
     rows_U: Tensor  # the hidden row that predicts target U
     targets_U: Tensor
     token_T: Tensor  # which of U
-    cell_T: (
-        Tensor  # for which response: 2 x the pair's place in this batch, + 1 for the rejected one
-    )
+    cell_T: Tensor  # 2 x the pair's place in this batch, + 1 for the rejected response
     shared_T: Tensor  # 1 within the scored length of the pair's shorter response, else 0
     length_P2: Tensor  # scored tokens of each response
     weight_P: Tensor  # 1, the user's weight, or 0 for a filler: the only mask on pairs
@@ -123,14 +117,12 @@ class PairBatch:
         return self._each(Tensor.pin_memory) if torch.cuda.is_available() else self
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PairBatch:
-        segments = replace(self.segments, **_tensors(self.segments, change))
-        return replace(self, segments=segments, **_tensors(self, change))
+        def changed(item: object) -> dict[str, Any]:
+            fields = vars(item).items()
+            return {name: change(value) for name, value in fields if isinstance(value, Tensor)}
 
-
-def _tensors(item: object, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return the changed tensors among the fields of a dataclass."""
-    fields = vars(item).items()
-    return {name: change(value) for name, value in fields if isinstance(value, Tensor)}
+        segments = replace(self.segments, **changed(self.segments))
+        return replace(self, segments=segments, **changed(self))
 
 
 # Name -> [P, 2]: the "sum" of log-probs, and further columns that a loss asks for. Roles exchange
@@ -144,13 +136,10 @@ class PairLogps(NamedTuple):
     policy: Tensor  # [P, 2] summed log-probs in float64, chosen first
     reference: Tensor | None  # [P, 2]
     length: Tensor  # [P, 2] scored tokens
-    extra: Mapping[
-        str, Tensor
-    ] = {}  # what a loss declares: margins, soft labels, "policy/shared", ...
+    extra: Mapping[str, Tensor] = {}  # what a loss declares: margins, "policy/shared", ...
 
 
-@dataclass(frozen=True)
-class PairFacts:
+class PairFacts(NamedTuple):
     """What is known about pairs before any model has seen them."""
 
     length: Tensor  # [P, 2] scored tokens
@@ -170,14 +159,13 @@ class PairFacts:
 
     @staticmethod
     def concat(parts: Sequence[PairFacts]) -> PairFacts:
-        columns = zip(*(vars(part).values() for part in parts), strict=True)
-        return PairFacts(*map(torch.cat, columns))
+        return PairFacts(*map(torch.cat, zip(*parts, strict=True)))
 
     def at(self, places: Tensor) -> PairFacts:
-        return PairFacts(**_tensors(self, lambda tensor: tensor[places]))
+        return PairFacts(*(tensor[places] for tensor in self))
 
     def to(self, device: str) -> PairFacts:
-        return PairFacts(**_tensors(self, lambda tensor: tensor.to(device, non_blocking=True)))
+        return PairFacts(*(tensor.to(device, non_blocking=True) for tensor in self))
 
     @property
     def mean_chosen_length(self) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,133 +19,96 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler
 
-from rather.data.batch import Span, TokenPair
+from rather.data.batch import TokenPair
 from rather.data.formats import extras_of
 from rather.data.json_rows import DropReason
+from rather.data.pack import common_tokens
 from rather.errors import DataError
 
 IGNORED = -100  # label of a token that is not scored
 MISSING = {"weight": 1.0, "margin": math.nan, "soft_label": math.nan}  # in tensors, for None
 Array = NDArray[Any]
-
-
-class _Row(NamedTuple):
-    """One sequence without padding, and which of its tokens are scored."""
-
-    ids: Array
-    scored: Array
+Row = tuple[Array, Array]  # the ids of a sequence without padding, and which of them are scored
 
 
 def pairs_of(batch: Mapping[str, Any]) -> list[TokenPair]:
     """Return the pairs of a batch in either form, in their order."""
     if "chosen_input_ids" in batch:
-        side = next((x for x in ("rejected", "reject") if f"{x}_input_ids" in batch), None)
-        if side is None:
-            raise DataError(f"a batch needs rejected_input_ids; it has {', '.join(batch)}.")
-        chosen, rejected = _rows(batch, "chosen_"), _rows(batch, f"{side}_")
-    elif "input_ids" in batch:
+        other = "reject_" if "reject_input_ids" in batch else "rejected_"
+        chosen, rejected = _rows(batch, "chosen_"), _rows(batch, other)
+    else:
         rows = _rows(batch, "")
         chosen, rejected = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    else:
-        needed = "input_ids, or chosen_input_ids and rejected_input_ids"
-        raise DataError(f"a batch needs {needed}; it has {', '.join(batch)}.")
     if len(chosen) != len(rejected):
         raise DataError(
             f"{len(chosen)} chosen and {len(rejected)} rejected rows are not pairs; give as many "
             "rejected rows as chosen ones, after them."
         )
-    extras = _extras(batch, len(chosen))
-    return [_pair(*each) for each in zip(chosen, rejected, extras, strict=True)]
-
-
-def _extras(batch: Mapping[str, Any], pairs: int) -> list[dict[str, Any]]:
-    """Return weight, margin, soft_label and id of each pair, checked like the rows of a file."""
-    rows: list[dict[str, Any]] = [{} for _ in range(pairs)]
+    extras: list[dict[str, Any]] = [{} for _ in chosen]
     for name in (*MISSING, "id"):
-        if (given := batch.get(name)) is None:
-            continue
-        values = _array(given).tolist()
-        if not isinstance(values, list) or len(values) != pairs:
-            raise DataError(f"{name}: a batch of {pairs} pairs needs a list of {pairs} values.")
-        for row, value in zip(rows, values, strict=True):
-            # Tensors cannot hold None: NaN means that a pair has no margin or soft label.
-            row[name] = None if name in ("margin", "soft_label") and value != value else value
-    try:
-        return [extras_of(row) for row in rows]
-    except DropReason as reason:
-        raise DataError(f"{reason.detail}.") from None
+        if (given := batch.get(name)) is not None:
+            values = _array(given).tolist()
+            if not isinstance(values, list) or len(values) != len(chosen):
+                size = len(chosen)
+                raise DataError(f"{name}: a batch of {size} pairs needs a list of {size} values.")
+            for row, value in zip(extras, values, strict=True):
+                # Tensors cannot hold None: NaN means that a pair has no margin or soft label.
+                row[name] = None if name in ("margin", "soft_label") and value != value else value
+    return [_pair(*each) for each in zip(chosen, rejected, extras, strict=True)]
 
 
 def _array(value: Any) -> Array:
     return np.asarray(value.cpu() if isinstance(value, Tensor) else value)
 
 
-def _rows(batch: Mapping[str, Any], prefix: str) -> list[_Row]:
-    ids = list(map(_array, batch[f"{prefix}input_ids"]))
-    shown = batch.get(f"{prefix}attention_mask", [np.ones_like(row) for row in ids])
-    real = [_array(row).astype(bool) for row in shown]
-    tokens = [row[own] for row, own in zip(ids, real, strict=True)]
-    masks = batch.get(f"{prefix}loss_mask")
-    given = batch.get(f"{prefix}labels") if masks is None else masks
-    if given is None:
-        raise DataError(f"a batch needs {prefix}loss_mask or {prefix}labels: the scored tokens.")
-    marks = [row[own] for row, own in zip(map(_array, given), real, strict=True)]
-    if masks is None:
-        return _labelled(tokens, marks)
-    return [_row(row, mask.astype(bool)) for row, mask in zip(tokens, marks, strict=True)]
-
-
-def _row(ids: Array, scored: Array) -> _Row:
-    return _Row(ids.astype(np.int32), scored)
-
-
-def _labelled(tokens: list[Array], labels: list[Array]) -> list[_Row]:
-    """Labels repeat the tokens in place, or one place earlier, where the token is predicted."""
-    rows = list(zip(tokens, labels, strict=True))
-    if all(_agree(row, label) for row, label in rows):
-        return [_row(row, label != IGNORED) for row, label in rows]
-    if not all(_agree(row[1:], label[:-1]) for row, label in rows):
+def _rows(batch: Mapping[str, Any], prefix: str) -> list[Row]:
+    masks, labels = (batch.get(f"{prefix}{name}") for name in ("loss_mask", "labels"))
+    marks = labels if masks is None else masks
+    if f"{prefix}input_ids" not in batch or marks is None:
         raise DataError(
-            "labels are neither the tokens in place nor the next tokens; which tokens are scored?"
+            f"a batch needs {prefix}input_ids, and {prefix}loss_mask or {prefix}labels; it has "
+            f"{', '.join(batch)}."
         )
+    ids = [_array(row) for row in batch[f"{prefix}input_ids"]]
+    attention = batch.get(f"{prefix}attention_mask", [np.ones_like(row) for row in ids])
+    real = [_array(row).astype(bool) for row in attention]
+    whole = zip(ids, map(_array, marks), real, strict=True)
+    rows = [(row[own], mark[own]) for row, mark, own in whole]
+    return _labelled(rows) if masks is None else [(row, mask.astype(bool)) for row, mask in rows]
+
+
+def _labelled(rows: list[Row]) -> list[Row]:
+    """Labels repeat the tokens in place, or one place earlier, where the token is predicted."""
     shifted = []
     for row, label in rows:
         last = label[-1:][label[-1:] != IGNORED]  # a token that the ids do not have
-        scored = np.concatenate([[False], label != IGNORED])[: len(row) + len(last)]
-        shifted.append(_row(np.concatenate([row, last]), scored))
-    return shifted
-
-
-def _agree(ids: Array, labels: Array) -> bool:
-    scored = labels != IGNORED
-    return bool((ids[scored] == labels[scored]).all())
-
-
-def _pair(chosen: _Row, rejected: _Row, extras: Mapping[str, Any]) -> TokenPair:
-    """Return a pair whose prompt is the common beginning; each answer keeps at least one token."""
-    for row, name in ((chosen, "chosen"), (rejected, "rejected")):
-        if not row.scored[1:].any():
-            raise DataError(f"a {name} row has no scored token after its first token.")
-    shorter = min(len(chosen.ids), len(rejected.ids))
-    differ = np.flatnonzero(chosen.ids[:shorter] != rejected.ids[:shorter])
-    common = min(int(differ[0]) if len(differ) else shorter, shorter - 1)
-    return TokenPair(
-        prompt=chosen.ids[:common],
-        chosen=chosen.ids[common:],
-        rejected=rejected.ids[common:],
-        chosen_scored=_spans(chosen.scored),
-        rejected_scored=_spans(rejected.scored),
-        **extras,
+        ids = np.append(row, last)
+        shifted.append((ids, np.append(IGNORED, label)[: len(ids)]))
+    for aligned in (rows, shifted):
+        if all(((label == IGNORED) | (label == row)).all() for row, label in aligned):
+            return [(row, label != IGNORED) for row, label in aligned]
+    raise DataError(
+        "labels are neither the tokens in place nor the next tokens; which tokens are scored?"
     )
 
 
-def _spans(scored: Array) -> tuple[Span, ...]:
-    """Return half-open spans; nothing predicts the first token of a sequence."""
-    flags = np.concatenate([[False], scored[1:], [False]])
-    edges = np.flatnonzero(flags[1:] != flags[:-1]) + 1
-    return tuple((int(first), int(last)) for first, last in edges.reshape(-1, 2))
+def _pair(chosen: Row, rejected: Row, extras: Mapping[str, Any]) -> TokenPair:
+    """Return a pair whose prompt is the common beginning; each answer keeps at least one token."""
+    spans: list[Any] = []
+    for name, (_, scored) in (("chosen", chosen), ("rejected", rejected)):
+        # Half-open; nothing predicts the first token of a sequence.
+        edges = np.flatnonzero(np.diff(np.append(scored[1:], False), prepend=False)) + 1
+        if not len(edges):
+            raise DataError(f"a {name} row has no scored token after its first token.")
+        spans.append(tuple((int(first), int(end)) for first, end in edges.reshape(-1, 2)))
+    one, other = chosen[0].astype(np.int32), rejected[0].astype(np.int32)
+    common = min(common_tokens(one, other), len(one) - 1, len(other) - 1)
+    try:
+        return TokenPair(one[:common], one[common:], other[common:], *spans, **extras_of(extras))
+    except DropReason as reason:
+        raise DataError(f"{reason.detail}.") from None
 
 
 @dataclass
@@ -180,7 +143,7 @@ class DataCollatorForPreferenceDataset:
         return batch
 
 
-class StatefulDistributedSampler(Sampler[int]):
+class StatefulDistributedSampler(DistributedSampler[int]):
     """Samples this rank's share of an epoch, in an order that depends on the seed and the epoch.
 
     `state_dict` holds the position within the epoch, and `load_state_dict` continues from there.
@@ -197,23 +160,11 @@ class StatefulDistributedSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        grouped = dist.is_available() and dist.is_initialized()
-        if num_replicas is None:
-            num_replicas = dist.get_world_size() if grouped else 1
-        if rank is None:
-            rank = dist.get_rank() if grouped else 0
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank must be from 0 to {num_replicas - 1} (got {rank})")
-        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = self.start_index = 0
+        if not (dist.is_available() and dist.is_initialized()):
+            num_replicas, rank = num_replicas or 1, rank or 0
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.start_index = 0
         self._yielded = 0  # samples since start_index
-
-    @property
-    def num_samples(self) -> int:
-        """The samples of this rank in a whole epoch."""
-        whole, rest = divmod(len(self.dataset), self.num_replicas)
-        return whole + (1 if rest and not self.drop_last else 0)
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
@@ -239,11 +190,11 @@ class StatefulDistributedSampler(Sampler[int]):
         return self.num_samples - self.start_index
 
     def __iter__(self) -> Iterator[int]:
-        order = np.arange(len(self.dataset))
+        order = np.arange(len(self.dataset))  # type: ignore[arg-type]
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
         # The first samples come again if ranks would have different numbers of them.
-        order = np.resize(order, self.num_samples * self.num_replicas)
+        order = np.resize(order, self.total_size)
         self._yielded = 0
         for index in order[self.rank :: self.num_replicas][self.start_index :].tolist():
             self._yielded += 1

@@ -1,12 +1,13 @@
 """Findings about the pairs of a run: repeats, contradictions, leakage, truncation and length bias.
 
 Everything is computed from lengths and from hashes that were stored with the tokens, so no text is
-read again.
+read again. Two texts are the same if they differ only in case, white space and Unicode form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from math import ceil, sqrt
 from typing import Any, NamedTuple
@@ -14,17 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rather.data.pairs import PairDataset
-from rather.data.report import TOO_LONG
+from rather.data.pairs import IDS, PairDataset
+from rather.data.report import GROUPS, Json
 
 BARS = 16
-EXAMPLES = 5
-PARTS = ("prompt", "chosen", "rejected")
 SEVERITIES = ("serious", "warning", "info")
+LENGTH_MATTERS = 0.65  # accuracy of "pick the longer answer", or the shorter
 
-Json = dict[str, Any]  # an object of a JSON file
 Hashes = NDArray[np.uint64]
-Rows = NDArray[np.int64]
 
 
 class FindingRule(NamedTuple):
@@ -32,6 +30,7 @@ class FindingRule(NamedTuple):
 
     warning: float
     serious: float
+    kinds: tuple[str, ...]  # the share is that of pairs which the report counts under these
     text: str
     advice: str
 
@@ -40,70 +39,54 @@ RULES = {
     "leakage": FindingRule(
         0,
         0.1,
-        "{percent} of the prompts of {set} are also in train, and {same_pairs} of its {pairs} "
-        "pairs with both "
-        "answers: its scores measure memory as well as learning.",
+        ("prompt_in_training_data",),
+        "{percent} of the prompts of {set} are also in train, and {in_training_data} of its "
+        "{pairs} pairs with both answers: its scores measure memory as well as learning.",
         "Remove these rows from one of the two sets, or use validation.data_args.split, which "
         "holds out whole prompts.",
     ),
     "prompt_difference": FindingRule(
         0,
         0.5,
+        (),
         "{different} of {compared} compared prompts differ from those at inference: training has "
-        "{training!r} where "
-        "{by} gives {inference!r}.",
+        "{training!r} where {by} gives {inference!r}.",
         "Prompt the trained model with exactly the training prompt, or choose the "
         "data_args.template it is served with.",
     ),
     "contradictory_pairs": FindingRule(
         0,
         0.05,
-        "{swapped} pairs of {set} ({percent}) are contradicted: elsewhere the same two answers to "
-        "the same prompt are "
-        "preferred the other way round.",
-        "Keep the judgement that you trust; if people simply disagree, robust or label_smoothing "
-        "helps.",
+        ("contradictory_pair",),
+        "{contradictory_pair} pairs of {set} ({percent}) are contradicted: elsewhere the same two "
+        "answers to the same prompt are preferred the other way round.",
+        "Keep the judgement that you trust; otherwise robust or label_smoothing helps.",
     ),
     "duplicate_pairs": FindingRule(
         0.01,
         0.05,
-        "{pairs_again} pairs of {set} ({percent}) repeat an earlier pair, ignoring case and white "
-        "space.",
+        ("duplicate_pair",),
+        "{duplicate_pair} pairs of {set} ({percent}) repeat an earlier pair.",
         "Remove them, unless they should count more; a weight column does that explicitly.",
     ),
     "truncation": FindingRule(
         0.01,
         0.05,
-        "{cut} pairs of {set} ({percent}) are cut to sequence_length ({sequence_length}): {lost}.",
+        ("truncated_prompt", "truncated_response"),
+        "{percent} of the pairs of {set} are cut to sequence_length: {truncated_prompt} lose the "
+        "beginning of their prompt, {truncated_response} the end of an answer.",
         "Raise sequence_length, or set data_args.overlong to drop.",
     ),
     "length_bias": FindingRule(
         0,
         0.8,
+        (),
         'accuracy of "pick the {which} answer": {percent} (median difference {difference:+.0f} '
-        "tokens, correlation "
-        "{correlation:+.2f}): a model may learn only that.",
+        "tokens, correlation {correlation:+.2f}): a model may learn only that.",
         "Watch the length of answers during evaluation; ld_alpha, a length-normalised loss (simpo, "
-        "sigmoid_norm) or "
-        "pairs of similar length help.",
+        "sigmoid_norm) or pairs of similar length help.",
     ),
 }
-LENGTH_MATTERS = 0.65  # accuracy of "pick the longer answer", or the shorter
-NUMBERS = (  # heading, key, format: the table of numbers in the terminal and on the page
-    ("pairs", "pairs", ","),
-    ("different prompts", "prompts", ","),
-    ("repeated pairs", "pairs_again", ","),
-    ("contradicted pairs", "swapped", ","),
-    ("prompts also in train", "same_prompts", ","),
-    ("pairs also in train", "same_pairs", ","),
-    ("prompts cut to sequence_length", "cut_prompts", ","),
-    ("answers cut to sequence_length", "cut_answers", ","),
-    ("dropped as too long", "dropped", ","),
-    ("chosen is longer", "chosen_longer", ".1%"),
-    ('accuracy of "pick the longer answer"', "longer_wins", ".1%"),
-    ("correlation of length and chosen", "correlation", "+.2f"),
-    ("median of chosen minus rejected tokens", "difference", "+.0f"),
-)
 
 
 def mix(x: Hashes) -> Hashes:
@@ -132,198 +115,99 @@ def sets_of(report: Json) -> Json:
     return {"train": report["train"], **evals}
 
 
-class _HashedSet:
-    """A set of pairs with the hashes of its normalised texts, and where its rows come from."""
-
-    def __init__(self, name: str, pairs: PairDataset, files: list[Json]) -> None:
-        self.name, self.pairs, self.files = name, pairs, files
-        self.prompt, self.chosen, self.rejected = (pairs.column(f"normal_{p}") for p in PARTS)
-        self.pair = combine(self.prompt, self.chosen, self.rejected)
-        self.source, self.number = pairs.column("source"), pairs.column("number")
-
-    def place(self, row: int) -> str:
-        return f"{self.files[self.source[row]]['path']}:{self.number[row]}"
-
-
 def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) -> Json:
-    """Return the part `look` of a data report: all numbers, the first examples, and the
-    findings.
+    """Return the part `look` of a data report: lengths, prompts at inference and findings.
+
+    Repeats, contradictions and leaks are added to the warnings of their sets.
     """
     entries, files = sets_of(report), report["train"]["files"]
-    own, *held = (
-        # Pairs that are held out of train come from its files.
-        _HashedSet(name, pairs, entry.get("files") or files)
-        for (name, entry), pairs in zip(entries.items(), (train, *evals.values()), strict=True)
-    )
-    examples: list[Json] = []
+    trained: dict[str, Hashes] = {}
+    sets = {}
+    for (name, entry), pairs in zip(entries.items(), (train, *evals.values()), strict=True):
+        prompt, chosen, rejected = (pairs.column(f"normal_{part}") for part in IDS)
+        pair = combine(prompt, chosen, rejected)
+        again = np.ones(len(pair), bool)
+        again[np.unique(pair, return_index=True)[1]] = False
+        found = {
+            "duplicate_pair": again,
+            "contradictory_pair": np.isin(combine(prompt, rejected, chosen), pair),
+        }
+        if trained:
+            found["in_training_data"] = np.isin(pair, trained["pair"])
+            found["prompt_in_training_data"] = np.isin(prompt, trained["prompt"])
+        else:
+            trained = {"pair": pair, "prompt": prompt}
+        for kind, rows in found.items():
+            # Pairs that are held out of train come from its files.
+            if places := _places(pairs, rows, entry.get("files", files)):
+                warning = {"count": int(rows.sum()), "places": places, "examples": []}
+                entry.setdefault("warned", {})[kind] = warning
+        lengths = {part: pairs.lengths(part) for part in IDS}
+        sets[name] = {
+            "pairs": len(pairs),
+            "prompts": len(np.unique(prompt)),
+            "lengths": _spreads(lengths),
+            "length_bias": _length_bias(lengths["chosen"], lengths["rejected"]),
+        }
     inference = report["train"]["inference"]
-    look = {
-        "sets": {one.name: _set_numbers(one, examples) for one in (own, *held)},
-        "leaks": {one.name: _leak(one, own, examples) for one in held},
-        "examples": examples,
-        "truncation": {
-            name: _truncation(entry, report["sequence_length"])
-            for name, entry in entries.items()
-            if "dropped" in entry
-        },
-        "inference": inference
-        | {
-            "examples": [
-                {**one, "place": f"{files[one['source']]['path']}:{one['number']}"}
-                for one in inference["examples"]
-            ]
-        },
-    }
-    return {**look, "findings": findings(look)}
+    for one in inference["examples"]:
+        one["place"] = f"{files[one['source']]['path']}:{one['number']}"
+    look = {"sets": sets, "inference": inference}
+    return {**look, "findings": _findings(entries, look)}
 
 
-def findings(look: Json) -> list[Json]:
+def _places(pairs: PairDataset, rows: NDArray[np.bool_], files: list[Json]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = {}
+    sources, numbers = (pairs.column(name)[rows].tolist() for name in ("source", "number"))
+    for source, number in zip(sources, numbers, strict=True):
+        places.setdefault(files[source]["path"], []).append(number)
+    return places
+
+
+def _findings(entries: Json, look: Json) -> list[Json]:
     """Return all findings, the most severe first."""
     found = []
-    for name, set_name, share, facts in _shares(look):
+    for name, set_name, share, facts in _shares(entries, look):
         if share:
             rule = RULES[name]
+            percent = f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
             severity = SEVERITIES[2 - (share >= rule.warning) - (share >= rule.serious)]
-            text = rule.text.format_map({**facts, "set": set_name, "percent": percent(share)})
+            facts |= {"set": set_name, "percent": percent}
             found.append(
                 {"name": name, "severity": severity, "set": set_name, "number": round(share, 4)}
-                | {"text": text, "advice": rule.advice}
+                | {"text": rule.text.format_map(facts), "advice": rule.advice}
             )
-    return sorted(found, key=lambda one: SEVERITIES.index(one["severity"]))
+    order = {name: place for place, name in enumerate((*SEVERITIES, *RULES))}
+    return sorted(found, key=lambda one: (order[one["severity"]], order[one["name"]]))
 
 
-def _shares(look: Json) -> Iterator[tuple[str, str, float, Json]]:
-    """Yield the rule, the set, the share that the rule judges, and the facts that its text
-    names.
-    """
-    for name, leak in look["leaks"].items():
-        yield "leakage", name, leak["same_prompts"] / max(1, leak["prompts"]), leak
+def _shares(entries: Json, look: Json) -> Iterator[tuple[str, str, float, Any]]:
+    """Yield the rule, the set, the share that the rule judges, and the facts that its text names."""
+    for set_name, entry in entries.items():
+        counts: defaultdict[str, Any] = defaultdict(int, pairs=entry["pairs"])
+        for group in GROUPS:
+            counts |= {kind: one["count"] for kind, one in entry.get(group, {}).items()}
+        for name, rule in RULES.items():
+            share = sum(counts[kind] for kind in rule.kinds) / counts["pairs"]
+            yield name, set_name, share, counts
     check = look["inference"]
     if check["different"]:
         first = {key: "".join(check["examples"][0][key])[:80] for key in ("training", "inference")}
         yield "prompt_difference", "train", check["different"] / check["compared"], check | first
-    for name, one in look["sets"].items():
-        against, again = one["contradictions"], one["repeats"]
-        yield "contradictory_pairs", name, against["swapped"] / one["pairs"], against
-        yield "duplicate_pairs", name, again["pairs_again"] / one["pairs"], again
-    for name, cut in look["truncation"].items():
-        total = cut["cut_prompts"] + cut["cut_answers"]
-        prompts = "prompts lose their beginning"
-        lost = prompts if cut["cut_prompts"] else "answers lose their end and their end token"
-        yield "truncation", name, total / max(1, cut["pairs"]), {**cut, "cut": total, "lost": lost}
-    train = look["sets"]["train"]
-    bias = train["length_bias"]
+    pairs, bias = look["sets"]["train"]["pairs"], look["sets"]["train"]["length_bias"]
     accuracy = max(bias["longer_wins"], 1 - bias["longer_wins"])
-    chance = 0.5 + 1.5 / sqrt(train["pairs"])  # three standard deviations of a coin
-    if accuracy >= max(LENGTH_MATTERS, chance):
+    if accuracy >= max(LENGTH_MATTERS, 0.5 + 1.5 / sqrt(pairs)):  # three deviations of a coin
         which = "longer" if bias["longer_wins"] > 0.5 else "shorter"
         yield "length_bias", "train", accuracy, {**bias, "which": which}
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
-
-
-def number_rows(look: Json) -> list[tuple[str, ...]]:
-    """Return the table of numbers: a heading, then one column for each set."""
-    columns: list[Json] = []
-    for name, one in look["sets"].items():
-        others = {**look["truncation"].get(name, {}), **look["leaks"].get(name, {})}
-        nested = [value for value in one.values() if isinstance(value, dict)]
-        columns.append(others | one | {key: each[key] for each in nested for key in each})
-    return [
-        (heading, *(f"{column[key]:{form}}" if key in column else "" for column in columns))
-        for heading, key, form in NUMBERS
-    ]
-
-
-# --- the numbers ---
-
-
-def _set_numbers(one: _HashedSet, examples: list[Json]) -> Json:
-    lengths = {part: one.pairs.lengths(part) for part in PARTS}
-    firsts = np.unique(one.pair, return_index=True)[1]
-    repeated = np.delete(np.arange(len(one.pair)), firsts)
-    prompts = len(
-        np.unique(one.prompt, return_index=True)[1]
-    )  # with the index it sorts, which is faster
-    opposite = combine(one.prompt, one.rejected, one.chosen)
-    swapped = np.flatnonzero(_among(opposite, one.pair))
-    _add(examples, "same_pair", one, repeated, one, lambda row: one.pair == one.pair[row])
-    _add(examples, "swapped", one, swapped, one, lambda row: one.pair == opposite[row])
-    return {
-        "pairs": len(one.pairs),
-        "lengths": _spreads(lengths),
-        "repeats": {
-            "prompts": prompts,
-            "prompts_again": len(one.prompt) - prompts,
-            "pairs_again": len(repeated),
-        },
-        "contradictions": {"swapped": len(swapped)},
-        "length_bias": _length_bias(lengths["chosen"], lengths["rejected"]),
-    }
-
-
-def _among(keys: Hashes, others: Hashes) -> NDArray[np.bool_]:
-    """Return which keys are among the others; np.isin takes five times as long."""
-    ordered = np.sort(others)
-    places = np.searchsorted(ordered, keys)
-    return np.asarray(ordered[np.minimum(places, len(ordered) - 1)] == keys)
-
-
-def _leak(held: _HashedSet, train: _HashedSet, examples: list[Json]) -> dict[str, int]:
-    """Count what an evaluation set shares with the training data."""
-    first = np.sort(np.unique(held.prompt, return_index=True)[1])
-    same = first[_among(held.prompt[first], train.prompt)]
-    pairs = np.flatnonzero(_among(held.pair, train.pair))
-    _add(examples, "leaked_prompt", held, same, train, lambda i: train.prompt == held.prompt[i])
-    _add(examples, "leaked_pair", held, pairs, train, lambda i: train.pair == held.pair[i])
-    return {
-        "prompts": len(first),
-        "same_prompts": len(same),
-        "pairs": len(held.pairs),
-        "same_pairs": len(pairs),
-    }
-
-
-def _add(
-    examples: list[Json],
-    kind: str,
-    one: _HashedSet,
-    rows: Rows,
-    other: _HashedSet,
-    matches: Callable[[int], NDArray[np.bool_]],
-) -> None:
-    """Add the first rows of a kind, each with the first row of the other set that matches it."""
-    for row in rows[:EXAMPLES].tolist():
-        like = other.place(int(matches(row).argmax()))
-        examples.append({"kind": kind, "set": one.name, "place": one.place(row), "like": like})
-
-
-def _truncation(entry: Json, sequence_length: int) -> Json:
-    def counted(group: str, *kinds: str) -> int:
-        return sum(entry[group][kind]["count"] for kind in kinds if kind in entry[group])
-
-    return {
-        "sequence_length": sequence_length,
-        "overlong": entry["overlong"],
-        "pairs": entry["pairs"],
-        "dropped": counted("dropped", *TOO_LONG),
-        "cut_prompts": counted("changed", "truncated_prompt"),
-        "cut_answers": counted("changed", "truncated_response"),
-    }
-
-
 def _length_bias(chosen: NDArray[np.int32], rejected: NDArray[np.int32]) -> dict[str, float]:
-    """Measure what the length of an answer alone says about which one is chosen; a tie counts
-    half.
-    """
+    """Measure how well the length of an answer alone predicts which one is chosen; a tie is half."""
     longer, shorter = float((chosen > rejected).mean()), float((chosen < rejected).mean())
     both = np.concatenate([chosen, rejected]).astype(np.float64)
     label = np.repeat([1.0, 0.0], len(chosen))
     return {
         "chosen_longer": round(longer, 4),
-        "rejected_longer": round(shorter, 4),
         "longer_wins": round(longer + (1 - longer - shorter) / 2, 4),
         "correlation": round(float(np.corrcoef(both, label)[0, 1]), 4) if both.std() > 0 else 0.0,
         "difference": float(np.median(chosen.astype(np.float64) - rejected)),

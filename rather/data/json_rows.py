@@ -40,7 +40,6 @@ class RawRow(NamedTuple):
     number: int
     offset: int
     content: bytes | DropReason
-    has_end: bool = True  # False: the file ends without a line end
 
 
 def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str) -> Iterator[Block]:
@@ -51,7 +50,7 @@ def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str)
         raise DataError(
             f"data_args.encoding: Python does not know {encoding!r}; try utf-8 or latin-1."
         ) from error
-    decoder = None if known.name in ("utf-8", "ascii") else codecs.getincrementaldecoder(encoding)()
+    decoder = None if known.name in ("utf-8", "ascii") else known.incrementaldecoder()
     read = offset = 0
     fault: DropReason | None = None
     while fault is None:
@@ -64,20 +63,20 @@ def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str)
             fault = DropReason("damaged_gzip", detail)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
-        block = bytes(raw)
-        if decoder:
-            try:
-                block = decoder.decode(raw, final=not raw).encode()
-            except UnicodeError as error:
-                raise DataError(
-                    f"{path}: byte {read + getattr(error, 'start', 0)} is not valid in the "
-                    f"encoding set by data_args.encoding ({error})."
-                ) from error
-        elif not read and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise DataError(f"{path}: this is UTF-16 text; set data_args.encoding: utf-16.")
+        try:
+            block = decoder.decode(raw, final=not raw).encode() if decoder else bytes(raw)
+        except UnicodeError as error:
+            raise DataError(
+                f"{path}: byte {read + getattr(error, 'start', 0)} is not valid in the encoding "
+                f"set by data_args.encoding ({error})."
+            ) from error
         if not raw and fault is None:
             return
-        skipped = len(codecs.BOM_UTF8) if not read and block.startswith(codecs.BOM_UTF8) else 0
+        skipped = 0
+        if not read:
+            if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(f"{path}: this is UTF-16 text; set data_args.encoding: utf-16.")
+            skipped = len(codecs.BOM_UTF8) if block.startswith(codecs.BOM_UTF8) else 0
         yield offset + skipped, block[skipped:]
         read, offset = read + len(raw), offset + len(block)
     raise fault
@@ -89,24 +88,27 @@ def _too_large() -> DropReason:
 
 def split_lines(blocks: Iterable[Block]) -> Iterator[RawRow]:
     """Yield the lines that are not blank."""
-    rest, number, start, too_large = b"", 0, 0, False
+    rest, number, start, too_large = b"", 1, 0, False
     try:
         for offset, block in blocks:
             start = offset - len(rest)
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
-                number += 1
                 if too_large or line.strip():
                     yield RawRow(number, start, _too_large() if too_large else line)
                 start += len(line) + 1
-                too_large = False
+                number, too_large = number + 1, False
             if len(rest) > MAX_ROW_BYTES:
                 too_large, rest = True, b""
     except DropReason as fault:
-        yield RawRow(number + 1, start, fault)
+        yield RawRow(number, start, fault)
         return
-    if too_large or rest.strip():
-        yield RawRow(number + 1, start, _too_large() if too_large else rest, has_end=False)
+    if too_large:
+        yield RawRow(number, start, _too_large())
+    elif rest.strip():
+        detail = "the last line is not complete; its writer was probably stopped"
+        is_whole = rest.rstrip().endswith(b"}")
+        yield RawRow(number, start, rest if is_whole else DropReason("truncated", detail))
 
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.S)
@@ -119,62 +121,51 @@ def split_values(blocks: Iterable[Block], level: int) -> Iterator[RawRow]:
     Only brackets outside strings are counted. So there is no recursion, at most one row is in
     memory, and a row that is not valid JSON does not hide the next.
     """
-    number = depth = start = offset = 0
+    number, depth, start, offset = 1, 0, 0, 0
     held = bytearray()  # what came since the last row began or ended
     in_string = False
     fault: DropReason | None = None
     try:
         for offset, block in _keep_escapes_whole(blocks):
             at = first = 0  # `held` continues in this block at `first`
-            while level >= 0:
-                if in_string:
-                    end = _STRING_END.match(block, at)
-                    if end is None:
-                        break
-                    at, in_string = end.end(), False
-                token = _TOKEN.search(block, at)
+            while True:
+                token = (_STRING_END.match if in_string else _TOKEN.search)(block, at)
                 if token is None:
                     break
                 at = token.end()
-                in_string = token[0] == b'"'
-                if at - token.start() > 1 or in_string:
+                in_string = not in_string and token[0] == b'"'
+                if token[0][-1:] == b'"':
                     continue
-                before, depth = depth, depth + (1 if token[0] in b"[{" else -1)
+                before, depth = depth, max(0, depth + (1 if token[0] in b"[{" else -1))
                 if before == level:  # between two rows: the next begins, or the array ends
                     if stray := _stray_text(held + block[first : token.start()]):
-                        number += 1
                         yield RawRow(number, offset, stray)
+                        number += 1
                     held, first = bytearray(), token.start()
                     start = offset + first
-                    if depth < before:
-                        level, first = -1, at
+                    if depth <= before:
+                        level, first = 0, at
                 elif depth == level:  # a row ends, or the array begins
                     if depth < before:
-                        number += 1
                         yield RawRow(number, start, fault or bytes(held + block[first:at]))
-                        fault = None
+                        number, fault = number + 1, None
                     held, first = bytearray(), at
                 elif depth > MAX_DEPTH + level:
                     detail = f"more than {MAX_DEPTH} values inside each other"
                     fault = fault or DropReason("too_deep", detail)
             held += block[first:]
-            if level < 0:
-                held = held.strip()[:1]  # text behind the array is a fault, whatever it is
             if len(held) > MAX_ROW_BYTES:
                 fault = fault or _too_large()
             if fault:
                 held.clear()  # the row is lost: do not hold it
     except DropReason as damage:
-        yield RawRow(number + 1, offset, damage)
+        yield RawRow(number, offset, damage)
         return
     if depth > 0 or in_string or fault:
-        detail = f"the file ends inside row {number + 1}; its writer was probably stopped"
-        yield RawRow(number + 1, start, fault or DropReason("truncated", detail))
-    elif level < 0 and held:
-        end_of_array = DropReason("bad_json", "text after the end of the array")
-        yield RawRow(number + 1, offset, end_of_array)
+        detail = f"the file ends inside row {number}; its writer was probably stopped"
+        yield RawRow(number, start, fault or DropReason("truncated", detail))
     elif stray := _stray_text(held):
-        yield RawRow(number + 1, offset, stray)
+        yield RawRow(number, offset, stray)
 
 
 def _stray_text(between: bytearray) -> DropReason | None:
@@ -186,11 +177,9 @@ def _stray_text(between: bytearray) -> DropReason | None:
 
 def _keep_escapes_whole(blocks: Iterable[Block]) -> Iterator[Block]:
     """Yield blocks of which none ends between a backslash and the character that it escapes."""
-    rest = b""
-    end = 0
+    rest, end = b"", 0
     for offset, block in blocks:
-        start = offset - len(rest)
-        block = rest + block
+        start, block = offset - len(rest), rest + block
         cut = len(block) - (len(block) - len(block.rstrip(b"\\"))) % 2
         rest, end = block[cut:], start + cut
         yield start, block[:cut]

@@ -11,32 +11,26 @@ one place, and is scored once.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rather.data.batch import PairBatch, Segments, TokenPair
+from rather.data.batch import PairBatch, Segments, Span, TokenPair
 
+Numbers = Sequence[int]
+Pairs = Sequence[TokenPair]
 Places = NDArray[np.int64]
 Tokens = NDArray[np.int32]
 
-FILLER_SEGMENT = (
-    256  # the longest segment of fillers, so that attention over them costs next to nothing
-)
+FILLER_SEGMENT = 256  # the longest segment of fillers: attention over them costs next to nothing
 
 
 def pack(
-    pairs: Sequence[TokenPair],
-    budget: int,
-    max_pairs: int | None = None,
-    *,
-    ladder: int = 0,
-    ranks: int = 1,
+    pairs: Pairs, budget: int, max_pairs: int | None = None, *, ladder: int = 0, ranks: int = 1
 ) -> list[PairBatch]:
     """Return the pairs of one step as micro-batches of at most `budget` tokens, `max_pairs` pairs.
 
@@ -44,7 +38,7 @@ def pack(
     sizes, each of which is compiled once. The number of batches is a multiple of `ranks`; the
     missing ones have no pairs.
     """
-    units = list(_units(pairs, budget, max_pairs or len(pairs)))
+    units = _units(pairs, budget, max_pairs or len(pairs))
     sizes, counts = [unit.tokens for unit in units], [len(unit.places) for unit in units]
     if ladder:
         filled = _on_the_ladder(sizes, counts, budget, max_pairs, min(ladder, budget), ranks)
@@ -58,10 +52,10 @@ def pack(
 
 
 def best_fit(
-    sizes: Sequence[int],
-    counts: Sequence[int],
+    sizes: Numbers,
+    counts: Numbers,
     max_pairs: int | None,
-    opened: Sequence[int] = (),
+    opened: Numbers = (),
     further: int = 0,
 ) -> list[list[int]]:
     """Put each unit, largest first, into the fullest bin with room; members stay in step order.
@@ -92,15 +86,17 @@ def best_fit(
 
 
 def _on_the_ladder(
-    sizes: Sequence[int],
-    counts: Sequence[int],
+    sizes: Numbers,
+    counts: Numbers,
     budget: int,
     max_pairs: int | None,
     ladder: int,
     ranks: int,
 ) -> list[tuple[int, list[int]]]:
-    """Return (size, units) of as few bins as possible, of the smallest sizes into which best fit
-    puts all units.
+    """Return (size, units) of as few bins as possible, of the smallest sizes that hold all units.
+
+    Some bins have one size, the others one rung less: with one size alone, four bins would waste
+    up to four rungs. All ranks work on one size at a time.
     """
     top = budget // ladder * ladder
     alone = [(-(-size // ladder) * ladder, [i]) for i, size in enumerate(sizes) if size > top]
@@ -112,104 +108,73 @@ def _on_the_ladder(
     number = max(-(-tokens // top), -(-pairs // (max_pairs or pairs)))
     while True:
         number += -(number + len(alone)) % ranks
+        several = -(-number // (8 * ranks)) * ranks  # at most 8 shapes per size: a short search
         least = max(*sizes, -(-tokens // number))
-        for shape in _shapes(number, range(-(-least // ladder) * ladder, top + 1, ladder), ranks):
-            filled = best_fit(sizes, counts, max_pairs, shape) if sum(shape) >= tokens else []
-            if filled:
-                members = [[small[i] for i in each] for each in filled]
-                return alone + [each for each in zip(shape, members, strict=True) if each[1]]
+        for size in range(-(-least // ladder) * ladder, top + 1, ladder):
+            for larger in (*range(several, number, several), number):
+                shape = [size] * larger + [size - ladder] * (number - larger)
+                filled = best_fit(sizes, counts, max_pairs, shape) if sum(shape) >= tokens else []
+                if filled:
+                    members = ([small[i] for i in each] for each in filled)
+                    return alone + [each for each in zip(shape, members, strict=True) if each[1]]
         number += 1
-
-
-def _shapes(number: int, sizes: range, ranks: int) -> Iterator[list[int]]:
-    """Yield sizes of `number` bins, ascending: some of one size, the others one rung below.
-
-    With one size alone, four bins would waste up to four rungs. All ranks work on one size at a
-    time.
-    """
-    several = -(-number // (8 * ranks)) * ranks  # at most 8 shapes per size keep the search short
-    for size in sizes:
-        for larger in (*range(several, number, several), number):
-            yield [size] * larger + [size - sizes.step] * (number - larger)
 
 
 # --- which tokens several sequences share ---
 
 
-class _Branch(NamedTuple):
-    """A response that branches off an earlier one of its unit after `shared` tokens; the first one
-    shares none.
-    """
-
-    response: Tokens
-    earlier: int
-    shared: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Unit:
-    """Pairs with one prompt and the tree of their sequences."""
+    """Pairs with one prompt and the tree of their responses."""
 
-    places: Sequence[int]
-    branches: Sequence[_Branch]
-    sides: Sequence[
-        int
-    ]  # the branches of the first pair's chosen and rejected response, the second pair's, ...
-    tokens: int
+    def __init__(self, pairs: Pairs, places: Numbers) -> None:
+        self.places, self.prompt = places, pairs[places[0]].prompt
+        # Each branch: a response, and the earlier branch with which it shares so many tokens.
+        self.branches: list[tuple[Tokens, int, int]] = []
+        # The branch and the scored spans of each pair's chosen and rejected response.
+        self.sides: list[tuple[int, tuple[Span, ...]]] = []
+        self.tokens = len(self.prompt)
+        known: dict[bytes, int] = {}
+        ordered: list[bytes] = []  # neighbours in this order have the longest common beginnings
+        for pair in (pairs[place] for place in places):
+            for response, scored in (
+                (pair.chosen, pair.chosen_scored),
+                (pair.rejected, pair.rejected_scored),
+            ):
+                key = response.tobytes()
+                if key not in known:
+                    at = bisect_left(ordered, key)
+                    near = [known[each] for each in ordered[max(0, at - 1) : at + 1]]
+                    common = [common_tokens(response, self.branches[i][0]) for i in near]
+                    shared = max(common, default=0)
+                    earlier = near[common.index(shared)] if shared else 0
+                    ordered.insert(at, key)
+                    known[key] = len(self.branches)
+                    self.branches.append((response, earlier, shared))
+                    self.tokens += len(response) - shared
+                self.sides.append((known[key], scored))
 
 
-def _units(pairs: Sequence[TokenPair], budget: int, max_pairs: int) -> Iterator[_Unit]:
-    """Yield pairs by their prompts, in step order."""
+def _units(pairs: Pairs, budget: int, max_pairs: int) -> list[_Unit]:
+    """Return pairs by their prompts, in step order; what is too large is halved, but no pair is."""
     prompts: dict[bytes | int, list[int]] = {}
     for place, pair in enumerate(pairs):
         # Pairs without a prompt have nothing in common, so each is a unit of its own.
         prompts.setdefault(pair.prompt.tobytes() or place, []).append(place)
-    for places in prompts.values():
-        yield from _split(pairs, places, budget, max_pairs)
+    units, waiting = [], list(prompts.values())[::-1]
+    while waiting:
+        places = waiting.pop()
+        unit = _Unit(pairs, places)
+        if len(places) == 1 or (unit.tokens <= budget and len(places) <= max_pairs):
+            units.append(unit)
+        else:
+            half = (len(places) + 1) // 2
+            waiting += [places[half:], places[:half]]
+    return units
 
 
-def _split(
-    pairs: Sequence[TokenPair], places: Sequence[int], budget: int, max_pairs: int
-) -> Iterator[_Unit]:
-    """Yield one unit, or its halves if it is too large; a single pair is never split."""
-    unit = _unit(pairs, places)
-    if len(places) == 1 or (unit.tokens <= budget and len(places) <= max_pairs):
-        yield unit
-        return
-    half = (len(places) + 1) // 2
-    for part in (places[:half], places[half:]):
-        yield from _split(pairs, part, budget, max_pairs)
-
-
-def _unit(pairs: Sequence[TokenPair], places: Sequence[int]) -> _Unit:
-    branches: list[_Branch] = []
-    known: dict[bytes, int] = {}
-    ordered: list[bytes] = []  # neighbours in this order have the longest common beginnings
-    sides: list[int] = []
-    tokens = len(pairs[places[0]].prompt)
-    for place in places:
-        for response in (pairs[place].chosen, pairs[place].rejected):
-            key = response.tobytes()
-            if key not in known:
-                at = bisect_left(ordered, key)
-                shared, earlier = 0, 0
-                for near in ordered[max(0, at - 1) : at + 1]:
-                    common = _common(response, branches[known[near]].response)
-                    if common > shared:
-                        shared, earlier = common, known[near]
-                ordered.insert(at, key)
-                known[key] = len(branches)
-                branches.append(_Branch(response, earlier, shared))
-                tokens += len(response) - shared
-            sides.append(known[key])
-    return _Unit(places, branches, sides, tokens)
-
-
-def _common(one: Tokens, other: Tokens) -> int:
+def common_tokens(one: Tokens, other: Tokens) -> int:
     """Return how many tokens both begin with."""
     length = min(len(one), len(other))
-    if not length or one[0] != other[0]:
-        return 0
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
 
@@ -230,13 +195,9 @@ class _Layout:
         self.q_lens: list[int] = []
 
     def add(self, ids: Sequence[Tokens], beginning: Places) -> Places:
-        """Lay out tokens that follow those at the places `beginning`; return the places of the
-        whole sequence.
-        """
+        """Lay out tokens that follow those at `beginning`; return the places of the sequence."""
         start, end, shared = self.start, self.start + sum(map(len, ids)), len(beginning)
-        path = (
-            np.concatenate([beginning, self.count[start:end]]) if shared else self.count[start:end]
-        )
+        path = np.concatenate([beginning, self.count[start:end]])
         if end > start:
             self.ids += ids
             self.positions.append(self.count[shared : shared + end - start])
@@ -246,48 +207,37 @@ class _Layout:
             self.start = end
         return path
 
-    def add_unit(self, prompt: Tokens, branches: Sequence[_Branch]) -> list[Places]:
-        """Return the places of each branch's sequence.
 
-        The prompt's queries belong to the first response's segment.
-        """
-        paths = [self.add((prompt, branches[0].response), self.count[:0])]
-        for response, earlier, shared in branches[1:]:
-            paths.append(self.add((response[shared:],), paths[earlier][: len(prompt) + shared]))
-        return paths
-
-    def fill_up(self) -> None:
-        while left := len(self.count) - self.start:
-            self.add((np.zeros(min(left, FILLER_SEGMENT), np.int32),), self.count[:0])
-
-
-def _pack_bin(pairs: Sequence[TokenPair], units: Sequence[_Unit], size: int) -> PairBatch:
+def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int) -> PairBatch:
     real_tokens = sum(unit.tokens for unit in units)
     layout = _Layout(max(size, real_tokens))
-    places = [place for unit in units for place in unit.places]
-    scored, lengths = [layout.count[:0]], list[int]()
+    nothing = layout.count[:0]
+    scored, lengths = [nothing], list[int]()
     for unit in units:
-        paths = layout.add_unit(pairs[unit.places[0]].prompt, unit.branches)
-        both = (
-            spans
-            for place in unit.places
-            for spans in (pairs[place].chosen_scored, pairs[place].rejected_scored)
-        )
-        for side, spans in zip(unit.sides, both, strict=True):
-            scored += [paths[side][first:end] for first, end in spans]
+        paths: list[Places] = []
+        for response, earlier, shared in unit.branches:
+            if paths:
+                beginning = paths[earlier][: len(unit.prompt) + shared]
+                paths.append(layout.add((response[shared:],), beginning))
+            else:  # the prompt is in the segment of the first response
+                paths.append(layout.add((unit.prompt, response), nothing))
+        for branch, spans in unit.sides:
+            scored += [paths[branch][first:end] for first, end in spans]
             lengths.append(sum(end - first for first, end in spans))
-    layout.fill_up()
-    ids = np.concatenate(layout.ids, dtype=np.int64)
-    k_lens = [len(keys) for keys in layout.keys]
+    while left := len(layout.count) - layout.start:
+        layout.add((np.zeros(min(left, FILLER_SEGMENT), np.int32),), nothing)
+    places = [place for unit in units for place in unit.places]
     tensors: dict[str, Any] = {
         f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
         for name in ("weight", "margin", "soft_label")
     }
-    tensors |= {"ids_N": ids, "positions_N": np.concatenate(layout.positions)}
+    tensors["pair_P"] = np.asarray(places, np.int64)
+    tensors["positions_N"] = np.concatenate(layout.positions)
+    tensors["ids_N"] = ids = np.concatenate(layout.ids, dtype=np.int64)
     tensors |= _scored_tokens(
         np.concatenate(scored), np.asarray(lengths, np.int64), ids, layout.before
     )
-    tensors["pair_P"] = np.asarray(places, np.int64)
+    k_lens = [len(keys) for keys in layout.keys]
     return PairBatch(
         segments=Segments.of(layout.q_lens, k_lens, torch.from_numpy(np.concatenate(layout.keys))),
         real_tokens=real_tokens,
@@ -296,26 +246,19 @@ def _pack_bin(pairs: Sequence[TokenPair], units: Sequence[_Unit], size: int) -> 
 
 
 def _scored_tokens(places: Places, lengths: Places, ids: Places, before: Places) -> dict[str, Any]:
-    """Return each place at which a token counts once, and where it counts, response after
-    response.
-    """
+    """Return each place that is scored once, and for which responses it counts."""
     assert len(places) == lengths.sum(), "a scored span leaves its sequence"
-    longer_by = lengths - lengths.reshape(-1, 2).min(axis=1).repeat(2)
-    shared = np.ones(len(places))
-    for end, excess in zip(lengths.cumsum().tolist(), longer_by.tolist(), strict=True):
-        shared[end - excess : end] = 0
     hit = np.zeros(len(ids), dtype=bool)
     hit[places] = True
-    unique = np.flatnonzero(hit)
-    number = np.empty(len(ids), dtype=np.int64)
-    number[unique] = np.arange(len(unique))
-    rows = before.take(unique)
+    rows = before[hit]
     assert (rows >= 0).all(), "nothing predicts the first token"
+    length_P2 = lengths.reshape(-1, 2)
+    within = np.arange(len(places)) - (lengths.cumsum() - lengths).repeat(lengths)
     return {
         "rows_U": rows,
-        "targets_U": ids.take(unique),
-        "token_T": number.take(places),
+        "targets_U": ids[hit],
+        "token_T": (hit.cumsum() - 1)[places],
         "cell_T": np.arange(len(lengths)).repeat(lengths),
-        "shared_T": shared,
-        "length_P2": lengths.reshape(-1, 2).astype(np.float64),
+        "shared_T": (within < length_P2.min(axis=1).repeat(2).repeat(lengths)).astype(np.float64),
+        "length_P2": length_P2.astype(np.float64),
     }

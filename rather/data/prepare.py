@@ -27,20 +27,12 @@ from rather.config.strategies import data_parallel
 from rather.data.cache import Cache, batch_writer, file_sha, text_sha
 from rather.data.findings import examine, mix
 from rather.data.formats import RowLayout
-from rather.data.pairs import PairDataset, PairFile
+from rather.data.pairs import PairDataset
 from rather.data.pool import ChildLimits, setup_of, tokenised
-from rather.data.progress import bar
 from rather.data.prompt_check import PromptCheck, check_own_template
 from rather.data.read import DataFile, chunks, find_sources
-from rather.data.report import (
-    TOO_LONG,
-    RowCounts,
-    as_lines,
-    figures,
-    leakage,
-    share_dropped,
-    with_paths,
-)
+from rather.data.report import TOO_LONG, RowCounts, add_paths, as_lines, share_dropped
+from rather.data.show import bar
 from rather.data.template import ALIASES, TEMPLATES, choose_template, load_tokenizer
 from rather.data.tokens import TokenRecipe
 from rather.errors import DataError
@@ -93,15 +85,13 @@ def prepare(
     }
     evals: dict[str, PairDataset] = {}
     for name, files in validation.sets.items():
-        evals[name], found = builder.dataset(files, validation, [1.0] * len(files))
-        report["evals"][name] = leakage(train, evals[name], {**found, **figures(evals[name])})
+        evals[name], report["evals"][name] = builder.dataset(files, validation, [1.0] * len(files))
     _check(config, report)
     if validation.split is not None:
         train, evals[""] = held_out(train, validation.split, config.data_seed)
-        held = {"pairs": len(evals[""]), "held_out_of": "train"}
-        report["evals"][""] = held | figures(evals[""])
+        report["evals"][""] = {"pairs": len(evals[""]), "held_out_of": "train"}
     check_even(config, len(train), data_parallel(config.actor_train))
-    train_report |= {**figures(train), "used": len(train)}
+    train_report["used"] = len(train)
     report["warnings"] += _warnings(config, train, train_report)
     report["look"] = examine(train, evals, report)
     return Prepared(train, evals, report)
@@ -255,7 +245,8 @@ class _Builder:
         for group, weight in zip(groups, weights, strict=True):
             parts.append((counts[first], counts[first + len(group)], weight))
             first += len(group)
-        report = with_paths(report, sources) | {"overlong": data.overlong, "cache": str(file.path)}
+        add_paths(report, sources)
+        report |= {"overlong": data.overlong, "cache": str(file.path)}
         return PairDataset(file, address, parts), report
 
     def _columns(self, data: DataArgs) -> dict[str, str]:
@@ -314,8 +305,7 @@ class _Builder:
                 counts.add(source, result.head, batch.num_rows)
                 prompts.add(result, result.head["prompts"])
                 done = sum(sizes[:source]) + result.chunk.done * sizes[source]
-                advance(done, f"{sum(counts.rows)} rows")
-        counts.add_repeats(PairFile(target))
+                advance(done, f"{counts.rows} rows")
         if template is None and first:
             own = check_own_template(self.tokenizer, setup, first, sources, self.limits)
             prompts = own or prompts

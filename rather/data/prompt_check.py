@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from rather.data.findings import Json
 from rather.data.pool import ChildLimits, ChunkResult, tokenised
 from rather.data.read import DataFile
+from rather.data.report import Json
 from rather.data.template import own_template
 from rather.data.tokens import Ids
 from rather.errors import DataError

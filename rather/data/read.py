@@ -9,9 +9,9 @@ rows in arrays and tables, from 1.
 from __future__ import annotations
 
 import codecs
-import difflib
 import gzip
 import json
+import math
 import re
 import zlib
 from collections import Counter
@@ -30,6 +30,7 @@ CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 
 TAR = slice(257, 262)  # where a tar archive has its mark
+TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 PACKED = {
     b"\x28\xb5\x2f\xfd": "packed by zstd",
     b"BZh": "packed by bzip2",
@@ -37,6 +38,7 @@ PACKED = {
     b"PK\x03\x04": "a zip archive",
     b"ustar": "a tar archive",
 }
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Chunk:
     rows: tuple[RawRow, ...] = ()
     table: bytes = b""
     first: int = 1
-    done: float = 0.0  # the share of the file that has been read
+    done: float = 0.0  # the share of the file that has been read; 0 for Arrow
 
 
 # ---- finding files
@@ -73,21 +75,13 @@ def find_sources(path: Path) -> list[DataFile]:
         raise DataError(f"{path}: only local files are read; download it first and give the path.")
     path = path.expanduser().absolute()
     try:
-        if not path.exists():
-            raise DataError(f"{path}: no such file{_similar_names(path)}.")
-        files = _arrow_files(path) if path.is_dir() else [path]
+        return [_detect_kind(file) for file in (_arrow_files(path) if path.is_dir() else [path])]
+    except FileNotFoundError as error:
+        raise DataError(f"{error.filename}: no such file; check the path.") from error
     except OSError as error:  # such as a folder that may not be searched
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    return [_detect_kind(file) for file in files]
-
-
-def _similar_names(path: Path) -> str:
-    parent = path.parent
-    if not parent.is_dir():
-        return f", and no folder {parent}"
-    names = sorted(entry.name for entry in parent.iterdir())
-    near = difflib.get_close_matches(path.name, names, 3, 0.5) or names[:5]
-    return f"; the folder holds {', '.join(near)}" if near else "; the folder is empty"
+        raise DataError(
+            f"{error.filename or path}: cannot be read ({error.strerror or error})."
+        ) from error
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -101,11 +95,6 @@ def _arrow_files(folder: Path) -> list[Path]:
             raise DataError(
                 f"{state}: does not list the data files of its folder ({error!r})."
             ) from error
-    if not files and (folder / "dataset_dict.json").is_file():
-        splits = ", ".join(sorted(file.parent.name for file in folder.glob("*/state.json")))
-        raise DataError(
-            f"{folder}: holds several sets ({splits}); name one of them, such as {folder}/train."
-        )
     for file in files:
         if file.resolve().parent != folder.resolve():
             raise DataError(
@@ -117,44 +106,37 @@ def _arrow_files(folder: Path) -> list[Path]:
     if not files:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise DataError(
-            f"{folder}: a folder without .arrow files (it holds {inside}); name a file in it."
+            f"{folder}: a folder without .arrow files (it holds {inside}); name one of them."
         )
     return files
 
 
 def _detect_kind(path: Path) -> DataFile:
-    try:
-        if path.exists() and not path.is_file():
-            raise DataError(f"{path}: not a regular file; copy its content to one.")
-        with path.open("rb") as file:
-            head = file.read(TAR.stop)
-        for first, name in PACKED.items():
-            if head.startswith(first) or head[TAR] == first:
-                raise DataError(f"{path}: {name}, which is not read; unpack it first, or use gzip.")
-        if head.startswith(b"PAR1"):
-            return DataFile(path, "parquet")
-        if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
-            return DataFile(path, "arrow")
-        gzipped = head.startswith(b"\x1f\x8b")
-        return DataFile(path, _text_kind(path, gzipped), gzipped)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
-
-
-def _text_kind(path: Path, gzipped: bool) -> str:
-    with gzip.open(path) if gzipped else path.open("rb") as file:
-        try:
-            head = file.read(4096)
-        except (EOFError, gzip.BadGzipFile, zlib.error):
-            return "jsonl"  # the reader meets the same fault and counts it
-    if head.startswith((b"PAR1", b"ARROW1")) or head[TAR] == b"ustar":
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: not a regular file; copy its content to one.")
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if gzipped := head.startswith(b"\x1f\x8b"):
+        with gzip.open(path) as unpacked:
+            try:
+                head = unpacked.read(4096)
+            except (EOFError, gzip.BadGzipFile, zlib.error):
+                head = b""  # the reader meets the same fault and counts it
+    packed = next((m for m in PACKED if head.startswith(m) or head[TAR] == m), None)
+    table = next((kind for mark, kind in TABLES.items() if head.startswith(mark)), None)
+    if gzipped and (packed or table):
         raise DataError(f"{path}: a gzipped table or archive; unpack it first (gzip -d).")
+    if packed:
+        raise DataError(
+            f"{path}: {PACKED[packed]}, which is not read; unpack it first, or use gzip."
+        )
     text = head.replace(b"\0", b"")  # UTF-16 text has one next to each letter
     for mark in (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         text = text.removeprefix(mark)
-    if text.lstrip().startswith(b"["):
-        return "json"
-    return "objects" if re.match(rb"\s*\{[ \t\r]*\n", text) else "jsonl"
+    is_array = text.lstrip().startswith(b"[")
+    is_indented = re.match(rb"\s*\{[ \t\r]*\n", text)
+    kind = table or ("json" if is_array else "objects" if is_indented else "jsonl")
+    return DataFile(path, kind, gzipped)
 
 
 # ---- cutting files into rows
@@ -162,20 +144,17 @@ def _text_kind(path: Path, gzipped: bool) -> str:
 
 def chunks(source: DataFile, index: int, encoding: str = "utf-8") -> Iterator[Chunk]:
     """Yield all rows of a file, in order, in chunks of bounded size."""
-    if source.kind in ("parquet", "arrow"):
+    if source.kind in TABLES.values():
         yield from _table_chunks(source, index)
         return
     total = max(1, source.path.stat().st_size)
     with source.path.open("rb") as raw:
         file = gzip.GzipFile(fileobj=raw) if source.gzipped else raw
         blocks = read_blocks(file, source.path, encoding)
+        level = {"json": 1, "objects": 0}.get(source.kind)
         rows: list[RawRow] = []
         size = 0
-        for row in (
-            split_lines(blocks)
-            if source.kind == "jsonl"
-            else split_values(blocks, level=1 if source.kind == "json" else 0)
-        ):
+        for row in split_lines(blocks) if level is None else split_values(blocks, level):
             rows.append(row)
             size += len(row.content) if isinstance(row.content, bytes) else 0
             if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
@@ -188,10 +167,11 @@ def chunks(source: DataFile, index: int, encoding: str = "utf-8") -> Iterator[Ch
 def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
     first = 1
     try:
-        for batch, done in _batches(source):
+        rows = pq.read_metadata(source.path).num_rows if source.kind == "parquet" else math.inf
+        for batch in _batches(source):
             for start in range(0, batch.num_rows, CHUNK_ROWS):
                 part = batch.slice(start, CHUNK_ROWS)
-                yield Chunk(index, table=as_message(part), first=first, done=done)
+                yield Chunk(index, table=as_message(part), first=first, done=first / rows)
                 first += part.num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(
@@ -199,24 +179,18 @@ def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
         ) from error
 
 
-def _batches(source: DataFile) -> Iterator[tuple[pa.RecordBatch, float]]:
-    """Yield the record batches of a table, and the share of the file that has been read."""
+def _batches(source: DataFile) -> Iterator[pa.RecordBatch]:
     if source.kind == "parquet":
         with pq.ParquetFile(source.path, memory_map=True) as file:
-            read = 0
-            for batch in file.iter_batches(CHUNK_ROWS):
-                read += batch.num_rows
-                yield batch, read / max(1, file.metadata.num_rows)
+            yield from file.iter_batches(CHUNK_ROWS)
         return
     with pa.memory_map(str(source.path)) as mapped:
         if mapped.read(6) == b"ARROW1":
             opened = pa.ipc.open_file(mapped)
-            for i in range(opened.num_record_batches):
-                yield opened.get_batch(i), (i + 1) / opened.num_record_batches
+            yield from map(opened.get_batch, range(opened.num_record_batches))
         else:
             mapped.seek(0)
-            for batch in pa.ipc.open_stream(mapped):
-                yield batch, mapped.tell() / max(1, mapped.size())
+            yield from pa.ipc.open_stream(mapped)
 
 
 def as_message(batch: pa.RecordBatch) -> bytes:
@@ -234,7 +208,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> Row:
     values = dict(pairs)
     if len(values) < len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -250,7 +224,7 @@ TOO_DEEP = ("too_deep", "too many values inside each other")
 HALF_CHARACTER = ("bad_unicode", "half of a surrogate pair (\\ud800 ... \\udfff) is alone")
 
 
-def _parse(raw: bytes, offset: int) -> dict[str, Any] | DropReason:
+def _parse(raw: bytes, offset: int) -> Row | DropReason:
     """Return one row of text as an object, or why it is not one."""
     try:
         row = _DECODER.decode(raw.decode("utf-8").strip())
@@ -273,31 +247,19 @@ def _parse(raw: bytes, offset: int) -> dict[str, Any] | DropReason:
     return row
 
 
-def parsed_rows(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any] | DropReason]]:
+def parsed_rows(chunk: Chunk) -> Iterator[tuple[int, Row | DropReason]]:
     """Yield the rows of a chunk with their numbers."""
     if chunk.table:
-        yield from enumerate(_table_rows(chunk.table), chunk.first)
-    for number, offset, raw, has_end in chunk.rows:
-        row = _parse(raw, offset) if isinstance(raw, bytes) else raw
-        if (
-            not has_end
-            and isinstance(raw, bytes)
-            and isinstance(row, DropReason)
-            and not raw.rstrip().endswith(b"}")
-        ):
-            detail = (
-                f"the last line is not complete; its writer was probably stopped ({row.detail})"
-            )
-            row = DropReason("truncated", detail)
-        yield number, row
+        batch = pa.ipc.open_stream(chunk.table).read_next_batch()
+        yield from enumerate(_table_rows(batch), chunk.first)
+    for number, offset, raw in chunk.rows:
+        yield number, _parse(raw, offset) if isinstance(raw, bytes) else raw
 
 
-def _table_rows(message: bytes) -> list[dict[str, Any] | DropReason]:
-    batch = pa.ipc.open_stream(message).read_next_batch()
+def _table_rows(batch: pa.RecordBatch) -> list[Row | DropReason]:
     try:
         return list(batch.to_pylist())
     except UnicodeDecodeError as error:  # strings of a table are not checked when it is written
         if batch.num_rows == 1:
             return [DropReason("bad_encoding", f"a text of the table is not UTF-8 ({error})")]
-        rows = (batch.slice(i, 1) for i in range(batch.num_rows))
-        return [row for one in rows for row in _table_rows(as_message(one))]
+        return [row for i in range(batch.num_rows) for row in _table_rows(batch.slice(i, 1))]

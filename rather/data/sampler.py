@@ -11,18 +11,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Part = tuple[int, int, float]  # first row, end row, mixing weight
 Rows = NDArray[np.integer[Any]]
-
-
-class _Epoch(NamedTuple):
-    rows: Rows  # all of them in order
-    cuts: NDArray[np.int64]  # where each step begins, and the end
+Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +34,20 @@ class Order:
     parts: tuple[Part, ...]
     batch: int
     seed: int
-    groups: NDArray[np.int64] | None = None
+    groups: Places | None = None
 
     def pairs_in(self, epoch: int) -> int:
         """Return the pairs of an epoch; with groups and fractional weights, epochs differ."""
-        return sum(map(_rows_in, self.parts)) if self.groups is None else len(self.epoch(epoch))
+        if self.groups is not None:
+            return len(self.epoch(epoch))
+        return sum(round((end - first) * weight) for first, end, weight in self.parts)
 
-    def steps_in(self, epoch: int) -> int:
+    @cached_property
+    def steps_in(self) -> Callable[[int], int]:
+        """Return the steps of an epoch; remembered, because counting groups draws the epoch."""
         if self.groups is None:
-            return math.ceil(self.pairs_in(0) / self.batch)
-        if epoch not in self._known_steps:
-            self._known_steps[epoch] = len(self._epoch(epoch).cuts) - 1
-        return self._known_steps[epoch]
+            return lambda _: math.ceil(self.pairs_in(0) / self.batch)
+        return lru_cache(None)(lambda epoch: len(self._epoch(epoch)[1]) - 1)
 
     def steps(self, epochs: float, limit: float = math.inf) -> int:
         """Return the optimizer steps in so many (perhaps fractional) epochs, at most `limit`."""
@@ -57,11 +55,11 @@ class Order:
         for epoch in range(whole):
             before += self.steps_in(epoch)
             if before >= limit:
-                break
-        if before < limit and epochs > whole:
+                return int(limit)
+        if epochs > whole:
             wanted = (epochs - whole) * self.pairs_in(whole)
             # In floating point, 1.1 - 1 is more than 0.1.
-            before += int(np.searchsorted(self._epoch(whole).cuts, wanted - 1e-9 * self.batch))
+            before += int(np.searchsorted(self._epoch(whole)[1], wanted - 1e-9 * self.batch))
         return int(min(before, limit))
 
     def epoch(self, epoch: int) -> Rows:
@@ -69,7 +67,7 @@ class Order:
 
         A part of weight 2 comes twice, one of 0.5 gives a new half each epoch.
         """
-        return self._epoch(epoch).rows
+        return self._epoch(epoch)[0]
 
     def step(self, step: int) -> Rows:
         """Return the rows of the optimizer step that follows `step` finished ones."""
@@ -78,9 +76,7 @@ class Order:
         return rows[cuts[place] : cuts[place + 1]]
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of the step that follows `step` finished ones, and its number within
-        the epoch.
-        """
+        """Return epoch and number within it of the step that follows `step` finished ones."""
         if self.groups is None:
             return divmod(step, self.steps_in(0))
         epoch = 0
@@ -102,54 +98,35 @@ class Order:
         return place == 0 and epoch > 0
 
     @cached_property
-    def _known_steps(self) -> dict[int, int]:
-        return {}
+    def _epoch(self) -> Callable[[int], tuple[Rows, Places]]:
+        """Return the rows of an epoch, and where its steps begin, with the end."""
+        # Two, because prefetching needs the next epoch at the end of one.
+        return lru_cache(maxsize=2)(self._draw_epoch)
 
-    @cached_property
-    def _epoch(self) -> Callable[[int], _Epoch]:
-        return lru_cache(maxsize=2)(
-            self._draw_epoch
-        )  # prefetching needs the next one at the end of an epoch
-
-    def _draw_epoch(self, epoch: int) -> _Epoch:
+    def _draw_epoch(self, epoch: int) -> tuple[Rows, Places]:
         random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
         if self.groups is None:
             rows = _shuffle(self.parts, random)
-            return _Epoch(rows, np.append(np.arange(0, len(rows), self.batch), len(rows)))
+            return rows, np.append(np.arange(0, len(rows), self.batch), len(rows))
         parts = [(*np.searchsorted(self.groups, part[:2]).tolist(), part[2]) for part in self.parts]
         drawn = _shuffle(parts, random)
-        rows_end = max(end for _, end, _ in self.parts)
-        sizes = np.diff(self.groups, append=rows_end)[drawn]
+        sizes = np.diff(self.groups, append=max(end for _, end, _ in self.parts))[drawn]
         ends = sizes.cumsum()
         rows = np.arange(sizes.sum()) + (self.groups[drawn] - ends + sizes).repeat(sizes)
-        return _Epoch(rows, _whole_groups(ends.tolist(), self.batch))
-
-
-def _whole_groups(ends: list[int], batch: int) -> NDArray[np.int64]:
-    """Return where steps of whole groups begin, and the end: as many groups as a batch holds, at
-    least one.
-    """
-    cuts, taken = [0], 0
-    while taken < len(ends):
-        taken = max(taken + 1, bisect_right(ends, cuts[-1] + batch, lo=taken))
-        cuts.append(ends[taken - 1])
-    return np.asarray(cuts, dtype=np.int64)
-
-
-def _rows_in(part: Part) -> int:
-    first, end, weight = part
-    return round((end - first) * weight)
+        cuts, taken, each = [0], 0, ends.tolist()
+        while taken < len(each):  # as many groups as a batch holds, at least one
+            taken = max(taken + 1, bisect_right(each, cuts[-1] + self.batch, lo=taken))
+            cuts.append(each[taken - 1])
+        return rows, np.asarray(cuts, dtype=np.int64)
 
 
 def _shuffle(parts: Sequence[Part], random: np.random.Generator) -> Rows:
     """Return drawn rows, shuffled in place and in 4 bytes each: a driver keeps them in memory."""
-    rows = np.concatenate([_draw(part, random) for part in parts])
-    random.shuffle(rows)
-    return rows
-
-
-def _draw(part: Part, random: np.random.Generator) -> Rows:
-    first, end, _ = part
-    rows = np.arange(first, end, dtype=np.int32 if end < 1 << 31 else np.int64)
-    times, rest = divmod(_rows_in(part), max(1, len(rows)))
-    return np.concatenate([np.tile(rows, times), random.permutation(rows)[:rest]])
+    drawn: list[Rows] = []
+    for first, end, weight in parts:
+        rows = np.arange(first, end, dtype=np.int32 if end < 1 << 31 else np.int64)
+        times, rest = divmod(round((end - first) * weight), max(1, len(rows)))
+        drawn += [np.tile(rows, times), random.permutation(rows)[:rest]]
+    shuffled = np.concatenate(drawn)
+    random.shuffle(shuffled)
+    return shuffled

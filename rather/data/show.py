@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.progress import Progress
+from rich.table import Column, Table
 from rich.text import Text
 
-from rather.data.findings import Json, number_rows, sets_of
+from rather.data.findings import sets_of
 from rather.data.pairs import PairDataset
-from rather.data.report import MEANINGS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rather.data.report import MEANINGS, Json
 
 GROUPS = {"dropped": "red", "changed": "yellow", "warned": "yellow"}
 SEVERITIES = {"serious": "bold red", "warning": "yellow", "info": "dim"}
 COLOURS = {"chosen": "green", "rejected": "red"}
 SIDES = ("chosen", "rejected")
 MOST_TOKENS = 1000  # shown of each side on a page
+MOST_PLACES = 3
 WINDOW = 32  # tokens that are decoded together
 
 
-def print_report(report: Json, console: Console) -> None:
-    """Print one table with every set: rows read, dropped and changed; then all warnings and
-    findings.
+@contextmanager
+def bar(console: Console, what: str, total: float) -> Iterator[Callable[[float, str], None]]:
+    """Show a bar on a terminal, and print a line every ten seconds elsewhere.
+
+    Yield a function that takes how much is done, and a word about it.
     """
-    table = _table("Data", "set", "what", "count", "first places")
-    for name in sets_of(report):
-        rows = [row for row in report_rows(report) if row[0] == name]
-        for i, (_, what, count, detail, style) in enumerate(rows):
-            table.add_row(escape(name) if i == 0 else "", what, count, escape(detail), style=style)
-        table.add_section()
+    started = printed = monotonic()
+    shown = Progress(console=console, transient=True, disable=not console.is_terminal)
+    task = shown.add_task(what, total=max(1, total))
+
+    def advance(done: float, detail: str) -> None:
+        nonlocal printed
+        text = f"{what}: {detail}"
+        shown.update(task, completed=done, description=text)
+        if not console.is_terminal and monotonic() - printed >= 10:
+            printed = monotonic()
+            console.print(f"{text}, {printed - started:.0f} s", highlight=False)
+
+    with shown:
+        yield advance
+
+
+def print_report(report: Json, console: Console) -> None:
+    """Print rows read, dropped and changed of every set; then all warnings and findings."""
+    table = Table("set", "what", Column("count", justify="right"), "first places", title="Data")
+    before = ""
+    for name, what, count, detail, style in report_rows(report):
+        if name != before:
+            table.add_section()
+        shown = escape(name) if name != before else ""
+        table.add_row(shown, what, count, escape(detail), style=style)
+        before = name
     console.print(table)
     for warning in report["warnings"]:
         console.print(f"[yellow]warning:[/] {escape(warning)}")
@@ -45,28 +68,30 @@ def print_report(report: Json, console: Console) -> None:
 
 
 def report_rows(report: Json) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield set, what, count, detail and style of each row of the table, for the terminal and the
-    page.
-    """
+    """Yield set, what, count, detail and style of each row, for the terminal and the page."""
+    analysed = report.get("look", {"sets": {}})["sets"]
     for name, entry in sets_of(report).items():
         if "rows" in entry:
-            files = ", ".join(short(file["path"]) for file in entry.get("files", ()))
+            files = ", ".join(short(file["path"]) for file in entry["files"])
             yield name, "rows read", f"{entry['rows']:,}", files, ""
-        template = entry.get("template", {}).get("name", "")
-        detail = f"template {template}" if template else ""
         if "held_out_of" in entry:
             detail = f"held out of {entry['held_out_of']}"
+        else:
+            detail = f"template {entry['template']['name']}"
         yield name, "pairs kept", f"{entry['pairs']:,}", detail, "bold"
         if entry.get("used", entry["pairs"]) != entry["pairs"]:
             yield name, "pairs to train on", f"{entry['used']:,}", "the rest is held out", ""
         for group, style in GROUPS.items():
             for kind, each in entry.get(group, {}).items():
-                detail = f"{MEANINGS[kind]}{_first_places(each)}"
+                file, numbers = next(iter(each["places"].items()))
+                first = ", ".join(map(str, numbers[:MOST_PLACES]))
+                more = ", ..." if each["count"] > MOST_PLACES else ""
+                detail = f"{MEANINGS[kind]}: {short(file)}:{first}{more}"
                 yield name, f"{group}: {kind}", f"{each['count']:,}", detail, style
         if ignored := entry.get("ignored_columns"):
             yield name, "ignored columns", str(len(ignored)), ", ".join(ignored), ""
-        for part, n in entry.get("tokens", {}).items():
-            detail = f"median; 95 % up to {n['p95']:.0f}, longest {n['max']}"
+        for part, n in analysed.get(name, {"lengths": {}})["lengths"].items():
+            detail = f"median; 95 % up to {n['p95']:.0f}, longest {n['longest']}"
             yield name, f"tokens of {part}", f"{n['median']:.0f}", detail, ""
 
 
@@ -75,70 +100,25 @@ def short(place: str) -> str:
     return place.rsplit("/", 1)[-1]
 
 
-def _first_places(entry: Json, most: int = 3) -> str:
-    """Return the first places, such as ': file:7, 11, 12, ...'."""
-    for file, numbers in entry["places"].items():
-        more = ", ..." if entry["count"] > min(most, len(numbers)) else ""
-        return f": {short(file)}:{', '.join(map(str, numbers[:most]))}{more}"
-    return ""
-
-
-def print_look(look: Json, console: Console) -> None:
-    """Print the numbers of each set, and prompts that differ at inference."""
-    table = _table("Numbers", "what", *map(escape, look["sets"]))
-    for row in number_rows(look):
-        table.add_row(*row)
-    console.print(table)
-    check = look["inference"]
-    if check["compared"]:
-        console.print(inference_line(check))
-    for one in check["examples"]:
-        console.print(f"  {short(one['place'])}", highlight=False, markup=False)
-        for side, style in (("training", "red"), ("inference", "green")):
-            text = Text(f"    {side:<10}")
-            for part, own in (("before", "dim"), (side, style), ("after", "dim")):
-                text.append("".join(f" {token!r}" for token in one[part]), style=own)
-            console.print(text, soft_wrap=True)
-
-
-def inference_line(check: Json) -> str:
-    same = check["compared"] - check["different"]
-    start = f"{same} of {check['compared']} compared prompts begin"
-    return f"{start} as {check['by']} writes them at inference."
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="left" if name in ("what", "first places") else "right")
-    return table
-
-
-def show_pairs(
-    pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, console: Console
-) -> None:
-    """Print the first pairs as the model will see them: scored tokens coloured, or in [[ ]]
-    without colours.
-    """
+def show_pairs(pairs: PairDataset, tokenizer: Any, n: int, console: Console) -> None:
+    """Print the first pairs: scored tokens are coloured, or in [[ ]] without colours."""
     plain = console.color_system is None
     for pair in token_view(pairs, tokenizer, n, most=None):
         console.rule(escape(pair["name"]), align="left")
         for side, one in pair["sides"].items():
-            about = (
-                f"[bold {COLOURS[side]}]{side}[/] ({one['tokens']} tokens, {one['scored']} scored)"
-            )
+            style = f"bold {COLOURS[side]}"
+            about = f"[{style}]{side}[/] ({one['tokens']} tokens, {one['scored']} scored)"
             console.print(about, highlight=False)
             text = Text()
             for scored, tokens in groupby(one["shown"], key=lambda token: token[1]):
                 piece = "".join(token for token, _ in tokens)
                 piece = f"[[{piece}]]" if scored and plain else piece
-                text.append(piece, style=f"bold {COLOURS[side]}" if scored else "dim")
+                text.append(piece, style=style if scored else "dim")
             console.print(text, soft_wrap=True)
 
 
 def token_view(
-    pairs: PairDataset, tokenizer: PreTrainedTokenizerBase, n: int, most: int | None = MOST_TOKENS
+    pairs: PairDataset, tokenizer: Any, n: int, most: int | None = MOST_TOKENS
 ) -> list[Json]:
     """Return the first pairs token by token; each token as [text, whether it is scored]."""
     view = []
@@ -146,31 +126,30 @@ def token_view(
         sides = {}
         for side in SIDES:
             ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
-            spans = getattr(pair, f"{side}_scored")
-            scored = [any(a <= i < b for a, b in spans) for i in range(len(ids))]
+            scored = [False] * len(ids)
+            for first, end in getattr(pair, f"{side}_scored"):
+                scored[first:end] = [True] * (end - first)
             texts = token_texts(ids[:most], tokenizer)
             shown = [[text, mark] for text, mark in zip(texts, scored, strict=False)]
             sides[side] = {"tokens": len(ids), "scored": sum(scored), "shown": shown}
         name = f"pair {number}" + (f" · id {pair.id}" if pair.id else "")
-        name += f" · weight {pair.weight:g}" if pair.weight != 1 else ""
-        name += f" · margin {pair.margin:g}" if pair.margin == pair.margin else ""
         view.append({"name": name, "sides": sides})
     return view
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return the text that each token adds.
-
-    A character that several tokens make belongs to the last of them.
-    """
+    """Return the text that each token adds; a character of several tokens is the last one's."""
     texts: list[str] = []
     start, done = 0, ""
-    for i in range(len(ids)):
-        whole = str(tokenizer.decode(list(ids[start : i + 1]), skip_special_tokens=False))
-        unfinished = whole.endswith("\ufffd") and i + 1 < len(ids)
-        texts.append("" if unfinished else whole[len(done) :])
-        done = done if unfinished else whole
+    for end in range(1, len(ids) + 1):
+        whole = str(tokenizer.decode(list(ids[start:end]), skip_special_tokens=False))
+        if whole.endswith("\ufffd") and end < len(ids):  # half a character
+            texts.append("")
+            continue
+        texts.append(whole[len(done) :])
+        done = whole
         # Decoding everything from the start again for each token would take quadratic time.
-        if i - start >= WINDOW and not unfinished:
-            start, done = i, str(tokenizer.decode(list(ids[i : i + 1]), skip_special_tokens=False))
+        if end - start > WINDOW:
+            start = end - 1
+            done = str(tokenizer.decode(list(ids[start:end]), skip_special_tokens=False))
     return texts

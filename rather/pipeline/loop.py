@@ -315,8 +315,10 @@ class TrainingLoop:
     def _read_requests(self) -> None:
         if self.run_dir and self.roles.is_main:
             word = control.take_requests(self.run_dir, self.progress.step)
-            if word:
-                self.stop.end() if word == control.STOP else self.stop.ask_for_a_save()
+            if word == control.STOP:
+                self.stop.end()
+            elif word:
+                self.stop.save_now = True
 
     # --- what is kept ---
 

@@ -38,8 +38,13 @@ from rather.report.write import LiveReport
 from rather.run_folder import control
 from rather.run_folder.control import StopRequest
 from rather.run_folder.incidents import Incidents
-from rather.run_folder.layout import mark_finished, mark_unfinished, metrics_position, trace_file
-from rather.run_folder.lock import locked
+from rather.run_folder.layout import (
+    locked,
+    mark_finished,
+    mark_unfinished,
+    metrics_position,
+    trace_file,
+)
 from rather.tracking import NoTracker, RunTracker, check_installed
 
 log = logging.getLogger(__name__)
@@ -197,7 +202,7 @@ class DPOPipeline(TrainingLoop):
                 try:
                     return self._run()
                 except (WorkerLost, HangError) as error:
-                    if self.roles.restart is None or self.stop.ends:
+                    if self.roles.restart is None or self.stop.signal:
                         raise
                     self.supervision.survive(error, "worker_lost", "all workers are started again")
                     if number := self.stop.signal:
@@ -211,7 +216,7 @@ class DPOPipeline(TrainingLoop):
     def _pause(self, seconds: float) -> None:
         """Wait before workers are started again, unless the run is asked to stop."""
         until = time.monotonic() + seconds
-        while not self.stop.ends and (left := until - time.monotonic()) > 0:
+        while not self.stop.signal and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, control.POLL_SECONDS))
             self._read_requests()
 

@@ -28,7 +28,7 @@ from rather.plan.forecast import SAMPLE, Forecast, PairSample, compiles, forecas
 from rather.plan.memory import Device
 from rather.plan.speed import GPUS, listed_speed
 from rather.report.starts import record_start
-from rather.run_folder.layout import PLAN, RUN_REPORT, write_run_files, write_run_report
+from rather.run_folder.layout import DATA_REPORT, PLAN, RUN_REPORT, write_config, write_run_report
 from rather.tracking.health import counts
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class RunSummary:
         data = dict(self.source.data.report)
         with _failure_logged("the look at the first pairs"):
             data["shown"] = token_view(self.source.data.train, tokenizer, PAIRS_SHOWN)
-        write_run_files(self.config, data)
+        write_config(self.config)
+        write_run_report(self.run_dir, data, DATA_REPORT)
         if self.plan:
             write_run_report(self.run_dir, self.plan, PLAN)
         record_start(self.config, self.roles.kind, step, self.source.total_steps)

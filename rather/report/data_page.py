@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from rather.data.findings import Json, bar_labels, number_rows
-from rather.data.show import inference_line, report_rows, short
+from rather.data.findings import bar_labels
+from rather.data.report import Json
+from rather.data.show import report_rows, short
 from rather.report import LEVELS, chart, escape, page, plotly_bundle, table
 
-KINDS = {
-    "same_pair": "the same pair",
-    "swapped": "preferred the other way round",
-    "leaked_prompt": "the same prompt in train",
-    "leaked_pair": "the same pair in train",
-}
 STYLE = """<style>
 .tokens mark, .tokens del, .tokens ins { color: inherit; border-radius: 3px; text-decoration: none;
 } .tokens mark { background: color-mix(in srgb, var(--series-3) 25%, transparent); }
@@ -39,9 +34,6 @@ def section(report: Json) -> str:
         parts += [
             _findings(look["findings"], report["warnings"]),
             _charts(look["sets"]["train"]["lengths"]),
-            "<h3>Repeats, contradictions, leakage, length</h3>",
-            table("Numbers of each set", ["what", *look["sets"]], number_rows(look)),
-            _examples(look["examples"]),
             _inference(look["inference"]),
         ]
     rows = [(f"{name}: {what}", count, text) for name, what, count, text, _ in report_rows(report)]
@@ -88,18 +80,6 @@ def _bar_chart(name: str, what: str, spreads: Mapping[str, Json]) -> str:
     return chart({"data": traces, "layout": layout}, name, f"Training pairs by {what}.")
 
 
-def _examples(examples: Sequence[Json]) -> str:
-    if not examples:
-        return ""
-    # A report of an earlier version may name kinds that are no longer counted.
-    rows = [
-        (short(one["place"]), one["set"], KINDS.get(one["kind"], one["kind"]), short(one["like"]))
-        for one in examples
-    ]
-    places = table("First places", ["pair", "set", "what", "like"], rows)
-    return f"<details><summary>Where</summary>{places}</details>"
-
-
 def _inference(check: Json) -> str:
     if not check["compared"]:
         return ""
@@ -110,7 +90,8 @@ def _inference(check: Json) -> str:
         f'<pre class="tokens">{"".join(_mark(one[part], tag) for part, tag in tags.items())}</pre>'
         for one in check["examples"]
     )
-    line = escape(inference_line(check))
+    same = f"{check['compared'] - check['different']} of {check['compared']} compared prompts"
+    line = escape(f"{same} begin as {check['by']} writes them at inference.")
     return f'<h3>Prompts at inference</h3><div class="tokens"><p>{line}</p>{examples}</div>'
 
 

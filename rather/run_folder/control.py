@@ -23,8 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import NamedTuple, TextIO
 from uuid import uuid4
 
 from rather.errors import ConfigError, Ended, WorkerError
@@ -40,23 +38,24 @@ POLL_SECONDS = 0.2  # between two checks of the one who asked
 @contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
     """Lock a run folder for this process. The kernel releases the lock when the process dies."""
-    run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / LOCK, "a+", encoding="utf-8") as file:
-        try:
-            _flock(file)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ConfigError(
-                f"output_dir/exp_name: {run_dir} is in use by {file.read().strip() or 'another'}; "
-                "wait for it, stop it (rather stop), or choose another exp_name."
-            ) from error
-        except OSError as error:
-            log.warning(
-                "%s: cannot be locked (%s); do not start a second run here.",
-                run_dir,
-                error.strerror,
-            )
+        for left in reversed(range(TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if not left:
+                    file.seek(0)
+                    raise ConfigError(
+                        f"output_dir/exp_name: {run_dir} is in use by {file.read().strip()}; "
+                        "wait for it, stop it (rather stop), or choose another exp_name."
+                    ) from error
+                time.sleep(0.02)
+            except OSError as error:
+                reason = f"cannot be locked ({error.strerror}); do not start a second run here."
+                log.warning("%s: %s", run_dir, reason)
+                break
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -67,35 +66,22 @@ def lock(run_dir: Path) -> Iterator[None]:
             file.truncate(0)
 
 
-def _flock(file: TextIO) -> None:
-    for attempt in range(1, TRIES + 1):
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if attempt == TRIES:
-                raise
-            time.sleep(0.02)
-    return None
-
-
 def take_requests(run_dir: Path, step: int) -> str | None:
     """Accept what other shells have asked of this run; `step` is the last one that it has done."""
-    words = {_accept(file, step) for file in run_dir.glob(f"{CONTROL}-*")}
+    words = set()
+    for file in run_dir.glob(f"{CONTROL}-*"):
+        word, _, number = file.name.removeprefix(f"{CONTROL}-").partition("-")
+        try:
+            file.rename(file.with_name(f"{TAKEN}-{number}-{step}"))
+        except FileNotFoundError:  # the one who asked has given up
+            continue
+        except OSError as error:
+            log.warning("%s: cannot be renamed (%s); send a signal instead.", file, error.strerror)
+            continue
+        words.add(word)
+        if word not in (STOP, SAVE):
+            log.warning("%s: unknown request '%.20s'; use %s or %s.", file, word, STOP, SAVE)
     return STOP if STOP in words else SAVE if SAVE in words else None  # a run that stops saves too
-
-
-def _accept(file: Path, step: int) -> str | None:
-    word, _, number = file.name.removeprefix(f"{CONTROL}-").partition("-")
-    try:
-        file.rename(file.with_name(f"{TAKEN}-{number}-{step}"))
-    except FileNotFoundError:  # the one who asked has given up
-        return None
-    except OSError as error:
-        log.warning("%s: cannot be renamed (%s); send a signal instead.", file, error.strerror)
-        return None
-    if word not in (STOP, SAVE):
-        log.warning("%s: unknown request '%.20s'; use %s or %s.", file, word, STOP, SAVE)
-    return word
 
 
 # --- from another shell ---
@@ -150,7 +136,7 @@ def ask(run_dir: Path, word: str, *, timeout: float, report: Callable[[str], Non
             wait_until(lambda: holder(run_dir) is None, "it has saved and ended")
         else:
             wait_until(
-                lambda: (now := latest(run_dir)) not in (None, before) and now.step >= step,
+                lambda: (now := latest(run_dir)) not in (None, before) and now[0] >= step,
                 "it has saved",
             )
     except OSError as error:
@@ -160,30 +146,23 @@ def ask(run_dir: Path, word: str, *, timeout: float, report: Callable[[str], Non
     finally:
         _remove(run_dir, request.name, answer)
     newest = latest(run_dir)
-    saved = f"its newest checkpoint is step {newest.step}" if newest else "it has no checkpoint"
+    saved = f"its newest checkpoint is step {newest[0]}" if newest else "it has no checkpoint"
     report(f"{owner} has {'ended' if word == STOP else 'saved and continues'}; {saved}")
 
 
-class Latest(NamedTuple):
-    """The step of the newest checkpoint, and when LATEST was written."""
-
-    step: int
-    time: int
-
-
-def latest(run_dir: Path) -> Latest | None:
+def latest(run_dir: Path) -> tuple[int, int] | None:
+    """Return the step of the newest checkpoint, and when LATEST was written."""
     file = run_dir / "LATEST"
     with suppress(OSError, ValueError):
         step = int(file.read_text(encoding="utf-8").rpartition("-")[2])
-        return Latest(step, file.stat().st_mtime_ns)
+        return step, file.stat().st_mtime_ns
     return None
 
 
 def _remove(run_dir: Path, *patterns: str) -> None:
-    for pattern in patterns:
-        for file in run_dir.glob(pattern):
-            with suppress(OSError):
-                file.unlink()
+    for file in (file for pattern in patterns for file in run_dir.glob(pattern)):
+        with suppress(OSError):
+            file.unlink()
 
 
 ENDS = (signal.SIGTERM, signal.SIGINT)
@@ -197,14 +176,12 @@ PATIENCE = 45.0  # seconds for cleaning up; a library may wait forever for somet
 class StopRequest:
     """While entered, `signal` and `save_now` hold requests; the loop reads them between steps."""
 
-    def __init__(
-        self, last_saved: Callable[[], int | None] = lambda: None, patience: float | None = PATIENCE
-    ) -> None:
+    def __init__(self, patience: float | None = PATIENCE) -> None:
         self._patience = patience
         self.signal: int | None = None
         self.save_now = False
         self.stops = self.saves = False  # what all processes have agreed on
-        self.last_saved = last_saved
+        self.last_saved: Callable[[], int | None] = lambda: None
         self._at_once = True
         self._heard = 0.0
         self._leaving: threading.Timer | None = None
@@ -215,12 +192,7 @@ class StopRequest:
         self._before = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._leaving is not None:
@@ -234,41 +206,35 @@ class StopRequest:
         self._at_once = False
 
     def _end_if_asked(self) -> None:
-        """Raise again: an exception inside a library, such as in `__del__`, may have been
-        swallowed.
-        """
+        """Raise; again if a library swallowed the exception, such as in `__del__`."""
         if self._at_once and self.signal is not None:
-            raise _before_training(self.signal)
-
-    @property
-    def ends(self) -> bool:
-        """Return whether this process was asked to stop; others may not know yet."""
-        return self.signal is not None
+            raise Ended(
+                self.signal,
+                f"{signal.Signals(self.signal).name}: stopped before training began. Prepared "
+                "pairs are kept in the data cache; run the same command again to continue.",
+            )
 
     @property
     def exit_code(self) -> int:
-        return 128 + self.signal if self.stops and self.signal is not None else 0
+        return 128 + self.signal if self.stops and self.signal else 0
 
     @property
     def asked(self) -> int:
         """Return the request as a number; the largest one of all processes applies to all."""
-        return STOPS + self.signal if self.signal is not None else int(self.save_now)
+        return STOPS + self.signal if self.signal else int(self.save_now)
 
     def agree(self, asked: int) -> None:
         """Apply the request of all processes. A signal in between waits for the next agreement."""
         self.stops, self.saves = asked >= STOPS, asked > 0
         if self.stops and self.signal is None:
             # This process's own copy of the signal will be an echo.
-            self.signal, self._heard = asked - STOPS, time.monotonic()
+            self.end(asked - STOPS)
 
-    def ask_for_a_save(self) -> None:
-        self.save_now = True
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Do the same as a signal."""
+        self.signal, self._heard = self.signal or number, time.monotonic()
 
-    def end(self) -> None:
-        """Do the same as SIGTERM."""
-        self.signal, self._heard = self.signal or signal.SIGTERM, time.monotonic()
-
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
+    def _receive(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
         if number == SAVES:
             self.save_now = True
@@ -277,18 +243,19 @@ class StopRequest:
             self.signal = number
             if self._patience is not None and self._leaving is None:
                 self._leaving = leave_within(self._patience, 128 + number)
-            raise _before_training(number)
+            self._end_if_asked()
         elif self.signal is None:
-            self.signal, self._heard = number, time.monotonic()
+            self.end(number)
             _say(f"{name}: finishing this step and saving; press Ctrl-C again to quit immediately")
-        elif not self._is_echo():
+        elif "TORCHELASTIC_RUN_ID" not in os.environ or time.monotonic() - self._heard >= ECHO:
             saved = self.last_saved()
             last = "no checkpoint yet" if saved is None else f"the last checkpoint is step {saved}"
             _say(f"second signal: quitting immediately; {last}")
             os._exit(128 + number)
 
-    def _is_echo(self) -> bool:
-        return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self._heard < ECHO
+
+def _say(text: str) -> None:
+    print(f"\n{text}", file=sys.stderr, flush=True)
 
 
 def leave_within(seconds: float, code: int) -> threading.Timer:
@@ -297,16 +264,3 @@ def leave_within(seconds: float, code: int) -> threading.Timer:
     timer.daemon = True
     timer.start()
     return timer
-
-
-def _before_training(number: int) -> Ended:
-    return Ended(
-        number,
-        f"{signal.Signals(number).name}: stopped before training began. Prepared pairs are kept in "
-        "the data cache; run the same command again to continue.",
-    )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"\n{text}\n")
-    sys.stderr.flush()

@@ -21,7 +21,6 @@ class Incidents:
     def __init__(self, run_dir: Path, *, silent: bool = False) -> None:
         """`silent` is for drivers other than the main one, which reports the same."""
         self.file, self.silent = run_dir / INCIDENTS, silent
-        self._has_warned = False
 
     def add(self, kind: str, step: int, **facts: Any) -> None:
         """Append one incident that happened in `step`.
@@ -38,7 +37,5 @@ class Incidents:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             append_line(self.file, record)
         except OSError as error:
-            if not self._has_warned:
-                log.warning("%s: %s; incidents are only logged", self.file, error.strerror or error)
-            self._has_warned = True
-            log.warning("incident: %s", strict_json(record))
+            reason = error.strerror or error
+            log.warning("%s: %s; incident: %s", self.file, reason, strict_json(record))

@@ -1,11 +1,13 @@
-"""The run folder: its files, which checkpoint to resume, and what --overwrite may delete."""
+"""The run folder: who may use it, its files, which checkpoint to resume, what --overwrite deletes."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, DiskError
+from rather.run_folder import control
 from rather.tracking.json_lines import strict_json
 from rather.tracking.trackers import TRACKER_IDS
 
@@ -34,13 +37,70 @@ OWN_NAMES = (
     TRACKER_IDS, FINISHED, "incidents.jsonl", PLAN, STARTS, REPORT_PAGE,
     "health.jsonl", "answers.jsonl",
 )  # fmt: skip
+LOGS = ("*.log", "events.out.*")  # in the run folder if logging_dir and output_dir are the same
+MOUNTS = Path("/proc/self/mounts")
+
+
+@contextmanager
+def locked(config: DPOConfig, *, is_main: bool = True) -> Iterator[None]:
+    """Hold the run folder: no second run can start there, and other shells can reach this one."""
+    claim(config)
+    with control.lock(config.run_dir) if is_main else nullcontext():
+        yield
+
+
+def claim(config: DPOConfig) -> None:
+    """Create the run folder, or explain why this run cannot use it."""
+    run_dir = config.run_dir
+    if run_dir.is_symlink():
+        raise ConfigError(
+            f"output_dir/exp_name: {run_dir} is a symbolic link; use the folder it points to"
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: {run_dir} cannot be created ({error.strerror}); choose another folder"
+        ) from error
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"output_dir: {run_dir} is not writable; choose another one or change its permissions"
+        )
+    if not config.overwrite and not _own_files(run_dir) and (others := _other_files(config)):
+        raise ConfigError(
+            f"output_dir/exp_name: {run_dir} is not a run folder, it contains "
+            f"{', '.join(others[:5])}; choose another exp_name, or use "
+            "--overwrite, which removes only files of runs"
+        )
+    mounts = MOUNTS.read_text(encoding="utf-8").splitlines() if MOUNTS.exists() else ()
+    above = {str(path) for path in (run_dir.resolve(), *run_dir.resolve().parents)}
+    # Of two mounts at one place the later one counts.
+    kinds = dict(line.split()[1:3] for line in mounts)
+    deepest = max(above & kinds.keys(), key=len, default="")
+    if kinds.get(deepest) in ("tmpfs", "ramfs"):
+        log.warning("output_dir: %s is in memory, not on a disk: it is lost on a restart", run_dir)
+
+
+def _other_files(config: DPOConfig) -> list[str]:
+    """Return the names in a run folder that are neither hidden nor logs."""
+    logs = [config.log_dir.absolute(), config.tracker_dir.absolute()]
+    holds_logs = {path for log_dir in logs for path in (log_dir, *log_dir.parents)}
+    return sorted(
+        path.name
+        for path in config.run_dir.iterdir()
+        if not any(map(path.match, (".*", *LOGS))) and path.absolute() not in holds_logs
+    )
 
 
 def checkpoint_to_resume(config: DPOConfig) -> Checkpoint | None:
     """Return the checkpoint to resume according to resume_from_checkpoint; None for a new run."""
     wanted, run_dir = config.resume_from_checkpoint, config.run_dir
     if config.overwrite:
-        _clear(run_dir)
+        for path in _own_files(run_dir):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         return None
     if wanted is False:
         # Data that was refused leaves a data report.
@@ -51,46 +111,38 @@ def checkpoint_to_resume(config: DPOConfig) -> Checkpoint | None:
                 "--overwrite."
             )
         return None
-    full = config.checkpoint_config.verify == "full"
-    if wanted is True or wanted == "auto":
-        newest = checkpoint.newest_good(run_dir, full=full)
+    full, named = config.checkpoint_config.verify == "full", named_checkpoint(config)
+    if named:
+        newest: Checkpoint | None = checkpoint.open_checkpoint(named, full=full)
     else:
-        newest = checkpoint.open_checkpoint(Path(wanted).expanduser(), full=full)
+        newest = checkpoint.newest_good(run_dir, full=full)
     if newest and not full:
-        log.warning(
-            "checkpoint_config.verify: size: only names, sizes and state of %s are verified",
-            newest.path,
-        )
+        text = "checkpoint_config.verify: size: only names, sizes and state of %s are verified"
+        log.warning(text, newest.path)
     return newest
 
 
 def named_checkpoint(config: DPOConfig) -> Path | None:
     """Return the checkpoint whose path resume_from_checkpoint gives."""
     given = config.resume_from_checkpoint
-    return (
-        Path(given).expanduser().resolve() if isinstance(given, str) and given != "auto" else None
-    )
+    if isinstance(given, bool) or given == "auto":
+        return None
+    return Path(given).expanduser().resolve()
 
 
 def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> int:
     """Return the bytes of metrics.jsonl at the checkpoint; 0 for a checkpoint of another run."""
-    if newest is None or not _is_of(config, newest):
+    if newest is None:
         return 0
-    return int(newest.state["metrics_bytes"])
-
-
-def _is_of(config: DPOConfig, newest: Checkpoint) -> bool:
-    """Return whether a checkpoint, or its copy elsewhere, belongs to this folder's metrics."""
     folder, file = newest.path.parent.resolve(), config.run_dir / "metrics.jsonl"
-    if folder == config.run_dir.resolve():
-        return True
-    if folder != config.checkpoint_copy_dir.resolve() or not file.exists():
-        return False
-    try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            return bool(json.loads(lines.readline())["step"] <= newest.step)
-    except (ValueError, KeyError, TypeError):  # not a line that Rather wrote
-        return False
+    is_own = folder == config.run_dir.resolve()
+    if folder == config.checkpoint_copy_dir.resolve() and file.exists():
+        try:  # a copy elsewhere belongs to these metrics, unless they begin later
+            with file.open(encoding="utf-8", errors="replace") as lines:
+                is_own = is_own or json.loads(lines.readline())["step"] <= newest.step
+        except (ValueError, KeyError, TypeError):  # not a line that Rather wrote
+            pass
+    return int(newest.state["metrics_bytes"]) if is_own else 0
 
 
 def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:
@@ -118,27 +170,20 @@ def trace_file(config: DPOConfig, newest: Checkpoint | None) -> Path | None:
     return file
 
 
-def write_run_files(config: DPOConfig, data_report: Mapping[str, Any]) -> None:
+def write_config(config: DPOConfig) -> None:
     resumable = config.model_copy(update={"overwrite": False})  # training with this file resumes
+    file = config.run_dir / "config.yaml"
     try:
-        (config.run_dir / "config.yaml").write_text(dump_yaml(resumable), encoding="utf-8")
-        write_data_report(config.run_dir, data_report)
+        file.write_text(dump_yaml(resumable), encoding="utf-8")
     except OSError as error:
-        raise DiskError(
-            f"{error.filename or config.run_dir}: cannot be written ({error.strerror})."
-        ) from error
-
-
-def write_data_report(run_dir: Path, report: Mapping[str, Any]) -> None:
-    """Write the data report, also of data that was refused."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    _write_json(run_dir / DATA_REPORT, report)
+        raise DiskError(f"{file}: cannot be written ({error.strerror}).") from error
 
 
 def write_run_report(run_dir: Path, report: Mapping[str, Any], name: str = RUN_REPORT) -> None:
     """Write a report; nothing depends on it, so a full disk loses the report, not the run."""
     try:
-        _write_json(run_dir / name, report)
+        text = strict_json(report, indent=1) + "\n"
+        (run_dir / name).write_text(text, encoding="utf-8")
     except OSError as error:
         log.warning("%s: cannot be written (%s)", run_dir / name, error.strerror)
 
@@ -151,18 +196,5 @@ def mark_finished(run_dir: Path, step: int) -> None:
     (run_dir / FINISHED).write_text(f"{step}\n", encoding="utf-8")
 
 
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(strict_json(value, indent=1) + "\n", encoding="utf-8")
-
-
 def _own_files(run_dir: Path) -> list[Path]:
     return [path for pattern in OWN_NAMES for path in run_dir.glob(pattern)]
-
-
-def _clear(run_dir: Path) -> None:
-    """Remove what a run writes, and nothing else."""
-    for path in _own_files(run_dir):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

@@ -62,11 +62,6 @@ def weights_of(name: str) -> Weights:
     if checkpoint.has_checkpoint_name(folder):
         return _of_checkpoint(name, checkpoint.open_checkpoint(folder))
     if (folder / "adapter_config.json").is_file():
-        if (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{name}: contains a model and an adapter; move adapter_* into a separate folder "
-                "and choose one of the two"
-            )
         return _of_adapter(name, folder)
     for model in (folder, folder / "model"):
         if (model / "config.json").is_file():
@@ -81,10 +76,9 @@ def weights_of(name: str) -> Weights:
 
 def _refuse_unreachable(name: str) -> None:
     """Fail at once for a name that the hub does not know; transformers would retry for minutes."""
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
     try:
-        HfApi().model_info(name, timeout=10)
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=10)
     except Exception as error:  # of the hub, of its HTTP library, or of the network
         raise ConfigError(
             f"{name}: neither a local folder nor a model that the hub provides "
@@ -100,28 +94,31 @@ def here() -> str:
 def _of_adapter(name: str, folder: Path) -> Weights:
     from rather.model.adapters import base_of  # PEFT takes seconds to import
 
+    if (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{name}: contains a model and an adapter; move adapter_* into a separate folder "
+            "and choose one of the two"
+        )
     base, revision, _ = base_of(folder)
     found = model_folder(base, revision) if base else None
     if base is None or found is None or not found.exists():
         raise ConfigError(
             f"{name}: its base model {base} was not found; run `rather merge --base` first"
         )
-    own = (folder / "tokenizer_config.json").is_file()
+    tokenizer = folder if (folder / "tokenizer_config.json").is_file() else found
     args = ActorModelArgs(
         adapter_name_or_path=str(folder), revision=revision, dtype=_dtype_of_run(folder)
     )
-    return Weights(name, base, str(folder if own else found), args)
+    return Weights(name, base, str(tokenizer), args)
 
 
 def _dtype_of_run(result: Path) -> Literal["bf16", "fp16", "fp32"] | None:
     """Return the dtype of the run that made a result: it then scores as it was evaluated."""
     run = result.parent
-    is_one = (
-        result.name in RESULTS
-        and (run / "config.yaml").is_file()
-        and (run / "metrics.jsonl").is_file()
-    )
-    return load(run / "config.yaml").actor_train.model_args.dtype if is_one else None
+    files = all((run / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+    if result.name not in RESULTS or not files:
+        return None
+    return load(run / "config.yaml").actor_train.model_args.dtype
 
 
 def _of_checkpoint(name: str, found: Checkpoint) -> Weights:
@@ -138,11 +135,15 @@ def _of_checkpoint(name: str, found: Checkpoint) -> Weights:
 def load_weights(policy: PolicyModel, found: Checkpoint, group: str = "model") -> None:
     """Load the trained weights of a checkpoint into a policy, or those of a synced reference."""
     parameters, saved = dict(policy.named_parameters()), found.stored(group)
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    wrong = [name for name in saved if shapes.get(name) != saved.shape(name)]
-    wrong += [name for name, p in parameters.items() if p.requires_grad and name not in saved]
-    if wrong:
-        raise CheckpointError(f"{found.path}: its weights do not fit its model, first {wrong[0]}.")
+    for name in sorted({name for name, p in parameters.items() if p.requires_grad}.union(saved)):
+        if (
+            name not in saved
+            or name not in parameters
+            or parameters[name].shape != saved.shape(name)
+        ):
+            raise CheckpointError(
+                f"{found.path}: its weights do not fit its model, such as {name}."
+            )
     with torch.no_grad():
         for name in saved:
             parameters[name].copy_(saved[name])

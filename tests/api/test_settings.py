@@ -59,7 +59,7 @@ def test_rows_and_batches_of_tokens_keep_what_a_file_keeps() -> None:
     assert (
         Feed((), mapped, 2).pairs({**TOKENS[0], "weight": 5.0, "importance": 0.5})[0].weight == 0.5
     )
-    with pytest.raises(DataError, match="weight must be a number of at least 0"):
+    with pytest.raises(DataError, match="weight must be a number from 0 to inf"):
         feed.pairs({**TOKENS[0], "weight": -1})
     with pytest.raises(DataError, match="margin: a batch of 2 pairs needs a list of 2 values"):
         pairs_of({**batch, "margin": [1.0]})

@@ -85,8 +85,8 @@ def test_pairs_that_are_markup_stay_text(page: Path) -> None:
 
 def test_json_is_all_there_is(settings: Path) -> None:
     report = json.loads(command(str(settings), "--json").stdout)
-    assert report["look"]["sets"]["train"]["repeats"]["pairs_again"] == 3
-    assert report["look"]["leaks"]["eval held"]["same_prompts"] == 2
+    assert report["train"]["warned"]["duplicate_pair"]["count"] == 3
+    assert report["evals"]["held"]["warned"]["prompt_in_training_data"]["count"] == 2
     assert report["look"]["findings"][0]["name"] == "leakage"
     assert "shown" not in report
     shown = json.loads(command(str(settings), "--json", "--show", "1").stdout)["shown"]
@@ -109,7 +109,9 @@ def test_refused_data_has_a_page_too() -> None:
     told = {
         "rows": 2,
         "pairs": 1,
-        "dropped": {"bad_json": {"count": 1, "places": {}, "examples": []}},
+        "files": [{"path": "a.jsonl"}],
+        "template": {"name": "none"},
+        "dropped": {"bad_json": {"count": 1, "places": {"a.jsonl": [2]}, "examples": []}},
     }
     assert "not valid JSON" in section({"train": told, "evals": {}, "warnings": []})
 

@@ -18,7 +18,7 @@ from rather.config.schema import DPOConfig
 from rather.data import cache
 from rather.data.findings import BARS, bar_labels
 from rather.data.prepare import Prepared, prepare
-from rather.data.show import print_look, print_report, token_texts
+from rather.data.show import print_report, token_texts
 from rather.data.template import TEMPLATES, load_tokenizer
 from rather.report.data_page import data_page
 
@@ -90,32 +90,34 @@ def findings(made: Prepared) -> dict[str, dict[str, Any]]:
     return {f"{one['name']} {one['set']}": one for one in look_of(made)["findings"]}
 
 
+def warned(entry: dict[str, Any]) -> dict[str, int]:
+    return {kind: each["count"] for kind, each in entry["warned"].items()}
+
+
 def test_exactly_so_many_of_each_problem(flawed: Prepared) -> None:
     train = look_of(flawed)["sets"]["train"]
     assert train["pairs"] == len(ROWS) + 2  # a ranking of three gives three pairs
-    assert train["repeats"] == {
-        "prompts": 30 + 1,
-        "prompts_again": SAME_PAIRS + SWAPPED + BOTH_WAYS + 2,
-        "pairs_again": SAME_PAIRS,
+    assert train["prompts"] == 30 + 1
+    assert warned(flawed.report["train"]) == {
+        "duplicate_pair": SAME_PAIRS,
+        "contradictory_pair": 2 * SWAPPED,
     }
-    assert train["contradictions"] == {"swapped": 2 * SWAPPED}
-    assert look_of(flawed)["leaks"]["eval held"] == {
-        "prompts": len(HELD),
-        "same_prompts": LEAKED,
-        "pairs": len(HELD),
-        "same_pairs": 1,
+    assert warned(flawed.report["evals"]["held"]) == {
+        "in_training_data": 1,
+        "prompt_in_training_data": LEAKED,
     }
 
 
-def test_examples_name_both_places(flawed: Prepared) -> None:
-    places: dict[str, list[tuple[str, str]]] = {}
-    for one in look_of(flawed)["examples"]:
-        places.setdefault(one["kind"], []).append((Path(one["place"]).name, Path(one["like"]).name))
-    assert places["same_pair"] == [
-        (f"train.jsonl:{31 + i}", f"train.jsonl:{1 + i}") for i in range(SAME_PAIRS)
-    ]
-    assert ("train.jsonl:15", "train.jsonl:34") in places["swapped"]
-    assert places["leaked_pair"] == [("held.jsonl:3", "train.jsonl:23")]
+def test_every_place_is_listed(flawed: Prepared) -> None:
+    places = {
+        kind: next(iter(each["places"].values()))
+        for entry in (flawed.report["train"], flawed.report["evals"]["held"])
+        for kind, each in entry["warned"].items()
+    }
+    assert places["duplicate_pair"] == [31 + i for i in range(SAME_PAIRS)]
+    assert places["contradictory_pair"] == [15, 16, 34, 35]
+    assert places["in_training_data"] == [3]
+    assert places["prompt_in_training_data"] == [1, 2, 3]
 
 
 def test_findings_say_the_number_and_what_to_do(flawed: Prepared) -> None:
@@ -198,14 +200,12 @@ def test_truncation_is_reported(config: Config, write: Write, console: Console) 
     rows = [fresh() for _ in range(8)] + [{**fresh(), "chosen": text(300)} for _ in range(2)]
     cut = config(write(rows), sequence_length=900, data={"overlong": "truncate_response"})
     made = prepare(cut, console=console)
-    told = look_of(made)["truncation"]["train"]
-    assert (told["cut_answers"], told["cut_prompts"], told["dropped"]) == (2, 0, 0)
-    assert (
-        "2 pairs of train (20 %) are cut to sequence_length (900)"
-        in findings(made)["truncation train"]["text"]
+    assert findings(made)["truncation train"]["text"] == (
+        "20 % of the pairs of train are cut to sequence_length: 0 lose the beginning of their "
+        "prompt, 2 the end of an answer."
     )
     made = prepare(config(write(rows), sequence_length=900), console=console)
-    assert look_of(made)["truncation"]["train"]["dropped"] == 2
+    assert made.report["train"]["dropped"]["too_long"]["count"] == 2
 
 
 def inference(made: Prepared) -> dict[str, Any]:
@@ -275,13 +275,11 @@ def test_the_terminal_shows_findings_and_tokens_that_differ(
     flawed: Prepared, config: Config, write: Write, console: Console
 ) -> None:
     print_report(flawed.report, console)
-    print_look(look_of(flawed), console)
     bos = config(write(ROWS[:3]), "plain", sequence_length=1024, data={"template": "chatml"})
-    print_look(look_of(prepare(bos, console=console)), console)
+    print_report(prepare(bos, console=console).report, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "serious: 30 % of the prompts of eval held are also in train" in shown
-    assert "0 of 2 compared prompts begin as chat template chatml writes them" in shown
-    assert "training   '<s>' '<|im_start|>'" in shown
+    assert "2 of 2 compared prompts differ from those at inference" in shown
 
 
 @pytest.mark.parametrize("written", ["On the top shelf.", "naïve 日本語 🍞 bread", "a\n\nb  c"])
@@ -327,9 +325,9 @@ def test_real_pairs(team_data: Path, tmp_path: Path, console: Console) -> None:
     assert inference(made) == {"by": "chat template native", "compared": inference(made)["compared"], "different": 0,
                                "examples": []}  # fmt: skip
     assert inference(made)["compared"] == 4
-    assert look_of(made)["leaks"]["eval"]["same_prompts"] == 0
+    assert "warned" not in made.report["evals"][""]
     by_tokens = {pair.prompt.tobytes() for pair in made.train.take(range(len(made.train)))}
-    assert look_of(made)["sets"]["train"]["repeats"]["prompts"] == len(by_tokens)
+    assert look_of(made)["sets"]["train"]["prompts"] == len(by_tokens)
 
 
 def test_inference_prompts_are_those_of_transformers(

@@ -241,7 +241,7 @@ def test_columns_are_renamed() -> None:
     assert bad.reason == "missing_key"
     assert "did you mean 'god'" in bad.detail
     [bad] = read({"question": None, "good": "a", "bad": "b"}, columns=columns).dropped
-    assert bad.args == ("bad_type", "question is null; it must be text or messages")
+    assert bad.args == ("bad_type", "question is null; it needs a value")
     with pytest.raises(DataError, match="did you mean 'chosen'"):
         RowLayout(columns={"chosn": "x"})
     with pytest.raises(ConfigError, match=r"data_args\.format: .*did you mean 'swift'"):

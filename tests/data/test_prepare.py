@@ -458,8 +458,8 @@ def test_a_small_set_is_a_warning_and_length_bias_a_figure(
     ]
     made = prepare(config(write(rows)), console=console)
     assert "5 pairs, fewer than the 8" in made.report["warnings"][0]
-    assert made.report["train"]["chosen_longer"] == 1.0
-    assert made.report["train"]["tokens"]["prompt"]["max"] == max(
+    assert made.report["look"]["sets"]["train"]["length_bias"]["chosen_longer"] == 1.0
+    assert made.report["look"]["sets"]["train"]["lengths"]["prompt"]["longest"] == max(
         len(p.prompt) for p in made.train.take(range(5))
     )
 

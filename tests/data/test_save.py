@@ -276,7 +276,7 @@ def test_a_folder_of_several_sets_asks_for_one(folder: Path, tmp_path: Path) -> 
     for name in ("train", "test"):
         arrow_folder(tmp_path / "sets" / name, [GOOD])
     (tmp_path / "sets" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=r"holds several sets \(test, train\); name one"):
+    with pytest.raises(DataError, match=r"it holds dataset_dict.json, test, train\); name one"):
         prepare(from_folder(folder, tmp_path / "sets"))
 
 

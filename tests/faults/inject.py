@@ -364,7 +364,7 @@ def _wrap_loop() -> None:
     _wrap(TrainingLoop, "_train_step", lambda self, step, *_: at_step(step.number))
     _wrap(ReferenceStream, "_answer", lambda self, step: at_step(step.number))
     _wrap(prepare, "prepare", "data")
-    _wrap(RowCounts, "add_repeats", "data.tokenised")
+    _wrap(RowCounts, "to_json", "data.tokenised")
     _wrap(ReferenceStream, "_compute", "reference", "reference.done")
     _wrap(BlockFile, "append", lambda self, _: _cache(self), lambda self, _: f"{_cache(self)}.done")
     _wrap(BlockFile, "sync", "cache.sync", "cache.sync.done")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rather.config.load import load_config
-from rather.run_folder import lock as place
+from rather.run_folder import layout
 from rather.run_folder.control import lock
-from rather.run_folder.lock import claim
+from rather.run_folder.layout import claim
 from tests.security.conftest import rather
 
 Config = Callable[..., Path]
@@ -94,7 +94,7 @@ def test_a_folder_in_memory_is_told(
     settings = load_config(config())
     claim(settings)
     assert "is in memory" not in caplog.text
-    monkeypatch.setattr(place, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(layout, "MOUNTS", tmp_path / "mounts")
     claim(settings)
     assert "is in memory, not on a disk" in caplog.text
 

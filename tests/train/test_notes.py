@@ -13,7 +13,7 @@ import pytest
 from rather.errors import WorkerLost
 from rather.pipeline import run_summary as notes
 from rather.pipeline.pipeline import DPOPipeline
-from rather.run_folder.layout import DATA_REPORT, FINISHED, PLAN, RUN_REPORT, write_data_report
+from rather.run_folder.layout import DATA_REPORT, FINISHED, PLAN, RUN_REPORT, write_run_report
 from tests.tiny import make_config
 
 
@@ -41,7 +41,7 @@ def test_notes_that_fail_stop_nothing(
 
 
 def test_half_a_character_costs_no_report(tmp_path: Path) -> None:
-    write_data_report(tmp_path, {"dropped": "\ud83d", "kept": "ü"})
+    write_run_report(tmp_path, {"dropped": "\ud83d", "kept": "ü"}, DATA_REPORT)
     text = (tmp_path / DATA_REPORT).read_text(encoding="utf-8")
     assert json.loads(text) == {"dropped": "\ud83d", "kept": "ü"}
 

@@ -499,7 +499,7 @@ def test_a_pause_ends_where_an_end_is_asked_for(shared: Path) -> None:
     with closing(DPOPipeline(config)) as pipeline, control.lock(config.run_dir):
         (config.run_dir / f"{control.CONTROL}-{control.STOP}-1").touch()
         pipeline._pause(3600)
-        assert pipeline.stop.ends
+        assert pipeline.stop.signal
 
 
 def test_deterministic_kernels(shared: Path) -> None:

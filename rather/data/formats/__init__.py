@@ -12,17 +12,23 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from rather.data.formats import standard
-from rather.data.formats.registry import FORMATS, DataFormat, Ranked, Row, data_format
-from rather.data.formats.values import EXTRAS, extras_of, hint, missing_key
+from rather.config.plugins import did_you_mean
+from rather.data.formats.registry import (
+    EXTRAS,
+    FORMATS,
+    DataFormat,
+    Ranked,
+    Row,
+    data_format,
+    extras_of,
+    require,
+)
+from rather.data.formats.standard import ANSWERS
 from rather.data.json_rows import DropReason
 from rather.data.messages import Turns, as_turns, check_roles, text_or_turns
 from rather.errors import DataError
 
-__all__ = [
-    "EXTRAS", "FORMATS", "DropReason", "Ranked", "RowLayout", "RowPairs", "TextPair",
-    "check_format", "data_format", "extras_of", "is_empty", "read_row", "texts",
-]  # fmt: skip
+__all__ = ["EXTRAS", "FORMATS", "DropReason", "Ranked", "data_format", "extras_of"]
 
 TOKENISED = "tokenised"  # rows of token ids: see tokenised.py
 OPTIONAL = ("input", "system", "history", "ranks", "scores", *EXTRAS)
@@ -74,48 +80,40 @@ class RowLayout:
         known = set(EXTRAS).union(*((*form.needs, *form.may) for form in FORMATS.values()))
         for name in self.columns:
             if name not in known:
-                raise DataError(
-                    f"data_args.columns: {name!r} is not a column that is read{hint(name, known)}; "
-                    f"known are {', '.join(sorted(known))}."
-                )
+                hint = did_you_mean(name, sorted(known))
+                raise DataError(f"data_args.columns: {name!r} is not a column that is read{hint}")
 
     def imported_sources(self) -> list[str]:
         """Return the text of users' files that decide how rows are read; `auto` may use any."""
         names = FORMATS if self.format == "auto" else [self.format]
-        sources = {FORMATS.source_of(name) for name in names}
-        return sorted(source for source in sources if source is not None)
+        return sorted({source for name in names if (source := FORMATS.source_of(name))})
 
 
 def read_row(row: Row, layout: RowLayout) -> RowPairs:
     """Return all pairs of one row."""
-    ties = 0
     try:
         named = _rename_columns(row, layout.columns)
         form = _format_of(named, layout)
         prompt, answers = form.read(named)
         prompt = text_or_turns(prompt, "the prompt")
         extras = extras_of(named)
+        couples, ties = [answers], 0
         if isinstance(answers, Ranked):
             couples, ties = _couples(answers, layout.ranked_pairs)
-        else:
-            couples = [answers]
     except DropReason as reason:
         return RowPairs([], [reason], 0, [])
-    pairs: list[TextPair] = []
-    dropped: list[DropReason] = []
+    used = {*form.needs, *form.may, *EXTRAS}
+    found = RowPairs([], [], ties, [name for name in named if name not in used])
     for chosen, rejected in couples:
         try:
-            pairs.append(_pair(prompt, chosen, rejected, extras))
+            found.pairs.append(_pair(prompt, chosen, rejected, extras))
         except DropReason as reason:
-            dropped.append(reason)
-    used = {*form.needs, *form.may, *EXTRAS}
-    return RowPairs(pairs, dropped, ties, [name for name in named if name not in used])
+            found.dropped.append(reason)
+    return found
 
 
 def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
-    if not columns:
-        return row
-    _require(row, [theirs for ours, theirs in columns.items() if ours not in OPTIONAL])
+    require(row, *(theirs for ours, theirs in columns.items() if ours not in OPTIONAL))
     taken = {*columns, *columns.values()}
     kept = {name: value for name, value in row.items() if name not in taken}
     return {**kept, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
@@ -123,25 +121,16 @@ def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
 
 def _format_of(row: Row, layout: RowLayout) -> DataFormat:
     if layout.format != "auto":
-        _require(row, FORMATS[layout.format].needs)
+        require(row, *FORMATS[layout.format].needs)
         return FORMATS[layout.format]
     given = {name for name, value in row.items() if value is not None}
-    for form in reversed(list(FORMATS.values())):
-        if form.fits(given):
+    for name in reversed(list(FORMATS)):
+        form = FORMATS[name]
+        if given.issuperset(form.needs) and (not form.one_of or given.intersection(form.one_of)):
             return form
-    if "responses" in given:
-        return FORMATS["ranked"]  # it reports that ranks or scores are missing
-    _require(row, standard.ANSWERS)
-    raise missing_key("prompt", row)
-
-
-def _require(row: Row, names: Any) -> None:
-    """Check that keys are there: one that is null has a wrong type, one that is not is missing."""
-    for name in names:
-        if name not in row:
-            raise missing_key(name, row)
-        if row[name] is None:
-            raise DropReason("bad_type", f"{name} is null; it must be text or messages")
+    if "responses" not in given:
+        require(row, *ANSWERS)
+    return FORMATS["ranked"]  # it reports that ranks or scores are missing
 
 
 def _couples(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
@@ -151,11 +140,10 @@ def _couples(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
         detail = f"a ranked row needs two answers or more, found {len(answers)}"
         raise DropReason("too_few_answers", detail)
     order = sorted(range(len(answers)), key=lambda i: ranked.ranks[i])
-    couples = {
-        "all": list(combinations(order, 2)),
-        "best_vs_rest": [(order[0], other) for other in order[1:]],
-        "best_vs_worst": [(order[0], order[-1])],
-    }[which]
+    couples = list(combinations(order, 2))  # all
+    if which != "all":  # best_vs_rest, best_vs_worst
+        rest = order[1:] if which == "best_vs_rest" else order[-1:]
+        couples = [(order[0], other) for other in rest]
     better = [(answers[a], answers[b]) for a, b in couples if ranked.ranks[a] < ranked.ranks[b]]
     return better, len(couples) - len(better)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, TypeGuard
+from typing import Any
 
-from rather.data.formats.registry import Ranked, Row, data_format
-from rather.data.formats.values import missing_key, number_of
+from rather.data.formats.registry import Ranked, Row, data_format, number_of, require
 from rather.data.json_rows import DropReason
 from rather.data.messages import (
-    Message,
     Turns,
     as_turns,
+    common_length,
     text_of,
     text_or_turns,
     turns_of,
@@ -47,13 +46,18 @@ def conversation(row: Row) -> tuple[Prompt, Answers]:
     chosen, rejected = _answers(row)
     if isinstance(chosen, str) and isinstance(rejected, str):
         dialogues = _dialogue(chosen), _dialogue(rejected)
-        return _split_turns(*dialogues) if all(dialogues) else _split_text(chosen, rejected)
+        if all(dialogues):
+            return _split_turns(*dialogues)
+        same = common_length(chosen, rejected)
+        # At the last line end or space of the common beginning, so that no word is cut.
+        cut = max(chosen.rfind(space, 0, same) for space in "\n ") + 1
+        return chosen[:cut], (chosen[cut:], rejected[cut:])
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DropReason(
             "bad_type",
             "without a prompt, chosen and rejected must both be text or both be conversations",
         )
-    if not (_has_question(chosen) and _has_question(rejected)):
+    if not _have_questions(chosen, rejected):
         raise DropReason(
             "prompt_mismatch",
             "without a prompt column both conversations must begin with the question",
@@ -61,15 +65,12 @@ def conversation(row: Row) -> tuple[Prompt, Answers]:
     return _split_turns(chosen, rejected)
 
 
-def _has_question(answer: Prompt) -> TypeGuard[Turns]:
-    roles = ("system", "developer", "user")
-    return not isinstance(answer, str) and bool(answer) and answer[0]["role"] in roles
+def _have_questions(*answers: Turns) -> bool:
+    return all(turns and turns[0]["role"] in ("system", "developer", "user") for turns in answers)
 
 
 def _split_turns(chosen: Turns, rejected: Turns) -> tuple[Turns, Answers]:
-    same = 0
-    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
-        same += 1
+    same = common_length(chosen, rejected)
     if chosen == rejected:
         same = max((i for i, turn in enumerate(chosen) if turn["role"] == "assistant"), default=0)
     answers = chosen[same:], rejected[same:]
@@ -79,12 +80,9 @@ def _split_turns(chosen: Turns, rejected: Turns) -> tuple[Turns, Answers]:
     return chosen[:same], answers
 
 
-_SPEAKER = re.compile(r"\n\n(Human|Assistant): ?")
-
-
 def _dialogue(text: str) -> Turns:
     """Return '\\n\\nHuman: ...\\n\\nAssistant: ...' (HH-RLHF) as messages; () for other text."""
-    begin, *parts = _SPEAKER.split(text)
+    begin, *parts = re.split(r"\n\n(Human|Assistant): ?", text)
     if begin.strip() or len(parts) < 4:
         return ()
     names = {"Human": "user", "Assistant": "assistant"}
@@ -94,19 +92,11 @@ def _dialogue(text: str) -> Turns:
     )
 
 
-def _split_text(chosen: str, rejected: str) -> tuple[str, Answers]:
-    """Split at the last line end or space of the common beginning, so that no word is cut."""
-    short = min(len(chosen), len(rejected))
-    same = next((i for i in range(short) if chosen[i] != rejected[i]), short)
-    cut = max(chosen.rfind(space, 0, same) for space in "\n ") + 1
-    return chosen[:cut], (chosen[cut:], rejected[cut:])
-
-
 # ---- the prompt has a column
 
 
 @data_format("context", *ANSWERS)
-def colossal(row: Row) -> tuple[Any, Answers]:
+def colossal(row: Row) -> tuple[Prompt, Answers]:
     """ColossalChat."""
     return text_or_turns(row["context"], "context"), _answers(row)
 
@@ -127,25 +117,30 @@ def messages(row: Row) -> tuple[Prompt, Answers]:
 def prompt(row: Row) -> tuple[Prompt, Answers]:
     """A prompt and two answers, which may repeat the prompt as in UltraFeedback."""
     asked, (chosen, rejected) = _prompt(row, "prompt"), _answers(row)
-    if not (_has_question(chosen) and _has_question(rejected)):
+    if (
+        isinstance(chosen, str)
+        or isinstance(rejected, str)
+        or not _have_questions(chosen, rejected)
+    ):
         return asked, (chosen, rejected)
     common, answers = _split_turns(chosen, rejected)
-    return _merge(as_turns(asked, "user"), common), answers
-
-
-def _merge(prompt: Turns, common: Turns) -> Turns:
-    """Return both as one: each may have a system turn or earlier turns that the other omits."""
-    (system, asked), (own_system, begun) = _split_system(prompt), _split_system(common)
-    if not any(text for _, text in _contents(asked)):
-        asked = ()
-    shorter, longer = sorted((asked, begun), key=len)
+    # The prompt and the conversations may each have a system turn or earlier turns that the other
+    # omits.
+    (system, question), (own_system, begun) = map(_split_system, (as_turns(asked, "user"), common))
+    if not any(text for _, text in _contents(question)):
+        question = ()
+    shorter, longer = sorted((question, begun), key=len)
     if _contents(longer)[len(longer) - len(shorter) :] != _contents(shorter):
-        detail = "the prompt is not what the conversations of chosen and rejected begin with"
-        raise DropReason("prompt_mismatch", detail)
+        raise DropReason(
+            "prompt_mismatch",
+            "the prompt is not what the conversations of chosen and rejected begin with",
+        )
     if system and own_system and _contents(system) != _contents(own_system):
-        detail = "the system prompt is not that of the conversations of chosen and rejected"
-        raise DropReason("prompt_mismatch", detail)
-    return (*(own_system or system), *longer)
+        raise DropReason(
+            "prompt_mismatch",
+            "the system prompt is not that of the conversations of chosen and rejected",
+        )
+    return (*(own_system or system), *longer), answers
 
 
 def _split_system(turns: Turns) -> tuple[Turns, Turns]:
@@ -171,7 +166,7 @@ def _instruction_prompt(row: Row) -> Prompt:
     history = row.get("history") or []
     if not isinstance(history, list):
         raise wrong_type("history", "a list of [question, answer] lists", history)
-    turns: list[Message] = [*_system(row)]
+    turns = _system(row)
     for exchange in history:
         if not isinstance(exchange, list) or len(exchange) != 2:
             raise DropReason("bad_type", "history must hold [question, answer] lists")
@@ -181,7 +176,7 @@ def _instruction_prompt(row: Row) -> Prompt:
 
 
 @data_format("messages", "rejected_response", may=("system",))
-def swift(row: Row) -> tuple[Prompt, tuple[Any, Any]]:
+def swift(row: Row) -> tuple[Prompt, Answers]:
     """Messages that end with the chosen answer, as ms-swift has them."""
     turns = turns_of(row["messages"], "messages")
     if not turns or turns[-1]["role"] != "assistant":
@@ -195,15 +190,13 @@ def swift(row: Row) -> tuple[Prompt, tuple[Any, Any]]:
 
 
 @data_format("context", "completions")
-def nemo(row: Row) -> tuple[Any, Ranked]:
+def nemo(row: Row) -> tuple[Prompt, Ranked]:
     """NeMo-RL's completions with ranks."""
-    entries = row["completions"]
+    entries: Any = row["completions"]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        expected = "a list of objects with rank and completion"
-        raise wrong_type("completions", expected, entries)
-    for entry, name in ((entry, name) for entry in entries for name in ("completion", "rank")):
-        if entry.get(name) is None:
-            raise missing_key(name, entry)
+        raise wrong_type("completions", "a list of objects with rank and completion", entries)
+    for entry in entries:
+        require(entry, "completion", "rank")
     ranks = [number_of(entry["rank"], "rank") for entry in entries]
     prompt = text_or_turns(row["context"], "context")
     return prompt, Ranked([entry["completion"] for entry in entries], ranks)
@@ -228,8 +221,9 @@ def ranked(row: Row) -> tuple[Prompt, Ranked]:
         detail = f"{name} must be a list with one number per response ({len(answers)})"
         raise DropReason("bad_type", detail)
     sign = 1 if name == "ranks" else -1
-    ranks = [sign * number_of(value, name) for value in values]
-    asked = next((name for name in PROMPTS if row.get(name) is not None), None)
-    if asked is None and row.get("instruction") is None:
-        raise missing_key("prompt", row)
-    return _prompt(row, asked) if asked else _instruction_prompt(row), Ranked(answers, ranks)
+    found = Ranked(answers, [sign * number_of(value, name) for value in values])
+    if column := next((name for name in PROMPTS if row.get(name) is not None), None):
+        return _prompt(row, column), found
+    if row.get("instruction") is None:
+        require(row, "prompt")
+    return _instruction_prompt(row), found
