@@ -184,7 +184,7 @@ def figure(row: LossRow, x: LogProbs) -> dict[str, Any]:
 def curve(objective: PairLoss, x: LogProbs) -> list[tuple[float, float]]:
     """Return (margin, loss) of the mean pair; one pair at a time, since some losses sort pairs."""
     assert x.reference is not None
-    facts = type(x.facts)(*(column.mean(dim=0, keepdim=True) for column in vars(x.facts).values()))
+    facts = type(x.facts)(*(column.mean(dim=0, keepdim=True) for column in x.facts))
     policy, reference = (
         {name: column.mean(dim=0, keepdim=True) for name, column in columns.items()}
         for columns in (x.policy, x.reference)
