@@ -7,10 +7,10 @@ read again. Two texts are the same if they differ only in case, white space and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil, sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,8 +166,9 @@ def _places(pairs: PairDataset, rows: NDArray[np.bool_], files: list[Json]) -> d
 
 def _findings(entries: Json, look: Json) -> list[Json]:
     """Return all findings, the most severe first."""
-    found = []
-    for name, set_name, share, facts in _shares(entries, look):
+    found: list[Json] = []
+
+    def judge(name: str, set_name: str, share: float, facts: Json) -> None:
         if share:
             rule = RULES[name]
             percent = f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
@@ -177,28 +178,25 @@ def _findings(entries: Json, look: Json) -> list[Json]:
                 {"name": name, "severity": severity, "set": set_name, "number": round(share, 4)}
                 | {"text": rule.text.format_map(facts), "advice": rule.advice}
             )
-    order = {name: place for place, name in enumerate((*SEVERITIES, *RULES))}
-    return sorted(found, key=lambda one: (order[one["severity"]], order[one["name"]]))
 
-
-def _shares(entries: Json, look: Json) -> Iterator[tuple[str, str, float, Any]]:
-    """Yield the rule, the set, the share that the rule judges, and the facts that its text names."""
     for set_name, entry in entries.items():
-        counts: defaultdict[str, Any] = defaultdict(int, pairs=entry["pairs"])
+        counts: Json = defaultdict(int, pairs=entry["pairs"])
         for group in GROUPS:
             counts |= {kind: one["count"] for kind, one in entry.get(group, {}).items()}
         for name, rule in RULES.items():
-            share = sum(counts[kind] for kind in rule.kinds) / counts["pairs"]
-            yield name, set_name, share, counts
+            judge(name, set_name, sum(counts[kind] for kind in rule.kinds) / entry["pairs"], counts)
     check = look["inference"]
     if check["different"]:
         first = {key: "".join(check["examples"][0][key])[:80] for key in ("training", "inference")}
-        yield "prompt_difference", "train", check["different"] / check["compared"], check | first
-    pairs, bias = look["sets"]["train"]["pairs"], look["sets"]["train"]["length_bias"]
-    accuracy = max(bias["longer_wins"], 1 - bias["longer_wins"])
-    if accuracy >= max(LENGTH_MATTERS, 0.5 + 1.5 / sqrt(pairs)):  # three deviations of a coin
-        which = "longer" if bias["longer_wins"] > 0.5 else "shorter"
-        yield "length_bias", "train", accuracy, {**bias, "which": which}
+        judge("prompt_difference", "train", check["different"] / check["compared"], check | first)
+    train = look["sets"]["train"]
+    longer = train["length_bias"]["longer_wins"]
+    accuracy = max(longer, 1 - longer)
+    if accuracy >= max(LENGTH_MATTERS, 0.5 + 1.5 / sqrt(train["pairs"])):  # 3 deviations of a coin
+        which = "longer" if longer > 0.5 else "shorter"
+        judge("length_bias", "train", accuracy, train["length_bias"] | {"which": which})
+    order = {name: place for place, name in enumerate((*SEVERITIES, *RULES))}
+    return sorted(found, key=lambda one: (order[one["severity"]], order[one["name"]]))
 
 
 def _length_bias(chosen: NDArray[np.int32], rejected: NDArray[np.int32]) -> dict[str, float]:

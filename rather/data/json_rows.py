@@ -123,11 +123,12 @@ def split_values(blocks: Iterable[Block], level: int) -> Iterator[RawRow]:
     """
     number, depth, start, offset = 1, 0, 0, 0
     held = bytearray()  # what came since the last row began or ended
-    in_string = False
+    in_string = is_escaped = False
     fault: DropReason | None = None
     try:
-        for offset, block in _keep_escapes_whole(blocks):
-            at = first = 0  # `held` continues in this block at `first`
+        for offset, block in blocks:
+            at, first = int(is_escaped), 0  # `held` continues in this block at `first`
+            body = block[at:]
             while True:
                 token = (_STRING_END.match if in_string else _TOKEN.search)(block, at)
                 if token is None:
@@ -153,6 +154,7 @@ def split_values(blocks: Iterable[Block], level: int) -> Iterator[RawRow]:
                 elif depth > MAX_DEPTH + level:
                     detail = f"more than {MAX_DEPTH} values inside each other"
                     fault = fault or DropReason("too_deep", detail)
+            is_escaped = in_string and (len(body) - len(body.rstrip(b"\\"))) % 2 == 1
             held += block[first:]
             if len(held) > MAX_ROW_BYTES:
                 fault = fault or _too_large()
@@ -173,14 +175,3 @@ def _stray_text(between: bytearray) -> DropReason | None:
     text = between.strip(b" \t\r\n,")
     shown = text[:40].decode("utf-8", "replace")
     return DropReason("bad_json", f"found {shown!r} where a row begins") if text else None
-
-
-def _keep_escapes_whole(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Yield blocks of which none ends between a backslash and the character that it escapes."""
-    rest, end = b"", 0
-    for offset, block in blocks:
-        start, block = offset - len(rest), rest + block
-        cut = len(block) - (len(block) - len(block.rstrip(b"\\"))) % 2
-        rest, end = block[cut:], start + cut
-        yield start, block[:cut]
-    yield end, rest

@@ -92,7 +92,11 @@ class RowLayout:
 def read_row(row: Row, layout: RowLayout) -> RowPairs:
     """Return all pairs of one row."""
     try:
-        named = _rename_columns(row, layout.columns)
+        columns = layout.columns
+        require(row, *(theirs for ours, theirs in columns.items() if ours not in OPTIONAL))
+        taken = {*columns, *columns.values()}
+        named = {name: value for name, value in row.items() if name not in taken}
+        named |= {ours: row.get(theirs) for ours, theirs in columns.items()}
         form = _format_of(named, layout)
         prompt, answers = form.read(named)
         prompt = text_or_turns(prompt, "the prompt")
@@ -110,13 +114,6 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         except DropReason as reason:
             found.dropped.append(reason)
     return found
-
-
-def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
-    require(row, *(theirs for ours, theirs in columns.items() if ours not in OPTIONAL))
-    taken = {*columns, *columns.values()}
-    kept = {name: value for name, value in row.items() if name not in taken}
-    return {**kept, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
 
 
 def _format_of(row: Row, layout: RowLayout) -> DataFormat:
