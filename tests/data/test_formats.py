@@ -315,7 +315,7 @@ def test_extra_columns_weights_and_ids() -> None:
         ({"prompt": "q", "system": "other", "chosen": [system("s"), user("q"), assistant("a")],
           "rejected": [system("s"), user("q"), assistant("b")]}, "prompt_mismatch", "the system prompt is not"),
         ({"instruction": "q", "history": 5, **AB}, "bad_type", "history must be a list of [question, answer] lists"),
-        ({"instruction": "q", "history": ["x"], **AB}, "bad_type", "history must hold"),
+        ({"instruction": "q", "history": ["x"], **AB}, "bad_type", "history must be a list of [question, answer] lists"),
         ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 10**400]}, "bad_type", "ranks must be a number"),
         ({"prompt": "q", "responses": ["a", "b"]}, "missing_key", "a column of ranks"),
         ({"messages": [user("q"), user("r")], **AB}, "bad_roles", "user turn comes after user"),

@@ -164,12 +164,10 @@ def _instruction_prompt(row: Row) -> Prompt:
     if extra is not None and text_of(extra, "input").strip():
         question = f"{question}\n{extra}"
     history = row.get("history") or []
-    if not isinstance(history, list):
-        raise wrong_type("history", "a list of [question, answer] lists", history)
     turns = _system(row)
-    for exchange in history:
+    for exchange in history if isinstance(history, list) else [history]:
         if not isinstance(exchange, list) or len(exchange) != 2:
-            raise DropReason("bad_type", "history must hold [question, answer] lists")
+            raise wrong_type("history", "a list of [question, answer] lists", history)
         for role, text in zip(("user", "assistant"), exchange, strict=True):
             turns += as_turns(text_of(text, "history"), role)
     return (*turns, *as_turns(question, "user")) if turns else question
@@ -209,18 +207,14 @@ def nemo(row: Row) -> tuple[Prompt, Ranked]:
 )
 def ranked(row: Row) -> tuple[Prompt, Ranked]:
     """Several responses with ranks (1 is best) or scores (more is better)."""
-    answers = row["responses"]
-    if not isinstance(answers, list):
-        raise wrong_type("responses", "a list", answers)
-    name = next((name for name in ("ranks", "scores") if row.get(name) is not None), None)
-    if name is None:
+    name, sign = ("scores", -1) if row.get("ranks") is None else ("ranks", 1)
+    answers, values = row["responses"], row.get(name)
+    if values is None:
         detail = "responses need a column of ranks (1 is best) or scores (more is better)"
         raise DropReason("missing_key", detail)
-    values = row[name]
-    if not isinstance(values, list) or len(values) != len(answers):
-        detail = f"{name} must be a list with one number per response ({len(answers)})"
-        raise DropReason("bad_type", detail)
-    sign = 1 if name == "ranks" else -1
+    are_lists = isinstance(answers, list) and isinstance(values, list)
+    if not are_lists or len(values) != len(answers):
+        raise DropReason("bad_type", f"responses and {name} must be lists of the same length")
     found = Ranked(answers, [sign * number_of(value, name) for value in values])
     if column := next((name for name in PROMPTS if row.get(name) is not None), None):
         return _prompt(row, column), found
