@@ -165,32 +165,27 @@ def chunks(source: DataFile, index: int, encoding: str = "utf-8") -> Iterator[Ch
 
 
 def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
-    first = 1
+    first, rows = 1, math.inf  # Arrow does not say how many rows there are
     try:
-        rows = pq.read_metadata(source.path).num_rows if source.kind == "parquet" else math.inf
-        for batch in _batches(source):
-            for start in range(0, batch.num_rows, CHUNK_ROWS):
-                part = batch.slice(start, CHUNK_ROWS)
-                yield Chunk(index, table=as_message(part), first=first, done=first / rows)
-                first += part.num_rows
+        with pa.memory_map(str(source.path)) as mapped:
+            if source.kind == "parquet":
+                table = pq.ParquetFile(mapped)
+                batches, rows = table.iter_batches(CHUNK_ROWS), table.metadata.num_rows
+            elif mapped.read(6) == b"ARROW1":
+                table = pa.ipc.open_file(mapped)
+                batches = map(table.get_batch, range(table.num_record_batches))
+            else:
+                mapped.seek(0)
+                batches = pa.ipc.open_stream(mapped)
+            for batch in batches:
+                for start in range(0, batch.num_rows, CHUNK_ROWS):
+                    part = batch.slice(start, CHUNK_ROWS)
+                    yield Chunk(index, table=as_message(part), first=first, done=first / rows)
+                    first += part.num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{source.path}: damaged {source.kind} file after row {first - 1} ({error})."
         ) from error
-
-
-def _batches(source: DataFile) -> Iterator[pa.RecordBatch]:
-    if source.kind == "parquet":
-        with pq.ParquetFile(source.path, memory_map=True) as file:
-            yield from file.iter_batches(CHUNK_ROWS)
-        return
-    with pa.memory_map(str(source.path)) as mapped:
-        if mapped.read(6) == b"ARROW1":
-            opened = pa.ipc.open_file(mapped)
-            yield from map(opened.get_batch, range(opened.num_record_batches))
-        else:
-            mapped.seek(0)
-            yield from pa.ipc.open_stream(mapped)
 
 
 def as_message(batch: pa.RecordBatch) -> bytes:
