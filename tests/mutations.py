@@ -65,15 +65,15 @@ MUTATIONS = (
     Mutation(
         "pack: a response that branches off starts at position 0",
         "rather/data/pack.py",
-        "self.positions.append(self.count[shared : shared + end - start])",
-        "self.positions.append(self.count[: end - start])",
+        "[count[len(path) - len(own) : len(path)] for own, path in segments]",
+        "[count[: len(own)] for own, path in segments]",
         ("tests/train/test_pack.py::test_every_index_by_hand",),
     ),
     Mutation(
         "pack: the first token of a branch is predicted by its neighbour in the layout",
         "rather/data/pack.py",
-        "self.before[start] = path[shared - 1] if shared else -1",
-        "self.before[start] = start - 1 if shared else -1",
+        "path[-len(own) - 1] if len(path) > len(own) else -1",
+        "path[-len(own)] - 1 if len(path) > len(own) else -1",
         ("tests/train/test_pack.py::test_every_index_by_hand",),
     ),
     Mutation(

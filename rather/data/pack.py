@@ -182,64 +182,51 @@ def common_tokens(one: Tokens, other: Tokens) -> int:
 # --- a bin as tensors ---
 
 
-class _Layout:
-    """The tokens of one bin while it is filled from left to right."""
-
-    def __init__(self, size: int) -> None:
-        self.count = np.arange(size)
-        self.before = self.count - 1  # the place whose hidden state predicts a token; -1: none does
-        self.start = 0
-        self.ids: list[Tokens] = []
-        self.positions: list[Places] = []
-        self.keys: list[Places] = []
-        self.q_lens: list[int] = []
-
-    def add(self, ids: Sequence[Tokens], beginning: Places) -> Places:
-        """Lay out tokens that follow those at `beginning`; return the places of the sequence."""
-        start, end, shared = self.start, self.start + sum(map(len, ids)), len(beginning)
-        path = np.concatenate([beginning, self.count[start:end]])
-        if end > start:
-            self.ids += ids
-            self.positions.append(self.count[shared : shared + end - start])
-            self.keys.append(path)
-            self.q_lens.append(end - start)
-            self.before[start] = path[shared - 1] if shared else -1
-            self.start = end
-        return path
-
-
 def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int) -> PairBatch:
     real_tokens = sum(unit.tokens for unit in units)
-    layout = _Layout(max(size, real_tokens))
-    nothing = layout.count[:0]
-    scored, lengths = [nothing], list[int]()
+    count = np.arange(max(size, real_tokens))
+    segments: list[tuple[Tokens, Places]] = []  # tokens, and the places of all that they see
+    end = 0
+
+    def add(ids: Tokens, beginning: Places) -> Places:
+        """Lay out tokens that follow those at `beginning`; return the places of the sequence."""
+        nonlocal end
+        start, end = end, end + len(ids)
+        path = np.concatenate([beginning, count[start:end]])
+        if len(ids):
+            segments.append((ids, path))
+        return path
+
+    scored, lengths = [count[:0]], list[int]()
     for unit in units:
-        paths: list[Places] = []
-        for response, earlier, shared in unit.branches:
-            if paths:
-                beginning = paths[earlier][: len(unit.prompt) + shared]
-                paths.append(layout.add((response[shared:],), beginning))
-            else:  # the prompt is in the segment of the first response
-                paths.append(layout.add((unit.prompt, response), nothing))
+        (first, _, _), *others = unit.branches
+        paths = [add(np.concatenate([unit.prompt, first]), count[:0])]
+        for response, earlier, shared in others:
+            paths.append(add(response[shared:], paths[earlier][: len(unit.prompt) + shared]))
         for branch, spans in unit.sides:
-            scored += [paths[branch][first:end] for first, end in spans]
-            lengths.append(sum(end - first for first, end in spans))
-    while left := len(layout.count) - layout.start:
-        layout.add((np.zeros(min(left, FILLER_SEGMENT), np.int32),), nothing)
+            scored += [paths[branch][start:stop] for start, stop in spans]
+            lengths.append(sum(stop - start for start, stop in spans))
+    while end < len(count):
+        add(np.zeros(min(len(count) - end, FILLER_SEGMENT), np.int32), count[:0])
+    before = count - 1  # the place whose hidden state predicts a token; -1: none does
+    for own, path in segments:
+        before[path[-len(own)]] = path[-len(own) - 1] if len(path) > len(own) else -1
+    ids = np.concatenate([own for own, _ in segments], dtype=np.int64)
     places = [place for unit in units for place in unit.places]
     tensors: dict[str, Any] = {
         f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
         for name in ("weight", "margin", "soft_label")
     }
     tensors["pair_P"] = np.asarray(places, np.int64)
-    tensors["positions_N"] = np.concatenate(layout.positions)
-    tensors["ids_N"] = ids = np.concatenate(layout.ids, dtype=np.int64)
-    tensors |= _scored_tokens(
-        np.concatenate(scored), np.asarray(lengths, np.int64), ids, layout.before
+    tensors["ids_N"] = ids
+    tensors["positions_N"] = np.concatenate(
+        [count[len(path) - len(own) : len(path)] for own, path in segments]
     )
-    k_lens = [len(keys) for keys in layout.keys]
+    tensors |= _scored_tokens(np.concatenate(scored), np.asarray(lengths, np.int64), ids, before)
+    keys = torch.from_numpy(np.concatenate([path for _, path in segments]))
+    q_lens, k_lens = zip(*((len(own), len(path)) for own, path in segments), strict=True)
     return PairBatch(
-        segments=Segments.of(layout.q_lens, k_lens, torch.from_numpy(np.concatenate(layout.keys))),
+        segments=Segments.of(q_lens, k_lens, keys),
         real_tokens=real_tokens,
         **{name: torch.from_numpy(array) for name, array in tensors.items()},
     )
