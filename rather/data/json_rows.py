@@ -20,8 +20,6 @@ MAX_ROW_BYTES = 64 << 20
 MAX_DEPTH = 200
 BLOCK_BYTES = 1 << 20
 
-Block = tuple[int, bytes]  # offset in the text, and the bytes from there
-
 
 class DropReason(Exception):
     """Why a row or pair is dropped: one word to count by, one sentence to read.
@@ -38,11 +36,10 @@ class RawRow(NamedTuple):
     """A row as it is in the file, or why it cannot be read."""
 
     number: int
-    offset: int
     content: bytes | DropReason
 
 
-def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str) -> Iterator[Block]:
+def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str) -> Iterator[bytes]:
     """Yield a text file as UTF-8; raise DropReason behind the last bytes of damaged gzip data."""
     try:
         known = codecs.lookup(encoding)
@@ -51,7 +48,7 @@ def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str)
             f"data_args.encoding: Python does not know {encoding!r}; try utf-8 or latin-1."
         ) from error
     decoder = None if known.name in ("utf-8", "ascii") else known.incrementaldecoder()
-    read = offset = 0
+    read = 0
     fault: DropReason | None = None
     while fault is None:
         raw = bytearray()
@@ -72,13 +69,12 @@ def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str)
             ) from error
         if not raw and fault is None:
             return
-        skipped = 0
         if not read:
             if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise DataError(f"{path}: this is UTF-16 text; set data_args.encoding: utf-16.")
-            skipped = len(codecs.BOM_UTF8) if block.startswith(codecs.BOM_UTF8) else 0
-        yield offset + skipped, block[skipped:]
-        read, offset = read + len(raw), offset + len(block)
+            block = block.removeprefix(codecs.BOM_UTF8)
+        yield block
+        read += len(raw)
     raise fault
 
 
@@ -86,47 +82,45 @@ def _too_large() -> DropReason:
     return DropReason("row_too_large", f"more than {MAX_ROW_BYTES >> 20} MiB in one row")
 
 
-def split_lines(blocks: Iterable[Block]) -> Iterator[RawRow]:
+def split_lines(blocks: Iterable[bytes]) -> Iterator[RawRow]:
     """Yield the lines that are not blank."""
-    rest, number, start, too_large = b"", 1, 0, False
+    rest, number, too_large = b"", 1, False
     try:
-        for offset, block in blocks:
-            start = offset - len(rest)
+        for block in blocks:
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
                 if too_large or line.strip():
-                    yield RawRow(number, start, _too_large() if too_large else line)
-                start += len(line) + 1
+                    yield RawRow(number, _too_large() if too_large else line)
                 number, too_large = number + 1, False
             if len(rest) > MAX_ROW_BYTES:
                 too_large, rest = True, b""
     except DropReason as fault:
-        yield RawRow(number, start, fault)
+        yield RawRow(number, fault)
         return
     if too_large:
-        yield RawRow(number, start, _too_large())
+        yield RawRow(number, _too_large())
     elif rest.strip():
         detail = "the last line is not complete; its writer was probably stopped"
         is_whole = rest.rstrip().endswith(b"}")
-        yield RawRow(number, start, rest if is_whole else DropReason("truncated", detail))
+        yield RawRow(number, rest if is_whole else DropReason("truncated", detail))
 
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.S)
 _STRING_END = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.S)
 
 
-def split_values(blocks: Iterable[Block], level: int) -> Iterator[RawRow]:
+def split_values(blocks: Iterable[bytes], level: int) -> Iterator[RawRow]:
     """Yield the values of an array (level 1), or values that follow each other (level 0).
 
     Only brackets outside strings are counted. So there is no recursion, at most one row is in
     memory, and a row that is not valid JSON does not hide the next.
     """
-    number, depth, start, offset = 1, 0, 0, 0
+    number, depth = 1, 0
     held = bytearray()  # what came since the last row began or ended
     in_string = is_escaped = False
     fault: DropReason | None = None
     try:
-        for offset, block in blocks:
+        for block in blocks:
             at, first = int(is_escaped), 0  # `held` continues in this block at `first`
             body = block[at:]
             while True:
@@ -140,15 +134,14 @@ def split_values(blocks: Iterable[Block], level: int) -> Iterator[RawRow]:
                 before, depth = depth, max(0, depth + (1 if token[0] in b"[{" else -1))
                 if before == level:  # between two rows: the next begins, or the array ends
                     if stray := _stray_text(held + block[first : token.start()]):
-                        yield RawRow(number, offset, stray)
+                        yield RawRow(number, stray)
                         number += 1
                     held, first = bytearray(), token.start()
-                    start = offset + first
                     if depth <= before:
                         level, first = 0, at
                 elif depth == level:  # a row ends, or the array begins
                     if depth < before:
-                        yield RawRow(number, start, fault or bytes(held + block[first:at]))
+                        yield RawRow(number, fault or bytes(held + block[first:at]))
                         number, fault = number + 1, None
                     held, first = bytearray(), at
                 elif depth > MAX_DEPTH + level:
@@ -161,13 +154,13 @@ def split_values(blocks: Iterable[Block], level: int) -> Iterator[RawRow]:
             if fault:
                 held.clear()  # the row is lost: do not hold it
     except DropReason as damage:
-        yield RawRow(number, offset, damage)
+        yield RawRow(number, damage)
         return
     if depth > 0 or in_string or fault:
         detail = f"the file ends inside row {number}; its writer was probably stopped"
-        yield RawRow(number, start, fault or DropReason("truncated", detail))
+        yield RawRow(number, fault or DropReason("truncated", detail))
     elif stray := _stray_text(held):
-        yield RawRow(number, offset, stray)
+        yield RawRow(number, stray)
 
 
 def _stray_text(between: bytearray) -> DropReason | None:

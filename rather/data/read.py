@@ -71,13 +71,11 @@ class Chunk:
 
 def find_sources(path: Path) -> list[DataFile]:
     """Return the file, or the Arrow files of a folder written by `datasets.save_to_disk`."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
-        raise DataError(f"{path}: only local files are read; download it first and give the path.")
     path = path.expanduser().absolute()
     try:
         return [_detect_kind(file) for file in (_arrow_files(path) if path.is_dir() else [path])]
     except FileNotFoundError as error:
-        raise DataError(f"{error.filename}: no such file; check the path.") from error
+        raise DataError(f"{error.filename}: no such file; only local files are read.") from error
     except OSError as error:  # such as a folder that may not be searched
         raise DataError(
             f"{error.filename or path}: cannot be read ({error.strerror or error})."
@@ -219,7 +217,7 @@ TOO_DEEP = ("too_deep", "too many values inside each other")
 HALF_CHARACTER = ("bad_unicode", "half of a surrogate pair (\\ud800 ... \\udfff) is alone")
 
 
-def _parse(raw: bytes, offset: int) -> Row | DropReason:
+def _parse(raw: bytes) -> Row | DropReason:
     """Return one row of text as an object, or why it is not one."""
     try:
         row = _DECODER.decode(raw.decode("utf-8").strip())
@@ -228,7 +226,7 @@ def _parse(raw: bytes, offset: int) -> Row | DropReason:
     except UnicodeDecodeError as error:
         return DropReason(
             "bad_encoding",
-            f"byte {offset + error.start} of the file (0x{raw[error.start]:02x}) is not UTF-8; "
+            f"byte {error.start} of the row (0x{raw[error.start]:02x}) is not UTF-8; "
             "set data_args.encoding if the file has another encoding",
         )
     except UnicodeEncodeError:
@@ -247,8 +245,8 @@ def parsed_rows(chunk: Chunk) -> Iterator[tuple[int, Row | DropReason]]:
     if chunk.table:
         batch = pa.ipc.open_stream(chunk.table).read_next_batch()
         yield from enumerate(_table_rows(batch), chunk.first)
-    for number, offset, raw in chunk.rows:
-        yield number, _parse(raw, offset) if isinstance(raw, bytes) else raw
+    for number, raw in chunk.rows:
+        yield number, _parse(raw) if isinstance(raw, bytes) else raw
 
 
 def _table_rows(batch: pa.RecordBatch) -> list[Row | DropReason]:

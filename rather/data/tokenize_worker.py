@@ -48,8 +48,8 @@ Event = tuple[str, int, str]  # kind, number of the row, detail
 def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
     """Return a chunk without its table. Latin-1 keeps each byte of a row as one character."""
     rows = [
-        (number, offset, raw.decode("latin-1") if isinstance(raw, bytes) else raw.args)
-        for number, offset, raw in chunk.rows
+        (number, raw.decode("latin-1") if isinstance(raw, bytes) else raw.args)
+        for number, raw in chunk.rows
     ]
     return {"source": chunk.source, "first": chunk.first, "rows": rows}
 
@@ -57,8 +57,8 @@ def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
 def chunk_from_json(head: dict[str, Any], table: bytes) -> Chunk:
     """Return the chunk of which `chunk_to_json` made the head."""
     rows = (
-        RawRow(number, at, raw.encode("latin-1") if isinstance(raw, str) else DropReason(*raw))
-        for number, at, raw in head["rows"]
+        RawRow(number, raw.encode("latin-1") if isinstance(raw, str) else DropReason(*raw))
+        for number, raw in head["rows"]
     )
     return Chunk(head["source"], tuple(rows), table, head["first"])
 

@@ -79,8 +79,6 @@ def take_requests(run_dir: Path, step: int) -> str | None:
             log.warning("%s: cannot be renamed (%s); send a signal instead.", file, error.strerror)
             continue
         words.add(word)
-        if word not in (STOP, SAVE):
-            log.warning("%s: unknown request '%.20s'; use %s or %s.", file, word, STOP, SAVE)
     return STOP if STOP in words else SAVE if SAVE in words else None  # a run that stops saves too
 
 

@@ -175,9 +175,7 @@ def test_each_of_several_requests_at_once_is_answered(tmp_path: Path) -> None:
     assert not left(tmp_path)
 
 
-def test_a_request_is_taken_once_and_an_unknown_one_never(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_is_taken_once_and_an_unknown_one_never(tmp_path: Path) -> None:
     assert control.take_requests(tmp_path, 3) is None
     (tmp_path / ".control-save-1").touch()
     assert control.take_requests(tmp_path, 3) == control.SAVE
@@ -185,7 +183,6 @@ def test_a_request_is_taken_once_and_an_unknown_one_never(
     assert control.take_requests(tmp_path, 4) is None
     (tmp_path / ".control-explode").touch()
     assert control.take_requests(tmp_path, 5) is None
-    assert "unknown request 'explode'" in caplog.text
 
 
 def test_a_request_for_a_run_that_has_ended_is_forgotten(tmp_path: Path) -> None:
