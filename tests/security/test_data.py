@@ -168,7 +168,7 @@ def test_a_folder_of_tables_cannot_lead_out(tmp_path: Path, marker: Path) -> Non
         writer.write_batch(pa.record_batch([[1]], names=["a"]))
     state = {"_data_files": [{"filename": "../private.arrow"}]}
     (folder / "state.json").write_text(json.dumps(state))
-    with pytest.raises(DataError, match=r"saved/private\.arrow: cannot be read"):
+    with pytest.raises(DataError, match=r"saved/private\.arrow: no such file"):
         find_sources(folder)
     (folder / "private.arrow").symlink_to(private)
     with pytest.raises(DataError, match="outside its folder; copy the file into it"):
