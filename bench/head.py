@@ -28,7 +28,7 @@ from common import (
 )
 from torch import Tensor
 
-from rather.model.head import token_logps
+from rather.model.head import KEEP_BYTES, token_logps
 
 ROWS = {"cuda": 8192, "cpu": 1024}
 COLUMNS = ("shape", "rows", "way", "ms", "us a row", "TFLOP/s", "peak MiB", "error")
@@ -37,11 +37,13 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def kept(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return token_logps(hidden, weight, None, targets, keep_bytes=1 << 50)[0]
+    KEEP_BYTES[hidden.device.type] = 1 << 50
+    return token_logps(hidden, weight, None, targets)[0]
 
 
 def computed_again(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return token_logps(hidden, weight, None, targets, keep_bytes=0)[0]
+    KEEP_BYTES[hidden.device.type] = 0
+    return token_logps(hidden, weight, None, targets)[0]
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from rather.checkpoint.sharded_tensors import (
     TensorStream,
     safetensors_file,
 )
+from rather.config.paths import is_local
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.values import PISSA
 from rather.errors import CheckpointError, ConfigError
@@ -50,8 +51,6 @@ KNOWN = (  # keys that an adapter's config may set; all others must have PEFT's 
     "inference_mode", "init_lora_weights", "auto_mapping", "peft_version",
     "megatron_core", "runtime_config", "qalora_group_size",
 )  # fmt: skip
-_MATRIX = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)\.(?:default|reference)\.weight")
-_WHOLE = re.compile(r"(.+)\.modules_to_save\.(?:default|reference)\.(.+)")
 _PEFT = "base_model.model."  # the prefix of every name in an adapter's file
 
 
@@ -93,8 +92,8 @@ def adapter_folder(name: str) -> Path:
             f"adapter_name_or_path: {name} is not a PEFT adapter; use a folder with {CONFIG} and "
             f"{WEIGHTS}, or the hub name of one"
         )
-    for file in (CONFIG, WEIGHTS):
-        refuse_outside(folder, file)
+    refuse_outside(folder, CONFIG)
+    refuse_outside(folder, WEIGHTS)
     return folder
 
 
@@ -119,14 +118,14 @@ def base_of(folder: Path) -> tuple[str | None, str | None, Any]:
     """Return name, revision and quantization in training of an adapter's base; None if unknown."""
     values = _values(folder, CONFIG)
     notes = _values(folder, NOTES) if (folder / NOTES).exists() else {}
-    name, revision = (values.get(key) for key in ("base_model_name_or_path", "revision"))
+    name, revision = values.get("base_model_name_or_path"), values.get("revision")
     return name, revision, notes.get("quantization")
 
 
 def _values(folder: Path, name: str) -> dict[str, Any]:
     refuse_outside(folder, name)
     try:
-        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        values = json.loads((folder / name).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder / name}: cannot be read ({error})") from error
     if not isinstance(values, dict):
@@ -243,10 +242,10 @@ class AdapterWeights:
 
     def _stored(self, name: str) -> tuple[ShardedFiles, str]:
         """Return where a weight is stored and its name there; for a new matrix, its layer's."""
-        match = _MATRIX.fullmatch(name)
-        if self.saved is not None and (match or _WHOLE.fullmatch(name)):
-            return self.saved, _saved_name(name)
-        return self.base, f"{match[1]}.weight" if match else base_name(name)
+        own = _adapter_name(name)
+        if self.saved is not None and own:
+            return self.saved, own
+        return self.base, _base_name(name)
 
     def __contains__(self, name: str) -> bool:
         files, stored = self._stored(name)
@@ -264,13 +263,13 @@ class AdapterWeights:
 
     def _new_matrix(self, name: str, layer: str) -> Tensor | None:
         """Return what a new adapter begins with, or what PiSSA leaves of the base."""
-        match = _MATRIX.fullmatch(name)
+        kind = re.search(r"\.(lora_\w+)", name)
         changed = self.changes_base and name.endswith(".base_layer.weight")
-        if self.saved is not None or not (match or changed):
+        if self.saved is not None or not (kind or changed):
             return None
         if self._last[0] != layer:  # the matrices of a layer are read one after another
             self._last = (layer, self._initialize(layer))
-        return self._last[1][match[2] if match else "base"]
+        return self._last[1][kind[1] if kind else "base"]
 
     def _initialize(self, name: str) -> dict[str, Tensor]:
         """Return PEFT's own start of the layer with this weight, on the CPU in float32."""
@@ -297,37 +296,33 @@ class AdapterWeights:
         return start
 
 
-def base_name(name: str) -> str:
-    """Return the base's name of a frozen weight, or of the start of a module trained whole."""
-    if match := _WHOLE.fullmatch(name):
-        return f"{match[1]}.{match[2]}"
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+def _base_name(name: str) -> str:
+    """Return the base's name of a weight; for an adapter's matrix, that of the weight it changes."""
+    name = re.sub(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)", "", name)
+    return re.sub(r"\.lora_.*", ".weight", name)
 
 
-def _saved_name(name: str) -> str:
-    """Return a trained weight's name in an adapter's file."""
-    if match := _MATRIX.fullmatch(name):
-        end = "" if match[2] == "lora_magnitude_vector" else ".weight"
-        return f"{_PEFT}{match[1]}.{match[2]}{end}"
-    return f"{_PEFT}{base_name(name)}"
+def _adapter_name(name: str) -> str | None:
+    """Return the name in an adapter's file of a weight that it trains, else None."""
+    own = re.sub(rf"\.({TRAINED}|{START})(?=\.)", "", name).replace(".modules_to_save.", ".")
+    own = own.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    return None if own == name else _PEFT + own
 
 
 # --- onto the disk ---
 
 
 def write_adapter(
-    folder: Path,
-    causal_lm: Any,
-    weights: Mapping[str, Tensor],
-    base: str,
-    revision: str | None,
-    quantized: str | None,
+    folder: Path, causal_lm: Any, weights: Mapping[str, Tensor], source: tuple[str, ModelArgs]
 ) -> None:
     """Write what PeftModel.from_pretrained opens. `weights` have the policy's names; float32."""
+    base, args = source
+    if is_local(base):
+        base = str(Path(base).expanduser().absolute())
     config: LoraConfig = causal_lm.peft_config[TRAINED]
     saved, began = (
         {
-            _saved_name(name.removeprefix("causal_lm.")): weights[name].float()
+            str(_adapter_name(name.removeprefix("causal_lm."))): weights[name].float()
             for name in weights
             if f".{adapter}." in name
         }
@@ -335,7 +330,7 @@ def write_adapter(
     )
     values = config.to_dict() | {
         "base_model_name_or_path": base,
-        "revision": revision,
+        "revision": args.revision,
         "init_lora_weights": True,
         "inference_mode": True,
         "target_modules": sorted(config.target_modules or []),
@@ -349,10 +344,10 @@ def write_adapter(
         growth = math.sqrt(2) if config.use_rslora else 2
         values |= {"r": 2 * config.r, "lora_alpha": _number(config.lora_alpha * growth)}
     text = json.dumps(values, indent=2, sort_keys=True, default=str)
-    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
-    if quantized:
-        text = json.dumps({"quantization": quantized})
-        (folder / NOTES).write_text(text + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(text + "\n", "utf-8")
+    if args.quantization:
+        text = json.dumps({"quantization": args.quantization})
+        (folder / NOTES).write_text(text + "\n", "utf-8")
     streams = {name: TensorStream.of(saved[name]) for name in sorted(saved)}
     with open(folder / WEIGHTS, "xb") as file:
         file.writelines(safetensors_file(streams, {}))
@@ -392,8 +387,7 @@ def _open_adapter(adapter: Path, base: ShardedFiles) -> ShardedFiles:
         saved = ShardedFiles([adapter / WEIGHTS])
     except CheckpointError as error:
         raise ConfigError(f"adapter_name_or_path: {error}") from error
-    names = [name.removeprefix(_PEFT) for name in saved]
-    changed = {re.sub(r"\.lora_((A|B)\.weight|magnitude_vector)$", ".weight", n) for n in names}
+    changed = {_base_name(name.removeprefix(_PEFT)) for name in saved}
     if foreign := changed - set(base):
         raise ConfigError(
             f"{adapter}: the adapter belongs to another model: the base has no {min(foreign)}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import wait_tensor
 
@@ -109,8 +110,6 @@ def all_reduce_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sum tensors over the group in place, all of one dtype in one message. No gradient."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.flatten() for tensor in same])
+        flat = _flatten_dense_tensors(same)
         dist.all_reduce(flat, group=group)
-        sizes = [tensor.numel() for tensor in same]
-        for tensor, summed in zip(same, flat.split(sizes), strict=True):
-            tensor.copy_(summed.view_as(tensor))
+        torch._foreach_copy_(same, _unflatten_dense_tensors(flat, same))

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rather.checkpoint.sharded_tensors import ShardedFiles, TensorStream, safetensors_file
-from rather.config.paths import is_local
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import DiskError
@@ -106,10 +105,8 @@ def whole_adapter(
     """Write an adapter that `publish` renames to `folder`."""
     from rather.model.adapters import write_adapter  # PEFT takes seconds to import
 
-    name, args = source
-    base = str(Path(name).expanduser().absolute()) if is_local(name) else name
     with _new_folder(folder, tokenizer) as temporary:
-        write_adapter(temporary, model, weights, base, args.revision, args.quantization)
+        write_adapter(temporary, model, weights, source)
     return temporary
 
 
@@ -144,17 +141,17 @@ def _write_model(
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2) + "\n"
-            (temporary / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+            (temporary / "model.safetensors.index.json").write_text(text, "utf-8")
     return temporary
 
 
 def _write_configs(model: Any, folder: Path) -> None:
     model.config.save_pretrained(folder)
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = json.loads(file.read_text("utf-8"))
     config.pop("quantization_config", None)  # of the training; the export is not quantised
     config["dtype"] = str(model.config.dtype).removeprefix("torch.")
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     model.generation_config.to_json_file(folder / "generation_config.json")
 
 
@@ -190,7 +187,7 @@ def publish(temporary: Path, folder: Path, card: str) -> None:
     """Add the card and rename a temporary folder to `folder`, atomically."""
     old = folder.with_name(f".old-{folder.name}")
     with _removed_on_error(temporary, folder):
-        (temporary / "README.md").write_text(card, encoding="utf-8")
+        (temporary / "README.md").write_text(card, "utf-8")
         for path in (*temporary.rglob("*"), temporary):
             _sync(path)
         shutil.rmtree(old, ignore_errors=True)

@@ -48,7 +48,7 @@ def weight_files(folder: Path | None) -> list[Path]:
     names, index = [WEIGHTS], folder / INDEX
     if not (folder / WEIGHTS).exists() and index.exists():
         try:
-            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            listed = json.loads(index.read_text("utf-8"))["weight_map"]
             names = sorted(set(map(str, listed.values())))
         except Exception as error:  # a stranger's file may be anything
             raise ConfigError(f"{index}: is not an index of weight files ({error!r})") from error
@@ -77,22 +77,23 @@ def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:
 
     `sha` hashes a file. None if there are no weights or the files cannot be read.
     """
-    fields = _forward_fields(folder)
     try:
         files = sorted(file for pattern in CONTENT for file in folder.glob(pattern))
         contents = {file.name: sha(file) for file in files}
-    except OSError:
-        return None
-    if fields is None or not any(name.endswith(".safetensors") for name in contents):
-        return None
-    return text_sha(json.dumps([fields, contents], sort_keys=True))
+        if any(name.endswith(".safetensors") for name in contents):
+            return text_sha(json.dumps([_forward_fields(folder), contents], sort_keys=True))
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def config_digest(name: str, revision: str | None) -> str | None:
     """Return a digest of the config fields alone; None if the file cannot be read."""
     folder = model_folder(name, revision)
-    fields = _forward_fields(folder) if folder else None
-    return None if fields is None else text_sha(json.dumps(fields, sort_keys=True))
+    try:
+        return text_sha(json.dumps(_forward_fields(folder), sort_keys=True)) if folder else None
+    except (OSError, ValueError):
+        return None
 
 
 def _forward_fields(folder: Path) -> object:
@@ -103,7 +104,4 @@ def _forward_fields(folder: Path) -> object:
             return config
         return {key: select(value) for key, value in config.items() if key not in NOT_IN_A_FORWARD}
 
-    try:
-        return select(json.loads((folder / "config.json").read_text("utf-8")))
-    except (OSError, ValueError):
-        return None
+    return select(json.loads((folder / "config.json").read_text("utf-8")))

@@ -10,6 +10,8 @@ If ranks divide the vocabulary, each does this with its own words, and they exch
 per row.
 """
 
+# mypy: disable-error-code="no-any-return"
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from torch import Tensor
 from rather.model.collectives import Group, gather_ranks
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits that are in work at a time
-KEEP_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # default budget of logits kept for backward
+KEEP_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # budget of logits kept for backward
 
 
 class Words(NamedTuple):
@@ -40,7 +42,6 @@ def token_logps(
     scale: float = 1.0,
     softcap: float | None = None,
     squares: bool = False,
-    keep_bytes: int | None = None,
     words: Words | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target | hidden) per row in float32, and log sum p^2 if `squares`, else nothing.
@@ -50,12 +51,12 @@ def token_logps(
     gradient of the hidden rows is this rank's term of a sum over ranks, which the caller has to
     form (`enter`, `gather`).
     """
-    budget = KEEP_BYTES[hidden_TD.device.type] if keep_bytes is None else keep_bytes
-    keep = torch.is_grad_enabled() and 0 < hidden_TD.shape[0] * _row_bytes(weight_VD) <= budget
-    logps, squared = _TokenLogps.apply(
-        hidden_TD, weight_VD, bias_V, targets_T, _Treatment(scale, softcap), squares, keep, words
+    size, budget = len(hidden_TD) * _row_bytes(weight_VD), KEEP_BYTES[hidden_TD.device.type]
+    keep = torch.is_grad_enabled() and 0 < size <= budget
+    treatment = _Treatment(scale, softcap)
+    return _TokenLogps.apply(
+        hidden_TD, weight_VD, bias_V, targets_T, treatment, squares, keep, words
     )
-    return logps, squared
 
 
 class _TokenLogps(torch.autograd.Function):

@@ -28,7 +28,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Sizes:
     """Widths of a decoder, and the shapes of all its parameters; tied ones count once."""
 
-    family: str
     hidden: int
     layers: int
     heads: int
@@ -87,7 +86,6 @@ def sizes_of(name: str, args: ModelArgs) -> Sizes:
         text = config.get_text_config()
         heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
         return Sizes(
-            family=config.model_type,
             hidden=hidden,
             layers=int(text.num_hidden_layers),
             heads=heads,

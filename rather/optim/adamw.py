@@ -14,7 +14,6 @@ numbers. On CUDA the last two forms have their own kernels.
 from __future__ import annotations
 
 import hashlib
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,14 +95,13 @@ class ParameterState:
                 parameter.data.copy_(start)
                 exact = start.detach().to(parameter.device).contiguous().view(torch.int32)
                 self.rest.copy_((exact - _upper(parameter)).clamp_(-(1 << 15), (1 << 15) - 1))
+        own, wide = local_part(parameter), torch.promote_types(parameter.dtype, torch.float32)
         for kind in ("exp_avg", "exp_avg_sq"):
+            moment = torch.zeros_like(own, dtype=torch.uint8 if self.form == "lean" else wide)
+            self.moments[kind] = moment
             if self.form == "lean":
-                blocks = -(-parameter.numel() // BLOCK)
-                self.moments[kind] = torch.zeros_like(parameter, dtype=torch.uint8)
-                self.moments[f"{kind}_base"] = parameter.new_zeros(blocks, dtype=torch.int16)
-            else:
-                dtype = torch.promote_types(parameter.dtype, torch.float32)
-                self.moments[kind] = torch.zeros_like(local_part(parameter), dtype=dtype)
+                blocks = -(-own.numel() // BLOCK)
+                self.moments[f"{kind}_base"] = own.new_zeros(blocks, dtype=torch.int16)
         self._sum: Tensor | None = None
         self.sums_wide = self.form == "split" or parameter.dtype == torch.float16
         if self.sums_wide:
@@ -171,7 +169,9 @@ def update_parameters(states: Sequence[ParameterState], update: Update) -> None:
         state.round_master()
     half = [state for state in states if state.form != "wide"]
     if half and half[0].parameter.is_cuda:
-        _launch_kernel(half, update)
+        from rather.optim import kernels
+
+        kernels.adamw(half, update)
         return
     for state in half:
         _update_chunks(state, update)
@@ -214,25 +214,6 @@ def _gradient(state: ParameterState) -> Tensor:
 def _chunks(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Return flat chunks of tensors of one size; writing to a chunk writes to its tensor."""
     return zip(*(torch.split(tensor.detach().reshape(-1), size) for tensor in tensors), strict=True)
-
-
-def _launch_kernel(states: Sequence[ParameterState], update: Update) -> None:
-    """Run one kernel over all parameters of one form: a launch for each would take longer."""
-    from rather.optim import kernels
-
-    tensors, numbers, seeds = [], [], []
-    lean = states[0].form == "lean"
-    for state in states:
-        own = [state.parameter, _gradient(state).contiguous(), *state.moments.values()]
-        tensors.append(own if state.rest is None else [*own, state.rest, state.rest])
-        done = state.steps + 1
-        step_size = update.lr / (1 - update.beta1**done)
-        correction = math.sqrt(1 - update.beta2**done)
-        numbers.append([step_size, correction, update.lr * state.decay])
-        seeds.append(update.noise_seed(state.name) if lean else 0)
-    betas = (update.beta1, 1 - update.beta1, update.beta2, 1 - update.beta2)
-    common = (*betas, update.eps, update.gradient_scale)
-    kernels.adamw(tensors, numbers, seeds, common, lean=lean)
 
 
 # --- bits ---

@@ -8,47 +8,50 @@ table and a few numbers per parameter there. Imported only if CUDA is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from rather.optim.adamw import ParameterState, Update
+
 CHUNK = 1 << 16  # weights of one program
 TILE = 1024  # weights at a time
 BLOCK = tl.constexpr(256)  # adamw.BLOCK
 
 
-def adamw(
-    tensors: Sequence[Sequence[Tensor]],
-    numbers: Sequence[Sequence[float]],
-    seeds: Sequence[int],
-    common: Sequence[float],
-    *,
-    lean: bool,
-) -> None:
-    """Do one update.
-
-    For each parameter `tensors` are itself, its gradient, and exp_avg, exp_avg_sq, the remainder
-    twice; if lean: exp_avg, its bases, exp_avg_sq, its bases. `numbers` are step size, bias
-    correction and decay.
-    """
-    device = tensors[0][0].device
-    sizes = tuple(row[0].numel() for row in tensors)
+def adamw(states: Sequence[ParameterState], update: Update) -> None:
+    """Update parameters of one form in one launch: one for each would take longer than the work."""
+    rows, numbers, gradients = [], [], []
+    for state in states:
+        assert state.gradient is not None
+        gradients.append(state.gradient.contiguous())
+        rest = [] if state.rest is None else [state.rest, state.rest]
+        tensors = [state.parameter, gradients[-1], *state.moments.values(), *rest]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        rows.append([state.parameter.numel(), update.noise_seed(state.name), *addresses])
+        done = state.steps + 1
+        step_size = update.lr / (1 - update.beta1**done)
+        correction = math.sqrt(1 - update.beta2**done)
+        numbers.append([step_size, correction, update.lr * state.decay])
+    sizes, device = tuple(row[0] for row in rows), gradients[0].device
     assert max(sizes) < 1 << 31, "offsets are of 32 bits"
-    pointers = [[tensor.data_ptr() for tensor in row] for row in tensors]
-    aligned = all(pointer % 16 == 0 for row in pointers for pointer in row)
-    rows = [[size, seed, *row] for size, seed, row in zip(sizes, seeds, pointers, strict=True)]
+    aligned = all(address % 16 == 0 for row in rows for address in row[2:])
     table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
     each = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
     chunks = _chunks(sizes, device)
-    wide = tensors[0][1].dtype == torch.float32
     with torch.cuda.device_of(table):
         _kernel[(len(chunks),)](
-            table, each, chunks, *common,
-            LEAN=lean, WIDE=wide, ALIGN=16 if aligned else 1, CHUNK=CHUNK, TILE=TILE, num_warps=4,
+            table, each, chunks, update.beta1, 1 - update.beta1, update.beta2, 1 - update.beta2,
+            update.eps, update.gradient_scale, LEAN=states[0].form == "lean",
+            WIDE=gradients[0].dtype == torch.float32, ALIGN=16 if aligned else 1, CHUNK=CHUNK,
+            TILE=TILE, num_warps=4,
         )  # fmt: skip
 
 
@@ -64,6 +67,9 @@ def _kernel(
     table, each, chunks, beta1, rest1, beta2, rest2, eps, scale, LEAN: tl.constexpr,
     WIDE: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """A row of the table: size, seed, the addresses of parameter and gradient, and those of
+    exp_avg, exp_avg_sq, the remainder twice; if lean: exp_avg, its bases, exp_avg_sq, its bases.
+    """
     row = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     entry = table + 8 * row

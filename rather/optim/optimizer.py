@@ -145,7 +145,7 @@ class Optimizer:
     def gradient_bytes(self) -> int:
         """Return the size of all gradients of this rank."""
         own = [(local_part(state.parameter), state.sums_wide) for state in self._states.values()]
-        return sum(part.numel() * (4 if wide else part.element_size()) for part, wide in own)
+        return sum(part.numel() * 4 if wide else part.nbytes for part, wide in own)
 
     def state_bytes(self) -> int:
         """Return the size of the moments on this rank, and of masters beyond the parameters."""
@@ -175,16 +175,16 @@ class Optimizer:
     def load(
         self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], updates: int
     ) -> None:
-        for name, state in self._states.items():
-            # Lean moments have bases; a resumed run could not recover what they lack.
-            then, now = f"{name}.exp_avg_base" in moments, state.form == "lean"
-            if f"{name}.exp_avg" in moments and then != now:
-                kinds = {True: "lean", False: "exact"}
-                raise ConfigError(
-                    f"precision: {kinds[now]}, but the checkpoint was written with {kinds[then]}; "
-                    f"set precision={kinds[then]} to resume it, or start from scratch with "
-                    "--overwrite or another exp_name"
-                )
+        # Lean moments have bases; a resumed run could not recover what they lack.
+        then = any(key.endswith(".exp_avg_base") for key in moments)
+        now = any(state.form == "lean" for state in self._states.values())
+        if len(moments) and then != now:
+            kinds = {True: "lean", False: "exact"}
+            raise ConfigError(
+                f"precision: {kinds[now]}, but the checkpoint was written with {kinds[then]}; "
+                f"set precision={kinds[then]} to resume it, or start from scratch with "
+                "--overwrite or another exp_name"
+            )
         self.updates = updates
         for name, state in self._states.items():
             keys = {kind: f"{name}.{kind}" for kind in state.moments}

@@ -83,13 +83,13 @@ def test_the_head_kernels_equal_torch(
     weight = (torch.randn(vocabulary, width, device="cuda") * 0.3).to(dtype)
     targets = torch.randint(0, vocabulary, (rows,), device="cuda")
     monkeypatch.setitem(head.CHUNK_BYTES, "cuda", 10 * vocabulary * 4)
+    monkeypatch.setitem(head.KEEP_BYTES, "cuda", 1 << 40 if kept else 0)
 
     def run(fused: bool) -> list[torch.Tensor]:
         if not fused:
-            monkeypatch.setattr(head, "_fused", lambda *_: False)
+            monkeypatch.setattr(head._Treatment, "_is_fused", lambda *_: False)
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        options = {"scale": scale, "squares": True, "keep_bytes": 1 << 40 if kept else 0}
-        logps, squares = head.token_logps(h, w, None, targets, **options)  # type: ignore[arg-type]
+        logps, squares = head.token_logps(h, w, None, targets, scale=scale, squares=True)
         (logps * torch.linspace(-1, 2, rows, device="cuda")).sum().backward()
         return [logps.detach(), squares, h.grad.float(), w.grad.float()]
 

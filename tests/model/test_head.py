@@ -48,8 +48,14 @@ def plain(
     return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
 
 
+def both(*tensors: Any, keep_bytes: int = 1 << 30, **options: Any) -> tuple[Tensor, Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(head.KEEP_BYTES, "cpu", keep_bytes)
+        return head.token_logps(*tensors, **options)
+
+
 def token_logps(*tensors: Any, **options: Any) -> Tensor:
-    logps, squares = head.token_logps(*tensors, **options)
+    logps, squares = both(*tensors, **options)
     assert len(squares) == 0  # nobody asked
     return logps
 
@@ -97,7 +103,7 @@ def test_squares_on_request(treatment: str, keep_bytes: int, chunk_rows: int) ->
     """log sum p^2 over the vocabulary, without a gradient and without a change to the log-probs'."""
     *tensors, targets = inputs()
     options: dict[str, Any] = {**TREATMENTS[treatment], "keep_bytes": keep_bytes}
-    logps, squares = head.token_logps(*tensors, targets, **options, squares=True)
+    logps, squares = both(*tensors, targets, **options, squares=True)
     each = [
         plain(*tensors, torch.full((ROWS,), word), **TREATMENTS[treatment]) for word in range(VOCAB)
     ]
@@ -226,12 +232,12 @@ def _divided_difference(dtype: torch.dtype, treatment: str, bias: bool, keep_byt
     options: dict[str, Any] = {**TREATMENTS[treatment], "keep_bytes": keep_bytes, "squares": True}
     own = part(VOCAB, dist.get_rank(), dist.get_world_size())
     *tensors, targets = inputs(dtype, bias=bias)
-    want = head.token_logps(*tensors, targets, **options)
+    want = both(*tensors, targets, **options)
     whole = gradients(want[0], tensors)
     *tensors, targets = inputs(dtype, bias=bias)
     cut = [None if t is None else t.detach()[own].clone().requires_grad_() for t in tensors[1:]]
     group = dist.group.WORLD.group_name
-    got = head.token_logps(
+    got = both(
         enter(tensors[0], group), *cut, targets, **options, words=head.Words(own.start, group)
     )
     assert got[0].requires_grad
@@ -261,7 +267,7 @@ def numeric_slope() -> float:
     words, cut = head.Words(own.start, group), (weight.detach()[own], bias.detach()[own])
 
     def work(hidden: Tensor) -> Tensor:
-        return head.token_logps(
+        return both(
             enter(hidden, group), *cut, targets, **TREATMENTS["scaled and capped"], words=words
         )[0]
 
