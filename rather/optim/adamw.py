@@ -133,21 +133,15 @@ class ParameterState:
 
     def load(self, master: Tensor, moments: Mapping[str, Tensor], steps: int) -> None:
         """Load master and moments; a weight that never had a gradient has no moments."""
-        if self.form == "lean":
-            self.parameter.copy_(master)
-        elif self.form == "wide":
-            self.master().copy_(master)
-            self.round_master()
-        elif self.rest is not None:
+        if self.form == "split" and self.rest is not None:
             split(master.to(self.parameter.device).contiguous(), self.parameter, self.rest)
+        else:
+            local_part(self.parameter).copy_(master)
+            if self.rest is not None:
+                self.rest.copy_(master)
         self.steps = steps
         for kind, own in self.moments.items():
             own.copy_(moments[kind]) if kind in moments else own.zero_()
-
-    def round_master(self) -> None:
-        """Copy the separate master of a wide parameter into it."""
-        if self.rest is not None:
-            self.parameter.copy_(self.rest)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -166,7 +160,8 @@ def update_parameters(states: Sequence[ParameterState], update: Update) -> None:
         masters = [state.master() for state in same]
         update.adamw(same, masters, [_gradient(state) for state in same], *moments)
     for state in wide:
-        state.round_master()
+        if state.rest is not None:
+            state.parameter.copy_(state.rest)
     half = [state for state in states if state.form != "wide"]
     if half and half[0].parameter.is_cuda:
         from rather.optim import kernels
@@ -180,7 +175,7 @@ def update_parameters(states: Sequence[ParameterState], update: Update) -> None:
 def _update_chunks(state: ParameterState, update: Update) -> None:
     """Update on the CPU, where only a chunk of the weights is float32 at a time."""
 
-    def adamw(master: Tensor, gradient: Tensor, *moments: Tensor) -> None:
+    def run_adamw(master: Tensor, gradient: Tensor, *moments: Tensor) -> None:
         scaled = gradient.float() * update.gradient_scale
         update.adamw([state], [master], [scaled], *([moment] for moment in moments))
 
@@ -189,7 +184,7 @@ def _update_chunks(state: ParameterState, update: Update) -> None:
         tensors = _chunks(CHUNK, *own, state.rest, *state.moments.values())
         for weight, gradient, remainder, *moments in tensors:
             master = join(weight, remainder)
-            adamw(master, gradient, *moments)
+            run_adamw(master, gradient, *moments)
             split(master, weight, remainder)
         return
     codes, base, codes_sq, base_sq = state.moments.values()
@@ -199,7 +194,7 @@ def _update_chunks(state: ParameterState, update: Update) -> None:
     ):
         wide = weight.float()
         exp_avg, exp_avg_sq = decode(mean, mean_base, signed=True), decode(square, square_base)
-        adamw(wide, gradient, exp_avg, exp_avg_sq)
+        run_adamw(wide, gradient, exp_avg, exp_avg_sq)
         noise = torch.empty(weight.shape, dtype=torch.int64).random_(generator=generator)
         weight.view(torch.int16).copy_((wide.view(torch.int32) + (noise & 0xFFFF).int()) >> 16)
         encode(exp_avg, (noise >> 16 & 0xFFFFF).int(), mean, mean_base, signed=True)
