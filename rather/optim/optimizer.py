@@ -211,22 +211,29 @@ def schedule(args: TrainingArgs, total_steps: int) -> Callable[[int], float]:
     floor = kwargs.get("min_lr_rate", kwargs.get("min_lr", 0.0) / peak if peak else 0.0)
     horizon = max(1, total_steps - warmup)
 
-    def shape(done: int) -> float:
-        """Return the share of the peak so many updates after the warm-up."""
-        match args.lr_scheduler_type:
-            case "linear":
-                return max(0.0, 1 - done / horizon)
-            case "cosine" | "cosine_with_min_lr":  # half a wave by default
-                angle = 2 * math.pi * kwargs.get("num_cycles", 0.5) * min(1.0, done / horizon)
-                return max(0.0, 0.5 * (1 + math.cos(angle)))
-            case "inverse_sqrt":
-                timescale = kwargs.get("timescale", warmup or 10_000)
-                return math.sqrt(timescale / (timescale + done))
-            case "wsd":  # flat, then linear to the floor
-                decay = kwargs.get("num_decay_steps", max(1, horizon // 10))
-                return min(1.0, max(0.0, (horizon - done) / decay)) if decay else 1.0
-            case "constant" | "constant_with_warmup":
-                return 1.0
+    def cosine(done: int) -> float:
+        """Half a wave by default; `num_cycles` counts whole ones."""
+        angle = 2 * math.pi * kwargs.get("num_cycles", 0.5) * min(1.0, done / horizon)
+        return max(0.0, 0.5 * (1 + math.cos(angle)))
+
+    def inverse_sqrt(done: int) -> float:
+        timescale = kwargs.get("timescale", warmup or 10_000)
+        return math.sqrt(timescale / (timescale + done))
+
+    def wsd(done: int) -> float:
+        """Warm-up, stable, decay: flat, then linear to the floor over `num_decay_steps`."""
+        decay = kwargs.get("num_decay_steps", max(1, horizon // 10))
+        return min(1.0, max(0.0, (horizon - done) / decay)) if decay else 1.0
+
+    shapes: dict[str, Callable[[int], float]] = {
+        "constant": lambda _done: 1.0,
+        "linear": lambda done: max(0.0, 1 - done / horizon),
+        "cosine": cosine,
+        "inverse_sqrt": inverse_sqrt,
+        "wsd": wsd,
+    }
+    # The names cosine_with_min_lr and constant_with_warmup change nothing: both work for all.
+    shape = shapes[args.lr_scheduler_type.partition("_with_")[0]]
 
     def rate(updates: int) -> float:
         if updates < warmup:
