@@ -40,17 +40,15 @@ class Update:
     gradient_scale: float  # clipping and loss scale
     seed: int
 
-    def adamw(
-        self, states: Sequence[ParameterState], weights: list[Tensor], *others: list[Tensor]
-    ) -> None:
-        """Run torch's fused AdamW in place on gradients, exp_avg and exp_avg_sq of one decay."""
+    def adamw(self, states: Sequence[ParameterState], *tensors: list[Tensor]) -> None:
+        """Run torch's fused AdamW in place on weights, gradients, exp_avg, exp_avg_sq; one decay."""
+        weights, gradients, means, squares = tensors
         steps = torch.tensor([float(state.steps) for state in states])
         counts = list(steps.to(weights[0].device, non_blocking=True).unbind())
-        gradients, means, squares = others
         adamw(
-            weights, gradients, means, squares, [], counts,
-            fused=True, amsgrad=False, maximize=False, lr=self.lr, beta1=self.beta1,
-            beta2=self.beta2, eps=self.eps, weight_decay=states[0].decay,
+            weights, gradients, means, squares, [], counts, fused=True, amsgrad=False,
+            maximize=False, lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
+            weight_decay=states[0].decay,
         )  # fmt: skip
 
     def noise_seed(self, name: str) -> int:
@@ -163,12 +161,17 @@ def update_parameters(states: Sequence[ParameterState], update: Update) -> None:
         if state.rest is not None:
             state.parameter.copy_(state.rest)
     half = [state for state in states if state.form != "wide"]
-    if half and half[0].parameter.is_cuda:
+    if half:
+        _update_half(half, update)
+
+
+def _update_half(states: Sequence[ParameterState], update: Update) -> None:
+    if states[0].parameter.is_cuda:
         from rather.optim import kernels
 
-        kernels.adamw(half, update)
+        kernels.adamw(states, update)
         return
-    for state in half:
+    for state in states:
         _update_chunks(state, update)
 
 

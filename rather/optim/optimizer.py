@@ -97,11 +97,8 @@ class Optimizer:
         return list(self.named_gradients(names).values())
 
     def named_gradients(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        return {
-            name: gradient
-            for name in self.parameters
-            if (names is None or name in names) and (gradient := self.gradient(name)) is not None
-        }
+        chosen = [name for name in self.parameters if names is None or name in names]
+        return {name: found for name in chosen if (found := self.gradient(name)) is not None}
 
     def norms(self, names: Collection[str] | None = None) -> dict[str, float]:
         """Return the norm of each gradient on this rank, loss scale removed; waits for it."""
