@@ -144,7 +144,7 @@ def device_problems(config: DPOConfig, kind: str) -> list[str]:
     if kind == "cpu":
         given += ["reference.offload: on"] * (config.reference.offload == "on")
         given += ["compile: on"] * (config.compile == "on")
-        found = {f"{each} is for a GPU, and this run is on the CPU": True for each in given}
+        found = {f"{each} is for a GPU, and this is a CPU; remove the key": True for each in given}
         text = f"precision: lean needs bf16 weights, and a CPU uses fp32; set {DTYPE}=bf16"
         found[text] = config.precision == "lean" and no_dtype
     else:
@@ -282,8 +282,10 @@ def _schedule(config: DPOConfig) -> Problems:
             hint = did_you_mean(name, known)
             yield f"{path}.{name}", f"unknown parameter of the schedule '{kind}'{hint}"
     floors = [name for name in FLOOR if name in numbers]
-    if len(floors) > 1 or (kind == "cosine_with_min_lr" and not floors):
-        yield path, f"set min_lr or min_lr_rate for {kind}, not both"
+    if len(floors) > 1:
+        yield path, "has min_lr and min_lr_rate; keep one of them"
+    if kind == "cosine_with_min_lr" and not floors:
+        yield f"{TRAINING}.lr_scheduler_type", f"{kind} needs lr_scheduler_kwargs.min_lr"
     for name, most in (("min_lr", training.learning_rate), ("min_lr_rate", 1.0)):
         if numbers.get(name, 0.0) > most:
             yield f"{path}.{name}", f"{numbers[name]} is above {most}: the rate would rise"

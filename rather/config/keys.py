@@ -6,9 +6,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin
-
-from pydantic.fields import FieldInfo
+from typing import Any, Literal, get_args, get_origin
 
 from rather.config.plugins import did_you_mean
 from rather.config.redaction import looks_secret
@@ -62,28 +60,13 @@ class Key:
     """One key of the YAML. `section` is the model of a group of keys, None for a value."""
 
     path: str
-    field: FieldInfo
+    parent: str
+    name: str
+    default: Any
+    meaning: str
+    accepted: tuple[Any, ...]
+    limits: tuple[str, ...]
     section: type[Section] | None
-
-    @property
-    def parent(self) -> str:
-        return self.path.rpartition(".")[0]
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition(".")[2]
-
-    @property
-    def default(self) -> Any:
-        return None if self.section else self.field.default
-
-    @property
-    def meaning(self) -> str:
-        return " ".join((self.field.description or "").split())
-
-    @property
-    def accepted(self) -> tuple[Any, ...]:
-        return accepted_types(self.field.annotation)
 
     @property
     def choices(self) -> list[str]:
@@ -104,17 +87,7 @@ class Key:
         if self.name in SPECIAL:
             return SPECIAL[self.name]
         first, *others = [_word(kind) for kind in self.accepted]
-        # In `Count | None` the limits are inside the union.
-        members = [get_args(each) for each in get_args(self.field.annotation)
-                   if get_origin(each) is Annotated]  # fmt: skip
-        nested = [limit for _, field in members for limit in getattr(field, "metadata", ())]
-        limits = [
-            f"{sign} {getattr(limit, bound):,}"
-            for limit in (*self.field.metadata, *nested)
-            for bound, sign in BOUNDS.items()
-            if hasattr(limit, bound)
-        ]
-        return " or ".join([f"{first} {' and '.join(limits)}".strip(), *others])
+        return " or ".join([f"{first} {' and '.join(self.limits)}".strip(), *others])
 
     def refusal(self, path: str, value: Any, reason: str) -> str:
         """Return why the key, or the entry `path` of a mapping, cannot have this value."""
@@ -140,13 +113,25 @@ def table() -> dict[str, Key]:
     return {key.path: key for key in _walk(DPOConfig, "")}
 
 
-def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
+def _walk(model: type[Section], parent: str) -> Iterator[Key]:
     for name, field in model.model_fields.items():
-        first = accepted_types(field.annotation)[0]
+        accepted, path = accepted_types(field.annotation), f"{parent}.{name}".lstrip(".")
+        first = accepted[0]
         section = first if isinstance(first, type) and issubclass(first, Section) else None
-        yield Key(f"{prefix}{name}", field, section)
+        # In `Count | None` the limits are inside the union.
+        members = [get_args(each)[1:] for each in get_args(field.annotation)]
+        nested = [x for each in members for info in each for x in getattr(info, "metadata", ())]
+        limits = tuple(
+            f"{sign} {getattr(limit, bound):,}"
+            for limit in (*field.metadata, *nested)
+            for bound, sign in BOUNDS.items()
+            if hasattr(limit, bound)
+        )
+        default = None if section else field.default
+        meaning = " ".join((field.description or "").split())
+        yield Key(path, parent, name, default, meaning, accepted, limits, section)
         if section:
-            yield from _walk(section, f"{prefix}{name}.")
+            yield from _walk(section, path)
 
 
 def _word(kind: Any) -> str:

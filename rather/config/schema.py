@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os.path import expanduser
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import PrivateAttr, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from rather.config import checks, inherit
@@ -448,8 +448,8 @@ class SpikeArgs(Section):
 class EvalPrompts(Section):
     """Prompts that policy and reference answer at each evaluation."""
 
-    prompts: list[Text] | None = None
-    """The prompts."""
+    prompts: Annotated[list[Text], Field(min_length=1)] | None = None
+    """The prompts, at least one."""
     file: Text | None = None
     """A file of prompts instead: text with one per line, or .jsonl whose rows are strings or have
     `prompt`."""

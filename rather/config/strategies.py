@@ -194,15 +194,14 @@ def _layout_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, st
         if key in details.model_fields_set and name not in owners:
             text = f"is a key of {' and '.join(owners)}, and strategy_name is {name or 'not set'}"
             yield f"strategy_config.{key}", f"{text}; remove one of them"
-    if (details.recompute_method or details.recompute_num_layers) and (
-        details.recompute_granularity != "full"
-    ):
-        text = "recompute_method and recompute_num_layers need recompute_granularity: full"
-        yield "strategy_config.recompute_granularity", text
+    for key in ("recompute_method", "recompute_num_layers"):
+        if getattr(details, key) and details.recompute_granularity != "full":
+            yield f"strategy_config.{key}", "needs recompute_granularity: full"
     tp, pp, cp = (max(given, default=1) for given in sizes)
     if devices % (tp * pp * cp):
         text = f"does not divide the {devices} devices of device_mapping"
-        yield "tp_size", f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp} {text}"
+        key = "strategy_config" if args.strategy_config else "tp_size"
+        yield key, f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp} {text}"
         return
     dp, shard, pipeline = devices // (tp * pp * cp), details.shard_size, details.pipeline(pp)
     if dp % (shard or 1) or (name == "hsdp" and devices > 1 and shard is None):
@@ -210,11 +209,10 @@ def _layout_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, st
             "strategy_config.shard_size",
             f"hsdp needs a divisor of the {dp} data-parallel ranks",
         )
-    if pp == 1 and (pipeline.virtual > 1 or details.pipeline_schedule):
-        yield (
-            "strategy_config.pipeline_schedule",
-            "virtual stages and schedules need pp_size > 1; remove them",
-        )
+    if pp == 1 and details.pipeline_schedule:
+        yield "strategy_config.pipeline_schedule", "needs pp_size > 1; remove it"
+    elif pp == 1 and pipeline.virtual > 1:
+        yield "strategy_config.virtual_pipeline_model_parallel_size", "needs pp_size > 1; remove it"
     elif pipeline.problem:
         yield "strategy_config.pipeline_schedule", pipeline.problem
     elif pipeline.rule.splits_backward and details.recompute_granularity == "selective":

@@ -188,9 +188,9 @@ def test_a_file_of_colossalchat_is_read(tmp_path: Path) -> None:
             {"r": 4, "linear_lora_dropout": 0.1},
             "0.1 is not allowed: Input should be less than or equal to 0",
         ),
-        ({"r": 4, "lora_train_bias": "all"}, "lora_train_bias must be none"),
-        ({"r": 4, "embedding_lora_dropout": 0.1}, "embedding_lora_dropout must be 0"),
-        ({"r": 4, "target_module": ["q_proj"]}, "unknown key; did you mean"),
+        ({"r": 4, "lora_train_bias": "all"}, "must be none"),
+        ({"r": 4, "embedding_lora_dropout": 0.1}, "must be 0"),
+        ({"r": 4, "target_module": ["q_proj"]}, "unknown key"),
         ({"r": "four"}, "'four' is not allowed"),
     ],
 )

@@ -68,8 +68,8 @@ def test_keys_of_a_pipeline(details: list[str], pipeline: Pipeline) -> None:
             ["pp_size=2", "pipeline_schedule=zbv", "recompute_granularity=selective"],
             "selective needs one backward pass, and 'zbv' has two; set full or null",
         ),
-        ([f"{VIRTUAL}=2"], "virtual stages and schedules need pp_size > 1"),
-        (["pipeline_schedule=gpipe"], "virtual stages and schedules need pp_size > 1"),
+        ([f"{VIRTUAL}=2"], "needs pp_size > 1; remove it"),
+        (["pipeline_schedule=gpipe"], "needs pp_size > 1; remove it"),
     ],
 )
 def test_impossible_schedules(details: list[str], message: str) -> None:

@@ -140,7 +140,7 @@ def test_the_layout_says_what_a_name_became() -> None:
         (
             named("megatron_train", recompute_num_layers=1),
             "recompute_num_layers",
-            "need recompute_granularity: full",
+            "needs recompute_granularity: full",
         ),
         (named("megatron_train", sequence_parallel=True), "sequence_parallel", "tp is 1"),
         (named("hsdp"), "shard_size", "hsdp needs a divisor of the 4"),

@@ -211,10 +211,11 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, name: str, text: str,
 
 
 def test_what_cannot_be_is_said_with_the_config(tmp_path: Path) -> None:
-    for asked in ({}, {"prompts": ["a"], "file": "a.txt"}):
-        with pytest.raises(ConfigError, match="eval_prompts: set either prompts or file"):
-            asking(tmp_path, **asked)
-    with pytest.raises(ConfigError, match=r"eval_prompts\.prompts: is empty"):
+    with pytest.raises(ConfigError, match=r"eval_prompts: needs eval_prompts\.prompts or"):
+        asking(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be combined with eval_prompts\.file"):
+        asking(tmp_path, prompts=["a"], file="a.txt")
+    with pytest.raises(ConfigError, match=r"eval_prompts\.prompts: \[\] is not"):
         asking(tmp_path, prompts=[])
     for changes in ({"actor_train__device_mapping": [0, 1]}, {"reference__device_mapping": [1]}):
         with pytest.raises(
@@ -228,7 +229,7 @@ def test_what_cannot_be_is_said_with_the_config(tmp_path: Path) -> None:
 def test_a_missing_file_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     from rather.config.paths import check_paths
 
-    with pytest.raises(DataError, match=r"eval_prompts\.file: the data file"):
+    with pytest.raises(DataError, match=r"eval_prompts\.file: the prompts file"):
         check_paths(asking(tmp_path, file=str(tmp_path / "none.txt")))
 
 
