@@ -231,8 +231,7 @@ def _data(config: DPOConfig) -> Problems:
             top, path = getattr(config, f"{side}_key"), f"{role}.data_args.columns"
             column = data.columns.get(side, top)
             if path not in config.followed and top != side and column != top:
-                text = f"{side}: {column} differs from {side}_key ({top}); keep one of them"
-                yield path, text
+                yield path, f"{side}: {column} differs from {side}_key ({top}); keep one of them"
     if config.chosen_key == config.rejected_key:
         yield "rejected_key", f"'{config.rejected_key}' is also the chosen_key; use two columns"
     files, weights = train.files, train.weights

@@ -103,11 +103,7 @@ def sigmoid(
     gamma: float = 0.0,
     length_normalization: bool = False,
 ) -> Tensor:
-    """DPO (2305.18290 eq. 7): -log sigmoid(beta (a - b) - gamma).
-
-    label_smoothing is the chance that a label is wrong (cDPO); gamma an absolute target margin;
-    length_normalization divides each log-ratio by its length.
-    """
+    """DPO (2305.18290 eq. 7), cDPO by label_smoothing: -log sigmoid(beta (a - b) - gamma)."""
     ratios = log_ratios(x) / x.length if length_normalization else log_ratios(x)
     return smoothed(beta * gap(ratios) - gamma, chance_wrong(x, label_smoothing))
 

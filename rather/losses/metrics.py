@@ -59,9 +59,7 @@ MOMENTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str, Tensor]:
     """Return name -> weighted sum over the pairs, on the device; "weight" sums the weights."""
-    metrics = dict(PER_PAIR)
-    if loss.needs_reference:
-        metrics |= WITH_REFERENCE
+    metrics = {**PER_PAIR, **(WITH_REFERENCE if loss.needs_reference else {})}
     metrics |= {name: OF_A_LOSS[name] for name in loss.own_metrics}
     columns = {name: metric(scored).detach() for name, metric in metrics.items()}
     margin, longer = gap(scored.rewards).detach(), gap(scored.x.length)

@@ -75,6 +75,10 @@ class Term:
     numbers: Mapping[str, Any]
     weight: float = 1.0
 
+    @cached_property
+    def beta(self) -> float:
+        return float({**self.rule.numbers, **self.numbers}.get("beta", 1.0))
+
 
 @dataclass(frozen=True)
 class PairLoss:
@@ -135,9 +139,7 @@ class PairLoss:
         )
         assert isinstance(total, Tensor)
         if modifiers.use_weighting:
-            # WPO: exp of the mean per token of log p - log sum p^2, of both answers.
-            likelihood = torch.exp((x.policy - x.extra["policy/squares"]) / x.length)
-            total = total * likelihood.detach().prod(dim=1)
+            total = total * likelihood_weight(x)
         if modifiers.rpo_alpha:
             total = total + modifiers.rpo_alpha * token_mean(x)
         if modifiers.pref_ftx:
@@ -147,36 +149,40 @@ class PairLoss:
     def rewards(self, x: PairLogps) -> Tensor:
         """Return [P, 2] implicit rewards of the first loss that has a preference in it."""
         term = next((t for t in self.terms if t.name != "sft"), self.terms[0])
-        beta = float({**term.rule.numbers, **term.numbers}.get("beta", 1.0))
-        return beta * term.rule.rewards(self.effective(x))
+        return term.beta * term.rule.rewards(self.effective(x))
 
     def _seen(self, rule: LossRule, x: PairLogps) -> PairLogps:
         """Return x as a loss sees it: only comparisons with a reference are modified."""
         if not rule.reference:
             return x
-        x, kind = self.effective(x), self.modifiers.f_divergence_type
-        if not rule.divergence or kind == "reverse_kl":
-            return x
+        bends = rule.divergence and self.modifiers.f_divergence_type != "reverse_kl"
+        return self._bent(self.effective(x)) if bends else self.effective(x)
+
+    def _bent(self, x: PairLogps) -> PairLogps:
+        """Return x with its log-ratios bent by the f-divergence."""
         coef = self.modifiers.f_alpha_divergence_coef
+        bend = DIVERGENCES[self.modifiers.f_divergence_type]
         assert x.reference is not None
-        bent = DIVERGENCES[kind](log_ratios(x), 0.5 if coef is None else coef)
-        return x._replace(policy=x.reference + bent)
+        return x._replace(policy=x.reference + bend(log_ratios(x), 0.5 if coef is None else coef))
 
     def effective(self, x: PairLogps) -> PairLogps:
         """Return x with a uniform reference, or with less weight past the shorter answer."""
-        uniform, alpha = self.modifiers.reference_free, self.modifiers.ld_alpha
-        if uniform:
-            x = x._replace(reference=torch.zeros_like(x.policy))
-        if alpha != 1:
-            x = x._replace(policy=_damped(x.policy, x.extra["policy/shared"], alpha))
-            if x.reference is not None and not uniform:
-                damped = _damped(x.reference, x.extra["reference/shared"], alpha)
-                x = x._replace(reference=damped)
-        return x
+        x = x if self.modifiers.ld_alpha == 1 else self._damped(x)
+        is_uniform = self.modifiers.reference_free
+        return x._replace(reference=torch.zeros_like(x.policy)) if is_uniform else x
+
+    def _damped(self, x: PairLogps) -> PairLogps:
+        alpha, shared = self.modifiers.ld_alpha, x.extra["policy/shared"]
+        x = x._replace(policy=shared + alpha * (x.policy - shared))
+        if x.reference is None or self.modifiers.reference_free:
+            return x
+        shared = x.extra["reference/shared"]
+        return x._replace(reference=shared + alpha * (x.reference - shared))
 
 
-def _damped(total: Tensor, shared: Tensor, alpha: float) -> Tensor:
-    return shared + alpha * (total - shared)
+def likelihood_weight(x: PairLogps) -> Tensor:
+    """WPO: exp of the mean per token of log p - log sum p^2, of both answers, without gradient."""
+    return torch.exp((x.policy - x.extra["policy/squares"]) / x.length).detach().prod(dim=1)
 
 
 # --- from a config ---
