@@ -42,28 +42,24 @@ from rather.checkpoint.manifest import (
     manifest_bytes,
     read_manifest,
     verify,
-)  # fmt: skip
+)
 from rather.checkpoint.sharded_tensors import (
     CHUNK,
     Shard,
     ShardedFiles,
-    TensorStream,
-    safetensors_file,
-    shard_header,
+    shards_file,
     split_by_size,
-    tensor_of,
 )
 from rather.errors import CheckpointError, DiskError
 
 log = logging.getLogger(__name__)
 
 LATEST = "LATEST"
-DEFAULT_SHARD_BYTES = 4 << 30
+SHARD_BYTES = 4 << 30  # of one file
 POLL_SECONDS = 0.02  # between two checks for the parts that other writers add
 _SLACK = 1 << 20  # bytes for headers, state, manifest and folder entries
 
 _ASIDE = re.compile(r"\.old-checkpoint-(0|[1-9]\d*)")
-_GROUP = re.compile(r"[a-z][a-z0-9_]*")
 
 Groups = Mapping[str, Mapping[str, Tensor | Shard]]
 
@@ -75,16 +71,7 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
-    files: tuple[str, ...]
-
-    @property
-    def groups(self) -> dict[str, list[str]]:
-        """Return the files of each group of tensors."""
-        found: dict[str, list[str]] = {}
-        for name in self.files:
-            if match := SHARD.fullmatch(name):
-                found.setdefault(match[1], []).append(name)
-        return found
+    groups: dict[str, list[Path]]  # the files of each group of tensors
 
     def tensors(self, group: str) -> dict[str, Tensor]:
         """Return all tensors of one group, on the CPU, bit for bit as they were saved."""
@@ -92,76 +79,52 @@ class Checkpoint:
 
     def stored(self, group: str) -> ShardedFiles:
         """Return the tensors of one group, each read on access, whole or in part."""
-        shards = self.groups.get(group)
-        if not shards:
-            found = ", ".join(sorted(self.groups)) or "none"
+        if group not in self.groups:
+            found = ", ".join(self.groups) or "none"
             raise CheckpointError(
                 f"{self.path}: has no tensor group '{group}'; its groups are: {found}."
             )
-        return ShardedFiles(self.path / shard for shard in shards)
+        return ShardedFiles(self.groups[group])
 
 
 # --- saving ---
 
 
-def save(
-    run_dir: Path,
-    step: int,
-    groups: Groups,
-    state: Mapping[str, Any],
-    *,
-    ranks: Callable[[Path], Written] | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> Path:
-    """Write checkpoint-<step>; on return it is on the disk and LATEST names it.
-
-    `state` may hold what JSON returns unchanged: dicts with string keys, lists, strings, integers,
-    booleans, None and floats (exact; also NaN and infinities in Python's spelling, since only
-    Rather reads the file). `ranks` makes each of several ranks `write_groups` into the given
-    folder, and returns what they have written.
-    """
-    needed = sum(tensor_of(t).nbytes for tensors in groups.values() for t in tensors.values())
-    draft = begin(Path(run_dir), step, needed)
-
-    def write() -> Written:
-        written = dict(ranks(draft.folder)) if ranks else {}
-        return written | write_groups(draft.folder, groups, max_shard_bytes=max_shard_bytes)
-
-    return draft.complete(write, state)
-
-
-@dataclass(frozen=True)
 class Draft:
     """A checkpoint in its temporary folder. Earlier checkpoints stay intact whatever happens."""
 
-    run_dir: Path
-    step: int
-    needed: int
-
-    @property
-    def folder(self) -> Path:
-        return self.run_dir / f".tmp-checkpoint-{self.step}-{os.getpid()}"
-
-    @property
-    def final(self) -> Path:
-        return self.run_dir / f"checkpoint-{self.step}"
+    def __init__(self, run_dir: Path, step: int, needed: int) -> None:
+        """Create the folder of a new checkpoint of `needed` bytes."""
+        self.run_dir, self.step, self.needed = run_dir, step, needed
+        self.folder = run_dir / f".tmp-checkpoint-{step}-{os.getpid()}"
+        self.final = run_dir / f"checkpoint-{step}"
+        with self.removed_on_error():
+            run_dir.mkdir(parents=True, exist_ok=True)
+            clean(run_dir)
+            if shutil.disk_usage(run_dir).free < needed + _SLACK:
+                raise self.disk_error("the disk is too full")
+            self.folder.mkdir()
 
     def complete(self, write: Callable[[], Written], state: Mapping[str, Any]) -> Path:
-        """Write the tensors with `write`, add state and manifest, and publish the checkpoint."""
+        """Write the tensors with `write`, add state and manifest, and publish the checkpoint.
 
-        def fill() -> None:
+        `state` may hold what JSON returns unchanged: dicts with string keys, lists, strings,
+        integers, booleans, None and floats (exact; also NaN and infinities in Python's spelling,
+        since only Rather reads the file).
+        """
+        with self.published():
             _must_survive_json(state, "state")
             written = dict(write())
             written[STATE] = _write(self.folder / STATE, [json.dumps(state, indent=1).encode()])
             _write(self.folder / MANIFEST, [manifest_bytes(self.step, written)])
+        return self.final
 
-        return self.publish(fill)
-
-    def publish(self, fill: Callable[[], None]) -> Path:
-        """Fill the folder, rename it to its final name and let LATEST name it."""
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Rename the folder, once the block has filled it, to its final name; LATEST names it."""
         aside = self.run_dir / f".old-checkpoint-{self.step}"
         with self.removed_on_error():
-            fill()
+            yield
             _sync_folder(self.folder)
             if self.final.exists():
                 os.rename(self.final, aside)  # `candidates` still finds it there
@@ -169,82 +132,55 @@ class Draft:
             _sync_folder(self.run_dir)
             write_latest(self.run_dir, self.final.name)
             shutil.rmtree(aside, ignore_errors=True)
-        return self.final
 
     @contextmanager
     def removed_on_error(self) -> Iterator[None]:
         """Remove the folder on any error; report a disk error with the bytes needed and free."""
         try:
             yield
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(self.folder, ignore_errors=True)
-            raise DiskError(self.disk_message(error.strerror or str(error))) from error
-        except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise self.disk_error(error.strerror or str(error)) from error
             raise
 
-    def disk_message(self, cause: str) -> str:
+    def disk_error(self, cause: str) -> DiskError:
         try:
             free = shutil.disk_usage(self.run_dir).free
         except OSError:  # the folder itself may be unreachable
             free = 0
-        return (
+        return DiskError(
             f"{self.final}: could not be written ({cause}); it needs {self.needed + _SLACK:,} "
             f"bytes and {free:,} are free. Free some space, lower max_ckpt_to_keep, or move "
             "output_dir; earlier checkpoints are unchanged."
         )
 
 
-def begin(run_dir: Path, step: int, needed: int) -> Draft:
-    """Create the temporary folder of a new checkpoint of `needed` bytes."""
-    draft = Draft(run_dir, step, needed)
-    with draft.removed_on_error():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        clean(run_dir)
-        if shutil.disk_usage(run_dir).free < needed + _SLACK:
-            raise DiskError(draft.disk_message("the disk is too full"))
-        draft.folder.mkdir()
-    return draft
-
-
 def write_groups(
-    folder: Path,
-    groups: Groups,
-    *,
-    rank: int | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    folder: Path, groups: Groups, *, rank: int | None = None
 ) -> dict[str, tuple[int, str]]:
-    """Write this process's tensors into a checkpoint folder; `rank` keeps the files of several
-    apart.
-    """
+    """Write this process's tensors into a folder; `rank` keeps the files of several apart."""
     own = "" if rank is None else f"{rank:05d}-"
     written = {}
     for group, tensors in groups.items():
-        if not _GROUP.fullmatch(group):
-            raise ValueError(f"the name of a tensor group has only a-z, 0-9 and _, not {group!r}")
         if rank is not None and not tensors:
             continue
-        for number, shard in enumerate(split_by_size(tensors, max_shard_bytes), start=1):
+        for number, shards in enumerate(split_by_size(tensors, SHARD_BYTES), start=1):
             name = f"{group}-{own}{number:05d}.safetensors"
-            written[name] = _write(Path(folder) / name, _safetensors(shard))
+            written[name] = _write(folder / name, shards_file(shards))
     return written
 
 
-def copy_to(checkpoint_path: Path, folder: Path) -> Path:
+def copy_to(path: Path, folder: Path) -> None:
     """Copy a checkpoint to <folder>/checkpoint-<step> atomically; verify it by its manifest."""
-    checkpoint_path = Path(checkpoint_path)
-    step, files = read_manifest(checkpoint_path)
-
-    draft = begin(Path(folder), step, sum(size for size, _ in files.values()))
-
-    def fill() -> None:
+    step, files = read_manifest(path)
+    draft = Draft(folder, step, sum(size for size, _ in files.values()))
+    with draft.published():
         for name in (*files, MANIFEST):
-            with open(checkpoint_path / name, "rb") as source:
+            with open(path / name, "rb") as source:
                 written = _write(draft.folder / name, iter(partial(source.read, CHUNK), b""))
             if written != files.get(name, written):
-                raise CheckpointError(f"{checkpoint_path / name}: is damaged and was not copied.")
-
-    return draft.publish(fill)
+                raise CheckpointError(f"{path / name}: is damaged and was not copied.")
 
 
 # --- several writers ---
@@ -271,7 +207,7 @@ def collect_parts(
     Raises OSError if a writer failed, or left no note in time.
     """
     deadline = time.monotonic() + seconds
-    written: dict[str, tuple[int, str]] = {}
+    written: dict[str, Any] = {}
     for writer in writers:
         note = folder / f"{writer}.note"
         while not note.exists():
@@ -281,9 +217,7 @@ def collect_parts(
         content = json.loads(note.read_bytes())
         if content["trouble"]:
             raise OSError(errno.EIO, f"{writer}: {content['trouble']}")
-        written |= {
-            name: (int(size), str(digest)) for name, (size, digest) in content["written"].items()
-        }
+        written |= content["written"]
         note.unlink()
     return written
 
@@ -334,23 +268,18 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _safetensors(shards: Mapping[str, Tensor | Shard]) -> Iterator[bytes | memoryview]:
-    streams = {name: TensorStream.of(tensor_of(shard)) for name, shard in shards.items()}
-    return safetensors_file(streams, shard_header(shards))
-
-
 def _must_survive_json(value: Any, where: str) -> None:
     """Refuse what JSON changes, such as a tuple or an integer key: the resumed run would differ."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{where}: JSON would turn the key {key!r} into a string")
-            _must_survive_json(inner, f"{where}.{key}")
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        inner = {f"{where}.{key}": each for key, each in value.items()}
     elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            _must_survive_json(inner, f"{where}[{index}]")
-    elif not isinstance(value, str | int | float | None):
-        raise TypeError(f"{where}: JSON does not preserve a {type(value).__name__}")
+        inner = {f"{where}[{index}]": each for index, each in enumerate(value)}
+    elif isinstance(value, str | int | float | None):
+        return
+    else:
+        raise TypeError(f"{where}: JSON does not preserve {type(value).__name__} {value!r:.80}")
+    for name, each in inner.items():
+        _must_survive_json(each, name)
 
 
 # --- verifying ---
@@ -362,27 +291,23 @@ def newest_good(run_dir: Path, *, full: bool = True) -> Checkpoint | None:
     Damaged ones are reported in a warning and skipped. If all are damaged, that is an error:
     starting from zero would throw the run away without asking.
     """
-    damages = []
-    found = candidates(Path(run_dir))
-    for path in found:
+    found, damages = candidates(run_dir), ""
+    for place, path in enumerate(found):
         try:
             good = open_checkpoint(path, full=full)
         except CheckpointError as error:
             log.warning("DAMAGED CHECKPOINT, not used: %s", error)
-            damages.append(str(error))
+            damages += f"\n  {error}"
             continue
         if damages:
-            log.warning(
-                "%s is used instead: the newest good checkpoint, step %d.", good.path, good.step
-            )
-        for unused in found[len(damages) + 1 :]:
+            log.warning("%s is used instead: the newest good checkpoint, step %d.", path, good.step)
+        for unused in found[place + 1 :]:
             if _step(unused) > good.step:
                 log.warning("%s: is not used, it is later than the step in LATEST.", unused)
         return good
     if damages:
-        listed = "\n".join(f"  {damage}" for damage in damages)
         raise CheckpointError(
-            f"{run_dir}: all of its checkpoints ({len(damages)}) are damaged:\n{listed}\n"
+            f"{run_dir}: all of its checkpoints ({len(found)}) are damaged:{damages}\n"
             "Set resume_from_checkpoint to a good copy, or start from scratch with --overwrite or "
             "another exp_name."
         )
@@ -391,13 +316,11 @@ def newest_good(run_dir: Path, *, full: bool = True) -> Checkpoint | None:
 
 def open_checkpoint(path: Path, *, full: bool = True) -> Checkpoint:
     """Verify and open a checkpoint. Without `full`, tensor files are not hashed."""
-    path = Path(path)
     return read_state(path, *verify(path, full=full))
 
 
 def reopen(path: Path) -> Checkpoint:
     """Open a checkpoint that another process has just verified, without hashing its files again."""
-    path = Path(path)
     return read_state(path, *read_manifest(path))
 
 
@@ -409,7 +332,11 @@ def read_state(path: Path, step: int, files: Written) -> Checkpoint:
         raise CheckpointError(f"{path / STATE}: is not JSON ({error}).") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE}: holds a {type(state).__name__}, not an object.")
-    return Checkpoint(path, step, state, tuple(sorted(files)))
+    groups: dict[str, list[Path]] = {}
+    for name in sorted(files):
+        if match := SHARD.fullmatch(name):
+            groups.setdefault(match[1], []).append(path / name)
+    return Checkpoint(path, step, state, groups)
 
 
 def candidates(run_dir: Path) -> list[Path]:
@@ -418,12 +345,10 @@ def candidates(run_dir: Path) -> list[Path]:
     Later steps come from before a rollback, or from a save killed between its rename and LATEST;
     the steps of the latter are simply done again, with the same result.
     """
-    names = [path.name for path in run_dir.iterdir()] if run_dir.is_dir() else []
-    found = [run_dir / name for name in names if has_checkpoint_name(Path(name))]
+    found = list(filter(has_checkpoint_name, run_dir.iterdir())) if run_dir.is_dir() else []
     found.sort(key=lambda path: (-_step(path), path.name.startswith(".")))
-    latest = [
-        _step(path) for path in found if path.name.removeprefix(".old-") == latest_name(run_dir)
-    ]
+    named = latest_name(run_dir)
+    latest = [_step(path) for path in found if path.name.removeprefix(".old-") == named]
     return sorted(found, key=lambda path: bool(latest) and _step(path) > latest[0])  # a stable sort
 
 
@@ -442,9 +367,6 @@ def latest_name(run_dir: Path) -> str:
         return ""
 
 
-# --- housekeeping ---
-
-
 def prune(run_dir: Path, keep: int, spared: Path | None = None) -> None:
     """Delete all but the newest `keep` checkpoints (0 keeps all) and the one that is `spared`.
 
@@ -452,36 +374,26 @@ def prune(run_dir: Path, keep: int, spared: Path | None = None) -> None:
     not count. The one in LATEST always stays, and so does a symbolic link, which Rather never
     creates.
     """
-    found = candidates(Path(run_dir))
+    found = candidates(run_dir)
     if keep == 0 or len(found) <= keep:
         return
     damaged = 0
-    while damaged < len(found) and not _is_good(found[damaged]):
-        damaged += 1
-    latest = latest_name(Path(run_dir))
+    for damaged, path in enumerate(found):  # noqa: B007 - counts those before the first good one
+        try:
+            verify(path)
+            break
+        except CheckpointError as error:
+            log.warning("DAMAGED CHECKPOINT, older ones are kept instead: %s", error)
+    latest = latest_name(run_dir)
     for path in found[damaged + keep :]:
         if path.is_symlink():
             log.warning("%s: is a symbolic link and is kept; remove it by hand.", path)
         elif path.name != latest and path.resolve() != spared:
-            _delete(path)
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        verify(path)
-    except CheckpointError as error:
-        log.warning("DAMAGED CHECKPOINT, older ones are kept instead: %s", error)
-        return False
-    return True
-
-
-def _delete(path: Path) -> None:
-    """Rename before deleting: a kill in between never leaves half a checkpoint."""
-    try:
-        doomed = path.with_name(f".tmp-checkpoint-doomed-{_step(path)}")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
-    except OSError as error:
-        log.warning(
-            "%s: cannot be deleted (%s); remove this old checkpoint by hand.", path, error.strerror
-        )
+            # Renamed before it is deleted: a kill in between never leaves half a checkpoint.
+            doomed = path.with_name(f".tmp-checkpoint-doomed-{_step(path)}")
+            try:
+                os.rename(path, doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:
+                reason = (path, error.strerror)
+                log.warning("%s: cannot be deleted (%s); remove it by hand.", *reason)

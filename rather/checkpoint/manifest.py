@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from rather.errors import CheckpointError
 
@@ -18,31 +17,27 @@ STATE, MANIFEST = "state.json", "manifest.json"
 SHARD = re.compile(r"([a-z][a-z0-9_]*)-(?:\d{5}-)?\d{5}\.safetensors")
 # The folder name of a run's own checkpoint; a copy may have any name.
 FOLDER = re.compile(r"(?:\.old-)?checkpoint-(0|[1-9]\d*)")
-_OWN_DIGEST = b',\n "manifest_sha256": '
 
 Written = Mapping[str, tuple[int, str]]  # size and SHA-256 by file
-
-
-class Damage(NamedTuple):
-    """What is wrong with one file."""
-
-    path: Path
-    reason: str
 
 
 def manifest_bytes(step: int, files: Written) -> bytes:
     listed = {name: {"size": size, "sha256": digest} for name, (size, digest) in files.items()}
     text = json.dumps({"schema": SCHEMA, "step": step, "files": listed}, indent=1).encode()
     body = text.removesuffix(b"\n}")
-    return body + _OWN_DIGEST + f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+    return body + _own_digest(body)
 
 
-def verify(path: Path, *, full: bool = True) -> tuple[int, dict[str, tuple[int, str]]]:
+def _own_digest(body: bytes) -> bytes:
+    return f',\n "manifest_sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+
+
+def verify(path: Path, *, full: bool = True) -> tuple[int, Written]:
     """Return step and files of an undamaged checkpoint; the error names the first bad file."""
     try:
         step, files = read_manifest(path)
-        for damage in damages(path, files, full=full):
-            raise CheckpointError(f"{damage.path}: {damage.reason}.")
+        for file, reason in damages(path, files, full=full):
+            raise CheckpointError(f"{file}: {reason}.")
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or path}: cannot be read ({error.strerror})."
@@ -50,35 +45,35 @@ def verify(path: Path, *, full: bool = True) -> tuple[int, dict[str, tuple[int, 
     return step, files
 
 
-def damages(path: Path, files: Written, *, full: bool = True) -> Iterator[Damage]:
+def damages(path: Path, files: Written, *, full: bool = True) -> Iterator[tuple[Path, str]]:
     """Yield the files that differ from the manifest; hash tensor files only if `full`."""
-    present = set()
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-        present.add(entry.name)
+    present = {entry.name: entry for entry in os.scandir(path)}
+    for name, entry in sorted(present.items()):
         if not entry.is_file(follow_symlinks=False):
-            yield Damage(
-                Path(entry.path), "is not a regular file; a checkpoint has no links or folders"
-            )
-        elif entry.name not in files and entry.name != MANIFEST:
-            yield Damage(
-                Path(entry.path), "is not part of the checkpoint: the manifest does not list it"
-            )
-    for name in sorted(files.keys() - present):
-        yield Damage(path / name, "is missing, but listed in the manifest")
+            yield path / name, "is not a regular file; a checkpoint has no links or folders"
+        elif name not in files and name != MANIFEST:
+            yield path / name, "is not part of the checkpoint: the manifest does not list it"
+    for name in sorted(files.keys() - present.keys()):
+        yield path / name, "is missing, but listed in the manifest"
     whole = []
     for name in (name for name in files if name in present):
         if (found := (path / name).stat().st_size) != files[name][0]:
-            yield Damage(path / name, f"is damaged: {found:,} bytes instead of {files[name][0]:,}")
+            yield path / name, f"is damaged: {found:,} bytes instead of {files[name][0]:,}"
         elif full or name == STATE:
             whole.append(name)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = pool.map(lambda name: _sha256(path / name), whole)
         for name, digest in zip(whole, digests, strict=True):
             if digest != files[name][1]:
-                yield Damage(path / name, "is damaged: its SHA-256 differs from the manifest")
+                yield path / name, "is damaged: its SHA-256 differs from the manifest"
 
 
-def read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(path: Path) -> tuple[int, Written]:
     """Return step and files of a manifest, after checking its own digest."""
     manifest = path / MANIFEST
     for link in (path, manifest):
@@ -89,8 +84,8 @@ def read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
     if not manifest.is_file():
         raise CheckpointError(f"{manifest}: is missing, so the checkpoint is incomplete.")
     raw = manifest.read_bytes()
-    body, _, digest = raw.rpartition(_OWN_DIGEST)
-    if digest != f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode():
+    body = raw[: -len(_own_digest(b""))]
+    if body + _own_digest(body) != raw:
         raise CheckpointError(
             f"{manifest}: the manifest itself is damaged: its own digest does not match."
         )
@@ -108,20 +103,15 @@ def read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
             f"{manifest}: has schema {schema!r}, but this version of Rather reads {SCHEMA}; use "
             "the version that wrote it."
         )
+    if STATE not in files:
+        raise CheckpointError(f"{manifest}: does not list {STATE}.")
     for name in files:
         if name != STATE and not SHARD.fullmatch(name):
             raise CheckpointError(
                 f"{manifest}: lists {name!r}, which is not a file of a checkpoint."
             )
-    if STATE not in files:
-        raise CheckpointError(f"{manifest}: does not list {STATE}.")
     if (named := FOLDER.fullmatch(path.name)) and int(named[1]) != step:
         raise CheckpointError(
             f"{manifest}: is of step {step}; the folder was renamed, change its name back."
         )
     return step, files
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

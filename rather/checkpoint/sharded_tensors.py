@@ -59,8 +59,8 @@ class ShardSpec:
 
     def relative_to(self, origin: Numbers) -> tuple[slice, ...]:
         """Return the slices of this block in a tensor that begins at `origin`."""
-        begins = (o - p for o, p in zip(self.offsets, origin, strict=True))
-        return tuple(slice(o, o + n) for o, n in zip(begins, self.sizes, strict=True))
+        places = zip(self.offsets, self.sizes, origin, strict=True)
+        return tuple(slice(at - first, at - first + size) for at, size, first in places)
 
     def narrow(self, dim: int, first: int, size: int) -> ShardSpec:
         """Return a smaller block: `size` rows of this one along `dim`."""
@@ -123,24 +123,21 @@ class ShardedFiles(Mapping[str, Tensor]):
             raise CheckpointError(
                 f"{name}: has the shape {self.shape(name)} in the files, expected {wanted.whole}."
             )
-        block: Tensor | None = None
+        shards = self._shards[name].values()
+        file, _ = next(iter(shards))
+        if not wanted.whole:
+            return file.get_tensor(name).clone()  # type: ignore[no-any-return]
+        # Of the first file only the dtype is read.
+        block: Tensor = file.get_slice(name)[(slice(0, 0),) * len(wanted.whole)].new_empty(
+            wanted.sizes
+        )
         filled = 0
-        for file, stored in self._shards[name].values():
-            if (common := wanted.overlap(stored)) is None:
-                continue
-            part = _read_slices(file, name, common.relative_to(stored.offsets))
-            if common.sizes == wanted.sizes:
-                return part.clone()  # it may be a view of the file, which may be overwritten
-            if block is None:
-                block = part.new_empty(wanted.sizes)
-            block[common.relative_to(wanted.offsets)] = part
-            filled += part.numel()
-        if block is None and 0 in wanted.sizes:  # an empty block: only its dtype is read
-            file, _ = next(iter(self._shards[name].values()))
-            return _read_slices(file, name, (slice(0, 0),) * len(wanted.sizes)).new_empty(
-                wanted.sizes
-            )
-        if block is None or filled != block.numel():
+        for file, stored in shards:
+            if common := wanted.overlap(stored):
+                part = file.get_slice(name)[common.relative_to(stored.offsets)]
+                block[common.relative_to(wanted.offsets)] = part
+                filled += part.numel()
+        if filled != block.numel():
             raise CheckpointError(f"{name}: some of its shards are missing from the files.")
         return block
 
@@ -148,7 +145,7 @@ class ShardedFiles(Mapping[str, Tensor]):
         """Return a whole tensor in another dtype, some rows at a time."""
         spec = ShardSpec.full(self.shape(name))
         if not spec.whole:
-            return TensorStream(dtype, (), lambda: iter([self[name].to(dtype)]))
+            return TensorStream.of(self[name].to(dtype))
         count = spec.whole[0]
         rows = max(1, CHUNK // (4 * max(1, prod(spec.whole[1:]))))
 
@@ -158,11 +155,6 @@ class ShardedFiles(Mapping[str, Tensor]):
                 yield self.read(name, part).to(dtype)
 
         return TensorStream(dtype, spec.whole, parts)
-
-
-def _read_slices(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
-    part: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
-    return part
 
 
 @dataclass(frozen=True)
@@ -235,14 +227,15 @@ class LocalShards(Mapping[str, Tensor]):
         return len(self._source)
 
 
-def shard_header(shards: Mapping[str, Shard | Tensor]) -> dict[str, str]:
-    """Return the metadata of a file of shards; none if all of its tensors are whole."""
+def shards_file(shards: Mapping[str, Tensor | Shard]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file of shards; its metadata says where those that are cut belong."""
     cut = {
         name: [shard.spec.whole, shard.spec.offsets]
         for name, shard in shards.items()
         if isinstance(shard, Shard) and shard.spec.sizes != shard.spec.whole
     }
-    return {HEADER_KEY: json.dumps(cut)} if cut else {}
+    streams = {name: TensorStream.of(tensor_of(shard)) for name, shard in shards.items()}
+    return safetensors_file(streams, {HEADER_KEY: json.dumps(cut)} if cut else {})
 
 
 def tensor_of(shard: Shard | Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Speaker:
         if self.encoder.recipe.template is None:
             prompt = "".join(turn["content"] for turn in asked)
         try:
-            ids = self.encoder.inference_prompt(TextPair(prompt, "", ""))
+            ids = self.encoder.prompt_ids(TextPair(prompt, "", ""))
         except DropReason as reason:
             raise DataError(f"{self.name}: {reason.detail}") from None
         config = self.causal_lm.config.get_text_config()

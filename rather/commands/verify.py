@@ -52,7 +52,7 @@ def _check_run(run_dir: Path, *, full: bool) -> Iterator[Damage]:
 def _check_checkpoint(path: Path, *, full: bool) -> Iterator[Damage]:
     try:
         step, files = read_manifest(path)
-        found = {each.path: each.reason for each in damages(path, files, full=full)}
+        found = dict(damages(path, files, full=full))
         if not found:
             checkpoint.read_state(path, step, files)
     except CheckpointError as error:
@@ -66,7 +66,7 @@ def _check_checkpoint(path: Path, *, full: bool) -> Iterator[Damage]:
 
 def _check_log_probs(path: Path) -> Damage:
     try:
-        damaged = BlockFile(path).read().damaged
+        _, damaged = BlockFile(path).read()
     except OSError as error:
         return path, f"cannot be read ({error.strerror})"
     return path, f"{damaged:,} bytes; their log-probs are computed again" if damaged else ""

@@ -339,8 +339,7 @@ class ReferenceCache(Section):
     path: Folder | None = None
     """Folder of the log-probs; default: <output_dir>/.cache/reference."""
     per_token: bool | None = None
-    """Also store each token's log-prob, for losses that need it; default: only if this run's loss
-    does."""
+    """Also store the sums that `ld_alpha` needs; default: only if this run's loss needs them."""
     recheck: NotNegativeInt = 0
     """Number of cached pairs to recompute at the start; any difference ends the run."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rather.data.messages import Json
 from rather.data.pairs import SCHEMA, PairFile
 from rather.errors import DiskError
 
@@ -55,40 +56,21 @@ class Cache:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def find(self, address: str) -> tuple[PairFile, dict[str, Any]] | None:
-        """Return what was built, or None if it must be built, because it is damaged or older."""
-        path, report = self._path(address, "arrow"), self._path(address, "json")
-        if not path.exists() or not report.exists():
-            return None
-        try:
-            entry = json.loads(report.read_text("utf-8"))
-            if "sha256" not in entry:
-                return None
-            if entry["sha256"] == _sha(path, entry["report"]):
-                file = PairFile(path)  # an older file has fewer columns
-                return (file, entry["report"]) if file.table.schema == SCHEMA else None
-        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
-            pass
-        log.warning(
-            "%s: the tokenised pairs or their report are damaged; building them again", path
-        )
-        return None
-
-    def _path(self, address: str, suffix: str) -> Path:
-        return self.folder / f"{address[:32]}.{suffix}"
-
-    def build(self, address: str, make: Callable[[Path], dict[str, Any]]) -> None:
-        """Let `make` write a temporary file and return its report, then move both into place."""
+    def find_or_build(self, address: str, make: Callable[[Path], Json]) -> tuple[PairFile, Json]:
+        """Return file and report; if need be, let `make` write a file and return its report."""
+        path = self.folder / f"{address[:32]}.arrow"
+        if found := _find(path):
+            return found
         temporary = self.folder / f".{address[:32]}.{os.getpid()}.building"
-        for path in self.folder.glob(".*.building"):  # left by killed runs
+        for left in self.folder.glob(".*.building"):  # by killed runs
             with suppress(OSError):  # by age, as processes of other machines may share the folder
-                if time() - path.stat().st_mtime > 86_400:
-                    path.unlink()
+                if time() - left.stat().st_mtime > 86_400:
+                    left.unlink()
         try:
-            report = make(temporary)
+            report = json.loads(json.dumps(make(temporary)))  # as a later start reads it
             sha = _sha(temporary, report)
-            os.replace(temporary, self._path(address, "arrow"))
-            _write(self._path(address, "json"), {"sha256": sha, "report": report})
+            os.replace(temporary, path)
+            _write(path.with_suffix(".json"), {"sha256": sha, "report": report})
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskError(
@@ -98,6 +80,7 @@ class Cache:
             raise
         finally:
             temporary.unlink(missing_ok=True)
+        return PairFile(path), report
 
     def sha(self, path: Path) -> str:
         """Return the hash of a file's content, remembered by size, time of change and inode."""
@@ -115,6 +98,21 @@ class Cache:
         return str(known[str(path)][1])
 
 
+def _find(path: Path) -> tuple[PairFile, Json] | None:
+    """Return what was built, or None if it must be built, because it is damaged or older."""
+    try:
+        entry = json.loads(path.with_suffix(".json").read_text("utf-8"))
+        if entry["sha256"] == _sha(path, entry["report"]):
+            file = PairFile(path)  # an older file has fewer columns
+            return (file, entry["report"]) if file.table.schema == SCHEMA else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+        pass
+    log.warning("%s: the tokenised pairs or their report are damaged; building them again", path)
+    return None
+
+
 def _write(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     with temporary.open("w", encoding="utf-8") as file:
@@ -124,7 +122,7 @@ def _write(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def _sha(tokens: Path, report: dict[str, Any]) -> str:
+def _sha(tokens: Path, report: Json) -> str:
     """Return the hash of both: the report says which pairs are of which file."""
     return text_sha(file_sha(tokens) + json.dumps(report))
 

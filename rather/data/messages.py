@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from rather.data.json_rows import DropReason
 
-Message = dict[str, Any]
-Turns = tuple[Message, ...]
+Json = dict[str, Any]
+Message = Json
+Turns = tuple[Json, ...]
+Content = str | Turns
 
 ROLES = {
     "human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant",
@@ -42,7 +45,7 @@ def text_of(value: Any, where: str) -> str:
     return value
 
 
-def text_or_turns(value: Any, where: str) -> str | Turns:
+def text_or_turns(value: Any, where: str) -> Content:
     """Return text as it is, and a message or a list of messages with their usual names."""
     return value if isinstance(value, str) else turns_of(value, where)
 
@@ -55,7 +58,7 @@ def turns_of(value: Any, where: str) -> Turns:
     return tuple(_message(entry, where) for entry in values)
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, where: str) -> Json:
     if not isinstance(value, dict):
         raise wrong_type(where, "messages (objects)", value)
     role = value.get("role", value.get("from"))
@@ -86,29 +89,23 @@ def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next(i for i in range(shortest) if left[i] != right[i])
 
 
-def as_turns(value: str | Turns, role: str) -> Turns:
+def as_turns(value: Content, role: str) -> Turns:
     """Return text as one turn with a role."""
     return ({"role": role, "content": value},) if isinstance(value, str) else value
 
 
 def check_roles(prompt: Turns, *answers: Turns) -> None:
     """Check the order: a system turn only first, user and assistant alternate, answers end it."""
-    last = _check_order(prompt, None, "the prompt", ("user", "tool"))
-    for answer in answers:
-        _check_order(answer, last, "the answer", ("assistant",))
-
-
-def _check_order(turns: Turns, last: str | None, where: str, ends: tuple[str, ...]) -> str | None:
-    """Return the role of the last turn."""
-    for turn in turns:
-        role, allowed = turn["role"], FOLLOWS[last]
-        if role not in allowed:
-            place = f"after {last}" if last else "first"
-            expected = " or ".join(allowed)
-            detail = f"in {where} a {role} turn comes {place}; expected {expected}"
+    for turns in (prompt, *answers):
+        ends, last = ["user", "tool"] if turns is prompt else ["assistant"], turns[-1]["role"]
+        if last not in ends:
+            detail = f"a part must end with a {' or '.join(ends)} turn, it ends with {last}"
             raise DropReason("bad_roles", detail)
-        last = role
-    if last not in ends:
-        detail = f"{where} must end with a {' or '.join(ends)} turn, it ends with {last}"
-        raise DropReason("bad_roles", detail)
-    return last
+    for answer in answers:
+        roles = [None, *(turn["role"] for turn in (*prompt, *answer))]
+        for before, role in pairwise(roles):
+            if role not in FOLLOWS[before]:
+                place = f"after {before}" if before else "first"
+                expected = " or ".join(FOLLOWS[before])
+                detail = f"a {role} turn comes {place}; expected {expected}"
+                raise DropReason("bad_roles", detail)

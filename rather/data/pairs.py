@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from rather.data.batch import TokenPair
 
+Ints = NDArray[np.int64]
 Part = tuple[int, int, float]  # first row, end row, mixing weight
 IDS = ("prompt", "chosen", "rejected")
 LISTS = (*IDS, "chosen_scored", "rejected_scored")
@@ -39,32 +40,20 @@ SCHEMA = pa.schema(
 )
 
 
-class _Lists(NamedTuple):
-    """A list column of one record batch: row i is values[offsets[i]:offsets[i + 1]]."""
-
-    offsets: NDArray[np.int32]
-    values: NDArray[np.int32]
-
-    def row(self, i: int) -> NDArray[np.int32]:
-        return self.values[self.offsets[i] : self.offsets[i + 1]]
-
-
 class _Batch:
-    """A record batch as numpy views."""
+    """A record batch as numpy views: row i of a list is values[offsets[i]:offsets[i + 1]]."""
 
     def __init__(self, batch: Any) -> None:
-        columns = {name: batch.column(name) for name in LISTS}
-        self.lists = {
-            name: _Lists(column.offsets.to_numpy(), column.values.to_numpy())
-            for name, column in columns.items()
-        }
+        lists = [batch.column(name) for name in LISTS]
+        self.lists = [(column.offsets.to_numpy(), column.values.to_numpy()) for column in lists]
         self.numbers = [batch.column(name).to_numpy() for name in NUMBERS]
         self.ids = batch.column("id")
 
     def pair(self, i: int) -> TokenPair:
         from rather.data.batch import TokenPair  # here, because only who takes pairs needs torch
 
-        prompt, chosen, rejected, *scored = (self.lists[name].row(i) for name in LISTS)
+        rows = (values[offsets[i] : offsets[i + 1]] for offsets, values in self.lists)
+        prompt, chosen, rejected, *scored = rows
         first, second = (tuple(zip(s[::2].tolist(), s[1::2].tolist(), strict=True)) for s in scored)
         weight, margin, soft = (float(column[i]) for column in self.numbers)
         name = self.ids[i].as_py()
@@ -77,27 +66,22 @@ class PairFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()  # maps, copies nothing
-        self.batches = self.table.to_batches()
-        counts = [batch.num_rows for batch in self.batches]
-        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self._views: dict[int, _Batch] = {}
+
+    @cached_property
+    def batches(self) -> list[_Batch]:
+        return [_Batch(batch) for batch in self.table.to_batches()]
+
+    @cached_property
+    def starts(self) -> Ints:
+        """The first row of each batch, and the end of the last."""
+        return np.cumsum([0, *(batch.num_rows for batch in self.table.to_batches())])
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
-    def batch(self, i: int) -> _Batch:
-        """Return the numpy views of a record batch."""
-        if i not in self._views:
-            self._views[i] = _Batch(self.batches[i])
-        return self._views[i]
-
     def column(self, name: str) -> NDArray[Any]:
         """Return a whole column of numbers."""
         return np.asarray(self.table.column(name).to_numpy())
-
-    def lengths(self, name: str) -> NDArray[np.int32]:
-        """Return how long each row of a list column is."""
-        return np.asarray(pc.list_value_length(self.table.column(name)).to_numpy())
 
 
 class PairDataset:
@@ -108,7 +92,7 @@ class PairDataset:
         file: PairFile,
         fingerprint: str,
         parts: Sequence[Part],
-        rows: NDArray[np.int64] | None = None,
+        rows: Ints | None = None,
     ) -> None:
         self.file, self.fingerprint, self.rows = file, fingerprint, rows
         self.parts: tuple[Part, ...] = tuple(parts)
@@ -117,12 +101,12 @@ class PairDataset:
         return len(self.file) if self.rows is None else len(self.rows)
 
     @cached_property
-    def tokens(self) -> NDArray[np.int64]:
+    def tokens(self) -> Ints:
         """What each pair costs in a micro-batch: prompt once, both answers."""
         return np.asarray(np.sum([self.lengths(name) for name in IDS], axis=0, dtype=np.int64))
 
     @cached_property
-    def groups(self) -> NDArray[np.int64] | None:
+    def groups(self) -> Ints | None:
         """The first pair of each row of the data files; None if no row gave more than one."""
         begins = np.ones(len(self.file), bool)
         source, number = self.file.column("source"), self.file.column("number")
@@ -131,7 +115,7 @@ class PairDataset:
             begins = np.diff(np.cumsum(begins, dtype=np.int32)[self.rows], prepend=-1) != 0
         return None if begins.all() else np.flatnonzero(begins)
 
-    def take(self, indices: Iterable[int] | NDArray[np.int64]) -> list[TokenPair]:
+    def take(self, indices: Iterable[int] | Ints) -> list[TokenPair]:
         """Return the pairs with these numbers."""
         wanted = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
@@ -139,7 +123,7 @@ class PairDataset:
         rows = wanted if self.rows is None else self.rows[wanted]
         batches = np.searchsorted(self.file.starts, rows, side="right") - 1
         places = zip(batches.tolist(), (rows - self.file.starts[batches]).tolist(), strict=True)
-        return [self.file.batch(batch).pair(i) for batch, i in places]
+        return [self.file.batches[batch].pair(i) for batch, i in places]
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column of numbers."""
@@ -148,17 +132,16 @@ class PairDataset:
 
     def lengths(self, name: str) -> NDArray[np.int32]:
         """Return how long each pair's list in a column is."""
-        values = self.file.lengths(name)
+        values = np.asarray(pc.list_value_length(self.file.table.column(name)).to_numpy())
         return values if self.rows is None else values[self.rows]
 
     @cached_property
     def largest_id(self) -> int:
         """The largest token id of the file."""
-        columns = (self.file.batch(i).lists for i in range(len(self.file.batches)))
-        values = (lists[name].values for lists in columns for name in IDS)
-        return max((int(ids.max()) for ids in values if len(ids)), default=0)
+        lists = (batch.lists[: len(IDS)] for batch in self.file.batches)
+        return max((int(ids.max()) for each in lists for _, ids in each if len(ids)), default=0)
 
-    def subset(self, rows: NDArray[np.int64], fingerprint: str) -> PairDataset:
+    def subset(self, rows: Ints, fingerprint: str) -> PairDataset:
         """Return the rows with these (ascending) numbers."""
         parts = [
             (int(np.searchsorted(rows, start)), int(np.searchsorted(rows, stop)), weight)

@@ -1,119 +1,96 @@
-"""Child processes that render templates and tokenise, within limits of time and memory.
+"""Child processes that read rows, render templates and tokenise, within limits of time and memory.
 
-`tokenised` spreads chunks of rows over children; `encoder_of` gives an encoder for single texts.
+They are children because a template is data: one that loops forever or fills the memory must die
+alone. They are started with `subprocess` rather than `multiprocessing`, so that they neither run
+the user's main module again nor inherit threads, and they import neither torch nor transformers:
+a child is ready in half a second.
+
+A message is a JSON head and the Arrow table that belongs to it; nothing is pickled. The number of
+the current row is in a small shared file, so that the parent can name the row that killed its
+child.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import unicodedata
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Pipe
-from queue import SimpleQueue
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict
+from itertools import chain
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
+
+import pyarrow as pa
 
 from rather.config import plugins
 from rather.config.redaction import looks_secret
-from rather.data.formats import RowLayout, TextPair
-from rather.data.json_rows import DropReason
-from rather.data.read import Chunk, DataFile
-from rather.data.tokenize_worker import chunk_to_json
-from rather.data.tokens import Encoded, Encoder, Ids, Note, TokenRecipe
+from rather.data.formats import EXTRAS, RowLayout, TextPair, read_row
+from rather.data.json_rows import DropReason, RawRow
+from rather.data.messages import Content, Json, as_turns
+from rather.data.pairs import NUMBERS, SCHEMA
+from rather.data.read import TOO_DEEP, Chunk, DataFile, as_message, parsed_rows
+from rather.data.template import ChatTemplate
+from rather.data.tokens import (
+    COLUMNS,
+    SIDES,
+    Encoded,
+    Encoder,
+    Ids,
+    Note,
+    TokenRecipe,
+    is_tokenised,
+    read_tokenised,
+)
 from rather.errors import DataError
+
+ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+PROMPTS = 2  # prompts of a chunk that are compared with what generation starts from
+ROW_SECONDS = 30.0  # of computing, for one row
+MEMORY = 2 << 30  # bytes of a child on top of what it needs to start
+EXAMPLES = 5  # details kept per chunk and kind; numbers of rows are kept for all
 
 # The child finds the same modules as its parent, wherever either was started. Ctrl-C is the
 # parent's to answer.
 _START = (
     "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "sys.path[:] = json.loads(sys.argv[1]); from rather.data.tokenize_worker import main; "
+    "sys.path[:] = json.loads(sys.argv[1]); from rather.data.pool import main; "
     "main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
-
-@dataclass(frozen=True)
-class ChildLimits:
-    """What a child may use: seconds for one row, and bytes on top of what it needs to start."""
-
-    row_seconds: float = 30.0
-    memory: int = 2 << 30
+# ---- in the parent
 
 
 class ChunkResult(NamedTuple):
     """What a child made of a chunk."""
 
     chunk: Chunk
-    head: dict[str, Any]
-    table: bytes
-
-
-def setup_of(recipe: TokenRecipe, layout: RowLayout) -> dict[str, Any]:
-    """Return what a child must know."""
-    return {"recipe": asdict(recipe), "layout": asdict(layout)}
-
-
-def tokenised(
-    chunks: Iterable[Chunk],
-    setup: dict[str, Any],
-    sources: list[DataFile],
-    processes: int,
-    limits: ChildLimits,
-) -> Iterator[ChunkResult]:
-    """Yield the results of all chunks in order, the same for any number of processes.
-
-    At most two chunks per child are under way: memory does not grow with the input.
-    """
-    children = [Child(setup, limits) for _ in range(processes)]
-    idle: SimpleQueue[Child] = SimpleQueue()
-    for child in children:
-        idle.put(child)
-
-    def work(chunk: Chunk) -> ChunkResult:
-        child, source = idle.get(), sources[chunk.source]
-        try:
-            question = chunk_to_json(chunk), chunk.table
-            return ChunkResult(chunk, *child.ask(str(source.path), source.unit, *question))
-        finally:
-            idle.put(child)
-
-    executor = ThreadPoolExecutor(processes)
-    waiting: deque[Future[ChunkResult]] = deque()
-    try:
-        for chunk in chunks:
-            waiting.append(executor.submit(work, chunk))
-            if len(waiting) > 2 * processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for child in children:
-            child.process.kill()  # so that no thread waits for an answer
-        executor.shutdown(cancel_futures=True)
-        for child in children:
-            child.close()
+    head: Json
+    batch: Any  # a record batch of pairs
 
 
 class Child:
-    """A process that renders and tokenises within limits; see `tokenize_worker`."""
+    """A process that renders and tokenises within limits. It answers one question at a time."""
 
-    def __init__(self, setup: dict[str, Any], limits: ChildLimits) -> None:
-        self.limits = limits
-        self.template = (setup["recipe"]["template"] or {}).get("name", "none")
-        self.unsent = [
-            {
-                **setup,
-                "imports": plugins.loaded("data format"),
-                "memory": limits.memory,
-                "seconds": limits.row_seconds,
-            }
-        ]
+    def __init__(self, recipe: TokenRecipe, layout: RowLayout) -> None:
+        self.template = recipe.template.name if recipe.template else "none"
+        setup = {
+            "recipe": asdict(recipe),
+            "layout": asdict(layout),
+            "imports": plugins.loaded("data format"),
+            "memory": MEMORY,
+            "seconds": ROW_SECONDS,
+        }
+        self.unsent = [json.dumps(setup).encode()]  # sent later, so that children start together
         self.progress = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child
         self.connection, theirs = Pipe()
         handles = theirs.fileno(), self.progress.fileno()
@@ -131,39 +108,37 @@ class Child:
                 },
             )
 
-    def ask(
-        self, name: str, unit: str | None, head: dict[str, Any], table: bytes = b""
-    ) -> tuple[dict[str, Any], bytes]:
-        """Return the child's answer. An error starts with the name, and the row if given a unit."""
-        try:
-            while self.unsent:
-                self.connection.send_bytes(json.dumps(self.unsent.pop()).encode())
-            self.connection.send_bytes(json.dumps(head).encode())
-            self.connection.send_bytes(table)
-            found, table = json.loads(self.connection.recv_bytes()), self.connection.recv_bytes()
-        except (EOFError, OSError):
-            raise self._failure(name, unit) from None
-        if "error" in found:
-            raise DataError(f"{name}: {found['error']}")
-        if "memory" in found:
-            raise self._failure(name, unit, f"more than {self.limits.memory >> 20} MiB of memory")
-        return found, table
+    def send(self, head: Json, table: bytes = b"") -> None:
+        """Send a question. If the child has died, `receive` reports it."""
+        with suppress(OSError):
+            for message in (*self.unsent, json.dumps(head).encode(), table):
+                self.connection.send_bytes(message)
+        self.unsent = []
 
-    def _failure(self, name: str, unit: str | None, used: str = "") -> DataError:
-        """Return the error of a child that used too much, or ended without a word about it."""
+    def receive(self, name: str, unit: str | None = None) -> tuple[Json, bytes]:
+        """Return the answer. An error starts with the name, and the row if given a unit."""
+        code, used = 0, ""
+        try:
+            head, table = json.loads(self.connection.recv_bytes()), self.connection.recv_bytes()
+            if "error" in head:
+                raise DataError(f"{name}: {head['error']}")
+            if "memory" not in head:
+                return head, table
+            used = f"more than {MEMORY >> 20} MiB of memory"
+        except (EOFError, OSError):
+            code = self.process.wait()
         if unit is not None:
             number = int(os.pread(self.progress.fileno(), 20, 0) or 0)
             name += f":{number} ({unit} {number})" if number else " (before its first row)"
-        code = 0 if used else self.process.wait()
         if code == -signal.SIGPROF:
-            used = f"more than {self.limits.row_seconds:g} s of computing"
+            used = f"more than {ROW_SECONDS:g} s of computing"
         elif code in (-signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV):
             used = f"too much memory, or failed (signal {-code})"
         if not used:
-            return DataError(
+            raise DataError(
                 f"{name}: the tokenising process ended with exit code {code}; see its output above."
             )
-        return DataError(
+        raise DataError(
             f"{name}: chat template {self.template} and tokenizer took {used}; look for an "
             "endless loop or a huge repetition in the template, or for a gigantic text."
         )
@@ -176,54 +151,256 @@ class Child:
         self.progress.close()
 
 
-def encoder_of(
-    recipe: TokenRecipe, name: str, limits: ChildLimits | None = None
-) -> Encoder | LimitedEncoder:
+def encode_chunks(
+    chunks: Iterable[Chunk],
+    recipe: TokenRecipe,
+    layout: RowLayout,
+    sources: list[DataFile],
+    processes: int,
+) -> Iterator[ChunkResult]:
+    """Yield the results of all chunks in order, the same for any number of processes.
+
+    One chunk per child is under way: memory does not grow with the input.
+    """
+    with ExitStack() as stack:
+        children = (Child(recipe, layout) for _ in range(processes))
+        idle = [stack.enter_context(closing(child)) for child in children]
+        busy: deque[tuple[Child, Chunk]] = deque()
+
+        def next_result() -> ChunkResult:
+            child, chunk = busy.popleft()
+            source = sources[chunk.source]
+            head, table = child.receive(str(source.path), source.unit)
+            idle.append(child)
+            return ChunkResult(chunk, head, pa.ipc.open_stream(table).read_next_batch())
+
+        for chunk in chunks:
+            result = None if idle else next_result()
+            # Latin-1 keeps each byte of a row as one character.
+            rows = [
+                (number, raw.decode("latin-1") if isinstance(raw, bytes) else raw.args)
+                for number, raw in chunk.rows
+            ]
+            child = idle.pop()
+            child.send({"source": chunk.source, "first": chunk.first, "rows": rows}, chunk.table)
+            busy.append((child, chunk))
+            if result:
+                yield result
+        while busy:
+            yield next_result()
+
+
+def encoder_of(recipe: TokenRecipe, name: str) -> Encoder | LimitedEncoder:
     """Return an encoder for single texts; only a template, a program of others, needs a child."""
-    if recipe.template is None:
-        return Encoder(recipe)
-    return LimitedEncoder(recipe, name, limits or ChildLimits())
+    return LimitedEncoder(recipe, name) if recipe.template else Encoder(recipe)
 
 
 class LimitedEncoder:
     """An Encoder in a child process, which starts with the first question."""
 
-    def __init__(self, recipe: TokenRecipe, name: str, limits: ChildLimits) -> None:
-        self.recipe, self.name, self.limits = recipe, name, limits
+    def __init__(self, recipe: TokenRecipe, name: str) -> None:
+        self.recipe, self.name = recipe, name
         self._child: Child | None = None
 
     @property
     def end_of_turn(self) -> int | None:
-        found: int | None = self._ask("end_of_turn", None)
+        found: int | None = self._ask("end_of_turn")
         return found
 
-    def training_prompt(self, text: str) -> Ids:
-        found: Ids = self._ask("training_prompt", text)
-        return found
-
-    def inference_prompt(self, pair: TextPair) -> Ids:
-        found: Ids = self._ask("inference_prompt", asdict(pair))
+    def prompt_ids(self, pair: TextPair, *, as_trained: bool = False) -> Ids:
+        found: Ids = self._ask("prompt_ids", pair, as_trained=as_trained)
         return found
 
     def encode(self, pair: TextPair) -> Encoded:
-        found: dict[str, Any] = self._ask("encode", asdict(pair))
+        found: Json = self._ask("encode", pair)
         for name in ("chosen_scored", "rejected_scored"):
             found[name] = tuple(map(tuple, found[name]))
         return Encoded(**{**found, "notes": [Note(*note) for note in found["notes"]]})
 
-    def _ask(self, question: str, given: Any) -> Any:
+    def _ask(self, name: str, pair: TextPair | None = None, **options: bool) -> Any:
         if self._child is None:
-            self._child = Child(setup_of(self.recipe, RowLayout()), self.limits)
+            self._child = Child(self.recipe, RowLayout())
             self._close = weakref.finalize(self, self._child.close)
         try:
-            given = json.loads(json.dumps(given, default=str))  # a row of Python may hold a date
-            head, _ = self._child.ask(self.name, None, {"ask": question, "given": given})
-        except (
-            BaseException
-        ):  # also Ctrl-C: the answer would be taken for that to the next question
+            given = pair and json.loads(
+                json.dumps(asdict(pair), default=str)
+            )  # a date becomes text
+            self._child.send({"ask": name, "pair": given, "options": options})
+            head, _ = self._child.receive(self.name)
+        except BaseException:  # after Ctrl-C, the next question would get the answer to this one
             self._close()
             self._child = None
             raise
         if "dropped" in head:
             raise DropReason(*head["dropped"])
         return head["found"]
+
+
+# ---- in the child
+
+
+class ChunkEncoder:
+    """Turns the rows of a chunk into one Arrow table, and reports what happened to them."""
+
+    def __init__(
+        self, encoder: Encoder, layout: RowLayout, at_row: Callable[[int], object]
+    ) -> None:
+        self.encoder, self.layout, self.at_row = encoder, layout, at_row
+
+    def encode(self, chunk: Chunk) -> tuple[Json, bytes]:
+        """Return the report as a JSON head, and the table as an Arrow message."""
+        self.pairs: list[Json] = []
+        self.events: dict[str, list[tuple[str, int, str]]] = {"dropped": [], "noted": []}
+        self.seen: Counter[str] = Counter()  # events by kind
+        self.ignored: set[str] = set()
+        self.prompts: dict[int, Ids] = {}  # by number of the row
+        rows = 0
+        for number, row in parsed_rows(chunk):
+            rows += 1
+            self.at_row(number)
+            try:
+                self._read(chunk.source, number, row)
+            except RecursionError:
+                self._add_event("dropped", number, row, *TOO_DEEP)
+        ignored, prompts = sorted(self.ignored)[:100], list(self.prompts.items())
+        head = {"rows": rows, **self.events, "ignored": ignored, "prompts": prompts}
+        return head, as_message(pa.RecordBatch.from_pylist(self.pairs, schema=SCHEMA))
+
+    def _read(self, source: int, number: int, row: Json | DropReason) -> None:
+        found: list[tuple[TextPair, Encoded]] = []
+        dropped: list[DropReason] = []
+        texts: list[TextPair] = []
+        ties = 0
+        try:
+            if isinstance(row, DropReason):
+                raise row
+            if is_tokenised(row, self.layout):
+                self.ignored.update(set(row).difference(COLUMNS, EXTRAS))
+                found.append(read_tokenised(row, self.layout, self.encoder))
+            else:
+                texts, dropped, ties, ignored = read_row(row, self.layout)
+                self.ignored.update(ignored)
+        except DropReason as reason:
+            dropped.append(reason)
+        for pair in texts:
+            try:
+                found.append((pair, self.encoder.encode(pair)))
+            except DropReason as reason:
+                dropped.append(reason)
+        for each in dropped:
+            self._add_event("dropped", number, row, each.reason, each.detail)
+        for _ in range(ties):
+            detail = "two answers of the same rank give no pair"
+            self._add_event("noted", number, row, "ties_skipped", detail)
+        for pair, encoded in found:
+            for note in encoded.notes:
+                self._add_event("noted", number, row, *note)
+            self.pairs.append({**_columns(pair, encoded), "source": source, "number": number})
+            is_cut = any(note.kind == "truncated_prompt" for note in encoded.notes)
+            if texts and not is_cut and len(self.prompts) < PROMPTS:
+                with suppress(DropReason):
+                    self.prompts[number] = self.encoder.prompt_ids(pair)
+
+    def _add_event(self, group: str, number: int, row: Any, kind: str, detail: str) -> None:
+        """Add an event; the first of a kind with a detail, and the id of the row if it has one."""
+        if isinstance(row, dict):
+            given = row.get(self.layout.columns.get("id", "id"))
+            detail = detail if given is None else f"{detail} (id {str(given)[:80]})"
+        self.seen[kind] += 1
+        self.events[group].append((kind, number, detail[:300] * (self.seen[kind] <= EXAMPLES)))
+
+
+def _columns(pair: TextPair, encoded: Encoded) -> Json:
+    parts = {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
+    prompt, chosen, rejected = map(_digest, parts.values())
+    return {
+        **{name: getattr(encoded, name) for name in parts},
+        **{f"{name}_scored": list(chain(*getattr(encoded, f"{name}_scored"))) for name in SIDES},
+        **{name: getattr(pair, name) for name in (*NUMBERS, "id")},
+        "prompt_hash": _number(prompt),
+        "pair_hash": _number(prompt + chosen + rejected),
+        "swapped_hash": _number(prompt + rejected + chosen),
+        **{f"normal_{name}": _normal(part, ROLES[name]) for name, part in parts.items()},
+    }
+
+
+def _digest(text: Content) -> bytes:
+    content = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
+    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _normal(part: Content, role: str) -> int:
+    """Return one number for texts that differ only in case, white space or ways of writing."""
+    turns = []
+    for turn in as_turns(part, role):
+        text = unicodedata.normalize("NFKC", turn["content"]).casefold()
+        turns.append({**turn, "content": " ".join(text.split())})
+    return _number(_digest(tuple(turns)))
+
+
+def _number(digest: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(digest, digest_size=8).digest(), "little")
+
+
+def _answer(encoder: Encoder, head: Json) -> Json:
+    """Return an attribute of the encoder, or what its method makes of a pair."""
+    found = getattr(encoder, head["ask"])
+    if head["pair"] is None:
+        return {"found": found}
+    try:
+        found = found(TextPair(**head["pair"]), **head["options"])
+    except DropReason as reason:
+        return {"dropped": reason.args}
+    return {"found": asdict(found) if isinstance(found, Encoded) else found}
+
+
+def _chunk(head: Json, table: bytes) -> Chunk:
+    rows = (
+        RawRow(number, raw.encode("latin-1") if isinstance(raw, str) else DropReason(*raw))
+        for number, raw in head["rows"]
+    )
+    return Chunk(head["source"], tuple(rows), table, head["first"])
+
+
+def main(connection: int, progress: int) -> None:
+    """Answer the parent's questions until it closes the connection."""
+    parent = Connection(connection)
+    setup = json.loads(parent.recv_bytes())
+
+    def at_row(number: int) -> None:
+        """Store the row, and give it a limit of computing at which the system ends this process."""
+        os.pwrite(progress, b"%20d" % number, 0)
+        signal.setitimer(signal.ITIMER_PROF, setup["seconds"])
+
+    def reply(head: Json, table: bytes = b"") -> None:
+        parent.send_bytes(json.dumps(head).encode())
+        parent.send_bytes(table)
+
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            wanted = int(file.read().split()[0]) * resource.getpagesize() + setup["memory"]
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    chunks: ChunkEncoder | None = None
+    try:
+        while True:
+            signal.setitimer(signal.ITIMER_PROF, 0)  # waiting is not computing
+            head, table = json.loads(parent.recv_bytes()), parent.recv_bytes()
+            at_row(0)
+            if chunks is None:
+                plugins.load_sources(setup["imports"])
+                recipe = setup["recipe"]
+                template = ChatTemplate(**recipe["template"]) if recipe["template"] else None
+                encoder = Encoder(TokenRecipe(**{**recipe, "template": template}))
+                chunks = ChunkEncoder(encoder, RowLayout(**setup["layout"]), at_row)
+            if "ask" in head:
+                reply(_answer(chunks.encoder, head))
+            else:
+                reply(*chunks.encode(_chunk(head, table)))
+    except EOFError:
+        return
+    except DataError as error:
+        reply({"error": str(error)})
+    except MemoryError:
+        reply({"memory": True})

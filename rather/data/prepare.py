@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 from rich.console import Console
 
 from rather.config.compat import check_even
@@ -27,14 +27,14 @@ from rather.config.strategies import data_parallel
 from rather.data.cache import Cache, batch_writer, file_sha, text_sha
 from rather.data.findings import examine, mix
 from rather.data.formats import RowLayout
+from rather.data.messages import common_length
 from rather.data.pairs import PairDataset
-from rather.data.pool import ChildLimits, setup_of, tokenised
-from rather.data.prompt_check import PromptCheck, check_own_template
+from rather.data.pool import ChunkResult, encode_chunks
 from rather.data.read import DataFile, chunks, find_sources
-from rather.data.report import TOO_LONG, RowCounts, add_paths, as_lines, share_dropped
+from rather.data.report import TOO_LONG, Json, RowCounts, add_paths, as_lines, share_dropped
 from rather.data.show import bar
-from rather.data.template import ALIASES, TEMPLATES, choose_template, load_tokenizer
-from rather.data.tokens import TokenRecipe
+from rather.data.template import ALIASES, TEMPLATES, choose_template, load_tokenizer, own_template
+from rather.data.tokens import Ids, TokenRecipe
 from rather.errors import DataError
 
 if TYPE_CHECKING:
@@ -46,13 +46,14 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "additional_chat_templates/*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "config.json",
 )  # fmt: skip
-HASHED = ("score", "overlong", "separator", "special_tokens", "encoding")
+RECIPE = ("score", "overlong", "separator", "special_tokens")  # settings of data_args
+AROUND, SHOWN, EXAMPLES = 6, 40, 3  # tokens around a difference, of it, differences kept
 
 
 class BadRows(DataError):
     """Too many rows cannot be used. It carries the report, so that it can still be written."""
 
-    def __init__(self, message: str, report: dict[str, Any]) -> None:
+    def __init__(self, message: str, report: Json) -> None:
         super().__init__(message)
         self.report = report
 
@@ -63,19 +64,16 @@ class Prepared:
 
     train: PairDataset
     evals: dict[str, PairDataset]
-    report: dict[str, Any]
+    report: Json
 
 
-def prepare(
-    config: DPOConfig, *, console: Console | None = None, limits: ChildLimits | None = None
-) -> Prepared:
+def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
     """Return all pairs of a run, from the cache if they were made before."""
-    console = console or Console(stderr=True)
     data, validation = config.actor_train.data_args, config.validation.data_args
-    builder = _Builder(config, console, limits or ChildLimits())
+    builder = _Builder(config, console or Console(stderr=True))
     weights = data.weights or [1.0] * len(data.files)
     train, train_report = builder.dataset(data.files, data, weights)
-    report: dict[str, Any] = {
+    report: Json = {
         "tokenizer": config.actor_train.tokenizer_path,
         "tokenizer_sha256": builder.tokenizer_digest,
         "sequence_length": config.sequence_length,
@@ -120,7 +118,7 @@ def held_out(pairs: PairDataset, split: float | int, seed: int) -> tuple[PairDat
     )
 
 
-def _warnings(config: DPOConfig, train: PairDataset, report: dict[str, Any]) -> Iterator[str]:
+def _warnings(config: DPOConfig, train: PairDataset, report: Json) -> Iterator[str]:
     dropped = report["dropped"]
     too_long = sum(dropped[kind]["count"] for kind in TOO_LONG if kind in dropped)
     total = too_long + report["pairs"]
@@ -137,18 +135,18 @@ def _warnings(config: DPOConfig, train: PairDataset, report: dict[str, Any]) -> 
         )
 
 
-def _check(config: DPOConfig, report: dict[str, Any]) -> None:
+def _check(config: DPOConfig, report: Json) -> None:
     """Raise if there is nothing to train on, or too much is dropped."""
-    sets = {"training data": report["train"]}
-    for name, found in report["evals"].items():
-        sets[f"evaluation set {name or '(unnamed)'}"] = found
-    for name, found in sets.items():
+    sets = {
+        f"evaluation set {name or '(unnamed)'}": found for name, found in report["evals"].items()
+    }
+    for name, found in {"training data": report["train"], **sets}.items():
         for problem, advice in _problems(config, found):
             table = "".join(f"\n{line}" for line in as_lines(found))
             raise BadRows(f"{name}: {problem}{table}\n{advice}", report)
 
 
-def _problems(config: DPOConfig, report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a set, and what to do about it."""
     bad, total = share_dropped(report)
     if report["overlong"] == "error" and any(kind in report["dropped"] for kind in TOO_LONG):
@@ -185,12 +183,9 @@ def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataA
         eos=tokenizer.eos_token_id,
         adds_bos=bos is not None and tokenizer("a").input_ids[:1] == [bos],
         sequence_length=config.sequence_length,
-        score=data.score,
-        overlong=data.overlong,
-        separator=data.separator,
-        special_tokens=data.special_tokens,
         max_prompt_length=data.max_prompt_length,
         as_trl=config.parity,
+        **{name: getattr(data, name) for name in RECIPE},
     )
 
 
@@ -200,7 +195,6 @@ class _Builder:
 
     config: DPOConfig
     console: Console
-    limits: ChildLimits
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -227,41 +221,34 @@ class _Builder:
 
     def dataset(
         self, files: list[Path], data: DataArgs, weights: list[float]
-    ) -> tuple[PairDataset, dict[str, Any]]:
+    ) -> tuple[PairDataset, Json]:
         """Return the pairs of files, and the report about them."""
         groups = [find_sources(file) for file in files]
         sources = [source for group in groups for source in group]
         cache = Cache(self.config.data_cache_dir(data))
-        layout = RowLayout(data.format, self._columns(data), self.config.ranked_pairs)
-        address = self._address(cache, sources, data, layout)
-        found = cache.find(address)
-        if found is None:
-            cache.build(address, lambda target: self._build(target, sources, data, layout))
-            found = cache.find(address)
-            assert found is not None
-        file, report = found
-        counts = np.cumsum([0] + [entry["pairs"] for entry in report["files"]]).tolist()
-        parts, first = [], 0
+        columns = dict(data.columns)
+        for name in ("chosen", "rejected"):
+            key = getattr(self.config, f"{name}_key")
+            if key != name and columns.setdefault(name, key) != key:
+                raise DataError(
+                    f"data_args.columns.{name} and {name}_key name different columns; keep one."
+                )
+        layout = RowLayout(data.format, columns, self.config.ranked_pairs)
+        address = self._address([cache.sha(source.path) for source in sources], data, layout)
+        file, report = cache.find_or_build(
+            address, lambda target: self._build(target, sources, data, layout)
+        )
+        pairs = iter([entry["pairs"] for entry in report["files"]])
+        parts, start = [], 0
         for group, weight in zip(groups, weights, strict=True):
-            parts.append((counts[first], counts[first + len(group)], weight))
-            first += len(group)
+            end = start + sum(islice(pairs, len(group)))
+            parts.append((start, end, weight))
+            start = end
         add_paths(report, sources)
         report |= {"overlong": data.overlong, "cache": str(file.path)}
         return PairDataset(file, address, parts), report
 
-    def _columns(self, data: DataArgs) -> dict[str, str]:
-        columns = dict(data.columns)
-        for ours in ("chosen", "rejected"):
-            theirs = getattr(self.config, f"{ours}_key")
-            if theirs != ours and columns.setdefault(ours, theirs) != theirs:
-                raise DataError(
-                    f"data_args.columns.{ours} and {ours}_key name different columns; keep one."
-                )
-        return columns
-
-    def _address(
-        self, cache: Cache, sources: list[DataFile], data: DataArgs, layout: RowLayout
-    ) -> str:
+    def _address(self, files: list[str], data: DataArgs, layout: RowLayout) -> str:
         template = ALIASES.get(data.template or "", data.template or "")
         path = Path(template).expanduser()
         if template in TEMPLATES:
@@ -270,12 +257,12 @@ class _Builder:
             template = file_sha(path)
         settings = {
             "version": VERSION,
-            "files": [cache.sha(source.path) for source in sources],
+            "files": files,
             "tokenizer": self.tokenizer_digest,
             "template": template,
             "layout": asdict(layout),
             "sequence_length": self.config.sequence_length,
-            **{name: getattr(data, name) for name in HASHED},
+            **{name: getattr(data, name) for name in (*RECIPE, "encoding")},
         }
         # Added after the first caches were written, so they are hashed only if they are set.
         later = {
@@ -288,31 +275,92 @@ class _Builder:
 
     def _build(
         self, target: Path, sources: list[DataFile], data: DataArgs, layout: RowLayout
-    ) -> dict[str, Any]:
+    ) -> Json:
         recipe = recipe_of(self.tokenizer, self.config, data)
-        setup, template = setup_of(recipe, layout), recipe.template
+        template = recipe.template
         by = f"chat template {template.name}" if template else "the tokenizer"
-        counts, prompts, first = RowCounts(sources), PromptCheck(self.tokenizer, by), None
+        counts, prompts, first = RowCounts(sources), PromptCheck(by), None
         sizes = [source.path.stat().st_size * (5 if source.gzipped else 1) for source in sources]
-        processes = data.preprocessing_num_workers or (_cores() if sum(sizes) > SMALL_BYTES else 1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        processes = data.preprocessing_num_workers or (sum(sizes) > SMALL_BYTES and cores) or 1
         rows = (c for i, source in enumerate(sources) for c in chunks(source, i, data.encoding))
         with bar(self.console, "tokenising", sum(sizes)) as advance, batch_writer(target) as add:
-            for result in tokenised(rows, setup, sources, processes, self.limits):
+            for result in encode_chunks(rows, recipe, layout, sources, processes):
                 first = first or result
-                batch = pa.ipc.open_stream(result.table).read_next_batch()
-                add(batch)
+                add(result.batch)
                 source = result.chunk.source
-                counts.add(source, result.head, batch.num_rows)
-                prompts.add(result, result.head["prompts"])
+                counts.add(source, result.head, result.batch.num_rows)
+                prompts.add(self.tokenizer, result, result.head["prompts"])
                 done = sum(sizes[:source]) + result.chunk.done * sizes[source]
                 advance(done, f"{counts.rows} rows")
         if template is None and first:
-            own = check_own_template(self.tokenizer, setup, first, sources, self.limits)
-            prompts = own or prompts
+            prompts = self._check_own_template(recipe, layout, sources, first) or prompts
         name, sha = (template.name, text_sha(template.text)) if template else ("none", "")
         used = {"name": name, "sha256": sha}
-        return {**counts.to_json(), "template": used, "inference": prompts.to_json()}
+        return {**counts.to_json(), "template": used, "inference": asdict(prompts)}
+
+    def _check_own_template(
+        self, recipe: TokenRecipe, layout: RowLayout, sources: list[DataFile], first: ChunkResult
+    ) -> PromptCheck | None:
+        """Compare pairs trained as plain text with what the tokenizer's template would give.
+
+        The template is rendered in a child process: only there it is limited in time and memory.
+        """
+        found = PromptCheck("the tokenizer's own chat template")
+        try:
+            own = replace(recipe, template=own_template(self.tokenizer))
+            if own.template is None:
+                return None
+            [result] = encode_chunks([first.chunk], own, layout, sources, 1)
+        except DataError:  # a template that cannot be used makes no prompt
+            return None
+        found.add(self.tokenizer, first, result.head["prompts"])
+        return found
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+@dataclass
+class PromptCheck:
+    """Compares the prompt that training sees with the prompt that generation starts from."""
+
+    by: str  # what makes the prompt at inference
+    compared: int = 0
+    different: int = 0
+    examples: list[Json] = field(default_factory=list)
+
+    def add(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        result: ChunkResult,
+        prompts: Iterable[tuple[int, Ids]],
+    ) -> None:
+        """Compare some prompts; keep the first example of each kind of difference."""
+        batch, numbers = result.batch, result.batch.column("number").to_pylist()
+        for number, inference in prompts:
+            if number not in numbers:  # the row gave no pair
+                continue
+            training: Ids = batch.column("prompt")[numbers.index(number)].as_py()
+            self.compared += 1
+            self.different += training != inference
+            if training == inference or len(self.examples) == EXAMPLES:
+                continue
+            start = common_length(training, inference)
+            left, right = training[start:], inference[start:]
+            end = common_length(left[::-1], right[::-1])
+            found = {
+                "before": training[max(0, start - AROUND) : start],
+                "training": left[: len(left) - end],
+                "inference": right[: len(right) - end],
+                "after": left[len(left) - end :][:AROUND],
+            }
+            texts = {name: _texts(tokenizer, ids) for name, ids in found.items()}
+            kinds = [(one["training"], one["inference"]) for one in self.examples]
+            if (texts["training"], texts["inference"]) not in kinds:
+                self.examples.append({"source": result.chunk.source, "number": number, **texts})
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> list[str]:
+    """Return the text of each token; of many, only the first and the last ones."""
+    if len(ids) > SHOWN:
+        first, last = ids[: SHOWN // 2], ids[-SHOWN // 2 :]
+        return [*_texts(tokenizer, first), " ... ", *_texts(tokenizer, last)]
+    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]

@@ -1,23 +1,19 @@
-"""`rather data --save`: writes prepared pairs as folders that `datasets` and Rather open,
-completely or not at all.
-"""
+"""`rather data --save`: writes prepared pairs as dataset folders, completely or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
-from rather.data.pairs import PairDataset
+from rather.data.messages import Json
+from rather.data.pairs import NUMBERS, PairDataset
 from rather.data.prepare import Prepared
-from rather.data.tokenised import COLUMNS
+from rather.data.tokens import COLUMNS
 from rather.errors import ConfigError, DiskError
 
 if TYPE_CHECKING:
@@ -25,18 +21,23 @@ if TYPE_CHECKING:
 
 DATA = "data-00000-of-00001.arrow"
 ROWS = 1024  # in memory at a time
-STATE: dict[str, Any] = {  # what `datasets` looks for
+INFO = {"description": "", "citation": ""}
+STATE: Json = {  # what `datasets` looks for
     "_format_columns": None, "_format_kwargs": {}, "_format_type": None, 
     "_output_all_columns": False, "_split": None,
     "_data_files": [{"filename": DATA}],
 }  # fmt: skip
-DEFAULTS = {"weight": 1.0, "margin": np.nan, "soft_label": np.nan}
+SCHEMA = pa.schema(
+    [
+        *((name, pa.list_(pa.int32() if "_ids" in name else pa.int8())) for name in COLUMNS),
+        *((name, pa.float64()) for name in NUMBERS),
+        ("id", pa.string()),
+    ]
+)
 
 
 def save(prepared: Prepared, folder: Path) -> list[Path]:
-    """Write training pairs to `folder` and each evaluation set to a folder inside; return the
-    folders.
-    """
+    """Write training pairs to `folder`, and each evaluation set to a folder inside; return all."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--save {folder}: is not empty; name a new folder.")
     sets = {"": prepared.train}
@@ -56,38 +57,20 @@ def save(prepared: Prepared, folder: Path) -> list[Path]:
 
 
 def _write(pairs: PairDataset, folder: Path) -> None:
-    extras = [
-        name
-        for name, default in DEFAULTS.items()
-        if not np.array_equal(pairs.column(name), np.full(len(pairs), default), equal_nan=True)
-    ]
-    if any(pair.id for pair in _all(pairs)):
-        extras.append("id")
-    types: dict[str, Any] = {
-        name: pa.list_(pa.int32() if name.endswith("_ids") else pa.int8()) for name in COLUMNS
-    }
-    types |= {name: pa.string() if name == "id" else pa.float64() for name in extras}
-    schema = pa.schema(list(types.items()))
-    with (folder / DATA).open("wb") as data, pa.ipc.new_stream(data, schema) as writer:
-        rows = (_row(pair, extras) for pair in _all(pairs))
-        while some := list(islice(rows, ROWS)):
-            writer.write_batch(pa.RecordBatch.from_pylist(some, schema))
-    info = {"description": "", "citation": ""}
+    with (folder / DATA).open("wb") as data, pa.ipc.new_stream(data, SCHEMA) as writer:
+        for first in range(0, len(pairs), ROWS):
+            rows = map(_row, pairs.take(range(first, min(first + ROWS, len(pairs)))))
+            writer.write_batch(pa.RecordBatch.from_pylist(list(rows), SCHEMA))
     state = {**STATE, "_fingerprint": pairs.fingerprint[:16]}
-    for name, content in (("dataset_info", info), ("state", state)):
-        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    (folder / "dataset_info.json").write_text(json.dumps(INFO), encoding="utf-8")
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     for file in folder.glob("*.*"):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
 
 
-def _all(pairs: PairDataset) -> Iterator[TokenPair]:
-    for first in range(0, len(pairs), ROWS):
-        yield from pairs.take(range(first, min(first + ROWS, len(pairs))))
-
-
-def _row(pair: TokenPair, extras: list[str]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
+def _row(pair: TokenPair) -> Json:
+    row: Json = {}
     for side in ("chosen", "rejected"):
         ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
         mask = [0] * len(ids)
@@ -95,7 +78,5 @@ def _row(pair: TokenPair, extras: list[str]) -> dict[str, Any]:
             mask[a:b] = [1] * (b - a)
         columns = {"input_ids": ids, "attention_mask": [1] * len(ids), "loss_mask": mask}
         row |= {f"{side}_{name}": value for name, value in columns.items()}
-    for name in extras:
-        value = getattr(pair, name)
-        row[name] = None if value != value or value == "" else value
-    return row
+    extras = {name: getattr(pair, name) for name in (*NUMBERS, "id")}
+    return row | {name: value for name, value in extras.items() if value == value != ""}  # no NaN

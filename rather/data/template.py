@@ -8,7 +8,6 @@ children need neither it nor torch.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ import jinja2.sandbox
 
 from rather.config.schema import ActorConfig
 from rather.data.json_rows import DropReason
-from rather.data.messages import Turns
+from rather.data.messages import Json, Turns
 from rather.errors import DataError
 
 if TYPE_CHECKING:
@@ -157,18 +156,12 @@ class ChatTemplate:
     variables: dict[str, str] = field(default_factory=dict)
     tool_text: str | None = None
 
-    def check_syntax(self) -> None:
-        """Parse without compiling, which computes constants such as {{ 'x' * 10**10 }}.
+    def check(self, *, compiles: bool = False) -> None:
+        """Parse the template, or compile it, which needs a process with limits.
 
-        The process that checks has no limits.
+        Compiling computes constants such as {{ 'x' * 10**10 }}.
         """
-        self._for_each_text(_ENVIRONMENT.parse)
-
-    def compile(self) -> None:
-        """Compile, in a process with limits."""
-        self._for_each_text(_compiled)
-
-    def _for_each_text(self, work: Callable[[str], object]) -> None:
+        work: Callable[[str], object] = _compiled if compiles else _ENVIRONMENT.parse
         try:
             for text in filter(None, (self.text, self.tool_text)):
                 work(text)
@@ -181,7 +174,7 @@ class ChatTemplate:
         return self.tool_text is not None or "tools" in self.text
 
     def render(
-        self, turns: Turns, start_answer: bool, tools: list[Any] | None, kwargs: dict[str, Any]
+        self, turns: Turns, start_answer: bool, tools: list[Any] | None, kwargs: Json
     ) -> str:
         """Return the text of turns, with the start of an answer if one is to follow."""
         values = {
@@ -216,10 +209,19 @@ def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> C
                 "plain text."
             )
     else:
-        text = TEMPLATES.get(name) or _read_template(name)
+        path = Path(name).expanduser().absolute()
+        if name not in TEMPLATES and not path.is_file():
+            raise DataError(
+                f"data_args.template: {name!r} is neither a known template nor a file at {path}. "
+                f"Known are {', '.join(['native', 'none', *TEMPLATES])}."
+            )
+        try:
+            text = TEMPLATES.get(name) or path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data_args.template: {path} cannot be read ({error}).") from error
         chosen = ChatTemplate(name, text, _variables(tokenizer))
     if chosen:
-        chosen.check_syntax()
+        chosen.check()
     return chosen
 
 
@@ -250,24 +252,6 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
 def _variables(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     tokens = tokenizer.special_tokens_map.items()
     return {name: str(value) for name, value in tokens if isinstance(value, str)}
-
-
-def _read_template(name: str) -> str:
-    path = Path(name).expanduser()
-    if path.is_file():
-        try:
-            return path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"data_args.template: {path.absolute()} cannot be read ({error})."
-            ) from error
-    known = ["native", "none", *TEMPLATES]
-    near = difflib.get_close_matches(name, [*known, *ALIASES], 1, 0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise DataError(
-        f"data_args.template: {name!r} is neither a known template nor a file at "
-        f"{path.absolute()}{hint} Known are {', '.join(known)}."
-    )
 
 
 class _Generation(jinja2.ext.Extension):

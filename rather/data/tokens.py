@@ -3,6 +3,10 @@
 The boundary is found by tokens: the common beginning of the prompt and both whole sequences. A
 sequence starts with exactly one BOS where the tokenizer has one, and ends with at most one EOS.
 This runs in the child processes, on the `tokenizers` library alone.
+
+Rows may be tokens already, as `rather data --save` and ColossalChat's preparation write them. Each
+side has its ids and a mask of the tokens that are scored; an attention mask separates tokens from
+padding. A row whose lists do not fit together is dropped and counted like any other bad row.
 """
 
 from __future__ import annotations
@@ -10,22 +14,32 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from rather.data.formats import TextPair, is_empty, texts
+from rather.data.formats import (
+    EXTRAS,
+    TOKENISED,
+    RowLayout,
+    TextPair,
+    extras_of,
+    is_empty,
+    texts,
+)
+from rather.data.formats.registry import Row
 from rather.data.json_rows import DropReason
-from rather.data.messages import Turns, as_turns, common_length
+from rather.data.messages import Content, Turns, as_turns, common_length, wrong_type
 from rather.data.read import HALF_CHARACTER
 from rather.data.template import RESERVED, ChatTemplate
 from rather.errors import DataError
 
 Ids = list[int]
 Span = tuple[int, int]
+Spans = tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -45,12 +59,6 @@ class TokenRecipe:
     max_prompt_length: int | None = None
     as_trl: str | None = None  # the value of `parity`, or None
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TokenRecipe:
-        """Return the recipe of which `asdict` made these values."""
-        template = ChatTemplate(**values["template"]) if values["template"] else None
-        return cls(**{**values, "template": template})
-
 
 class Note(NamedTuple):
     """A change to a pair, or something that its owner should know."""
@@ -66,35 +74,16 @@ class Encoded:
     prompt: Ids
     chosen: Ids
     rejected: Ids
-    chosen_scored: tuple[Span, ...]
-    rejected_scored: tuple[Span, ...]
+    chosen_scored: Spans
+    rejected_scored: Spans
     notes: list[Note] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Talk:
-    """A pair as turns, with what is found while it is encoded."""
-
-    prompt: Turns
-    answers: tuple[Turns, Turns]
-    tools: list[Any] | None
-    kwargs: dict[str, Any]
-    notes: list[Note]
-    is_escaped: bool = False  # special-token text of the row becomes plain text
-
-    @classmethod
-    def of(cls, pair: TextPair, notes: list[Note], is_escaped: bool = False) -> _Talk:
-        """Return strings as one question and its answers."""
-        chosen, rejected = (as_turns(part, "assistant") for part in (pair.chosen, pair.rejected))
-        prompt = as_turns(pair.prompt, "user")
-        kwargs = pair.template_kwargs
-        return cls(prompt, (chosen, rejected), pair.tools, kwargs, notes, is_escaped)
-
-    def note_once(self, kind: str, detail: str) -> None:
-        if kind not in (note.kind for note in self.notes):
-            self.notes.append(Note(kind, detail))
-
-
+SIDES = ("chosen", "rejected")
+COLUMNS = tuple(
+    f"{side}_{name}" for side in SIDES for name in ("input_ids", "attention_mask", "loss_mask")
+)
+LARGEST_ID = 2**31 - 1
 _CONTROL = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 )
@@ -113,168 +102,163 @@ class Encoder:
         longest_first = sorted(filter(None, special.values()), key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.eos_text = self.tokenizer.id_to_token(recipe.eos) if recipe.eos is not None else None
-        if recipe.template:
-            recipe.template.compile()
-        self.tail = self._tail() if recipe.template else []
         secret = secrets.token_hex(8)  # no author of a row can know it; no result depends on it
         self.real = f"\ue000{secret}\ue001"  # follows special tokens that the template wrote
         self.mark = f"\ue002{secret}\ue001"  # is inside special-token text of a row in rendering
+        self._begin(TextPair("x", "a", "b"))
+        if recipe.template:
+            recipe.template.check(compiles=True)
+        self.tail = self._tail() if recipe.template else []
+        self.end_of_turn = next((token for token in self.tail if token in self.added), None)
 
-    @property
-    def end_of_turn(self) -> int | None:
-        """Return the token with which the template ends an answer."""
-        return next((token for token in self.tail if token in self.added), None)
+    def _begin(self, pair: TextPair) -> None:
+        """Check the characters of the next pair, and forget what was found in the last one."""
+        self.pair = pair
+        self.notes: list[Note] = []
+        self.is_escaped = False  # special-token text of the row becomes plain text
+        try:
+            for text in texts(pair):
+                text.encode()
+        except UnicodeEncodeError:  # text of Python may hold half of a character
+            raise DropReason(*HALF_CHARACTER) from None
+
+    def _note(self, kind: str, detail: str) -> None:
+        if kind not in (note.kind for note in self.notes):
+            self.notes.append(Note(kind, detail))
 
     def encode(self, pair: TextPair) -> Encoded:
         """Return the tokens of a pair."""
-        _check_unicode(pair)
-        notes: list[Note] = []
-        if found := next(filter(None, map(_CONTROL.search, texts(pair))), None):
+        self._begin(pair)
+        if found := _search(_CONTROL, pair):
             detail = f"U+{ord(found[0]):04X} at character {found.start()}"
-            notes.append(Note("control_characters", detail))
+            self._note("control_characters", detail)
         if not any(turn["content"].strip() for turn in as_turns(pair.prompt, "user")):
-            notes.append(Note("empty_prompt", "the prompt is empty"))
+            self._note("empty_prompt", "the prompt is empty")
         if not self.recipe.as_trl:
-            pair = self._without_final_eos(pair, notes)
+            cut = self._without_final_eos
+            pair = replace(pair, chosen=cut(pair.chosen), rejected=cut(pair.rejected))
+            self.pair = pair
         if is_empty(pair.chosen) or is_empty(pair.rejected):
             raise DropReason("empty_response", f"nothing but {self.eos_text}")
-        policy, is_escaped = self.recipe.special_tokens, False
-        if found := next(filter(None, map(self.special.search, texts(pair))), None):
+        policy = self.recipe.special_tokens
+        if found := _search(self.special, pair):
             detail = f"the text holds {found[0]!r}, a special token of the tokenizer"
             if policy == "drop":
                 raise DropReason("special_token_text", detail)
-            is_escaped = policy == "escape"
+            self.is_escaped = policy == "escape"
             if policy != "keep":
-                kind = "special_token_escaped" if is_escaped else "special_token_text"
-                notes.append(Note(kind, detail))
-        talk = _Talk.of(pair, notes, is_escaped)
-        return self._finish(talk, *self._ids_of(pair, talk))
-
-    def _ids_of(self, pair: TextPair, talk: _Talk) -> list[Ids]:
-        """Return the prompt and both whole sequences."""
-        parts = (pair.prompt, pair.chosen, pair.rejected)
-        is_text = all(isinstance(part, str) for part in parts)
-        if self.recipe.as_trl and is_text:
-            return self._ids_as_trl(texts(pair))
-        if self.recipe.template:
-            return self._ids_of_chat(talk)
-        if is_text:
-            return self._ids_of_text(talk, *texts(pair))
-        raise DataError(
-            "the rows hold messages, but there is no chat template: set data_args.template to a "
-            "name such as chatml, to a .jinja file, or use a tokenizer that has a template."
-        )
-
-    def _without_final_eos(self, pair: TextPair, notes: list[Note]) -> TextPair:
-        """Cut EOS written as text at the end of an answer: it is added anyway."""
-        chosen, rejected = (self._cut_eos(answer) for answer in (pair.chosen, pair.rejected))
-        if (chosen, rejected) != (pair.chosen, pair.rejected):
-            detail = f"an answer ends with {self.eos_text!r}, which is added anyway"
-            notes.append(Note("eos_text_removed", detail))
-        return replace(pair, chosen=chosen, rejected=rejected)
-
-    def _cut_eos(self, answer: str | Turns) -> str | Turns:
-        text = answer if isinstance(answer, str) else answer[-1]["content"]
-        while self.eos_text and text.rstrip().endswith(self.eos_text):
-            text = text.rstrip().removesuffix(self.eos_text)
-        return text if isinstance(answer, str) else (*answer[:-1], {**answer[-1], "content": text})
-
-    def _ids_of_text(self, talk: _Talk, prompt: str, *answers: str) -> list[Ids]:
-        separator, eos = self.recipe.separator, self.recipe.eos
-        for answer in answers:
-            if prompt and prompt[-1].isalnum() and (separator + answer)[:1].isalnum():
-                shown = f"{prompt[-12:]}|{separator}{answer[:12]}"
-                talk.note_once("glued_boundary", f"prompt and answer run together at {shown!r}")
-        start = prompt + separator.rstrip(" ")  # a space belongs to the word after it
-        whole = [start, *(prompt + separator + answer for answer in answers)]
-        first, *sequences = (self._one_bos(ids, talk) for ids in self._ids(whole, talk.is_escaped))
-        if eos is None:
-            detail = "the tokenizer has no EOS: the model cannot learn where an answer ends"
-            talk.notes.append(Note("no_eos", detail))
-        else:
-            for ids in sequences:
-                while ids[-1:] == [eos]:
-                    ids.pop()
-                ids.append(eos)
-        return [first, *sequences]
-
-    def _ids_of_chat(self, talk: _Talk) -> list[Ids]:
-        template = self.recipe.template
-        assert template
-        if talk.tools and not template.takes_tools():
-            detail = f"chat template {template.name} has no place for tools"
-            raise DropReason("template_error", detail)
-        if clash := [name for name in talk.kwargs if name in RESERVED]:
-            raise DropReason("bad_type", f"chat_template_kwargs must not set {clash[0]!r}")
-        rendered = [self._render(talk, talk.prompt, True)]
-        rendered += [self._render(talk, (*talk.prompt, *answer), False) for answer in talk.answers]
-        ids = self._ids(rendered, talk.is_escaped)
-        if self.recipe.as_trl:
-            return ids
-        prompt, *whole = (self._one_bos(each, talk) for each in ids)
-        return [prompt, *(self._cut_tail(each, talk) for each in whole)]
-
-    def _ids_as_trl(self, parts: list[str]) -> list[Ids]:
-        """Plain text has no template in TRL: EOS is written behind it as text."""
-        eos, prompt = self.eos_text or "", parts[0]
-        answers = (text if text.endswith(eos) else text + eos for text in parts[1:])
-        whole = [prompt, *(prompt + answer for answer in answers)]
-        batch = self.tokenizer.encode_batch_fast(whole, add_special_tokens=True)
-        return [one.ids for one in batch]
-
-    def training_prompt(self, text: str) -> Ids:
-        """Return the tokens that the answer to a text follows in training."""
-        pair = TextPair(text, "", "")
-        _check_unicode(pair)
-        if self.recipe.as_trl:
-            return list(self.tokenizer.encode(text, add_special_tokens=True).ids)
-        talk = _Talk.of(pair, [])
-        rendered = text + self.recipe.separator.rstrip(" ")
-        if self.recipe.template:
-            rendered = self._render(talk, talk.prompt, True)
-        return self._one_bos(self._ids([rendered])[0], talk)
-
-    def inference_prompt(self, pair: TextPair) -> Ids:
-        """Return what generation starts from: the rendered chat, or the plain text."""
-        _check_unicode(pair)
-        if self.recipe.template is None:
-            return list(self.tokenizer.encode(str(pair.prompt), add_special_tokens=True).ids)
-        talk = _Talk.of(pair, [])
-        return self._ids([self._render(talk, talk.prompt, True)])[0]
-
-    def _finish(self, talk: _Talk, prompt: Ids, *sequences: Ids) -> Encoded:
+                self._note(f"special_token_{'escaped' if self.is_escaped else 'text'}", detail)
+        prompt, *sequences = self._ids_of(pair)
         length = min(common_length(prompt, ids) for ids in sequences)
-        chosen, rejected = sequences
         if length < len(prompt):
-            begin = max(0, length - 3)
-            ours, theirs = (
-                self.tokenizer.decode(ids, skip_special_tokens=False)
-                for ids in (prompt[begin:], chosen[begin : length + 6])
-            )
-            detail = f"the prompt's last tokens {ours!r} become {theirs!r} before the answer"
-            talk.notes.append(Note("boundary_moved", detail))
-        first, second = (self._scored(talk, i, ids, length) for i, ids in enumerate(sequences))
+            changed = self.tokenizer.decode(prompt[length:], skip_special_tokens=False)
+            detail = f"the prompt's end {changed!r} becomes other tokens before the answer"
+            self._note("boundary_moved", detail)
+        chosen, rejected = sequences
+        first = self._scored(pair.chosen, chosen, length)
+        second = self._scored(pair.rejected, rejected, length)
         answers = chosen[length:], rejected[length:]
-        return self.fitted(Encoded(chosen[:length], *answers, first, second, talk.notes))
+        return self.fit(Encoded(chosen[:length], *answers, first, second, self.notes))
+
+    def prompt_ids(self, pair: TextPair, *, as_trained: bool = False) -> Ids:
+        """Return what generation starts from, or the tokens that an answer follows in training."""
+        self._begin(pair)
+        recipe = self.recipe
+        if recipe.as_trl if as_trained else recipe.template is None:
+            return self._ids([str(pair.prompt)], add_special_tokens=True)[0]
+        text = str(pair.prompt) + recipe.separator.rstrip(" ")
+        if recipe.template:
+            text = self._render(as_turns(pair.prompt, "user"), True)
+        [ids] = self._ids([text])
+        return self._one_bos(ids) if as_trained else ids
 
     # ---- text to ids
 
-    def _render(self, talk: _Talk, messages: Turns, start_answer: bool) -> str:
+    def _conversation(self, answer: Content) -> Turns:
+        return (*as_turns(self.pair.prompt, "user"), *as_turns(answer, "assistant"))
+
+    def _without_final_eos(self, answer: Content) -> Content:
+        """Cut EOS written as text at the end of an answer: it is added anyway."""
+        text = whole = answer if isinstance(answer, str) else answer[-1]["content"]
+        while self.eos_text and text.rstrip().endswith(self.eos_text):
+            text = text.rstrip().removesuffix(self.eos_text)
+        if text == whole:
+            return answer
+        detail = f"an answer ends with {self.eos_text!r}, which is added anyway"
+        self._note("eos_text_removed", detail)
+        return text if isinstance(answer, str) else (*answer[:-1], {**answer[-1], "content": text})
+
+    def _ids_of(self, pair: TextPair) -> list[Ids]:
+        """Return the tokens of the prompt and of both whole sequences."""
+        recipe, is_text = self.recipe, isinstance(pair.prompt, str)
+        if recipe.template and not (recipe.as_trl and is_text):
+            return self._ids_of_chat(pair, recipe.template)
+        if not is_text:
+            raise DataError(
+                "the rows hold messages, but there is no chat template: set data_args.template to "
+                "a name such as chatml, to a .jinja file, or use a tokenizer that has a template."
+            )
+        prompt, *answers = texts(pair)
+        if recipe.as_trl:  # plain text has no template in TRL: EOS is written behind it as text
+            eos = self.eos_text or ""
+            ends = (text if text.endswith(eos) else text + eos for text in answers)
+            return self._ids([prompt, *(prompt + end for end in ends)], add_special_tokens=True)
+        for answer in answers:
+            if prompt and prompt[-1].isalnum() and (recipe.separator + answer)[:1].isalnum():
+                shown = f"{prompt[-12:]}|{recipe.separator}{answer[:12]}"
+                self._note("glued_boundary", f"prompt and answer run together at {shown!r}")
+        start = prompt + recipe.separator.rstrip(" ")  # a space belongs to the word after it
+        whole = [start, *(prompt + recipe.separator + answer for answer in answers)]
+        first, *sequences = map(self._one_bos, self._ids(whole))
+        if recipe.eos is None:
+            detail = "the tokenizer has no EOS: the model cannot learn where an answer ends"
+            self._note("no_eos", detail)
+            return [first, *sequences]
+        for ids in sequences:
+            while ids[-1:] == [recipe.eos]:
+                ids.pop()
+            ids.append(recipe.eos)
+        return [first, *sequences]
+
+    def _ids_of_chat(self, pair: TextPair, template: ChatTemplate) -> list[Ids]:
+        if pair.tools and not template.takes_tools():
+            detail = f"chat template {template.name} has no place for tools"
+            raise DropReason("template_error", detail)
+        if clash := [name for name in pair.template_kwargs if name in RESERVED]:
+            raise DropReason("bad_type", f"chat_template_kwargs must not set {clash[0]!r}")
+        rendered = [self._render(as_turns(pair.prompt, "user"), True)]
+        for answer in (pair.chosen, pair.rejected):
+            rendered.append(self._render(self._conversation(answer), False))
+        ids = self._ids(rendered)
+        if self.recipe.as_trl:
+            return ids
+        prompt, *whole = map(self._one_bos, ids)
+        return [prompt, *map(self._cut_tail, whole)]
+
+    def _render(self, turns: Turns, start_answer: bool) -> str:
+        """Return the text of turns. Special-token text of an escaped row cannot match a token."""
         assert self.recipe.template
-        if not talk.is_escaped:
-            return self.recipe.template.render(messages, start_answer, talk.tools, talk.kwargs)
+        if self.is_escaped:
+            turns = tuple(
+                {**t, "content": self.special.sub(self._mark, t["content"])} for t in turns
+            )
+        given = (self.pair.tools, self.pair.template_kwargs)
+        text = self.recipe.template.render(turns, start_answer, *given)
+        if self.is_escaped:
+            text = self.special.sub(lambda found: found[0] + self.real, text)
+        return text.replace(self.mark, "")
 
-        def marked(found: re.Match[str]) -> str:
-            return found[0][0] + self.mark + found[0][1:]
+    def _mark(self, found: re.Match[str]) -> str:
+        return found[0][0] + self.mark + found[0][1:]
 
-        messages = tuple({**m, "content": self.special.sub(marked, m["content"])} for m in messages)
-        text = self._render(replace(talk, is_escaped=False), messages, start_answer)
-        return self.special.sub(lambda found: found[0] + self.real, text).replace(self.mark, "")
-
-    def _ids(self, rendered: Sequence[str], is_escaped: bool = False) -> list[Ids]:
-        tokenizer = self._escaping if is_escaped else self.tokenizer
-        batch = tokenizer.encode_batch_fast(list(rendered), add_special_tokens=False)
+    def _ids(self, rendered: Sequence[str], *, add_special_tokens: bool = False) -> list[Ids]:
+        tokenizer = self.tokenizer if add_special_tokens else self._active_tokenizer
+        batch = tokenizer.encode_batch_fast(list(rendered), add_special_tokens=add_special_tokens)
         return [one.ids for one in batch]
+
+    @property
+    def _active_tokenizer(self) -> Tokenizer:
+        return self._escaping if self.is_escaped else self.tokenizer
 
     @cached_property
     def _escaping(self) -> Tokenizer:
@@ -299,112 +283,93 @@ class Encoder:
         content["post_processor"] = None  # it knows the old names; BOS and EOS are added here
         return Tokenizer.from_str(json.dumps(content))
 
-    def _one_bos(self, ids: Ids, talk: _Talk) -> Ids:
+    def _one_bos(self, ids: Ids) -> Ids:
         bos = self.recipe.bos
         if bos is None:
             return ids
         leading = next((i for i, token in enumerate(ids) if token != bos), len(ids))
         if leading > 1:
-            talk.note_once("double_bos", f"{leading} BOS tokens at the start became one")
+            self._note("double_bos", f"{leading} BOS tokens at the start became one")
         return [bos, *ids[leading:]] if leading or self.recipe.adds_bos else ids
 
     # ---- the end of a turn
 
     def _tail(self) -> Ids:
         """Return what the template writes after an answer: end-of-turn token, line end, ..."""
-        question = as_turns("x", "user")
         try:
-            first, second = self._ids(
-                [
-                    self._render(
-                        _Talk((), ((), ()), None, {}, []),
-                        question + as_turns(text, "assistant"),
-                        False,
-                    )
-                    for text in ("a", "b")
-                ]
-            )
+            rendered = [self._render(self._conversation(text), False) for text in "ab"]
         except DropReason:
             return []  # each row will report what is wrong
+        first, second = self._ids(rendered)
         return first[len(first) - common_length(first[::-1], second[::-1]) :]
 
-    @cached_property
-    def _kept_tail(self) -> int:
-        """How many tokens of the tail belong to the turn: up to its end token, or no blanks."""
-        for i, token in enumerate(self.tail):
-            if token in self.added:
-                return i + 1
-        return self._without_blanks(self.tail) or len(self.tail)
-
-    def _without_blanks(self, ids: Ids) -> int:
-        """Return how many tokens are left without white space at the end."""
+    def _without_blanks(self, ids: Ids) -> Ids:
+        """Return the tokens without white space at the end."""
         end = len(ids)
-        while (
-            end
-            and ids[end - 1] not in self.added
-            and not self.tokenizer.decode([ids[end - 1]]).strip()
-        ):
+        while end and ids[end - 1] not in self.added:
+            if self.tokenizer.decode([ids[end - 1]]).strip():
+                break
             end -= 1
-        return end
+        return ids[:end]
 
-    def _cut_tail(self, ids: Ids, talk: _Talk) -> Ids:
-        """Return the sequence up to the end of its last turn."""
+    def _cut_tail(self, ids: Ids) -> Ids:
+        """Return the sequence up to the end of its last turn: its end token, or no blanks."""
         tail = self.tail
         if tail and ids[-len(tail) :] == tail:
-            ids = ids[: len(ids) - len(tail) + self._kept_tail]
+            kept = self._without_blanks(tail) or tail
+            if self.end_of_turn is not None:
+                kept = tail[: tail.index(self.end_of_turn) + 1]
+            ids = ids[: len(ids) - len(tail)] + kept
         else:  # a template that ends differently here, because of tools or its own arguments
-            end = self._without_blanks(ids)
-            ids = ids[:end] if end and ids[end - 1] in self.added else ids
+            shorter = self._without_blanks(ids)
+            ids = shorter if shorter and shorter[-1] in self.added else ids
         while len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in self.added:
             ids = ids[:-1]
-            talk.note_once("double_eos", "several end tokens at the end of an answer became one")
+            self._note("double_eos", "several end tokens at the end of an answer became one")
         return ids
 
     # ---- which tokens are scored
 
-    def _scored(self, talk: _Talk, which: int, ids: Ids, boundary: int) -> tuple[Span, ...]:
+    def _scored(self, answer: Content, ids: Ids, boundary: int) -> Spans:
         """Return the scored spans. Token 0 is never scored: nothing predicts it."""
-        recipe, answer = self.recipe, talk.answers[which]
+        recipe, turns = self.recipe, len(as_turns(answer, "assistant"))
+        earlier: list[Span] = []
         if recipe.score == "all":
             boundary = 1
-        elif recipe.template and not recipe.as_trl and (recipe.score, len(answer)) != ("last", 1):
-            conversation = (*talk.prompt, *answer)
-            start = self._start(talk, conversation[:-1], ids)
-            boundary = max(start, boundary) if len(answer) == 1 else start
+        elif recipe.template and not recipe.as_trl and (recipe.score, turns) != ("last", 1):
+            conversation = self._conversation(answer)
+            start = self._start(conversation[:-1], ids)
+            boundary = max(start, boundary) if turns == 1 else start
             if recipe.score != "last":
-                earlier = self._earlier_turns(talk, conversation, ids)
-                spans = [span for span in earlier if span[1] <= boundary]
-                return _spans([*spans, (boundary, len(ids))])
-        return _spans([(boundary, len(ids))])
+                earlier = self._earlier_turns(conversation, ids)
+        return _spans([*(span for span in earlier if span[1] <= boundary), (boundary, len(ids))])
 
-    def _start(self, talk: _Talk, before: Turns, ids: Ids) -> int:
+    def _start(self, before: Turns, ids: Ids) -> int:
         """Return where the answer to these turns starts in the tokens."""
-        rendered = self._render(talk, before, True)
-        own = self._one_bos(self._ids([rendered], talk.is_escaped)[0], replace(talk, notes=[]))
+        own = self._one_bos(self._ids([self._render(before, True)])[0])
         return common_length(own, ids)
 
-    def _earlier_turns(self, talk: _Talk, conversation: Turns, ids: Ids) -> list[Span]:
+    def _earlier_turns(self, conversation: Turns, ids: Ids) -> list[Span]:
         """Return where earlier assistant turns are: found in the text, then by token offsets.
 
         A template may write a turn differently once it is no longer the last (Qwen3 removes
         thoughts), so the text of the whole conversation is searched, not that of a shorter one.
         """
-        whole = self._render(talk, conversation, False)
-        tokenizer = self._escaping if talk.is_escaped else self.tokenizer
-        encoding = tokenizer.encode(whole, add_special_tokens=False)
-        shift = len(self._one_bos(encoding.ids, replace(talk, notes=[]))) - len(encoding.ids)
+        whole = self._render(conversation, False)
+        encoding = self._active_tokenizer.encode(whole, add_special_tokens=False)
+        shift = len(self._one_bos(encoding.ids)) - len(encoding.ids)
         starts = [start for start, _ in encoding.offsets]
         spans: list[Span] = []
         for i, turn in enumerate(conversation[:-1]):
             if turn["role"] != "assistant":
                 continue
-            begin = self._start(talk, conversation[:i], ids)
+            begin = self._start(conversation[:i], ids)
             first = begin - shift
             text = turn["content"].strip()
             place = whole.find(text, starts[first] if first < len(starts) else len(whole))
             if place < 0:
                 detail = f"turn {i + 1} is not found in the rendered conversation"
-                talk.notes.append(Note("turn_not_scored", detail))
+                self._note("turn_not_scored", detail)
                 continue
             stop = place + len(text)
             after = (j for j, at in enumerate(starts) if at >= stop and j >= first)
@@ -416,65 +381,40 @@ class Encoder:
 
     # ---- length
 
-    def fitted(self, pair: Encoded) -> Encoded:
+    def fit(self, pair: Encoded) -> Encoded:
         """Return the pair within max_prompt_length and sequence_length."""
+        recipe, limit, most = (
+            self.recipe,
+            self.recipe.sequence_length,
+            self.recipe.max_prompt_length,
+        )
+        bos = int(pair.prompt[:1] == [recipe.bos])  # stays in front of a cut prompt
         _check_difference(pair, "chosen and rejected become the same tokens")
-        prompt, most = len(pair.prompt), self.recipe.max_prompt_length
-        if most is not None and prompt > most:
+        prompt, longest = len(pair.prompt), max(len(pair.chosen), len(pair.rejected))
+        if most is not None and bos < most < prompt:
             detail = f"a prompt of {prompt} tokens; max_prompt_length is {most}"
-            pair = self._cut_prompt(pair, prompt - most, Note("truncated_prompt", detail)) or pair
-            prompt = len(pair.prompt)
-        limit = self.recipe.sequence_length
-        longest = prompt + max(len(pair.chosen), len(pair.rejected))
-        if longest > limit:
-            pair = self._shorten(pair, longest - limit, f"{longest} tokens, of them {prompt} of "
-                                 f"the prompt; sequence_length is {limit}")  # fmt: skip
+            pair = _cut(pair, bos, prompt - most, longest, Note("truncated_prompt", detail))
+            prompt = most
+        if (excess := prompt + longest - limit) > 0:
+            found = f"{prompt + longest} tokens, of them {prompt} of the prompt"
+            detail = f"{found}; sequence_length is {limit}"
+            room = limit - prompt
+            if recipe.overlong == "truncate_prompt" and excess < prompt - bos:
+                # The last token of the prompt stays, as the first of the answer needs it.
+                pair = _cut(pair, bos, excess, longest, Note("truncated_prompt", detail))
+            elif recipe.overlong == "truncate_response" and room > 0:
+                lost = Note("eos_lost", "a cut answer has lost its end token")
+                pair = _cut(pair, bos, 0, room, Note("truncated_response", detail), lost)
+            else:
+                raise DropReason("too_long" if room > 0 else "prompt_too_long", detail)
+            _check_difference(pair, f"what is left of both answers is the same; {detail}")
         if not (pair.chosen_scored and pair.rejected_scored):
             raise DropReason("nothing_scored", "no token of an answer is left to score")
         return pair
 
-    def _shorten(self, pair: Encoded, excess: int, detail: str) -> Encoded:
-        limit, overlong = self.recipe.sequence_length, self.recipe.overlong
-        room = limit - len(pair.prompt)
-        cut: Encoded | None = None
-        if overlong == "truncate_prompt":
-            cut = self._cut_prompt(pair, excess, Note("truncated_prompt", detail))
-        elif overlong == "truncate_response" and room > 0:
-            lost = Note("eos_lost", "a cut answer has lost its end token")
-            cut = replace(
-                pair,
-                chosen=pair.chosen[:room],
-                rejected=pair.rejected[:room],
-                chosen_scored=_spans([(a, min(b, limit)) for a, b in pair.chosen_scored]),
-                rejected_scored=_spans([(a, min(b, limit)) for a, b in pair.rejected_scored]),
-                notes=[*pair.notes, Note("truncated_response", detail), lost],
-            )
-        if cut is None:
-            raise DropReason("too_long" if room > 0 else "prompt_too_long", detail)
-        _check_difference(cut, f"what is left of both answers is the same; {detail}")
-        return cut
 
-    def _cut_prompt(self, pair: Encoded, excess: int, note: Note) -> Encoded | None:
-        """Cut on the left, behind the BOS; the last token stays, as the first answer needs it."""
-        kept = 1 if pair.prompt[:1] == [self.recipe.bos] else 0
-        if excess >= len(pair.prompt) - kept:
-            return None
-        chosen, rejected = (
-            _spans([(max(a - excess, kept), b - excess) for a, b in spans])
-            for spans in (pair.chosen_scored, pair.rejected_scored)
-        )
-        prompt = pair.prompt[:kept] + pair.prompt[kept + excess :]
-        notes = [*pair.notes, note]
-        return Encoded(prompt, pair.chosen, pair.rejected, chosen, rejected, notes)
-
-
-def _check_unicode(pair: TextPair) -> None:
-    """Text of Python may hold half of a character, as bytes of a terminal become."""
-    try:
-        for text in texts(pair):
-            text.encode()
-    except UnicodeEncodeError:
-        raise DropReason(*HALF_CHARACTER) from None
+def _search(pattern: re.Pattern[str], pair: TextPair) -> re.Match[str] | None:
+    return next(filter(None, map(pattern.search, texts(pair))), None)
 
 
 def _check_difference(pair: Encoded, detail: str) -> None:
@@ -482,5 +422,83 @@ def _check_difference(pair: Encoded, detail: str) -> None:
         raise DropReason("identical_after_truncation", detail)
 
 
-def _spans(spans: Sequence[Span]) -> tuple[Span, ...]:
+def _cut(pair: Encoded, kept: int, excess: int, room: int, *notes: Note) -> Encoded:
+    """Cut `excess` tokens of the prompt behind the first `kept`, and answers longer than `room`."""
+    prompt = pair.prompt[:kept] + pair.prompt[kept + excess :]
+    end = len(prompt) + room
+    first, second = (
+        _spans((max(a - excess, kept), min(b - excess, end)) for a, b in spans)
+        for spans in (pair.chosen_scored, pair.rejected_scored)
+    )
+    answers = pair.chosen[:room], pair.rejected[:room]
+    return Encoded(prompt, *answers, first, second, [*pair.notes, *notes])
+
+
+def _spans(spans: Iterable[Span]) -> Spans:
     return tuple((max(a, 1), b) for a, b in spans if b > max(a, 1))
+
+
+# ---- rows that are tokens already
+
+
+def is_tokenised(row: Row, layout: RowLayout) -> bool:
+    """Return whether tokens are read. ColossalChat's rows have text too, for another format."""
+    if layout.format != "auto":
+        return layout.format == TOKENISED
+    return row.get("chosen_input_ids") is not None and row.get("rejected_input_ids") is not None
+
+
+def read_tokenised(row: Row, layout: RowLayout, encoder: Encoder) -> tuple[TextPair, Encoded]:
+    """Return the pair, with its tokens written out where others have text."""
+    named = {ours: row.get(theirs) for ours, theirs in layout.columns.items() if ours in EXTRAS}
+    score_all = encoder.recipe.score == "all"
+    (chosen, first), (rejected, second) = (_side(row, side, score_all) for side in SIDES)
+    extras = extras_of({**row, **named})
+    # The prompt is the common beginning, up to the last turn that is scored.
+    turn = min(first[-1][0], second[-1][0])
+    last = turn if turn > 1 else min(len(chosen), len(rejected)) - 1
+    start = min(common_length(chosen, rejected), last)
+    if start == 0 and chosen != rejected:
+        raise DropReason("prompt_mismatch", "chosen and rejected do not begin with the same token")
+    answers = chosen[start:], rejected[start:]
+    encoded = encoder.fit(Encoded(chosen[:start], *answers, first, second))
+    prompt, first_text, second_text = (
+        " ".join(map(str, ids)) for ids in (encoded.prompt, encoded.chosen, encoded.rejected)
+    )
+    return TextPair(prompt, first_text, second_text, **extras), encoded
+
+
+def _side(row: Row, side: str, score_all: bool) -> tuple[Ids, Spans]:
+    """Return one sequence without its padding, and its scored spans."""
+    ids = _numbers(row, f"{side}_input_ids", LARGEST_ID)
+    ones = [1] * len(ids)
+    scored = ones if score_all else _numbers(row, f"{side}_loss_mask", 1)
+    attention = f"{side}_attention_mask"
+    real = _numbers(row, attention, 1) if row.get(attention) is not None else ones
+    if not len(ids) == len(scored) == len(real):
+        sizes = f"{len(ids)} ids, {len(scored)} in its loss_mask, {len(real)} in its attention_mask"
+        raise DropReason("bad_mask", f"{side} has {sizes}; the numbers must be equal")
+    begin = common_length(real, [0] * len(real))
+    end = begin + common_length(real[begin:], ones)
+    if any(real[end:]):
+        raise DropReason("bad_mask", f"{side}_attention_mask has a hole at token {end + 1}")
+    if not score_all and any(scored[:begin] + scored[end:]):
+        raise DropReason("bad_mask", f"{side}_loss_mask scores padding")
+    # Nothing predicts the first token, so it is never scored.
+    mask = [0, *scored[begin + 1 : end], 0]
+    edges = [i for i in range(1, len(mask)) if mask[i] != mask[i - 1]]
+    if not edges:
+        detail = f"{side}_loss_mask scores no token that comes after another one"
+        raise DropReason("nothing_scored", detail)
+    return ids[begin:end], tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _numbers(row: Row, name: str, largest: int) -> list[int]:
+    values: Any = row.get(name)
+    if values is None:
+        raise DropReason("missing_key", f"{name} must be a list, found null")
+    if not isinstance(values, list):
+        raise wrong_type(name, "a list", values)
+    if not all(isinstance(value, int) and 0 <= value <= largest for value in values):
+        raise DropReason("bad_type", f"{name} must hold whole numbers from 0 to {largest}")
+    return [int(value) for value in values]

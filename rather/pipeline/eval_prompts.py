@@ -21,6 +21,7 @@ from rather.cluster.local import as_local
 from rather.cluster.role import Role
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, EvalPrompts
+from rather.data.formats import TextPair
 from rather.data.json_rows import DropReason
 from rather.data.pool import LimitedEncoder, encoder_of
 from rather.data.prepare import recipe_of
@@ -117,7 +118,7 @@ class Answers:
 
     def _ids_of(self, encoder: Encoder | LimitedEncoder, number: int, text: str) -> Ids:
         try:
-            ids = encoder.training_prompt(text)
+            ids = encoder.prompt_ids(TextPair(text, "", ""), as_trained=True)
         except DropReason as reason:
             raise DataError(f"eval_prompts: prompt {number}: {reason.detail}") from None
         length, limit = len(ids) + self.asked.max_new_tokens, self.config.sequence_length

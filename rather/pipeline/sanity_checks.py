@@ -18,7 +18,7 @@ from rather.data.prepare import Prepared
 from rather.errors import ConfigError, DataError
 from rather.losses.objective import PairLoss
 from rather.parallel.load import compute_dtype, same_weights
-from rather.reference.logps import scored_tokens
+from rather.reference.logps import scored_lengths
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +91,7 @@ def check_step_zero(
         ]
         log.info("policy %s and reference %s differ by intent: no check at step 0", *sources)
         return
-    lengths = torch.tensor(
-        [[scored_tokens(pair.chosen_scored), scored_tokens(pair.rejected_scored)] for pair in pairs]
-    )
+    lengths = torch.from_numpy(scored_lengths(pairs))
     worst = float(((policy.cpu() - reference.cpu()).abs() / lengths).max())
     if not worst <= ROUNDING[dtypes.pop()]:
         advice = f", or the cached log-probs are wrong: delete {cache}" if cache else ""

@@ -208,7 +208,7 @@ class Saving:
         draft, stored = None, {}
         if self.roles.is_main:
             try:
-                draft = checkpoint.begin(self.run_dir, step, self._bytes)
+                draft = checkpoint.Draft(self.run_dir, step, self._bytes)
                 with draft.removed_on_error():
                     stored = {**state, "metrics_bytes": sync_files()}
                     stored |= {"identity": self.identity, "schedule": self._schedule()}

@@ -1,13 +1,12 @@
-"""Reference log-probs of the pairs of a step: from the cache where it has them, else from the
-model.
+"""Reference log-probs of the pairs of a step: from the cache if it has them, else from the model.
 
 An entry is found by what decides its value: the model's digest, the precision, the tokens and which
-of them are scored. So every run over the same weights and pairs shares it, whatever its loss,
-numbers, seed or learning rate.
+of them are scored. So every run over the same weights and pairs shares it, whatever its loss, seed
+or learning rate.
 
 The last bit of a log-prob depends on the micro-batch it was computed in. Three rules keep a resumed
 run equal to an uninterrupted one: a micro-batch with any unknown entry runs whole, what is known
-wins over what was just computed, and the values that a step used lie in the run's own file before
+wins over what was just computed, and the values that a step used are in the run's own file before
 the next checkpoint is saved.
 """
 
@@ -18,7 +17,7 @@ import logging
 import struct
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -29,39 +28,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rather.config.schema import DPOConfig
-from rather.data.batch import Columns, PairBatch, Span, TokenPair
+from rather.data.batch import Columns, PairBatch, TokenPair
 from rather.data.cache import Cache, text_sha
 from rather.errors import ConfigError
 from rather.losses.objective import PairLoss
 from rather.model.files import model_digest, model_folder
 from rather.parallel.load import compute_dtype, device_of
-from rather.reference.logprob_cache import (
-    UNKNOWN,
-    BlockFile,
-    Found,
-    Places,
-    Records,
-    Stored,
-    Table,
-    TokenLayout,
-    cells_of,
-    sum_by_cell,
-    token_by_token,
-)
+from rather.reference.logprob_cache import NO_ENTRIES, BlockFile, Entries, Flags, Floats, Table
 
 log = logging.getLogger(__name__)
 
-SCORER = 1  # raised when the same model and tokens would get other log-probs than before, beyond rounding
-NO_ADAPTER = ""  # in the place of an adapter's digest in the key
+SCORER = 1  # raise it when the same model and tokens would get other log-probs, beyond rounding
 SEGMENTS = "*.logps"
-OFFSET_BITS = 44  # a place of token log-probs: the file's number above, the offset in it below
 
 Compute = Callable[[Sequence[PairBatch]], Columns]
 
 
 @dataclass
 class Counts:
-    """What the reference cost since the process started."""
+    """What the reference cost since the process started; the report stores these names."""
 
     pairs_from_cache: int = 0
     pairs_computed: int = 0
@@ -69,16 +54,14 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What one call asked for and got, to be written down once the device has computed it."""
+class _Answer:
+    """The values of one step, to be written once the device has computed them."""
 
-    keys: Sequence[bytes]  # chosen and rejected response of the first pair, of the second, ...
-    lengths: Places  # scored tokens of each
-    found: Found
-    bins: Sequence[Places]  # for each micro-batch that ran, which of the keys it answered
-    sums: Tensor | None  # by key, on its way to the host
-    tokens: Tensor | None  # of all bins, one after another
-    arrived: torch.cuda.Event | None
+    keys: Sequence[bytes]
+    known: Floats  # before this step; NaN if unknown
+    kept: Flags  # in the run's own file
+    values: Tensor  # on their way to the host
+    arrived: torch.cuda.Event | None = None
 
 
 class ReferenceLogps:
@@ -87,63 +70,59 @@ class ReferenceLogps:
     def __init__(self, config: DPOConfig, objective: PairLoss, compute: Compute) -> None:
         self.config, self.compute = config, compute
         self.device = device_of(config.reference)
-        self.needs_tokens = "shared" in objective.token_columns
-        self.keeps_tokens = self.needs_tokens or bool(config.reference.cache.per_token)
+        needs_shared = "shared" in objective.token_columns
+        self.needed = ["sum", "shared"] if needs_shared else ["sum"]
+        self.stored = ["sum", "shared"] if config.reference.cache.per_token else self.needed
         self.counts = Counts()
         self.folder: Path | None = None  # of the entries of this model
         self._table: Table | None = None
-        self._files: list[BlockFile] = []  # by their number in places of token log-probs
         self._own: BlockFile | None = None  # in the run folder
-        self._segment: BlockFile | None = (
-            None  # in the cache: one file per process, so that no lock is needed
-        )
-        self._asked: list[_Asked] = []
-        self._waiting: list[Records] = []  # for room on the disk
+        # In the cache: one file per process, so that no lock is needed.
+        self._segment: BlockFile | None = None
+        self._answers: list[_Answer] = []
+        self._waiting: dict[bytes, float] = {}  # for room on the disk
         self._opened = False
 
     # --- what is known ---
 
     def open(self, own_file: Path | None = None) -> None:
-        """Reads what is known of this model; `own_file` holds the values that the run used and
-        wins.
-        """
+        """Read what is known of this model; `own_file`, with the values that the run used, wins."""
         self._opened = True
-        config = self.config
+        config, role = self.config, self.config.reference
         if config.sync_ref_model:
             log.info("sync_ref_model: the reference moves, so its log-probs are not cached")
-        elif config.reference.worker_cls is not None:
+        elif role.worker_cls is not None:
             log.info("reference.worker_cls: what a worker of your own computes is not cached")
-        elif config.reference.cache.enabled and (digest := self._digest()):
-            dtype = str(compute_dtype(config.reference.model_args, self.device)).removeprefix(
-                "torch."
-            )
+        elif role.cache.enabled and (digest := self._digest()):
+            dtype = str(compute_dtype(role.model_args, self.device)).removeprefix("torch.")
             adapter = self._adapter()
             identity = f"{digest} {adapter} {dtype} {SCORER}"
-            self._start = blake2b(identity.encode(), digest_size=16)
+            self._key = blake2b(identity.encode(), digest_size=16)
             suffix = f"-{adapter[:12]}" if adapter else ""
             self.folder = config.reference_cache_dir / f"{digest[:24]}{suffix}-{dtype}-{SCORER}"
-            self._read(own_file)
-            self._segment = self._numbered(self.folder / f"{uuid.uuid4().hex}.logps")
+            self._own = BlockFile(own_file) if own_file else None
+            self._segment = BlockFile(self.folder / f"{uuid.uuid4().hex}.logps")
+            shared = [BlockFile(path) for path in sorted(self.folder.glob(SEGMENTS))]
+            self._table = Table()
+            self._table.load(Entries.concat([*map(self._read, [self._own, *shared])]))
 
     def _digest(self) -> str | None:
         role, root = self.config.reference, self.config.reference_cache_dir
         folder = model_folder(role.model_path, role.model_args.revision)
         try:
-            digest = model_digest(folder, Cache(root).sha) if folder else None
+            if folder and (digest := model_digest(folder, Cache(root).sha)):
+                return digest
         except OSError as error:
             raise ConfigError(
-                f"reference.cache.path: {root} cannot be used ({error.strerror}); name another folder, or set "
-                "reference.cache.enabled: false"
+                f"reference.cache.path: {root} cannot be used ({error.strerror}); name another "
+                "folder, or set reference.cache.enabled: false"
             ) from error
-        if digest is None:
-            log.info(
-                "reference.cache: the files of %s are not here yet; nothing is cached",
-                role.model_path,
-            )
-        return digest
+        name = role.model_path
+        log.info("reference.cache: the files of %s are not here yet; nothing is cached", name)
+        return None
 
     def _adapter(self) -> str:
-        """What else than the model's files decides the log-probs, as a digest."""
+        """Return a digest of what else than the model's files decides the log-probs, or ""."""
         config, args = self.config, self.config.reference.model_args
         facts: list[Any] = []
         if args.adapter_name_or_path is not None:
@@ -154,165 +133,108 @@ class ReferenceLogps:
             facts += [config.actor_train.model_args.adapter_settings, config.seed]
         if args.quantization:
             facts.append(args.quantization)
-        return text_sha(json.dumps(facts)) if facts else NO_ADAPTER
+        return text_sha(json.dumps(facts)) if facts else ""
 
-    def _read(self, own_file: Path | None) -> None:
-        assert self.folder is not None
-        self._table = Table(with_places=self.needs_tokens)
-        if own_file:
-            self._own = self._numbered(own_file)
-            self._load([self._own], kept=True)
-        self._load(
-            [self._numbered(path) for path in sorted(self.folder.glob(SEGMENTS))], kept=False
-        )
-
-    def _numbered(self, path: Path) -> BlockFile:
-        file = BlockFile(path)
-        self._files.append(file)
-        return file
-
-    def _load(self, files: Sequence[BlockFile], *, kept: bool) -> None:
-        assert self._table is not None
-        parts = []
-        for file in files:
-            stored = file.read()
-            if stored.damaged:
-                damaged = f"{stored.damaged} bytes are damaged"
-                log.warning(
-                    "%s: %s; the log-probs they held are computed again", file.path, damaged
-                )
-            if self.needs_tokens:  # an entry without them is of no use
-                stored = self._located(file, stored.only(stored.places >= 0))
-            parts.append(stored.only(np.isfinite(stored.sums)))
-        if parts:
-            self._table.load(Stored.joined(parts), kept=kept)
-
-    def _located(self, file: BlockFile, stored: Stored) -> Stored:
-        return stored._replace(places=stored.places | self._files.index(file) << OFFSET_BITS)
+    def _read(self, file: BlockFile | None) -> Entries:
+        if file is None:
+            return NO_ENTRIES
+        # Without a file of its own, the run has nothing to copy into it.
+        entries, damaged = file.read(kept=self._own in (None, file))
+        if damaged:
+            lost = f"{damaged} bytes are damaged; the log-probs they held are computed again"
+            log.warning("%s: %s", file.path, lost)
+        return entries.at(np.isfinite(entries.sums))
 
     @property
     def is_empty(self) -> bool:
         return not self._table
 
     def knows(self, pairs: Sequence[TokenPair]) -> bool:
-        """Whether no pair needs the model."""
+        """Return whether no pair needs the model."""
         return (
             self._table is not None
-            and not (self._table.find(self._keys(pairs)).rows == UNKNOWN).any()
+            and not self._unknown(self._table.find(self._keys(pairs))[0]).any()
         )
 
+    def _unknown(self, known: Floats) -> Flags:
+        """Return which pairs lack a value that the loss needs."""
+        needed = known.reshape(len(self.stored), -1, 2)[: len(self.needed)]
+        return np.asarray(np.isnan(needed).any(axis=(0, 2)))
+
     def _keys(self, pairs: Sequence[TokenPair]) -> list[bytes]:
-        keys = []
-        for pair in pairs:
-            begun = self._start.copy()
-            begun.update(pair.prompt.data)
+        """Return the keys of "sum", chosen and rejected of each pair, then those of "shared"."""
+        sums, shared = [], []
+        for pair, lengths in zip(pairs, scored_lengths(pairs), strict=True):
+            begin = self._key.copy()
+            begin.update(pair.prompt.data)
             for response, scored in (
                 (pair.chosen, pair.chosen_scored),
                 (pair.rejected, pair.rejected_scored),
             ):
-                key = begun.copy()
+                key = begin.copy()
                 key.update(response.data)
                 numbers = [number for span in scored for number in span]
-                sizes = (
-                    len(pair.prompt) + len(response),
-                    len(numbers),
-                )  # so that no two inputs are the same bytes
-                key.update(struct.pack(f"<{len(numbers) + 2}I", *numbers, *sizes))
-                keys.append(key.digest())
-        return keys
+                # With the sizes, no two inputs are the same bytes.
+                numbers += [len(pair.prompt) + len(response), len(numbers)]
+                key.update(struct.pack(f"<{len(numbers)}I", *numbers))
+                sums.append(key.digest())
+                if "shared" in self.stored:
+                    key.update(b"shared %d" % lengths.min())
+                    shared.append(key.digest())
+        return sums + shared
 
     # --- the log-probs of a step ---
 
     def columns(self, pairs: Sequence[TokenPair], batches: Sequence[PairBatch]) -> Columns:
-        """Log-probs of the pairs in their order, on the device. Only micro-batches with an unknown
-        entry run.
-        """
+        """Return log-probs of pairs in order, on the device; run batches with an unknown entry."""
         if not self._opened:
             self.open()
+        counts, unknown = self.counts, np.ones(len(pairs), bool)
+        if self._table is not None:
+            keys = self._keys(pairs)
+            known, kept = self._table.find(keys)
+            unknown = self._unknown(known)
+        running = [batch for batch in batches if unknown[batch.pair_P.numpy()].any()]
+        counts.pairs_computed += int(unknown.sum())
+        counts.pairs_from_cache += int((~unknown).sum())
+        counts.forwards += len(running)
         if self._table is None:
-            self._count(pairs=len(pairs), known=0, forwards=len(batches))
             return self.compute(batches)
-        keys = self._keys(pairs)
-        found = self._table.find(keys)
-        lengths = np.array(
-            [scored_tokens(s) for p in pairs for s in (p.chosen_scored, p.rejected_scored)],
-            np.int64,
-        )
-        unknown = found.rows == UNKNOWN
-        pair_is_unknown = unknown.reshape(-1, 2).any(axis=1)
-        running = [batch for batch in batches if pair_is_unknown[batch.pair_P.numpy()].any()]
-        self._count(pairs=len(pairs), known=int((~pair_is_unknown).sum()), forwards=len(running))
-        columns = {"sum": self._moved(torch.from_numpy(found.sums))}
-        if self.needs_tokens:
-            columns["shared"] = self._moved(torch.from_numpy(self._stored_shared(found, lengths)))
-        bins = [cells_of(batch) for batch in running]
-        sums = tokens = None
+        values, answer = self._to_device(known), _Answer(keys, known, kept, torch.from_numpy(known))
         if running:
-            fresh, tokens = self._computed(keys, lengths, running, bins)
-            is_unknown = self._moved(torch.from_numpy(unknown))
-            columns = {
-                name: torch.where(is_unknown, fresh[name], known) for name, known in columns.items()
-            }
-            sums = columns["sum"]
-        self._asked.append(_on_its_way(keys, lengths, found, bins, sums, tokens))
-        return {name: column.view(-1, 2) for name, column in columns.items()}
+            values = torch.where(values.isnan(), self._compute(keys, running), values)
+            answer = replace(answer, values=values)
+            if values.is_cuda:  # `keep` waits for the copy
+                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                host = values.to("cpu", non_blocking=True)
+                arrived.record()
+                answer = replace(answer, values=host, arrived=arrived)
+        self._answers.append(answer)
+        return dict(zip(self.needed, values.view(len(self.stored), -1, 2), strict=False))
 
-    def _count(self, *, pairs: int, known: int, forwards: int) -> None:
-        self.counts.pairs_from_cache += known
-        self.counts.pairs_computed += pairs - known
-        self.counts.forwards += forwards
+    def _compute(self, keys: Sequence[bytes], running: Sequence[PairBatch]) -> Tensor:
+        """Return the values of keys, NaN if they are of no running batch.
 
-    def _computed(
-        self,
-        keys: Sequence[bytes],
-        lengths: Places,
-        running: Sequence[PairBatch],
-        bins: Sequence[Places],
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Columns by key, and token log-probs if they are kept. A response that occurs twice has
-        one value.
+        A response that occurs twice has one value: that of its first micro-batch.
         """
-        first: dict[bytes, int] = {}
-        computed = np.concatenate(bins)
-        for cell in computed.tolist():
-            first.setdefault(keys[cell], cell)
-        source = np.array([first.get(key, 0) for key in keys], np.int64)
-        if not self.keeps_tokens:
-            answer = self._asked_model(running).reshape(-1)  # by pair, ascending
-            by_key = torch.zeros(len(keys), dtype=torch.float64, device=self.device)
-            by_key.index_copy_(0, self._moved(torch.from_numpy(np.sort(computed))), answer)
-            return {"sum": by_key[self._moved(torch.from_numpy(source))]}, None
-        tokens = self._asked_model(token_by_token(running))[:, 0]
-        layout = TokenLayout.of(lengths, bins, source)
-        values = tokens[self._moved(layout.token)]
-        cell, within = self._moved(layout.cell), self._moved(layout.within)
-        columns = {
-            "sum": sum_by_cell(values, cell, len(keys)),
-            "shared": sum_by_cell(values * within, cell, len(keys)),
-        }
-        return columns, tokens
+        asked = [_with_shared(batch) for batch in running] if "shared" in self.stored else running
+        found = self.compute(asked)["sum"].to(self.device, non_blocking=True)  # pairs ascending
+        pairs = np.concatenate([batch.pair_P.numpy() for batch in running])
+        cells = (2 * pairs[:, None] + [0, 1]).reshape(-1)
+        places = self._to_device(np.sort(cells))
+        shape = len(self.stored), len(keys) // len(self.stored)
+        values = torch.full(shape, torch.nan, dtype=torch.float64, device=self.device)
+        by_column = found.view(-1, shape[0], 2).transpose(0, 1).reshape(shape[0], -1)
+        values.index_copy_(1, places, by_column)
+        cells = (np.arange(shape[0])[:, None] * shape[1] + cells).reshape(-1)
+        first = {keys[cell]: cell for cell in reversed(cells.tolist())}
+        source = np.arange(len(keys))
+        source[cells] = [first[keys[cell]] for cell in cells.tolist()]
+        return values.view(-1)[self._to_device(source)]
 
-    def _asked_model(self, batches: Sequence[PairBatch]) -> Tensor:
-        return self.compute(batches)["sum"].to(self.device, non_blocking=True)
-
-    def _stored_shared(self, found: Found, lengths: Places) -> NDArray[np.float64]:
-        """Sums within the shorter length of each pair, from token log-probs on disk; 0 where there
-        are none.
-        """
-        shorter = lengths.reshape(-1, 2).min(axis=1).repeat(2)
-        sums = np.zeros(len(lengths))
-        for cell in np.flatnonzero((found.rows != UNKNOWN) & (shorter > 0)):
-            tokens = self._tokens(int(found.places[cell]), int(shorter[cell]))
-            sums[cell] = tokens.astype(np.float64).cumsum()[
-                -1
-            ]  # one after another, as the model's own are added
-        return sums
-
-    def _tokens(self, place: int, count: int) -> NDArray[np.float32]:
-        return self._files[place >> OFFSET_BITS].tokens(place & ((1 << OFFSET_BITS) - 1), count)
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        """On the device, without waiting for it."""
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
+        """Copy to the device without waiting for it."""
+        tensor = torch.from_numpy(array)
         if self.device == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
@@ -320,137 +242,69 @@ class ReferenceLogps:
     # --- what is written ---
 
     def keep(self) -> None:
-        """Writes down every value that was given since the last call: first for this run, then for
-        all.
-        """
-        asked, self._asked = self._asked, []
-        for each in asked:
-            if each.arrived:
-                each.arrived.synchronize()
-            self._keep_known(each)
-        for each in asked:
-            for records in self._new_records(each):
-                self._keep_new(records)
+        """Write every value that was used since the last call: first for this run, then for all."""
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            if answer.arrived:
+                answer.arrived.synchronize()
+            values = answer.values.numpy()
+            # A value that is not finite comes from a passing fault and must not outlive it.
+            is_used = np.isfinite(values) & ~answer.kept
+            used, computed = (
+                {answer.keys[cell]: float(values[cell]) for cell in np.flatnonzero(wanted).tolist()}
+                for wanted in (is_used, is_used & np.isnan(answer.known))
+            )
+            if used:
+                self._write(used, computed)
+
+    def _write(self, used: dict[bytes, float], computed: dict[bytes, float]) -> None:
+        """Write to the files. If the disk is full the run continues, but saves no checkpoint."""
+        assert self._table is not None
+        is_first = not self._waiting
+        self._waiting |= used
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if is_first and self._own:
+                path, reason = self._own.path, error.strerror
+                log.warning("%s: cannot be written (%s); its values wait.", path, reason)
+        try:
+            if self._segment and computed:
+                self._segment.append(computed)
+        except OSError as error:
+            reason = error.strerror
+            log.warning("%s: cannot be written (%s); nothing more is cached", self.folder, reason)
+            self._segment = None
+        self._table.add(used)
+
+    def _write_waiting(self) -> None:
+        if self._own and self._waiting:
+            self._own.append(self._waiting)
+        self._waiting = {}
 
     def sync(self) -> None:
-        """All that was kept for this run is on the disk: a checkpoint may rely on it."""
+        """Write all that the run has used to the disk: a checkpoint may rely on it."""
+        self._write_waiting()
         if self._own:
-            self._write_waiting(self._own)
             self._own.sync()
-
-    def _keep_known(self, each: _Asked) -> None:
-        """Copies into the run's file what only the cache knew."""
-        assert self._table is not None
-        if self._own is None:
-            return
-        cells = np.flatnonzero(self._table.unkept(each.found.rows))
-        if not len(cells):
-            return
-        lengths = each.lengths[cells]
-        tokens = None
-        if self.needs_tokens:
-            places = each.found.places[cells].tolist()
-            tokens = np.concatenate(
-                [self._tokens(p, n) for p, n in zip(places, lengths.tolist(), strict=True)]
-            )
-        keys = [each.keys[cell] for cell in cells.tolist()]
-        self._write_own(Records(keys, each.found.sums[cells], lengths.astype(np.uint32), tokens))
-        self._table.mark_kept(each.found.rows[cells])
-
-    def _new_records(self, each: _Asked) -> list[Records]:
-        """One block of records for each micro-batch that ran."""
-        if each.sums is None:
-            return []
-        sums, tokens = each.sums.numpy(), None if each.tokens is None else each.tokens.numpy()
-        written: set[bytes] = set()
-        blocks, start = [], 0
-        for cells in each.bins:
-            starts = start + each.lengths[cells].cumsum() - each.lengths[cells]
-            start += int(each.lengths[cells].sum())
-            new = []
-            for i, cell in enumerate(cells.tolist()):
-                if each.found.rows[cell] != UNKNOWN or not np.isfinite(sums[cell]):
-                    continue  # known; or no number, which a passing fault made and which must not outlive it
-                if each.keys[cell] not in written:
-                    written.add(each.keys[cell])
-                    new.append(i)
-            mine, counts = cells[new], each.lengths[cells[new]]
-            own_tokens = None
-            if tokens is not None and new:
-                own_tokens = np.concatenate(
-                    [tokens[at : at + n] for at, n in zip(starts[new], counts, strict=True)]
-                )
-            if new:
-                keys = [each.keys[cell] for cell in mine.tolist()]
-                blocks.append(Records(keys, sums[mine], counts.astype(np.uint32), own_tokens))
-        return blocks
-
-    def _keep_new(self, records: Records) -> None:
-        assert self._table is not None
-        written = [
-            stored for stored in (self._write_own(records), self._write_shared(records)) if stored
-        ]
-        if written:
-            self._table.add(records.keys, records.sums, written[0].places)
-
-    def _write_own(self, records: Records) -> Stored | None:
-        """Write what waits. If the disk is full the run continues, but saves no checkpoint."""
-        if self._own is None:
-            return None
-        self._waiting.append(records)
-        try:
-            stored = self._write_waiting(self._own)
-        except OSError as error:
-            if len(self._waiting) == 1:
-                log.warning(
-                    "%s: cannot be written (%s); its values wait.", self._own.path, error.strerror
-                )
-            return None if self.needs_tokens else Stored.unplaced(records)
-        return self._located(self._own, stored) if stored else None
-
-    def _write_waiting(self, own: BlockFile) -> Stored | None:
-        """The last one as it is stored."""
-        stored = None
-        while self._waiting:
-            stored = own.append(self._waiting[0])
-            del self._waiting[0]
-        return stored
-
-    def _write_shared(self, records: Records) -> Stored | None:
-        """Write to the shared cache; if the disk is full the run continues without it."""
-        if self._segment is None:
-            return None
-        try:
-            stored = self._segment.append(records)
-            return self._located(self._segment, stored)
-        except OSError as error:
-            log.warning(
-                "%s: cannot be written (%s); nothing more is cached", self.folder, error.strerror
-            )
-            self._segment = None
-            return None
 
     # --- checks and numbers ---
 
     def recheck(
         self, pairs: Sequence[TokenPair], batches: Sequence[PairBatch], tolerance: float
     ) -> None:
-        """Compares known values of pairs with the model; stops where one differs by more per token
-        than rounding.
-        """
+        """Compare known values with the model; raise if one differs by more than `tolerance`."""
         assert self._table is not None
-        known = torch.from_numpy(self._table.find(self._keys(pairs)).sums).view(-1, 2)
-        lengths = [
-            [scored_tokens(pair.chosen_scored), scored_tokens(pair.rejected_scored)]
-            for pair in pairs
-        ]
+        known = torch.from_numpy(self._table.find(self._keys(pairs))[0]).view(-1, 2)
+        lengths = torch.from_numpy(scored_lengths(pairs))
         computed = self.compute(batches)["sum"].cpu()
         self.counts.forwards += len(batches)
-        worst = float(((known - computed).abs() / torch.tensor(lengths).clamp(min=1)).max())
+        worst = float(((known - computed).abs() / lengths.clamp(min=1)).max())
         if not worst <= tolerance:
             raise ConfigError(
-                f"reference.cache.recheck: of {len(pairs)} cached pairs, one differs from the reference by {worst:.2g} "
-                f"per token. The cache holds values of something else: delete {self.folder} and start again."
+                f"reference.cache.recheck: of {len(pairs)} cached pairs, one differs from the "
+                f"reference by {worst:.2g} per token. The cache holds values of something else: "
+                f"delete {self.folder} and start again."
             )
         log.info(
             "reference.cache.recheck: %d cached pairs are as the reference computes them",
@@ -458,36 +312,30 @@ class ReferenceLogps:
         )
 
     def report(self) -> dict[str, Any]:
-        counts = self.counts
-        return {
-            "cache": str(self.folder) if self.folder else None,
-            "pairs_from_cache": counts.pairs_from_cache,
-            "pairs_computed": counts.pairs_computed,
-            "forwards": counts.forwards,
-        }
+        return {"cache": str(self.folder) if self.folder else None, **asdict(self.counts)}
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
+        for file in (self._own, self._segment):
+            if file:
+                file.close()
 
 
-def _on_its_way(
-    keys: Sequence[bytes],
-    lengths: Places,
-    found: Found,
-    bins: Sequence[Places],
-    sums: Tensor | None,
-    tokens: Tensor | None,
-) -> _Asked:
-    """Starts the copy to the host, which `keep` waits for."""
-    if sums is None or not sums.is_cuda:
-        return _Asked(keys, lengths, found, bins, sums, tokens, None)
-    sums = sums.to("cpu", non_blocking=True)
-    tokens = None if tokens is None else tokens.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
-    return _Asked(keys, lengths, found, bins, sums, tokens, arrived)
+def _with_shared(batch: PairBatch) -> PairBatch:
+    """Return a batch with each pair twice: with all its tokens, then with the shared ones."""
+    is_shared = batch.shared_T > 0
+    cell = batch.cell_T + batch.cell_T // 2 * 2
+    fields: dict[str, Any] = {
+        "token_T": torch.cat([batch.token_T, batch.token_T[is_shared]]),
+        "cell_T": torch.cat([cell, cell[is_shared] + 2]),
+        "shared_T": torch.cat([batch.shared_T, batch.shared_T[is_shared]]),
+        "length_P2": batch.length_P2.repeat_interleave(2, 0),
+        "pair_P": (2 * batch.pair_P[:, None] + torch.arange(2)).reshape(-1),
+    }
+    return replace(batch, **fields)
 
 
-def scored_tokens(spans: Sequence[Span]) -> int:
-    return sum(end - first for first, end in spans)
+def scored_lengths(pairs: Sequence[TokenPair]) -> NDArray[np.int64]:
+    """Return the number of scored tokens of chosen and rejected, [pairs, 2]."""
+    spans = [side for pair in pairs for side in (pair.chosen_scored, pair.rejected_scored)]
+    counts = [sum(end - first for first, end in side) for side in spans]
+    return np.array(counts, np.int64).reshape(-1, 2)

@@ -19,6 +19,7 @@ import torch
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import Shard, ShardSpec
+from tests.checkpoint.saving import save_checkpoint
 
 GROUPS = 3
 os.fsync = lambda _: (
@@ -30,7 +31,7 @@ OPERATIONS = ["fsync", "rename", "replace", "mkdir", "unlink", "rmdir"]
 def save(run_dir: Path, step: int, content: float) -> None:
     tensors = {f"layer.{i}": torch.full((16,), content) for i in range(GROUPS)}
     groups = {"model": tensors, "optimizer": {k: t * 2 for k, t in tensors.items()}}
-    checkpoint.save(run_dir, step, groups, {"content": content}, max_shard_bytes=128)
+    save_checkpoint(run_dir, step, groups, {"content": content}, shard_bytes=128)
 
 
 def save_by_ranks(run_dir: Path, step: int, content: float) -> None:
@@ -49,7 +50,7 @@ def save_by_ranks(run_dir: Path, step: int, content: float) -> None:
             )
         return written
 
-    checkpoint.save(run_dir, step, {}, {"content": content}, ranks=by_all)
+    save_checkpoint(run_dir, step, {}, {"content": content}, ranks=by_all)
 
 
 def content_of(found: checkpoint.Checkpoint | None) -> float | None:
@@ -81,14 +82,14 @@ def die_at(point: int) -> None:
 
     for name in OPERATIONS:
         setattr(os, name, counted(getattr(os, name)))
-    pieces = checkpoint._safetensors
+    pieces = checkpoint.shards_file
 
     def counted_pieces(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
         for piece in pieces(tensors):
             yield piece
             tick()  # some of the file is written, the rest is not
 
-    checkpoint._safetensors = counted_pieces  # type: ignore[assignment]
+    checkpoint.shards_file = counted_pieces  # type: ignore[assignment]
 
 
 # name -> what was saved before, what is killed

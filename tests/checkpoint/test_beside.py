@@ -208,7 +208,7 @@ def two_writers(draft: checkpoint.Draft, way: str) -> checkpoint.Written:
 
 @pytest.mark.parametrize("way", ["on", "off"])
 def test_ranks_write_their_pieces_and_leave_notes(tmp_path: Path, way: str) -> None:
-    draft = checkpoint.begin(tmp_path, 1, 0)
+    draft = checkpoint.Draft(tmp_path, 1, 0)
     path = draft.complete(lambda: two_writers(draft, way), {})
     names = {
         "manifest.json",
@@ -225,7 +225,7 @@ def test_a_rank_without_room_is_named_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     fill_disk(monkeypatch, lambda path: path.name == "model-00001-00001.safetensors")
-    draft = checkpoint.begin(tmp_path, 1, 0)
+    draft = checkpoint.Draft(tmp_path, 1, 0)
     with pytest.raises(
         DiskError, match=r"could not be written \(actor_train-00001: No space left on device\)"
     ):

@@ -11,13 +11,14 @@ from typing import Any, get_args
 
 import pytest
 
-from rather.checkpoint.checkpoint import Checkpoint, open_checkpoint, save
+from rather.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from rather.config.keys import table
 from rather.config.schema import Guard
 from rather.errors import CheckpointError, ConfigError
 from rather.pipeline.identity import GUARDS, refuse_other_run
 from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import config_of
+from tests.checkpoint.saving import save_checkpoint
 from tests.tiny import make_config, make_model
 
 CHANGES: dict[str, tuple[dict[str, Any], list[str], str]] = {
@@ -160,4 +161,4 @@ def _checkpoint(folder: Path, identity: dict[str, Any]) -> Checkpoint:
         "trainer": {},
         "metrics_bytes": 0,
     }
-    return open_checkpoint(save(folder, 1, {}, state))
+    return open_checkpoint(save_checkpoint(folder, 1, {}, state))

@@ -103,14 +103,14 @@ def test_the_save_of_a_signal_must_not_miss(folder: Path, monkeypatch: pytest.Mo
 def test_too_little_room_before_the_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the size of the checkpoint before, nothing is begun that cannot end well."""
     config = config_of(folder, "before")
-    usage, begun = shutil.disk_usage(folder), checkpoint.begin
+    usage, begun = shutil.disk_usage(folder), checkpoint.Draft
 
-    def begin(run_dir: Path, step: int, needed: int) -> checkpoint.Draft:
+    def begin(run_dir: Path, step: int, needed: int) -> Any:
         free = usage.free if step != 4 else needed + (1 << 20) - 1
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
         return begun(run_dir, step, needed)
 
-    monkeypatch.setattr(checkpoint, "begin", begin)
+    monkeypatch.setattr(checkpoint, "Draft", begin)
     assert DPOPipeline(config).run() == 0
     (missed,) = incidents(config)
     assert missed["step"] == 4
@@ -181,11 +181,12 @@ import sys, torch
 from pathlib import Path
 from rather.checkpoint import checkpoint
 from rather.errors import DiskError
+from tests.checkpoint.saving import save_checkpoint
 run = Path(sys.argv[1]) / "run"
-checkpoint.save(run, 1, {"model": {"w": torch.ones(1 << 20)}}, {})
+save_checkpoint(run, 1, {"model": {"w": torch.ones(1 << 20)}}, {})
 for needed in (30 << 20, 0):  # seen before the first byte, and not seen
     try:
-        draft = checkpoint.begin(run, 2, needed)
+        draft = checkpoint.Draft(run, 2, needed)
         draft.complete(lambda: checkpoint.write_groups(draft.folder, {"model": {"w": torch.ones(8 << 20)}}), {})
     except DiskError as error:
         print(error)

@@ -250,13 +250,17 @@ def test_a_separator_is_a_difference(config: Config, write: Write, console: Cons
 
 
 def test_a_template_bomb_is_not_rendered_for_a_comparison(
-    write: Write, config: Config, console: Console, folders: dict[str, Path], tmp_path: Path
+    write: Write,
+    config: Config,
+    console: Console,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Plain text does not need the tokenizer's template: one that never ends costs the comparison,
     not the run.
     """
-    from rather.data.pool import ChildLimits
-
+    monkeypatch.setattr("rather.data.pool.ROW_SECONDS", 0.5)
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "tokenizer.json").write_bytes((folders["chat"] / "tokenizer.json").read_bytes())
@@ -266,7 +270,7 @@ def test_a_template_bomb_is_not_rendered_for_a_comparison(
     plain = config(
         write(ROWS[:3]), sequence_length=1024, data={"template": "none"}, pretrain=str(bad)
     )
-    made = prepare(plain, console=console, limits=ChildLimits(row_seconds=0.5))
+    made = prepare(plain, console=console)
     assert len(made.train) == 3
     assert inference(made)["by"] == "the tokenizer"
 

@@ -324,7 +324,7 @@ def test_extra_columns_weights_and_ids() -> None:
         ({"messages": [user("q"), assistant("r"), system("s"), user("x")], **AB}, "bad_roles", "a system turn"),
         ({"messages": [{"role": "wizard", "content": "q"}], **AB}, "bad_roles", "wizard"),
         ({"messages": [system("q")], **AB}, "bad_roles", "it ends with system"),
-        ({"prompt": [user("q")], "chosen": [user("a")], "rejected": "b"}, "bad_roles", "comes after user"),
+        ({"prompt": [user("q")], "chosen": [user("a")], "rejected": "b"}, "bad_roles", "it ends with user"),
         ({"prompt": [user("q")], "chosen": [assistant("a"), user("x")], "rejected": "b"}, "bad_roles", "must end"),
         ({"messages": [user("q")], "rejected_response": "b"}, "bad_roles", "chosen assistant turn"),
     ],

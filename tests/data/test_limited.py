@@ -47,10 +47,12 @@ def test_both_give_the_same(encoder: Make) -> None:
     assert [outcome(behind.encode, one) for one in PAIRS] == results
     assert {type(result) for result in results} == {tuple, Encoded}
     assert any(result.notes for result in results if isinstance(result, Encoded))
-    assert [outcome(behind.inference_prompt, one) for one in PAIRS] == [
-        outcome(beside.inference_prompt, one) for one in PAIRS
+    assert [outcome(behind.prompt_ids, one) for one in PAIRS] == [
+        outcome(beside.prompt_ids, one) for one in PAIRS
     ]
-    assert behind.training_prompt("Where?") == beside.training_prompt("Where?")
+    assert behind.prompt_ids(TextPair("Where?", "", ""), as_trained=True) == beside.prompt_ids(
+        TextPair("Where?", "", ""), as_trained=True
+    )
     assert behind.end_of_turn == beside.end_of_turn == beside.tokenizer.token_to_id("<|im_end|>")
 
 
@@ -64,10 +66,12 @@ def test_after_ctrl_c_the_next_answer_is_its_own(
     """A terminal sends it to the child as well; and an answer that nobody waited for is never taken for another."""
     beside = encoder()
     behind = limited(beside)
-    behind.training_prompt("one")
+    behind.prompt_ids(TextPair("one", "", ""), as_trained=True)
     assert behind._child
     os.kill(behind._child.process.pid, signal.SIGINT)
-    assert behind.training_prompt("two") == beside.training_prompt("two")
+    assert behind.prompt_ids(TextPair("two", "", ""), as_trained=True) == beside.prompt_ids(
+        TextPair("two", "", ""), as_trained=True
+    )
 
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -76,8 +80,10 @@ def test_after_ctrl_c_the_next_answer_is_its_own(
     with monkeypatch.context() as patch:
         patch.setattr(behind._child.connection, "recv_bytes", stopped)
         with pytest.raises(KeyboardInterrupt):
-            behind.training_prompt("three")
-    assert behind.training_prompt("four") == beside.training_prompt("four")
+            behind.prompt_ids(TextPair("three", "", ""), as_trained=True)
+    assert behind.prompt_ids(TextPair("four", "", ""), as_trained=True) == beside.prompt_ids(
+        TextPair("four", "", ""), as_trained=True
+    )
     assert child.poll() is not None
     child = behind._child.process
     del behind

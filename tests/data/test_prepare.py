@@ -24,7 +24,6 @@ from rather.config.schema import DPOConfig
 from rather.data import cache, pool
 from rather.data import prepare as module
 from rather.data.formats import FORMATS
-from rather.data.pool import ChildLimits
 from rather.data.prepare import BadRows, Prepared, held_out, prepare
 from rather.data.show import print_report, show_pairs
 from rather.data.template import load_tokenizer
@@ -228,7 +227,7 @@ def test_the_cache_is_used_until_something_that_matters_changes(
         raise AssertionError("a tokenizer was loaded")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "tokenised", no_work)
+        patch.setattr(module, "encode_chunks", no_work)
         patch.setattr(module, "load_tokenizer", no_tokenizer)
         again = prepare(
             config(path, beta=0.3, max_bad_fraction=0.5, validation={"split": 5}), console=console
@@ -236,7 +235,7 @@ def test_the_cache_is_used_until_something_that_matters_changes(
         assert len(again.train) == 45
         os.utime(path)  # touched, not changed
         prepare(config(path), console=console)
-    monkeypatch.setattr(module, "tokenised", no_work)
+    monkeypatch.setattr(module, "encode_chunks", no_work)
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages }}")
     for changed in (
@@ -320,8 +319,16 @@ def test_a_run_over_a_flipped_bit_has_the_same_losses(
     ids=["endless at once", "endless at a row", "memory"],
 )  # fmt: skip
 def test_a_template_bomb_dies_alone(
-    config: Config, write: Write, tmp_path: Path, console: Console, template: str, says: str
+    config: Config,
+    write: Write,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    says: str,
 ) -> None:
+    monkeypatch.setattr(pool, "ROW_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "MEMORY", 500 << 20)
     (tmp_path / "bomb.jinja").write_text(template)
     path = write([GOOD, GOOD, {**GOOD, "prompt": "bomb"}])
     started = time.monotonic()
@@ -329,7 +336,6 @@ def test_a_template_bomb_dies_alone(
         prepare(
             config(path, data={"template": str(tmp_path / "bomb.jinja")}),
             console=console,
-            limits=ChildLimits(0.5, 500 << 20),
         )
     assert time.monotonic() - started < 30
 
@@ -343,11 +349,11 @@ def test_children_end_with_their_parent(
     (tmp_path / "config.json").write_text(setup.model_dump_json(exclude_unset=True))
     script = (
         "import sys\nfrom rather.config.schema import DPOConfig\nfrom rather.data import pool\n"
-        "from rather.data.prepare import prepare\nfrom rather.data.pool import ChildLimits\n"
+        "from rather.data.prepare import prepare\npool.ROW_SECONDS = 1.0\n"
         "start = pool.Child.__init__\n"
         "def told(self, *a):\n    start(self, *a)\n    print(self.process.pid, flush=True)\n"
         "pool.Child.__init__ = told\n"
-        "prepare(DPOConfig.model_validate_json(open(sys.argv[1]).read()), limits=ChildLimits(1.0))\n"
+        "prepare(DPOConfig.model_validate_json(open(sys.argv[1]).read()))\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "config.json")],
@@ -535,7 +541,7 @@ def test_pairs_are_shown_with_their_scored_tokens(
 
 def test_workers_need_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, rather.data.tokenize_worker, rather.data.prepare\n"
+        "import sys, rather.data.pool, rather.data.prepare\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run(

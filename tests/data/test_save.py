@@ -239,6 +239,7 @@ def test_datasets_opens_what_is_saved(prepared: Prepared, tmp_path: Path) -> Non
     assert opened.column_names == [
         "chosen_input_ids", "chosen_attention_mask", "chosen_loss_mask",
         "rejected_input_ids", "rejected_attention_mask", "rejected_loss_mask",
+        "weight", "margin", "soft_label", "id",
     ]  # fmt: skip
     assert len(opened) == 40
     assert sum(opened[0]["chosen_attention_mask"]) == len(opened[0]["chosen_input_ids"])

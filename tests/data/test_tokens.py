@@ -12,11 +12,10 @@ from tokenizers import Tokenizer
 
 from rather.data.formats import RowLayout, TextPair, read_row
 from rather.data.json_rows import DropReason, RawRow
+from rather.data.pool import ChunkEncoder
 from rather.data.read import Chunk
 from rather.data.template import TEMPLATES
-from rather.data.tokenised import read_tokenised
-from rather.data.tokenize_worker import ChunkEncoder
-from rather.data.tokens import Encoded, Encoder
+from rather.data.tokens import Encoded, Encoder, read_tokenised
 
 Make = Callable[..., Encoder]
 ROUND = [
@@ -347,7 +346,7 @@ def test_a_row_that_can_hardly_be_nested_deeper_is_a_counted_reason(
     encoder: Make, row: dict[str, Any]
 ) -> None:
     """Around the depth that Python can parse, whatever is done with a row may be one level too deep."""
-    worker = ChunkEncoder(encoder(None), RowLayout())
+    worker = ChunkEncoder(encoder(None), RowLayout(), id)
     found = set()
     deepest = bisect.bisect(range(1 << 20), False, key=is_too_deep)  # differs between Pythons
     for depth in range(deepest - 280, deepest + 20):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.commands.demo import make_tokenizer
 from rather.config.schema import DPOConfig
+from rather.data.formats import TextPair
 from rather.data.prepare import recipe_of
 from rather.data.tokens import Encoder
 from rather.errors import ConfigError, DataError, MemoryShortage
@@ -243,12 +244,12 @@ def test_prompts_are_written_as_in_training(tmp_path: Path) -> None:
     config = make_config(tmp_path, actor_train__data_args__separator=" ")
     plain = AutoTokenizer.from_pretrained(tmp_path / "base")
     encoder = Encoder(recipe_of(plain, config, config.actor_train.data_args))
-    assert encoder.training_prompt("w1 w2") == [1, 4, 5]
+    assert encoder.prompt_ids(TextPair("w1 w2", "", ""), as_trained=True) == [1, 4, 5]
     chat = make_tokenizer(["How are you?"])
     encoder = Encoder(
         recipe_of(chat, make_config(tmp_path), config.validation.data_args.model_copy())
     )
-    ids = encoder.training_prompt("How are you?")
+    ids = encoder.prompt_ids(TextPair("How are you?", "", ""), as_trained=True)
     assert isinstance(ids, list)
     assert chat.decode(ids) == "<|bos|><|user|>How are you?<|assistant|>"
 

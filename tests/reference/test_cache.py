@@ -23,7 +23,7 @@ from rather.errors import ConfigError
 from rather.losses.objective import from_config
 from rather.model import files
 from rather.pipeline.pipeline import DPOPipeline
-from rather.reference.logprob_cache import BlockFile, Records
+from rather.reference.logprob_cache import BlockFile
 from rather.reference.logps import ReferenceLogps
 from tests.tiny import in_child, make_config, make_model, make_pairs, metrics
 
@@ -257,12 +257,10 @@ def test_a_hub_name_is_its_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatc
 def forge(folder: Path) -> Path:
     """Every cached log-prob is off by one; the checksums are right."""
     (segment,) = segments(folder)
-    stored = BlockFile(segment).read()
+    stored, _ = BlockFile(segment).read()
     segment.unlink()
-    counts = np.zeros(len(stored.sums), np.uint32)
-    BlockFile(segment).append(
-        Records([key.tobytes() for key in stored.keys], stored.sums - 1, counts, None)
-    )
+    keys = [row.tobytes() for row in np.stack([stored.high, stored.low], 1)]
+    BlockFile(segment).append(dict(zip(keys, (stored.sums - 1).tolist(), strict=True)))
     return segment.parent
 
 
@@ -358,10 +356,10 @@ def test_a_full_disk_ends_the_cache_and_not_the_run(
 ) -> None:
     really = BlockFile.append
 
-    def full(self: BlockFile, records: Records) -> Any:
+    def full(self: BlockFile, sums: dict[bytes, float]) -> None:
         if self.path.suffix == ".logps":
             raise OSError(28, "No space left on device")
-        return really(self, records)
+        really(self, sums)
 
     monkeypatch.setattr(BlockFile, "append", full)
     assert counters(run(folder, "full", **{EPOCHS: 2.0})) == (40, 49, 6)

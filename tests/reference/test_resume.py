@@ -125,10 +125,8 @@ def test_killed_in_the_middle_of_a_block(folder: Path, number: int) -> None:
     name = f"torn-{number}"
     changes = changes_of(folder, name)
     assert in_child(train_until_write, folder, changes, number) == -signal.SIGKILL
-    damaged = [
-        BlockFile(file).read().damaged for file in (folder / f"cache-{name}").glob("*/*.logps")
-    ]
-    damaged.append(BlockFile(folder / "output" / name / "reference.log").read().damaged)
+    damaged = [BlockFile(file).read()[1] for file in (folder / f"cache-{name}").glob("*/*.logps")]
+    damaged.append(BlockFile(folder / "output" / name / "reference.log").read()[1])
     assert sum(map(bool, damaged)) == 1
     assert in_child(train, folder, changes) == 0
     assert_same(outcome(folder, name), outcome(folder, "whole"))

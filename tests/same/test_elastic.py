@@ -21,6 +21,7 @@ from rather.parallel.apply import build_mesh, divide
 from rather.parallel.shard import STAGES
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells
+from tests.checkpoint.saving import save_checkpoint
 from tests.same.canonical import Setup, make_policy, make_trainer, train, whole
 from tests.same.pool import pool
 
@@ -56,9 +57,9 @@ def save(layout: Layout, run_dir: Path, make: Make = trainer_on) -> None:
     train(trainer, SETUP, 0, SAVED_AFTER)
     groups, numbers = trainer.state()
     if layout.devices == 1:
-        checkpoint.save(run_dir, SAVED_AFTER, groups, {"numbers": numbers})
+        save_checkpoint(run_dir, SAVED_AFTER, groups, {"numbers": numbers})
     elif dist.get_rank() == 0:
-        checkpoint.save(
+        save_checkpoint(
             run_dir, SAVED_AFTER, {}, {"numbers": numbers}, ranks=partial(written_by_all, groups)
         )
     else:
@@ -70,7 +71,8 @@ def written_by_all(groups: Any, folder: Path | None = None) -> dict[str, tuple[i
     told = [folder]
     dist.broadcast_object_list(told)
     assert told[0] is not None
-    own = checkpoint.write_groups(told[0], groups, rank=dist.get_rank(), max_shard_bytes=50_000)
+    checkpoint.SHARD_BYTES = 50_000  # in this child process
+    own = checkpoint.write_groups(told[0], groups, rank=dist.get_rank())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return {name: digest for each in everyone for name, digest in each.items()}

@@ -20,9 +20,9 @@ import pytest
 from rich.console import Console
 
 from rather.config.load import load_config
+from rather.data import pool
 from rather.data.feed import Feed
 from rather.data.json_rows import DropReason
-from rather.data.pool import ChildLimits
 from rather.data.prepare import prepare
 from rather.data.read import find_sources
 from rather.data.template import ChatTemplate, load_tokenizer
@@ -220,13 +220,13 @@ BOMBS = {
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_template_bomb_ends_within_its_limits(
-    config: Config, tmp_path: Path, marker: Path, case: str
+    config: Config, tmp_path: Path, marker: Path, small: None, case: str
 ) -> None:
     (tmp_path / "bomb.jinja").write_text(BOMBS[case])
     settings = load_config(config(actor_train__data_args__template=str(tmp_path / "bomb.jinja")))
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
-        prepare(settings, console=Console(file=io.StringIO()), limits=ChildLimits(0.5, 300 << 20))
+        prepare(settings, console=Console(file=io.StringIO()))
     assert caught.value.exit_code == 3
     assert f"chat template {tmp_path / 'bomb.jinja'}" in str(caught.value)
     assert time.monotonic() - began < 20
@@ -236,7 +236,7 @@ def test_a_template_bomb_ends_within_its_limits(
 def test_the_command_has_the_limits_that_are_promised(
     config: Config, tmp_path: Path, marker: Path
 ) -> None:
-    assert ChildLimits() == ChildLimits(row_seconds=30.0, memory=2 << 30)
+    assert (pool.ROW_SECONDS, pool.MEMORY) == (30.0, 2 << 30)
     bomb, pairs = tmp_path / "bomb.jinja", tmp_path / "pairs.jsonl"
     bomb.write_text(
         "{{ messages[-1].content * (9000000000 if messages[0].content == 'w1 w1' else 1) }}"
@@ -255,11 +255,10 @@ def test_the_command_has_the_limits_that_are_promised(
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> ChildLimits:
-    """ChildLimits of prompts that a test can wait for."""
-    limits = ChildLimits(0.5, 300 << 20)
-    monkeypatch.setattr("rather.data.pool.ChildLimits", lambda: limits)
-    return limits
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that a test can wait for."""
+    monkeypatch.setattr(pool, "ROW_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "MEMORY", 300 << 20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
@@ -267,7 +266,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> ChildLimits:
     "case", ["nested ranges", "a long text of a variable", "recursion", "a deep expression"]
 )
 def test_a_models_own_template_bomb_ends_a_chat(
-    model: Path, marker: Path, small: ChildLimits, case: str
+    model: Path, marker: Path, small: None, case: str
 ) -> None:
     (model / "chat_template.jinja").write_text(BOMBS[case])
     began = time.monotonic()
@@ -282,7 +281,7 @@ AT_A_PROMPT = AT_A_PROMPT.replace("BOMB", BOMBS["nested ranges"])
 
 
 def test_a_template_that_minds_the_rows_and_bombs_at_an_eval_prompt(
-    config: Config, model: Path, small: ChildLimits
+    config: Config, model: Path, small: None
 ) -> None:
     (model / "chat_template.jinja").write_text(AT_A_PROMPT)
     yaml = config(track_with=None)
@@ -300,9 +299,7 @@ def test_a_template_that_minds_the_rows_and_bombs_at_an_eval_prompt(
     )
 
 
-def test_a_template_bombs_at_a_row_of_python(
-    config: Config, model: Path, small: ChildLimits
-) -> None:
+def test_a_template_bombs_at_a_row_of_python(config: Config, model: Path, small: None) -> None:
     (model / "chat_template.jinja").write_text(AT_A_PROMPT)
     feed = Feed(
         [ROW, {**ROW, "prompt": "w1 w1"}], load_config(config()), 8, load_tokenizer(str(model))

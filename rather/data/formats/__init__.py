@@ -30,7 +30,7 @@ from rather.errors import DataError
 
 __all__ = ["EXTRAS", "FORMATS", "DropReason", "Ranked", "data_format", "extras_of"]
 
-TOKENISED = "tokenised"  # rows of token ids: see tokenised.py
+TOKENISED = "tokenised"  # rows of token ids: see tokens.py
 OPTIONAL = ("input", "system", "history", "ranks", "scores", *EXTRAS)
 
 
