@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import add, sub
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,16 @@ class ShardSpec:
         return ShardSpec(whole, (0,) * len(whole), whole)
 
     @property
+    def ends(self) -> Numbers:
+        return tuple(map(add, self.offsets, self.sizes))
+
+    @property
     def slices(self) -> tuple[slice, ...]:
-        return self.relative_to((0,) * len(self.whole))
+        return tuple(map(slice, self.offsets, self.ends))
 
     def relative_to(self, origin: Numbers) -> tuple[slice, ...]:
         """Return the slices of this block in a tensor that begins at `origin`."""
-        places = zip(self.offsets, self.sizes, origin, strict=True)
-        return tuple(slice(at - first, at - first + size) for at, size, first in places)
+        return tuple(map(slice, map(sub, self.offsets, origin), map(sub, self.ends, origin)))
 
     def narrow(self, dim: int, first: int, size: int) -> ShardSpec:
         """Return a smaller block: `size` rows of this one along `dim`."""
@@ -70,10 +74,9 @@ class ShardSpec:
         return ShardSpec(self.whole, tuple(offsets), tuple(sizes))
 
     def overlap(self, other: ShardSpec) -> ShardSpec | None:
-        spans = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
-        first = tuple(max(a, b) for a, _, b, _ in spans)
-        sizes = tuple(min(a + n, b + m) - f for (a, n, b, m), f in zip(spans, first, strict=True))
-        return ShardSpec(self.whole, first, sizes) if all(size > 0 for size in sizes) else None
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(map(sub, map(min, self.ends, other.ends), offsets))
+        return ShardSpec(self.whole, offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 @dataclass(frozen=True)

@@ -324,14 +324,14 @@ def _with_shared(batch: PairBatch) -> PairBatch:
     """Return a batch with each pair twice: with all its tokens, then with the shared ones."""
     is_shared = batch.shared_T > 0
     cell = batch.cell_T + batch.cell_T // 2 * 2
-    fields: dict[str, Any] = {
-        "token_T": torch.cat([batch.token_T, batch.token_T[is_shared]]),
-        "cell_T": torch.cat([cell, cell[is_shared] + 2]),
-        "shared_T": torch.cat([batch.shared_T, batch.shared_T[is_shared]]),
-        "length_P2": batch.length_P2.repeat_interleave(2, 0),
-        "pair_P": (2 * batch.pair_P[:, None] + torch.arange(2)).reshape(-1),
-    }
-    return replace(batch, **fields)
+    return replace(
+        batch,
+        token_T=torch.cat([batch.token_T, batch.token_T[is_shared]]),
+        cell_T=torch.cat([cell, cell[is_shared] + 2]),
+        shared_T=torch.cat([batch.shared_T, batch.shared_T[is_shared]]),
+        length_P2=batch.length_P2.repeat_interleave(2, 0),
+        pair_P=(2 * batch.pair_P[:, None] + torch.arange(2)).reshape(-1),
+    )
 
 
 def scored_lengths(pairs: Sequence[TokenPair]) -> NDArray[np.int64]:

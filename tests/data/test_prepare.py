@@ -390,7 +390,7 @@ def test_messages_need_a_template(config: Config, write: Write, console: Console
     )
     with pytest.raises(DataError, match="has no chat template"):
         prepare(config(path, "plain", data={"template": "native"}), console=console)
-    with pytest.raises(DataError, match="did you mean 'chatml'"):
+    with pytest.raises(DataError, match="Known are native, none, chatml"):
         prepare(config(path, data={"template": "chatlm"}), console=console)
     (path.parent / "bad.jinja").write_text("{% for %}")
     with pytest.raises(DataError, match=r"bad\.jinja"):

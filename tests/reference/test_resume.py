@@ -120,7 +120,7 @@ def train_until_write(folder: Path, changes: dict[str, Any], number: int) -> int
     return train(folder, changes)
 
 
-@pytest.mark.parametrize("number", [2, 13])
+@pytest.mark.parametrize("number", [2, 7])
 def test_killed_in_the_middle_of_a_block(folder: Path, number: int) -> None:
     name = f"torn-{number}"
     changes = changes_of(folder, name)
