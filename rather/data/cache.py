@@ -90,8 +90,7 @@ class Cache:
         try:
             known = json.loads(memory.read_text("utf-8"))
         except (OSError, ValueError):
-            known = None
-        known = known if isinstance(known, dict) else {}
+            known = {}
         if known.get(str(path), [None])[0] != stamp:
             known[str(path)] = [stamp, file_sha(path)]
             _write(memory, known)

@@ -115,9 +115,9 @@ class PairDataset:
             begins = np.diff(np.cumsum(begins, dtype=np.int32)[self.rows], prepend=-1) != 0
         return None if begins.all() else np.flatnonzero(begins)
 
-    def take(self, indices: Iterable[int] | Ints) -> list[TokenPair]:
+    def take(self, indices: Iterable[int]) -> list[TokenPair]:
         """Return the pairs with these numbers."""
-        wanted = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64)
+        wanted = np.fromiter(indices, np.int64)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of a set of {len(self)}")
         rows = wanted if self.rows is None else self.rows[wanted]

@@ -92,8 +92,8 @@ class BlockFile:
                 end = at + 1
                 if block := _block_at(data, at):
                     count, payload, end = block
-                    sums = np.frombuffer(payload, "<f8", count, 16 * count)
-                    found.append(Entries.of(payload[: 16 * count], sums, kept))
+                    keys, sums = payload[: 16 * count], payload[16 * count : 24 * count]
+                    found.append(Entries.of(keys, np.frombuffer(sums, "<f8"), kept))
                     damaged -= end - at
                 at = data.find(MAGIC, end)
         return Entries.concat(found), damaged

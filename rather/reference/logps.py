@@ -61,7 +61,7 @@ class _Answer:
     known: Floats  # before this step; NaN if unknown
     kept: Flags  # in the run's own file
     values: Tensor  # on their way to the host
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.cuda.Event | None
 
 
 class ReferenceLogps:
@@ -200,16 +200,14 @@ class ReferenceLogps:
         counts.forwards += len(running)
         if self._table is None:
             return self.compute(batches)
-        values, answer = self._to_device(known), _Answer(keys, known, kept, torch.from_numpy(known))
+        values, host, arrived = self._to_device(known), torch.from_numpy(known), None
         if running:
-            values = torch.where(values.isnan(), self._compute(keys, running), values)
-            answer = replace(answer, values=values)
-            if values.is_cuda:  # `keep` waits for the copy
-                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            values = host = torch.where(values.isnan(), self._compute(keys, running), values)
+            if values.is_cuda:
                 host = values.to("cpu", non_blocking=True)
-                arrived.record()
-                answer = replace(answer, values=host, arrived=arrived)
-        self._answers.append(answer)
+                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                arrived.record()  # `keep` waits for it
+        self._answers.append(_Answer(keys, known, kept, host, arrived))
         return dict(zip(self.needed, values.view(len(self.stored), -1, 2), strict=False))
 
     def _compute(self, keys: Sequence[bytes], running: Sequence[PairBatch]) -> Tensor:
