@@ -56,9 +56,9 @@ from rather.model.policy import PolicyModel
 from rather.model.sizes import few_layers, sizes_of
 from rather.optim.optimizer import Optimizer, schedule
 from rather.parallel.load import compute_dtype, freeze
-from rather.plan.calibrate import measured_speed
-from rather.plan.forecast import Forecast, PairSample, forecast
+from rather.plan.forecast import Forecast, PairSample
 from rather.plan.memory import Device
+from rather.plan.speed import measured_speed
 from rather.train.rank_trainer import RankTrainer
 
 PAGE = Path(__file__).parent.parent / "docs" / "plan.md"
@@ -288,17 +288,9 @@ def planned(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]]) ->
     largest = max(pair.tokens for step in steps for pair in step)
     pairs = PairSample(sum(map(len, steps)), 0, len(steps), 1.0, steps, largest)
     device = Device(kind, there)
-    chosen = forecast(config, sizes, device, pairs, None, reference=case.reference).chosen
-    model = (
-        actor.model_path,
-        actor.model_args,
-        sizes,
-        steps[0],
-        chosen.tokens,
-        kind,
-        chosen.recompute,
-    )
-    return forecast(config, sizes, device, pairs, measured_speed(*model), reference=case.reference)
+    chosen = Forecast(config, sizes, device, pairs, None, reference=case.reference).chosen
+    speed = measured_speed(config, sizes, steps[0], chosen, kind)
+    return Forecast(config, sizes, device, pairs, speed, reference=case.reference)
 
 
 def train(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]], row: Row) -> None:

@@ -49,8 +49,9 @@ from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
 from rather.pipeline.evaluation import concatenate
 from rather.pipeline.pipeline import DPOPipeline
-from rather.tracking import NoTracker, RunTracker, check_installed
 from rather.tracking.json_lines import read_records
+from rather.tracking.run import NoTracker, RunTracker
+from rather.tracking.trackers import check_installed
 from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
 
 log = logging.getLogger(__name__)

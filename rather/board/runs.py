@@ -1,6 +1,4 @@
-"""The runs under a folder: a row of the list for each, its curves, its findings, and how configs
-differ.
-"""
+"""The runs under a folder: rows of the list, curves, findings, and how configs differ."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -17,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from rather.report import downsample
 from rather.report.folder import (
     ANSWERS,
     CONFIG,
@@ -30,12 +27,11 @@ from rather.report.folder import (
     RUN_REPORT,
     STARTS,
     MetricsReader,
-    Record,
     newest_records,
-    read_object,
-    records,
-)
+)  # fmt: skip
+from rather.report.page import downsample
 from rather.run_folder import control
+from rather.tracking.json_lines import JsonObject, flatten, read_lines, read_object
 
 EVENTS = (INCIDENTS, HEALTH, ANSWERS)
 MARKS = {METRICS, control.LOCK, FINISHED, "LATEST", DATA_REPORT}  # one of them makes a run folder
@@ -52,23 +48,19 @@ class FolderProblem(Exception):
 
 
 class RunList:
-    """All runs under a folder. A run is known by its id: what a request says never becomes a
-    path.
-    """
+    """All runs under a folder, known by their ids: what a request says never becomes a path."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self._lock = folder, Lock()
         self._found: dict[str, Path] = {}
-        self._rows: dict[str, tuple[tuple[Any, ...], Record]] = {}
+        self._rows: dict[str, tuple[tuple[Any, ...], JsonObject]] = {}
         self._curves: OrderedDict[str, MetricsReader] = OrderedDict()
-        self._lock = Lock()
 
-    def rows(self) -> list[Record]:
+    def rows(self) -> list[JsonObject]:
         """Return all runs as they are now, by name."""
         with self._lock:
-            self._found = {
-                digest(path.relative_to(self.folder)): path for path in find_runs(self.folder)
-            }
+            found = sorted(_runs_in(self.folder, DEPTH))
+            self._found = {digest(path.relative_to(self.folder)): path for path in found}
             return [self._row(run, path) for run, path in self._found.items()]
 
     def path(self, run: str) -> Path | None:
@@ -76,7 +68,7 @@ class RunList:
             self.rows()
         return self._found.get(run)
 
-    def _row(self, run: str, path: Path) -> Record:
+    def _row(self, run: str, path: Path) -> JsonObject:
         files = (METRICS, RUN_REPORT, STARTS, CONFIG, *EVENTS)
         stamps = tuple(stamp(path / name) for name in files)
         if run not in self._rows or self._rows[run][0] != stamps:
@@ -84,54 +76,40 @@ class RunList:
         name = path.relative_to(self.folder).as_posix() if path != self.folder else path.name
         row = {"id": run, "name": name, **self._rows[run][1]}
         row |= {"state": _state(path, row), "report": (path / REPORT_PAGE).is_file()}
-        # A new line of metrics changes only `version`: what people are reading about the run stays
-        # open.
+        # A new line of metrics changes only `version`: what people are reading stays open.
         row["version"] = digest(stamps, row["state"])
         row["story"] = digest(stamps[3:], row["state"], row["report"])
         return row
 
-    def curves(self, run: str, path: Path, metrics: Sequence[str]) -> Record:
+    def curves(self, run: str, path: Path, metrics: Sequence[str]) -> JsonObject:
         """Return the requested metrics, training and held-out, and the names of all metrics."""
-        known = self._metrics_file(run, path)
-        with known.lock:
-            columns = known.update()
-            lines = {
-                metric: {
-                    name: downsample(*columns[name], POINTS)
-                    for name in sorted(columns, key=lambda name: (name != metric, name))
-                    if name == metric or is_held_out(name, metric)
-                }
-                for metric in metrics
-            }
-            names = sorted(name for name in columns if not name.startswith("eval/"))
-            return {"lines": lines, "metrics": names, "damaged": known.file.damaged}
-
-    def _metrics_file(self, run: str, path: Path) -> MetricsReader:
-        """Return the columns of a run; the least recently used ones are dropped if there are too
-        many points.
-        """
         with self._lock:
             known = self._curves.setdefault(run, MetricsReader(path / METRICS))
             self._curves.move_to_end(run)
-            while (
-                len(self._curves) > 1
-                and sum(each.points for each in self._curves.values()) > MOST_KEPT
-            ):
-                self._curves.popitem(last=False)
-            return known
+            points = {name: each.points for name, each in self._curves.items()}
+            while len(points) > 1 and sum(points.values()) > MOST_KEPT:
+                del points[self._curves.popitem(last=False)[0]]  # the least recently used
+        with known.lock:
+            columns = known.update()
+            lines: JsonObject = {}
+            for metric in metrics:
+                held_out = re.compile(rf"eval/([^/]+/)?{re.escape(metric)}")
+                names = [metric, *sorted(filter(held_out.fullmatch, columns))]
+                found = {name: columns[name] for name in names if name in columns}
+                lines[metric] = {name: downsample(*each, POINTS) for name, each in found.items()}
+            names = sorted(name for name in columns if not name.startswith("eval/"))
+            return {"lines": lines, "metrics": names, "damaged": known.file.damaged}
 
-    def details(self, path: Path) -> Record:
-        """Return config, incidents, findings and answers of a run, and what is wrong with its
-        folder.
-        """
+    def details(self, path: Path) -> JsonObject:
+        """Return config and events of a run, and what is wrong with its folder."""
         problems = []
-        found: Record = {"folder": str(path), "config": {}}
+        found: JsonObject = {"folder": str(path), "config": {}}
         try:
             found["config"] = read_config(path)
         except FolderProblem as problem:
             problems.append(str(problem))
         for name in EVENTS:
-            lines, damaged = records(path / name)
+            lines, damaged = read_lines(path / name)
             left_out = max(0, len(lines) - LAST_EVENTS)
             found[name.removesuffix(".jsonl")] = {"lines": lines[left_out:], "left_out": left_out}
             if damaged:
@@ -139,29 +117,15 @@ class RunList:
         return {**found, "problems": problems}
 
 
-def is_held_out(name: str, metric: str) -> bool:
-    """Return whether `name` is eval/<metric> or eval/<set>/<metric>."""
-    return name == f"eval/{metric}" or (
-        name.startswith("eval/") and name.split("/", 2)[2:] == [metric]
-    )
-
-
-def find_runs(folder: Path) -> list[Path]:
-    """Return run folders, at most DEPTH deep and not inside each other; links are not followed."""
-    return sorted(_runs_in(folder, DEPTH))
-
-
 def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield run folders that are not inside each other; links are not followed."""
     try:
         with os.scandir(folder) as entries:
             inside = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
     except OSError:
         return
-    marks = MARKS & inside.keys()
-    within: list[Path] = []
-    if depth and marks <= {
-        control.LOCK
-    }:  # a lock alone: a new run, or a sweep that contains its runs
+    marks, within = MARKS & inside.keys(), list[Path]()
+    if depth and marks <= {control.LOCK}:  # a lock alone: a new run, or a sweep with its runs
         folders = [name for name, is_folder in inside.items() if is_folder and name[0] != "."]
         within = [run for name in folders for run in _runs_in(folder / name, depth - 1)]
     yield from within or ([folder] if marks else [])
@@ -182,22 +146,27 @@ def stamp(file: Path) -> tuple[int, int] | None:
     return None
 
 
-def _row_of(path: Path) -> Record:
-    row: Record = dict.fromkeys(("step", "total", "loss", "accuracy", "held_out"))
+def _row_of(path: Path) -> JsonObject:
+    row: JsonObject = dict.fromkeys(("step", "total", "loss", "accuracy", "held_out"))
     problems = []
     for part in (_newest_numbers, _model_and_loss):
         try:
             row |= part(path)
         except FolderProblem as problem:
             problems.append(str(problem))
-    row |= {name.removesuffix(".jsonl"): len(records(path / name)[0]) for name in EVENTS[:2]}
-    with suppress(OSError):
-        starts, _ = newest_records(path / STARTS)
-        row["total"] = _number(starts[0].get("total_steps")) if starts else None
-    return row | _times(path) | {"problem": "; ".join(problems)}
+    row |= {name.removesuffix(".jsonl"): len(read_lines(path / name)[0]) for name in EVENTS[:2]}
+    with suppress(OSError, IndexError):
+        row["total"] = _number(newest_records(path / STARTS)[0][0], "total_steps")
+    # When the run last wrote a line, and the duration of its last start.
+    last, began, report = (stamp(path / name) for name in (METRICS, CONFIG, RUN_REPORT))
+    seconds = (last[1] - began[1]) / 1e9 if last and began else 0.0
+    if report and (not began or report[1] >= began[1]):  # else it is from the start before
+        seconds = max(seconds, _number(read_object(path / RUN_REPORT), "seconds") or 0.0)
+    row |= {"changed": last[1] / 1e9 if last else None, "seconds": seconds if seconds > 0 else None}
+    return row | {"problem": "; ".join(problems)}
 
 
-def _newest_numbers(path: Path) -> Record:
+def _newest_numbers(path: Path) -> JsonObject:
     try:
         found, damaged = newest_records(path / METRICS)
     except FileNotFoundError:
@@ -208,20 +177,21 @@ def _newest_numbers(path: Path) -> Record:
         raise FolderProblem(f"{METRICS}: {damaged} of its last lines are damaged")
     trained = next((record for record in found if "loss" in record), {})
     held_out = next((record for record in found if "eval/loss" in record), {})
-    step = found[0].get("step") if found else None
+    step = _number(found[0], "step") if found else None
     return {
         "step": step if isinstance(step, int) else None,
-        "loss": _number(trained.get("loss")),
-        "accuracy": _number(trained.get("rewards/accuracies")),
-        "held_out": _number(held_out.get("eval/rewards/accuracies")),
+        "loss": _number(trained, "loss"),
+        "accuracy": _number(trained, "rewards/accuracies"),
+        "held_out": _number(held_out, "eval/rewards/accuracies"),
     }
 
 
-def _number(value: Any) -> float | None:
+def _number(record: JsonObject, name: str) -> float | None:
+    value = record.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _model_and_loss(path: Path) -> Record:
+def _model_and_loss(path: Path) -> JsonObject:
     """Parse only the lines of these keys: all of 200 configs would take seconds."""
     text = _config_text(path)
     found = _settings("".join(f"{block}\n" for block in LISTED.findall(text)))
@@ -233,23 +203,8 @@ def _model_and_loss(path: Path) -> Record:
     return {"model": str(model or ""), "loss_type": " + ".join(map(str, names))}
 
 
-def _times(path: Path) -> Record:
-    """Return when the run last wrote a line, and the duration of its last start."""
-    last, began, report = (stamp(path / name) for name in (METRICS, CONFIG, RUN_REPORT))
-    seconds = (last[1] - began[1]) / 1e9 if last and began else 0.0
-    if report and (not began or report[1] >= began[1]):  # else it is from the start before
-        seconds = max(seconds, _number(read_object(path / RUN_REPORT).get("seconds")) or 0.0)
-    return {
-        "changed": last[1] / 1e9 if last else None,
-        "seconds": seconds if seconds > 0 else None,
-    }
-
-
-def _state(path: Path, row: Record) -> str:
-    """running: its lock is held. ended: it exported a model. stopped: saved, can be resumed.
-
-    failed: neither.
-    """
+def _state(path: Path, row: JsonObject) -> str:
+    """running: its lock is held; ended: it exported a model; stopped: can be resumed; or failed."""
     if control.holder(path):
         return "running"
     if row["problem"]:
@@ -263,10 +218,8 @@ def _state(path: Path, row: Record) -> str:
 # --- config ---
 
 
-def read_config(path: Path) -> Record:
-    """Return every key, such as actor_train.data_args.file_name, with its value; {} without a
-    config.
-    """
+def read_config(path: Path) -> JsonObject:
+    """Return every key, such as actor_train.data_args.file_name, with its value."""
     return _settings(_config_text(path))
 
 
@@ -281,7 +234,7 @@ def _config_text(path: Path) -> str:
         raise FolderProblem(f"{CONFIG} cannot be read as text") from error
 
 
-def _settings(text: str) -> Record:
+def _settings(text: str) -> JsonObject:
     try:
         # Aliases can expand to billions of values; no run writes them. The C loader overflows its
         # stack on deep lists.
@@ -292,31 +245,15 @@ def _settings(text: str) -> Record:
         raise FolderProblem(f"{CONFIG} is not YAML") from error
     if not isinstance(found, dict):
         raise FolderProblem(f"{CONFIG} contains no settings")
-    return flat(found)
+    return flatten(found)
 
 
-def flat(values: Mapping[Any, Any], above: str = "") -> Record:
-    """Return {"a.b": 1} for {"a": {"b": 1}}."""
-    found: Record = {}
-    for name, value in values.items():
-        key = f"{above}{name}"
-        found |= flat(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
-    return found
-
-
-def differences(configs: Sequence[Record]) -> list[tuple[str, list[str | None]]]:
-    """Return each key on which configs differ, with its value in each; None if one does not have
-    it.
-    """
-    texts = [
-        {
-            key: value if isinstance(value, str) else json.dumps(value, default=str)
-            for key, value in config.items()
-        }
+def differences(configs: Sequence[JsonObject]) -> list[tuple[str, list[str | None]]]:
+    """Return each key on which configs differ, with its value in each; None if it is missing."""
+    texts: list[dict[str, str]] = [
+        {key: x if isinstance(x, str) else json.dumps(x, default=str) for key, x in config.items()}
         for config in configs
     ]
-    rows = [
-        (key, [each.get(key) for each in texts])
-        for key in dict.fromkeys(key for each in texts for key in each)
-    ]
+    keys = dict.fromkeys(key for each in texts for key in each)
+    rows = [(key, [each.get(key) for each in texts]) for key in keys]
     return [row for row in rows if len(set(row[1])) > 1]

@@ -11,9 +11,9 @@ from rather.data.batch import PairBatch
 from rather.errors import MemoryShortage
 from rather.losses.objective import from_config
 from rather.model.sizes import sizes_of
+from rather.parallel.load import compute_dtype
 from rather.parallel.shard import local
-from rather.plan.activations import LayerSettings, head_bytes, kept_bytes
-from rather.plan.state import itemsize
+from rather.plan.memory import LayerBytes
 
 if TYPE_CHECKING:
     from rather.cluster.worker import ActorWorker
@@ -72,10 +72,11 @@ def _per_tokens(worker: ActorWorker, kind: str) -> dict[str, float]:
     if planned and planned.bytes_of_token:
         return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
     sizes, level = sizes_of(*worker.source), planned.recompute if planned else "none"
-    settings = LayerSettings(kind, itemsize(args, kind), level, worker.compiled, args.has_adapter)
-    kept = kept_bytes(sizes, settings) if planned else 0.0
+    size, adapter = compute_dtype(args, kind).itemsize, args.has_adapter
+    layer = LayerBytes(sizes, kind, size, level, worker.compiled, adapter)
+    kept = layer.kept if planned else 0.0
     each = kept * sizes.layers / shape.pp / shape.tp / shape.cp
-    logits = head_bytes(sizes, UNIT, settings, shape.tp)[0]
+    logits = layer.head(UNIT, shape.tp)[0]
     return {
         f"activations of {UNIT} tokens, computed": UNIT * each,
         f"logits of {UNIT} tokens": logits,

@@ -1,7 +1,7 @@
 """Does the state fit? Weights, gradients and optimizer of each worker against the memory that is
 there.
 
-From the headers of the files; no weight is read. It is a lower bound: activations, gathered layers
+From config.json of the model; no weight is read. It is a lower bound: activations, gathered layers
 and fragments come on top, so what is refused here cannot run, and what passes may still be too
 much.
 """
@@ -21,7 +21,7 @@ import torch
 from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
-from rather.plan.state import role_state, stored_shapes
+from rather.plan.memory import known_shapes, role_state
 
 GIB = 1 << 30
 CGROUPS = {  # limit, use, and the file cache that can be given up, by version
@@ -115,7 +115,7 @@ def need_of(
     """Return what each rank holds; None if the model is the policy's, or its files cannot be read
     from here."""
     args = role.model_args.of_other_weights() if model else role.model_args
-    shapes = stored_shapes(model or role.model_path, args.revision)
+    shapes = known_shapes(model or role.model_path, args)
     if shapes is None or (not role.trains and config.reference_is_policy):
         return None
     state = role_state(config, role, kind, shapes, args, narrow=True)

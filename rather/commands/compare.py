@@ -27,7 +27,7 @@ Curve = Mapping[int, float]
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
     """Return all differences as JSON types."""
-    runs = [Folder.of(path) for path in (a, b)]
+    runs = [Folder(path) for path in (a, b)]
     environments = [run.starts[-1]["environment"] if run.starts else {} for run in runs]
     first, second = map(curves_of, runs)
     shared = [name for name in first if name in second and not name.startswith(CLOCK)]

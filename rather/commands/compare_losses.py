@@ -22,7 +22,7 @@ from rather.data.prepare import prepare
 from rather.errors import ConfigError
 from rather.losses.losses import LOSSES, averages
 from rather.losses.objective import PairLoss, configure, from_config
-from rather.report import chart, page, plotly_bundle
+from rather.report.page import chart, page, plotly_bundle
 from rather.run_folder.model_source import Weights, weights_of
 
 POINTS, BINS = 81, 40

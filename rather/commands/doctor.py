@@ -135,7 +135,7 @@ def installed(package: str) -> str | None:
 
 
 def _disk(folder: Path) -> Diagnosis:
-    from rather.plan.disk import free_disk
+    from rather.plan.forecast import free_disk
 
     name, here = f"disk {folder}", folder.expanduser().absolute()
     while not here.exists():
@@ -153,8 +153,8 @@ def _run(config: DPOConfig) -> Iterator[Diagnosis]:
     from rather.config.checks import device_problems
     from rather.model.sizes import sizes_of
     from rather.pipeline.run_summary import device_here
-    from rather.plan.disk import disk_of, free_disk
-    from rather.plan.state import role_state
+    from rather.plan.forecast import disk_of, free_disk
+    from rather.plan.memory import role_state
 
     actor = config.actor_train
     try:
@@ -170,7 +170,7 @@ def _run(config: DPOConfig) -> Iterator[Diagnosis]:
     needed = state.own + state.gathered
     text = f"weights and optimizer need {needed / GIB:.2f} of {memory / GIB:.1f} GiB"
     yield check("model", needed <= memory, text, "see the settings that `rather plan` suggests")
-    room = disk_of(config, sizes, steps=1, pairs=0, data=0, reference=True).total
+    room = sum(disk_of(config, sizes, steps=1, pairs=0, data=0).values())
     free = free_disk(config.run_dir)
     text = f"a checkpoint and the model need {room / GIB:.2f} of {free / GIB:.1f} GiB"
     yield check("room", room <= free, text, "choose another output_dir")

@@ -21,11 +21,18 @@ from rather.errors import ConfigError, RatherError
 from rather.model.sizes import Sizes, sizes_of
 from rather.pipeline.run_summary import device_here, gpu_here, pairs_of
 from rather.pipeline.steps import PreparedSteps
-from rather.plan.calibrate import measured_speed
-from rather.plan.forecast import Forecast, PairSample, assumed_pairs, compiles, forecast
+from rather.plan.forecast import (
+    Alternative,
+    Forecast,
+    PairSample,
+    alternatives,
+    assumed_pairs,
+    best,
+    compiles,
+    enough_devices,
+)
 from rather.plan.memory import Device
-from rather.plan.others import Alternative, alternatives, best, enough_devices
-from rather.plan.speed import GPUS, Speed, listed_speed
+from rather.plan.speed import GPUS, Speed, listed_speed, measured_speed
 
 GIB = 1 << 30
 
@@ -58,7 +65,7 @@ def plan(
     speed = _speed(config, sizes, device, name, pairs)
 
     def judge(other: DPOConfig) -> Forecast:
-        return forecast(other, sizes, device, _for_batch(pairs, other), speed)
+        return Forecast(other, sizes, device, _for_batch(pairs, other), speed)
 
     own = judge(config)
     ways = best(list(alternatives(config, sizes, device.kind, judge)))
@@ -103,9 +110,8 @@ def _speed(
     name = gpu or (gpu_here(device.kind) if compiled else None)
     if name:
         return listed_speed(name, sizes.weights, compiled=compiled)
-    actor, chosen = config.actor_train, forecast(config, sizes, device, pairs, None).chosen
-    model, step = (actor.model_path, actor.model_args, sizes), pairs.sample[0]
-    return measured_speed(*model, step, chosen.tokens, device.kind, chosen.recompute)
+    chosen = Forecast(config, sizes, device, pairs, None).chosen
+    return measured_speed(config, sizes, pairs.sample[0], chosen, device.kind)
 
 
 def verdict(own: Forecast, ways: Sequence[Alternative], more: Alternative | None) -> str:
@@ -127,7 +133,7 @@ def _facts(own: Forecast) -> Iterator[str]:
     host = ", reference offloaded to the host between its turns" if chosen.parked else ""
     narrow = ", gradients summed in bfloat16" if chosen.narrow else ""
     yield (
-        f"layout: {own.layout}; {'compiled' if own.compiled else 'not compiled'}; micro-batches of "
+        f"layout: {own.layout.describe()}; {'compiled' if own.compiled else 'not compiled'}; micro-batches of "
         f"up to {chosen.tokens} tokens, recompute {chosen.recompute}{host}{narrow}"
     )
     yield f"batch: {own.batch}; {own.step_tokens} tokens in {work.batches} micro-batches per rank"
@@ -141,10 +147,11 @@ def _facts(own: Forecast) -> Iterator[str]:
     if own.reference_device:
         size = _size(own.reference_device)
         yield f"reference: {size} of weights on each of its own devices"
-    parts = ", ".join(f"{name} {_size(number)}" for name, number in asdict(disk).items())
+    parts = ", ".join(f"{name} {_size(number)}" for name, number in disk.items())
+    total = sum(disk.values())
     short = "; NOT ENOUGH, choose another output_dir or a smaller max_ckpt_to_keep"
-    enough = "" if disk.total <= own.disk_free else short
-    yield f"disk: {_size(disk.total)} ({parts}) of {_size(own.disk_free)} free{enough}"
+    enough = "" if total <= own.disk_free else short
+    yield f"disk: {_size(total)} ({parts}) of {_size(own.disk_free)} free{enough}"
 
 
 def _size(number: float) -> str:

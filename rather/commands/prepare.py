@@ -61,7 +61,7 @@ def data_command(
     from rather.data.save import save as save_pairs
     from rather.data.show import print_report, show_pairs, token_view
     from rather.data.template import load_tokenizer
-    from rather.report.data_page import data_page
+    from rather.report.sections import data_page
 
     prepared = prepare(given)
     report, console = dict(prepared.report), Console(stderr=as_json)

@@ -48,7 +48,7 @@ def board_command(
     token by token.
     """
     from rather.board.serve import Board
-    from rather.report import plotly_bundle
+    from rather.report.page import plotly_bundle
 
     if not folder.is_dir():
         raise ConfigError(

@@ -26,7 +26,7 @@ import torch
 import typer
 import yaml
 
-from rather.board.runs import FolderProblem, flat, read_config
+from rather.board.runs import FolderProblem, read_config
 from rather.cluster.launch import mappings
 from rather.cluster.spmd import started_by_torchrun
 from rather.commands.compare import JUDGED, best, curves_of, differences
@@ -51,7 +51,7 @@ from rather.pipeline.steps import EVALUATION_CHUNK, PreparedSteps
 from rather.report.folder import METRICS, Folder
 from rather.run_folder import control
 from rather.run_folder.control import StopRequest
-from rather.tracking.json_lines import strict_json
+from rather.tracking.json_lines import flatten, strict_json
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ def plan_sweep(file: Path, overrides: Sequence[str], *, overwrite: bool = False)
             before = read_config(run.config.run_dir)
         except FolderProblem:  # cut off
             before = {}
-        found = differences(before, flat(yaml.safe_load(dump_yaml(run.config)))) if before else {}
+        found = differences(before, flatten(yaml.safe_load(dump_yaml(run.config)))) if before else {}
         changed += [f"  {label}.{key}: {a!r} before, {b!r} now" for key, (a, b) in found.items()]
     if changed and not overwrite:
         lines = "\n".join(changed)
@@ -389,7 +389,7 @@ def results(sweep: Sweep, metric: str | None) -> dict[str, Any]:
     runs = []
     for run in sweep.runs:
         path = run.config.run_dir
-        folder = Folder.of(path) if (path / METRICS).is_file() else None
+        folder = Folder(path) if (path / METRICS).is_file() else None
         curves, times = (curves_of(folder), folder.times) if folder else ({}, {})
         final = {name: curve[max(curve)] for name, curve in curves.items()}
         value = final.get(str(metric))

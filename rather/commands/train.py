@@ -12,7 +12,7 @@ from rather.data.show import print_report
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.control import StopRequest
 from rather.run_folder.layout import DATA_REPORT, locked, write_run_report
-from rather.tracking import close_logging, setup_logging, worker_log
+from rather.tracking.logs import close_logging, setup_logging, worker_log
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 

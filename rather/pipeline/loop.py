@@ -35,7 +35,7 @@ from rather.run_folder import control
 from rather.run_folder.control import StopRequest
 from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import metrics_position
-from rather.tracking import NoTracker, RunTracker
+from rather.tracking.run import NoTracker, RunTracker
 from rather.train.rank_trainer import StepResult
 
 log = logging.getLogger(__name__)

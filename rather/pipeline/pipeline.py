@@ -45,7 +45,8 @@ from rather.run_folder.layout import (
     metrics_position,
     trace_file,
 )
-from rather.tracking import NoTracker, RunTracker, check_installed
+from rather.tracking.run import NoTracker, RunTracker
+from rather.tracking.trackers import check_installed
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from rather.model.sizes import sizes_of
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import PreparedSteps
 from rather.pipeline.timeline import Tally
-from rather.plan.forecast import SAMPLE, Forecast, PairSample, compiles, forecast
+from rather.plan.forecast import SAMPLE, Forecast, PairSample, compiles
 from rather.plan.memory import Device
 from rather.plan.speed import GPUS, listed_speed
 from rather.report.starts import record_start
@@ -120,7 +120,7 @@ def forecast_of(
         speed = listed_speed(
             name, sizes.weights, compiled=compiles(config, sizes, device, pairs.steps)
         )
-    return forecast(config, sizes, device, pairs, speed, reference=reference)
+    return Forecast(config, sizes, device, pairs, speed, reference=reference)
 
 
 def pairs_of(source: PreparedSteps) -> PairSample:

@@ -26,8 +26,8 @@ from rather.config.schema import DPOConfig, SpikeArgs
 from rather.errors import CheckpointError, ConfigError, DiskError, HangError, WorkerError
 from rather.losses.metrics import Window
 from rather.pipeline.identity import refuse_other_run
-from rather.plan.disk import checkpoint_bytes
-from rather.plan.state import stored_shapes
+from rather.plan.forecast import checkpoint_bytes
+from rather.plan.memory import known_shapes
 from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import FINISHED, checkpoint_to_resume, named_checkpoint
 from rather.tracking.json_lines import current_name
@@ -339,5 +339,5 @@ def _estimated_bytes(config: DPOConfig) -> int:
     """Return the bytes of a checkpoint, computed from the shapes of the weights."""
     actor, shapes = config.actor_train, None
     if actor.model_args.model_name_or_path:  # else the model came in memory
-        shapes = stored_shapes(actor.model_path, actor.model_args.revision)
+        shapes = known_shapes(actor.model_path, actor.model_args)
     return checkpoint_bytes(config, shapes or {})

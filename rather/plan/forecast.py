@@ -1,26 +1,32 @@
-"""The forecast of one config on one kind of device: memory by part, time, disk, whether it fits."""
+"""The forecast of a config on a kind of device: memory, time, disk; and of other settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
-from rather.plan.disk import DiskBytes, disk_of, free_disk
-from rather.plan.memory import Chosen, Device, MemoryForecast, MemoryParts, Work
+from rather.errors import ConfigError
+from rather.plan.memory import Device, MemoryForecast, adapter_weights
 from rather.plan.speed import GIB, Flops, Speed, StepSeconds, seconds_of_step, worth_compiling
+from rather.reference.logprob_cache import RECORD
 
 if TYPE_CHECKING:
-    from rather.model.sizes import Sizes
+    from rather.model.sizes import Shapes, Sizes
 
 SAMPLE = 2  # steps that are packed
 CPU_GROWTH = "growth of the resident set since before the models were loaded"
 CUDA_PEAK = "torch.cuda.max_memory_allocated without planning and the CUDA context (about 0.5 GiB)"
+SAVED = {"exact": 12, "lean": 6}  # bytes of a weight with its moments in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -37,37 +43,54 @@ class PairSample:
     assumed: str = ""  # why there is no data to look at
 
 
-@dataclass(frozen=True)
 class Forecast:
     """The forecast of one device of the policy; all are alike."""
 
-    config: DPOConfig
-    device: Device
-    layout: str
-    compiled: bool
-    chosen: Chosen
-    work: Work
-    parts: MemoryParts
-    reference_device: float  # bytes of a device that the reference has for itself
-    pairs: PairSample
-    step_tokens: int
-    seconds: StepSeconds | None
-    evaluation_seconds: float
-    speed: str
-    disk: DiskBytes
-    disk_free: int
+    def __init__(
+        self,
+        config: DPOConfig,
+        sizes: Sizes,
+        device: Device,
+        pairs: PairSample,
+        speed: Speed | None,
+        *,
+        reference: bool = True,
+    ) -> None:
+        """A complete log-prob cache makes the `reference` unnecessary."""
+        self.config, self.device, self.pairs = config, device, pairs
+        self.compiled = compiles(config, sizes, device, pairs.steps)
+        memory = MemoryForecast(config, sizes, device, reference=reference, compiled=self.compiled)
+        self.layout, step = memory.layout, pairs.sample[0]
+        self.chosen = memory.chosen(pairs.sample, pairs.largest)
+        self.work = memory.work(self.chosen, pairs.sample)
+        self.parts = memory.peak(self.chosen, self.work)
+        self.reference_device = 0.0 if memory.shares_device else memory.reference_bytes
+        packed = memory.pack(step, self.chosen)
+        self.step_tokens = sum(batch.real_tokens for batch in packed)
+        self.seconds: StepSeconds | None = None
+        self.run_seconds: float | None = None
+        self.speed = speed.source if speed else ""
+        if speed:
+            share = 1 / self.layout.dp
+            own, seen = (
+                Flops.of(b, sizes, share=share) for b in (packed, memory.pack_forward(step))
+            )
+            self.seconds = seconds_of_step(
+                memory, speed, own, seen, self.chosen.recompute, self.work.batches
+            )
+            forward = seen.layers / speed.forward + seen.head / speed.head
+            evaluation = forward / len(step) * pairs.held_out / (self.layout.devices * share)
+            evaluations = 1 + max(1, pairs.steps // config.eval_steps if config.eval_steps else 0)
+            self.run_seconds = pairs.steps * self.seconds.total + evaluations * evaluation
+        everything = pairs.count + pairs.held_out if memory.with_reference else 0
+        self.disk = disk_of(
+            config, sizes, steps=pairs.steps, pairs=everything, data=pairs.data_bytes
+        )
+        self.disk_free = free_disk(config.run_dir)
 
     @property
     def fits(self) -> bool:
         return self.chosen.fits and self.parts.total <= self.device.memory
-
-    @property
-    def run_seconds(self) -> float | None:
-        if self.seconds is None:
-            return None
-        every, steps = self.config.eval_steps, self.pairs.steps
-        evaluations = 1 + max(1, steps // every if every else 0) if self.pairs.held_out else 0
-        return steps * self.seconds.total + evaluations * self.evaluation_seconds
 
     @property
     def batch(self) -> str:
@@ -76,20 +99,19 @@ class Forecast:
         if self.config.train_batch_size:
             return f"train_batch_size = {pairs} pairs per step"
         size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-        dp = layout(self.config.actor_train).dp
-        product = f"{size} per device x {steps} accumulated x {dp} data-parallel"
-        return f"{product} = {size * steps * dp} pairs per step"
+        return (
+            f"{size} per device x {steps} accumulated x {self.layout.dp} data-parallel = {pairs} "
+            "pairs per step"
+        )
 
     def as_json(self) -> dict[str, Any]:
         chosen, work, pairs = self.chosen, self.work, self.pairs
+        memory = {**asdict(self.parts), "total": self.parts.total}
         return {
             "fits": self.fits,
-            "layout": self.layout,
+            "layout": self.layout.describe(),
             "device": {"kind": self.device.kind, "memory_bytes": round(self.device.memory)},
-            "memory_bytes": {
-                **{name: round(number) for name, number in asdict(self.parts).items()},
-                "total": round(self.parts.total),
-            },
+            "memory_bytes": {name: round(number) for name, number in memory.items()},
             "reference_device_bytes": round(self.reference_device),
             "micro_batch": {
                 "tokens": chosen.tokens,
@@ -111,73 +133,19 @@ class Forecast:
             "seconds": asdict(self.seconds) if self.seconds else None,
             "seconds_of_run": self.run_seconds,
             "speed": self.speed,
-            "disk_bytes": {name: round(number) for name, number in asdict(self.disk).items()},
+            "disk_bytes": {name: round(number) for name, number in self.disk.items()},
             "disk_free_bytes": self.disk_free,
             "counted": CPU_GROWTH if self.device.kind == "cpu" else CUDA_PEAK,
         }
 
     def line(self) -> str:
         """Return the forecast as one line for the console."""
-        parts, available = asdict(self.parts), self.device.memory / GIB
-        largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+        largest = sorted(asdict(self.parts).items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {number / GIB:.3g}" for name, number in largest)
         time = f"; {self.seconds.total:.3g} s per step" if self.seconds else ""
-        total, fits = self.parts.total / GIB, "fits" if self.fits else "may NOT fit"
+        total, available = self.parts.total / GIB, self.device.memory / GIB
+        fits = "fits" if self.fits else "may NOT fit"
         return f"forecast: {total:.3g} of {available:.3g} GiB ({listed}): {fits}{time}"
-
-
-def forecast(
-    config: DPOConfig,
-    sizes: Sizes,
-    device: Device,
-    pairs: PairSample,
-    speed: Speed | None,
-    *,
-    reference: bool = True,
-) -> Forecast:
-    """Return the forecast. A complete log-prob cache makes the `reference` unnecessary."""
-    compiled = compiles(config, sizes, device, pairs.steps)
-    memory = MemoryForecast(config, sizes, device, reference=reference, compiled=compiled)
-    chosen = memory.chosen(pairs.sample, pairs.largest)
-    work = memory.work(chosen, pairs.sample)
-    packed = memory.pack(pairs.sample[0], chosen)
-    share = 1 / memory.layout.dp
-    seconds, evaluation = None, 0.0
-    if speed is not None:
-        own, seen = (
-            Flops.of(b, sizes).times(share) for b in (packed, memory.pack_forward(pairs.sample[0]))
-        )
-        seconds = seconds_of_step(
-            speed, own, seen if memory.with_reference else None, sizes, memory.layout,
-            chosen.recompute, trained=memory.state().trained, adapter=memory.args.has_adapter,
-            lean=config.precision == "lean", batches=work.batches,
-        )  # fmt: skip
-        forward = seen.layers / speed.forward + seen.head / speed.head
-        evaluation = (
-            forward / len(pairs.sample[0]) * pairs.held_out / (memory.layout.devices * share)
-        )
-    shared = memory.reference_bytes() > 0 or config.reference_is_policy
-    apart = memory.with_reference and not shared
-    return Forecast(
-        config=config,
-        device=device,
-        layout=memory.layout.describe(),
-        compiled=compiled,
-        chosen=chosen,
-        work=work,
-        parts=memory.peak(chosen, work),
-        reference_device=memory.own_reference_bytes() if apart else 0.0,
-        pairs=pairs,
-        step_tokens=sum(batch.real_tokens for batch in packed),
-        seconds=seconds,
-        evaluation_seconds=evaluation,
-        speed=speed.source if speed else "",
-        disk=disk_of(
-            config, sizes, steps=pairs.steps, pairs=pairs.count + pairs.held_out,
-            data=pairs.data_bytes, reference=memory.with_reference,
-        ),
-        disk_free=free_disk(config.run_dir),
-    )  # fmt: skip
 
 
 def compiles(config: DPOConfig, sizes: Sizes, device: Device, steps: int) -> bool:
@@ -190,16 +158,167 @@ def compiles(config: DPOConfig, sizes: Sizes, device: Device, steps: int) -> boo
 
 def assumed_pairs(config: DPOConfig, why: str) -> PairSample:
     """Return one step of pairs as long as sequence_length allows, half of it prompt."""
-    prompt, answer = (
-        config.sequence_length // 2,
-        config.sequence_length - config.sequence_length // 2,
-    )
-    draw = np.random.default_rng(0)
-
-    def pair() -> TokenPair:
-        ids = [draw.integers(0, 1 << 30, n).astype(np.int32) for n in (prompt, answer, answer)]
-        scored = ((prompt, prompt + answer),)
-        return TokenPair(ids[0], ids[1], ids[2], scored, scored)
-
-    step = [pair() for _ in range(config.global_batch())]
+    prompt = config.sequence_length // 2
+    answer = config.sequence_length - prompt
+    draw, scored = np.random.default_rng(0), ((prompt, prompt + answer),)
+    lengths = [(prompt, answer, answer)] * config.global_batch()
+    ids = [[draw.integers(0, 1 << 30, n).astype(np.int32) for n in each] for each in lengths]
+    step = [TokenPair(one, two, three, scored, scored) for one, two, three in ids]
     return PairSample(0, 0, config.max_steps or 0, 0.0, [step], step[0].tokens, assumed=why)
+
+
+# --- disk ---
+
+
+def checkpoint_bytes(config: DPOConfig, shapes: Shapes) -> int:
+    """Return the bytes of one checkpoint; with an adapter it holds only the adapter's weights."""
+    args = config.actor_train.model_args
+    trained = adapter_weights(args, shapes) if args.has_adapter else sum(map(prod, shapes.values()))
+    return trained * SAVED[config.precision]
+
+
+def disk_of(
+    config: DPOConfig, sizes: Sizes, *, steps: int, pairs: int, data: int
+) -> dict[str, float]:
+    """Return the bytes of a run by purpose; `pairs` have reference log-probs.
+
+    While a checkpoint is written, those that are kept are still there.
+    """
+    each, model = checkpoint_bytes(config, sizes.shapes), sizes.weights * sizes.stored
+    saves = max(1, -(-steps // config.save_steps)) if config.save_steps else 1
+    kept = min(saves, (config.max_ckpt_to_keep or saves) + 1)
+    each += model if config.sync_ref_model else 0
+    args = config.actor_train.model_args
+    model += 4 * adapter_weights(args, sizes.shapes) if args.has_adapter else 0
+    return {
+        "checkpoints": kept * each,
+        "model": model * (2 if config.save_best else 1),
+        "data": data,
+        "reference": 2 * 2 * RECORD * pairs,  # both answers, in the cache and in the run's log
+    }
+
+
+def free_disk(folder: Path) -> int:
+    """Return the free bytes where the folder is, or will be made."""
+    here = folder.expanduser().absolute()
+    while not here.exists():
+        here = here.parent
+    return shutil.disk_usage(here).free
+
+
+# --- other settings for the same run ---
+
+STRATEGY, ARGS = "actor_train.strategy_args", "actor_train.model_args"
+NAME = f"{STRATEGY}.strategy_name"
+RECOMPUTE = f"{STRATEGY}.strategy_config.recompute_granularity"
+TOKENS = "actor_train.max_tokens_per_microbatch_in_train"
+LORA, FULL = {f"{ARGS}.lora_rank": 16}, {RECOMPUTE: "full"}
+
+Change = Mapping[str, Any]
+Judge = Callable[[DPOConfig], Forecast]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Settings to add to the command, and their forecast."""
+
+    change: Change
+    forecast: Forecast
+
+    @property
+    def overrides(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.change.items())
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """Sort those that fit by speed, then by memory, and the others by memory."""
+        found, seconds = self.forecast, 0.0
+        if found.fits and found.seconds:
+            seconds = float(f"{found.seconds.total / found.config.global_batch():.2g}")
+        return not found.fits, seconds, found.parts.total
+
+
+def changed(config: DPOConfig, change: Change) -> DPOConfig:
+    """Return the config with some settings changed, checked like a file."""
+    values = config.model_dump(exclude_unset=True)
+    for key, value in change.items():
+        *parents, last = key.split(".")
+        section = values
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return config_from_dict(values)
+
+
+def on_devices(config: DPOConfig, count: int) -> DPOConfig:
+    """Return the config on `count` devices; a reference that shared its devices still does."""
+    actor = config.actor_train.device_mapping or [0]
+    reference = config.reference.device_mapping or [0]
+    own = list(range(count))
+    change: dict[str, Any] = {"actor_train.device_mapping": own, "reference.device_mapping": own}
+    total = count
+    if reference != actor:
+        total = count + len(reference)
+        change["reference.device_mapping"] = list(range(count, total))
+    if config.num_gpus_per_node is not None:
+        change |= {"num_nodes": 1, "num_gpus_per_node": total}
+    return changed(config, change)
+
+
+def candidates(config: DPOConfig, sizes: Sizes, kind: str) -> Iterator[Change]:
+    """Yield settings that change memory or speed; last those that change what is learned."""
+    found, given = layout(config.actor_train), config.actor_train.max_tokens_per_microbatch_in_train
+    levels = [level for level in ("selective", "full") if level != found.recompute]
+    alone, devices = found.devices == 1, found.devices
+    usual = not alone or kind == "cpu"  # one GPU chooses the tokens by itself
+    for tokens in (2048, 4096) if alone else (4096, 8192, 16384):
+        if (usual and not given) or (given and given > tokens):
+            yield {TOKENS: tokens}
+    if alone:
+        yield from ({RECOMPUTE: level} for level in levels)
+    if alone and kind == "cuda":
+        if config.reference.offload != "on":
+            yield from ({"reference.offload": "on"}, {"reference.offload": "on", **FULL})
+        if config.precision != "lean":
+            yield from ({"precision": "lean"}, {"precision": "lean", **FULL})
+    degrees = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if devices % (tp * pp) == 0]
+    for tp, pp in [] if alone else degrees:
+        if sizes.heads % tp or sizes.key_heads % tp or sizes.layers < pp:
+            continue
+        axes = {f"{STRATEGY}.tp_size": tp, f"{STRATEGY}.pp_size": pp}
+        sized = {key: size for key, size in axes.items() if size > 1}
+        for name in ("zero1", "zero2", "zero3") if devices > tp * pp else ("ddp",):
+            yield {NAME: name, **sized}
+            yield from ({NAME: name, **sized, RECOMPUTE: level} for level in levels[:1])
+    if not config.actor_train.model_args.has_adapter:
+        yield LORA
+        if kind == "cuda" and alone:
+            yield {**LORA, f"{ARGS}.quantization": "4bit"}
+
+
+def alternatives(config: DPOConfig, sizes: Sizes, kind: str, judge: Judge) -> Iterator[Alternative]:
+    """Yield the alternatives that the checks of the config accept."""
+    for change in candidates(config, sizes, kind):
+        try:
+            yield Alternative(change, judge(changed(config, change)))
+        except ConfigError:
+            continue
+
+
+def best(options: Sequence[Alternative], count: int = 6) -> list[Alternative]:
+    """Return those that fit, fastest first; if none fits, those that need least memory."""
+    fitting = [option for option in options if option.forecast.fits]
+    return sorted(fitting or options, key=lambda option: option.rank)[:count]
+
+
+def enough_devices(config: DPOConfig, judge: Judge) -> Alternative | None:
+    """Return the fewest devices that hold the run if everything is divided among them."""
+    change = {NAME: "zero3", **FULL}
+    for count in (2, 4, 8, 16, 32, 64):
+        try:
+            found = judge(on_devices(changed(config, change), count))
+        except ConfigError:
+            continue
+        if found.fits:
+            return Alternative({"actor_train.device_mapping": f"0-{count - 1}", **change}, found)
+    return None

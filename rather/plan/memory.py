@@ -1,34 +1,225 @@
-"""The peak memory of one device by part, and the micro-batches that a run would choose."""
+"""The peak memory of one device by part, and the micro-batches that a run would choose.
+
+Activations are counted from what autograd keeps of a decoder layer: rows as wide as the residual
+stream (hidden), queries, keys and the MLP (inner). They were checked against the saved tensors on
+a CPU and against measured peaks of an H200.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from rather.config.schema import DPOConfig
-from rather.config.strategies import Layout, layout
+from rather.checkpoint.sharded_tensors import ShardedFiles
+from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs, RoleConfig, as_list
+from rather.config.strategies import layout
 from rather.data.pack import pack
+from rather.errors import ConfigError, RatherError
 from rather.losses.objective import from_config
 from rather.model.budget import LADDER, LEAST, PARKING_PAYS, REHEARSED, SHARE, TOKENS
-from rather.model.head import CHUNK_BYTES
+from rather.model.head import CHUNK_BYTES, KEEP_BYTES
 from rather.model.layers import LEVELS, Recompute
-from rather.plan.activations import (
-    LayerSettings,
-    backward_bytes,
-    forward_bytes,
-    head_bytes,
-    kept_bytes,
-)
-from rather.plan.state import FOUR_BITS, RoleState, itemsize, role_state
+from rather.model.sizes import Shapes, Sizes, sizes_of
+from rather.optim.adamw import BLOCK
+from rather.parallel.load import compute_dtype
 
 if TYPE_CHECKING:
     from rather.data.batch import PairBatch, TokenPair
-    from rather.model.sizes import Sizes
 
+FOUR_BITS = 0.5  # bytes; scales are counted separately
+SCALES = 1 / 64 + 4 / (64 * 256)  # bytes of the scales of a four-bit weight
+KEYS_GATHERED = 1.25  # on a CPU keys and values are copied for each answer, the prompt's again
 # Of the libraries: products, random numbers, pinned batches.
 WORKSPACE = {"cuda": 64 << 20, "cpu": 32 << 20}
-SCALES = 1 / 64 + 4 / (64 * 256)  # bytes of the scales of a four-bit weight
+
+
+# --- weights, gradients and optimizer of one rank ---
+
+
+class WeightBytes(NamedTuple):
+    """Bytes of one weight, by purpose."""
+
+    weights: float
+    gradients: float = 0.0
+    master: float = 0.0
+    moments: float = 0.0
+
+
+class Part(NamedTuple):
+    """Weights that are treated alike: their number, their bytes, and extra bytes on every rank."""
+
+    number: int
+    each: WeightBytes
+    gathered: float
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """What the ranks of a role hold: `cut` by tp and pp, with the optimizer in `shards`."""
+
+    parts: tuple[Part, ...]
+    shards: int
+    cut: int
+
+    @property
+    def total(self) -> float:
+        """The bytes of all ranks together, if nothing is held twice."""
+        return sum(part.number * sum(part.each) for part in self.parts)
+
+    @property
+    def own(self) -> float:
+        """The bytes of one rank, without what is gathered."""
+        return self.total / self.shards / self.cut
+
+    @property
+    def gathered(self) -> float:
+        return sum(part.number * part.gathered for part in self.parts) / self.cut
+
+    @property
+    def by_purpose(self) -> WeightBytes:
+        """The bytes of `own` by purpose."""
+        columns = zip(*([part.number * x for x in part.each] for part in self.parts), strict=True)
+        return WeightBytes(*(sum(column) / self.shards / self.cut for column in columns))
+
+    @property
+    def trained(self) -> int:
+        return sum(part.number for part in self.parts if part.each.moments)
+
+
+def role_state(
+    config: DPOConfig,
+    role: RoleConfig,
+    kind: str,
+    shapes: Shapes,
+    args: ModelArgs,
+    *,
+    narrow: bool = False,
+) -> RoleState:
+    """Return the state of a role. `narrow`: gradients are summed in bfloat16, as a last resort."""
+    found, compute = layout(role), compute_dtype(args, kind).itemsize
+    # In a step zero1 and zero2 hold all weights, zero1 also all gradients; those that are summed in
+    # lanes are counted elsewhere.
+    gathered = compute * (0, 1 if found.canonical else 2, 1, 0)[found.stage]
+    if not role.trains:
+        each = WeightBytes(compute)
+    elif compute == 4 or found.dp * found.cp > 1:  # shards are float32 masters
+        each = WeightBytes(4, 4, 0, 8)
+    elif args.dtype == "fp16":  # has a whole master
+        each = WeightBytes(2, 4, 4, 8)
+    elif config.precision == "lean":
+        each = WeightBytes(2, 2, 0, 2 + 4 / BLOCK)
+    else:  # bfloat16 has the remainder of a master
+        each = WeightBytes(2, 2 if narrow and found.devices == 1 else 4, 2, 8)
+    weights = sum(map(prod, shapes.values()))
+    parts: tuple[Part, ...] = (Part(weights, each, gathered),)
+    if args.has_adapter:
+        base = WeightBytes(FOUR_BITS if args.quantization else compute)
+        adapter = Part(adapter_weights(args, shapes), each, gathered)
+        parts = (Part(weights, base, compute if gathered else 0), adapter)
+    return RoleState(parts, found.shard * found.cp if found.stage else 1, found.tp * found.pp)
+
+
+def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
+    """Return how many weights the adapter of a role has, given the shapes of the base."""
+    if args.adapter_name_or_path is not None:
+        folder = Path(args.adapter_name_or_path).expanduser()
+        with suppress(OSError, RatherError):
+            saved = ShardedFiles([folder / "adapter_model.safetensors"])
+            return sum(prod(saved.shape(name)) for name in saved)
+        return 0
+    assert isinstance(args, ActorModelArgs)
+    targets = as_list(args.lora_target or "all-linear")
+    wanted = [
+        sum(shape)
+        for name, shape in shapes.items()
+        if ".layers." in name
+        and len(shape) == 2
+        and (targets == ["all-linear"] or name.split(".")[-2] in targets)
+    ]
+    return (args.lora_rank or 8) * sum(wanted)
+
+
+def known_shapes(name: str, args: ModelArgs) -> Shapes | None:
+    """Return the shapes of a model's weights; None if its config.json cannot be used."""
+    with suppress(ConfigError):
+        return sizes_of(name, args).shapes
+    return None
+
+
+# --- what a micro-batch adds ---
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """The bytes per token of a decoder layer that runs in this way, and those of the head."""
+
+    sizes: Sizes
+    kind: str  # of the device: cpu or cuda
+    itemsize: int
+    recompute: Recompute = "none"
+    compiled: bool = False
+    adapter: bool = False  # the base is frozen, and its linear layers have adapters
+
+    @property
+    def kept(self) -> float:
+        """What is kept until the backward pass."""
+        if self.recompute == "none":
+            return self._everything
+        sizes = self.sizes
+        numbers = float(sizes.hidden)  # the input of the layer
+        if self.recompute != "full":
+            # Products and attention.
+            numbers += 2 * sizes.query + 2 * sizes.key + (1 if self.compiled else 2) * sizes.hidden
+        if self.recompute == "half":
+            numbers += sizes.inner
+            # Every second wide product: those of an adapter are wide, and both that open the MLP
+            # count.
+            if self.adapter:
+                numbers += sizes.inner + sizes.query + sizes.key + sizes.hidden
+        return numbers * self.itemsize
+
+    @property
+    def _everything(self) -> float:
+        """What is kept if nothing is recomputed; a compiler recomputes norms and a wide product."""
+        sizes = self.sizes
+        attention, mlp = 2 * sizes.query + 2.0 * sizes.key, (3 if sizes.gated else 2) * sizes.inner
+        if self.compiled:
+            return (4 * sizes.hidden + attention + mlp) * self.itemsize
+        # A norm keeps its input (in float32), its normalised rows if its weight is trained, and its
+        # result.
+        norm = 4 / self.itemsize + 1 + (not self.adapter)
+        if self.kind == "cpu":
+            attention = 3 * sizes.query + 2 * KEYS_GATHERED * sizes.key
+        return (norm * sum(sizes.norms) + attention + mlp + sizes.inner) * self.itemsize
+
+    @property
+    def backward(self) -> float:
+        """What the layer needs in its backward pass: recomputed rows and gradients."""
+        gradients = float((3 * self.sizes.inner + 2 * self.sizes.hidden) * self.itemsize)
+        if self.recompute == "none":
+            return gradients
+        kept = self.kept if self.recompute != "full" else 0.0
+        return max(0.0, self._everything - kept) + gradients
+
+    def head(self, rows: float, tp: int = 1) -> tuple[float, float]:
+        """Return the bytes of (logits, gradients of the head) for scored tokens.
+
+        Logits above the limit are computed again in chunks, which are summed in float32.
+        """
+        words, hidden = self.sizes.vocabulary / tp, self.sizes.hidden
+        logits, both = rows * words * self.itemsize, 2 * rows * hidden * self.itemsize
+        weights = 0.0 if self.adapter else words * hidden
+        if logits <= KEEP_BYTES[self.kind]:
+            return logits, both + weights * self.itemsize
+        chunk = min(logits, CHUNK_BYTES[self.kind])
+        return chunk, both + weights * (4 + (self.itemsize if self.itemsize < 4 else 0))
+
+
+# --- everything of one device ---
 
 
 @dataclass(frozen=True)
@@ -67,7 +258,7 @@ class Chosen:
     recompute: Recompute
     narrow: bool  # gradients in bfloat16
     parked: bool  # the reference waits on the host
-    fits: bool
+    fits: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,12 +275,17 @@ class MemoryForecast:
     def __init__(
         self, config: DPOConfig, sizes: Sizes, device: Device, *, reference: bool, compiled: bool
     ) -> None:
-        self.config, self.sizes, self.device = config, sizes, device
-        self.layout: Layout = layout(config.actor_train)
-        self.args = config.actor_train.model_args
-        self.compute = itemsize(self.args, device.kind)
-        self.compiled = compiled and device.kind == "cuda"
+        self.config, self.sizes, self.device, self.kind = config, sizes, device, device.kind
+        self.layout, self.args = layout(config.actor_train), config.actor_train.model_args
+        self.compute, self.compiled = compute_dtype(self.args, self.kind).itemsize, compiled
         self.with_reference = reference and from_config(config).needs_reference
+        self.reference_bytes = 0.0  # of a device of its own, or shared with the policy
+        if self.with_reference and not config.reference_is_policy:
+            role = config.reference
+            state = role_state(config, role, self.kind, sizes.shapes, role.model_args)
+            self.reference_bytes = state.own + (state.gathered if state.shards > 1 else 0.0)
+        mappings = (config.reference.device_mapping, config.actor_train.device_mapping)
+        self.shares_device = (mappings[0] or [0]) == (mappings[1] or [0])
         # Widths of one tp rank; with sequence parallelism the residual stream is divided too.
         tp = self.layout.tp
         self.part = replace(
@@ -101,60 +297,34 @@ class MemoryForecast:
         )
 
     def state(self, *, narrow: bool = False) -> RoleState:
-        role, kind = self.config.actor_train, self.device.kind
-        return role_state(self.config, role, kind, self.sizes.shapes, self.args, narrow=narrow)
-
-    # --- between steps ---
-
-    def reference_bytes(self) -> float:
-        """Return the bytes of a reference on the same device."""
-        config = self.config
-        actor, reference = config.actor_train.device_mapping, config.reference.device_mapping
-        shares = (reference or [0]) == (actor or [0])
-        if not self.with_reference or not shares or config.reference_is_policy:
-            return 0.0
-        return self.own_reference_bytes()
-
-    def own_reference_bytes(self) -> float:
-        """Return the bytes of the reference on a device of its role."""
-        role, kind = self.config.reference, self.device.kind
-        state = role_state(self.config, role, kind, self.sizes.shapes, role.model_args)
-        return state.own + (state.gathered if state.shards > 1 else 0.0)
+        role, shapes = self.config.actor_train, self.sizes.shapes
+        return role_state(self.config, role, self.kind, shapes, self.args, narrow=narrow)
 
     def resting(self, *, narrow: bool, parked: bool) -> MemoryParts:
         """Return weights and optimizer between two steps, and gradients as they are in one."""
-        state = self.state(narrow=narrow)
-        own, held = state.by_purpose, MemoryParts()
-        if not (self.layout.host and self.device.kind == "cuda"):
-            weights = own.weights + self._quantization_bytes()
-            held = MemoryParts(weights, own.gradients, own.master, own.moments)
-        reference = 0.0 if parked else self.reference_bytes()
+        state, held, inner = self.state(narrow=narrow), MemoryParts(), self.sizes.in_layers
+        if not (self.layout.host and self.kind == "cuda"):
+            held = MemoryParts(*state.by_purpose)
+            if self.args.quantization:  # scales; embeddings, head and norms as they are stored
+                rest = (self.sizes.weights - inner) * (self.compute - FOUR_BITS)
+                held = replace(held, weights=held.weights + (inner * SCALES + rest))
+        reference = self.reference_bytes if self.shares_device and not parked else 0.0
         return replace(held, reference=reference, buffers=self._gathered_bytes(state))
-
-    def _quantization_bytes(self) -> float:
-        """Return what a four-bit base needs on top: scales; embeddings, head, norms as stored."""
-        if not self.args.quantization:
-            return 0.0
-        inner = self.sizes.in_layers
-        return inner * SCALES + (self.sizes.weights - inner) * (self.compute - FOUR_BITS)
 
     def _gathered_bytes(self, state: RoleState) -> float:
         """Return copies in the computing precision, and layers in transit between ranks."""
         found, compute = self.layout, self.compute
         if found.dp * found.cp == 1:
             return 0.0
-        whole, trained = (number / state.cut for number in (self.sizes.weights, state.trained))
         if found.stage == 0:
-            return whole * compute if compute < 4 else 0.0
+            return self.sizes.weights / state.cut * compute if compute < 4 else 0.0
         if found.stage < 3:
             # With zero1 the gradients that wait are float32.
-            wide = (4 - compute) * trained if found.stage == 1 and compute < 4 else 0.0
-            return state.gathered + wide
+            waiting = found.stage == 1 and compute < 4
+            return state.gathered + (state.trained / state.cut * (4 - compute) if waiting else 0.0)
         layer = self.sizes.in_layers / self.sizes.layers / found.tp
         outside = (self.sizes.weights - self.sizes.in_layers) / found.tp
         return (2 * layer + outside) * compute + layer * 4
-
-    # --- in a step ---
 
     def peak(self, chosen: Chosen, work: Work) -> MemoryParts:
         """Return the parts at the moment that needs most."""
@@ -162,74 +332,63 @@ class MemoryForecast:
 
     def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
         """Yield the parts at the head, in a layer, at the end of backward, without gradients."""
-        part, found, size = self.part, self.layout, self.compute
-        settings = LayerSettings(
-            self.device.kind, size, chosen.recompute, self.compiled, self.args.has_adapter,
-            found.offload,
-        )  # fmt: skip
+        part, found, size, adapter = self.part, self.layout, self.compute, self.args.has_adapter
+        layer = LayerBytes(part, self.kind, size, chosen.recompute, self.compiled, adapter)
         resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
         # The first micro-batch finds no gradients.
         before = resting if work.batches > 1 else replace(resting, gradients=0.0)
         tokens, rows = work.tokens / found.cp, work.rows / found.cp
         # A pipeline stage holds the layers of several micro-batches.
         layers = -(-part.layers // found.pp) * min(found.pp, work.batches)
-        each = 0.0 if settings.offload else kept_bytes(part, settings)
         outside = (4 / size + 2) * part.hidden * size  # embedding, last norm
-        kept = tokens * (each * layers + outside)
-        extra = float(WORKSPACE[self.device.kind])
-        logits, gradients = head_bytes(self.sizes, rows, settings, found.tp)
+        kept = tokens * ((0.0 if found.offload else layer.kept) * layers + outside)
+        extra = float(WORKSPACE[self.kind])
+        logits, gradients = replace(layer, sizes=self.sizes).head(rows, found.tp)
         buffers = before.buffers + gradients + extra
         yield replace(before, activations=kept, logits=logits, buffers=buffers)
-        layer = tokens * backward_bytes(part, settings) + extra
-        head = 0.0 if settings.adapter else part.of_head / found.tp * size
-        waiting = head if part.tied else 0.0  # for the gradient of the embedding
-        yield replace(before, activations=kept, buffers=before.buffers + layer + waiting)
-        first = tokens * (kept_bytes(part, settings) + outside)  # whose backward is the last
-        yield replace(resting, activations=first, buffers=resting.buffers + layer + waiting + head)
+        busy = tokens * layer.backward + extra
+        head = 0.0 if adapter else part.of_head / found.tp * size
+        busy += head if part.tied else 0.0  # waits for the gradient of the embedding
+        yield replace(before, activations=kept, buffers=before.buffers + busy)
+        first = tokens * (layer.kept + outside)  # whose backward is the last
+        yield replace(resting, activations=first, buffers=resting.buffers + busy + head)
         # The reference's turn, or an evaluation.
         here = self.resting(narrow=chosen.narrow, parked=False)
         tokens = work.seen / found.cp
-        logits = tokens * self.sizes.vocabulary / found.tp * size
-        buffers = here.buffers + (tokens * forward_bytes(part, settings) + extra)
-        chunk = min(logits, CHUNK_BYTES[self.device.kind])
+        chunk = min(tokens * self.sizes.vocabulary / found.tp * size, CHUNK_BYTES[self.kind])
+        buffers = here.buffers + tokens * 3 * (part.inner + part.hidden) * size + extra
         yield replace(here, gradients=0.0, logits=chunk, buffers=buffers)
-
-    # --- what a run chooses ---
 
     def chosen(self, steps: Sequence[Sequence[TokenPair]], largest_pair: int) -> Chosen:
         """Return what `choose_budget` finds by rehearsals, computed here by the same rules."""
         given = self.config.actor_train.max_tokens_per_microbatch_in_train
-        kind, found, offload = self.device.kind, self.layout, self.config.reference.offload
-        wanted, level = given or TOKENS[kind], found.recompute
-        parked = offload == "on" and self._may_park
-        if kind == "cpu" or found.devices > 1 or found.canonical:
-            usual: Recompute = "full" if kind == "cuda" else "none"
-            chosen = Chosen(wanted, level or usual, narrow=False, parked=parked, fits=True)
+        found, offload, on_gpu = self.layout, self.config.reference.offload, self.kind == "cuda"
+        wanted, level = given or TOKENS[self.kind], found.recompute
+        may_park = on_gpu and found.devices == 1 and not self.config.sync_ref_model
+        may_park = may_park and self.shares_device and self.reference_bytes > 0
+        parked = offload == "on" and may_park
+        if not on_gpu or found.devices > 1 or found.canonical:
+            chosen = Chosen(wanted, level or ("full" if on_gpu else "none"), False, parked)
             peak = self.peak(chosen, self.work(chosen, steps))
             return replace(chosen, fits=peak.total <= SHARE * self.device.memory)
         needed = max(given or min(LEAST, wanted), largest_pair)
         real = sum(batch.real_tokens for batch in self.pack_forward(steps[0]))
-        parks = real > PARKING_PAYS and offload == "auto" and self._may_park
+        parks = parked or (real > PARKING_PAYS and offload == "auto" and may_park)
         for narrow in (False, True):
             for each in (level,) if level else LEVELS:
-                for host in dict.fromkeys((parked, parked or parks)):
-                    fitting = self._tokens_that_fit(each, narrow=narrow, parked=host)
+                for host in dict.fromkeys((parked, parks)):
+                    fitting = self._tokens_that_fit(Chosen(REHEARSED[0], each, narrow, host))
                     if fitting >= needed:
-                        return Chosen(min(wanted, fitting), each, narrow, host, fits=True)
-        return Chosen(needed, level or "full", narrow=True, parked=parked or parks, fits=False)
+                        return Chosen(min(wanted, fitting), each, narrow, host)
+        return Chosen(needed, level or "full", narrow=True, parked=parks, fits=False)
 
-    @property
-    def _may_park(self) -> bool:
-        alone = self.layout.devices == 1 and self.device.kind == "cuda"
-        return alone and self.reference_bytes() > 0 and not self.config.sync_ref_model
-
-    def _tokens_that_fit(self, level: Recompute, *, narrow: bool, parked: bool) -> int:
+    def _tokens_that_fit(self, trial: Chosen) -> int:
         few, many = REHEARSED
-        trial = Chosen(few, level, narrow, parked, fits=True)
         first, second = (self.peak(trial, Work(n, n, batches=2, seen=0)).total for n in REHEARSED)
         each = max(1.0, (second - first) / (many - few))
-        resting = replace(self.resting(narrow=narrow, parked=parked), gradients=0.0).total
-        room = SHARE * (self.device.memory - resting) + resting  # what rests there was not free
+        resting = self.resting(narrow=trial.narrow, parked=trial.parked)
+        held = replace(resting, gradients=0.0).total
+        room = SHARE * (self.device.memory - held) + held  # what rests there was not free
         return max(0, (int((room - first) / each) + few) // LADDER["cuda"] * LADDER["cuda"])
 
     def work(self, chosen: Chosen, steps: Sequence[Sequence[TokenPair]]) -> Work:
@@ -244,10 +403,10 @@ class MemoryForecast:
         )
 
     def pack(self, step: Sequence[TokenPair], chosen: Chosen) -> list[PairBatch]:
-        return pack(step, chosen.tokens, ladder=LADDER[self.device.kind], ranks=self.layout.bins)
+        return pack(step, chosen.tokens, ladder=LADDER[self.kind], ranks=self.layout.bins)
 
     def pack_forward(self, step: Sequence[TokenPair]) -> list[PairBatch]:
         """Pack a step for the reference, without gradients."""
-        role, ladder = self.config.reference, LADDER[self.device.kind]
-        budget = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.device.kind]
+        role, ladder = self.config.reference, LADDER[self.kind]
+        budget = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.kind]
         return pack(step, budget, role.infer_batch_size, ladder=ladder, ranks=layout(role).bins)

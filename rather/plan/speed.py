@@ -1,24 +1,33 @@
 """The seconds of a step: the FLOPs that it needs, and how many of them a device does per second.
 
-If the device is here, layers are timed (calibrate.py). Otherwise the data sheet is used, with the
-share of it that was measured on an H200 (bench/results).
+If the device is here, layers are timed on pairs of the run. Otherwise the data sheet is used, with
+the share of it that was measured on an H200 (bench/results).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import torch
+
 from rather.config.schema import DPOConfig
-from rather.config.strategies import Layout
+from rather.data.batch import PairBatch, TokenPair
+from rather.data.pack import pack
+from rather.model.budget import LADDER
+from rather.model.layers import Recompute, arrange_layers
+from rather.model.policy import PolicyModel, pair_columns
+from rather.model.sizes import few_layers
+from rather.parallel.load import compute_dtype
 
 if TYPE_CHECKING:
-    from rather.data.batch import PairBatch
-    from rather.model.layers import Recompute
     from rather.model.sizes import Sizes
+    from rather.plan.memory import Chosen, MemoryForecast
 
 GIB = 1 << 30
 COMMON_SPEED = 3e14  # FLOP/s of a GPU without compilation
@@ -32,6 +41,11 @@ EAGER = {0.5e9: 0.70, 1.5e9: 0.74, 7.6e9: 0.90}
 AGAIN: Mapping[str, float] = {"none": 0.0, "half": 0.25, "selective": 0.5, "full": 1.0}
 LAUNCHES = 2e-3  # seconds to launch all kernels of a layer, forward and backward, not compiled
 EXACT_UPDATE, LEAN_UPDATE = 28, 12  # bytes of a weight that an update reads and writes
+
+FEW, MORE = 1, 3  # layers; their difference is that of two layers without head and embedding
+MOST_FLOPS = {"cpu": 5e9, "cuda": 2e14}  # of one forward pass that is timed
+REPEATS = 2
+COPIED = {"cpu": 1 << 24, "cuda": 1 << 28}  # numbers
 
 
 class Gpu(NamedTuple):
@@ -72,25 +86,20 @@ class Speed:
 
 @dataclass(frozen=True)
 class Flops:
-    """The forward FLOPs of some micro-batches of one rank."""
+    """The forward FLOPs of some micro-batches, or of a `share` of them."""
 
     layers: float
     head: float
     tokens: int
 
     @staticmethod
-    def of(batches: Sequence[PairBatch], sizes: Sizes) -> Flops:
+    def of(batches: Sequence[PairBatch], sizes: Sizes, share: float = 1.0) -> Flops:
         tokens = sum(len(batch.ids_N) for batch in batches)
         rows = sum(len(batch.rows_U) for batch in batches)
-        pairs = [
-            pair for b in batches for pair in zip(b.segments.q_lens, b.segments.k_lens, strict=True)
-        ]
-        cells = sum(q * k - q * q / 2 for q, k in pairs)  # (query, key)
+        spans = [zip(b.segments.q_lens, b.segments.k_lens, strict=True) for b in batches]
+        cells = sum(q * k - q * q / 2 for each in spans for q, k in each)  # (query, key)
         layers = 2.0 * sizes.in_layers * tokens + 4.0 * sizes.layers * sizes.query * cells
-        return Flops(layers, 2.0 * sizes.of_head * rows, tokens)
-
-    def times(self, share: float) -> Flops:
-        return Flops(self.layers * share, self.head * share, round(self.tokens * share))
+        return Flops(layers * share, 2.0 * sizes.of_head * rows * share, round(tokens * share))
 
 
 def passes(recompute: Recompute, *, adapter: bool) -> float:
@@ -101,8 +110,7 @@ def passes(recompute: Recompute, *, adapter: bool) -> float:
 def listed_speed(name: str, weights: int, *, compiled: bool) -> Speed:
     gpu = GPUS[name]
     share = _between(MFU, weights) * (1.0 if compiled else _between(EAGER, weights))
-    flops = gpu.flops * share
-    how = "compiled" if compiled else "not compiled"
+    flops, how = gpu.flops * share, "compiled" if compiled else "not compiled"
     source = (
         f"{gpu.flops / 1e12:.0f} TFLOP/s of {name}'s data sheet x {share:.0%} measured on an H200 "
         f"({how})"
@@ -112,20 +120,18 @@ def listed_speed(name: str, weights: int, *, compiled: bool) -> Speed:
 
 
 def _between(measured: Mapping[float, float], weights: int) -> float:
-    """Interpolate by the logarithm of the size."""
-    known = sorted(measured.items())
-    if weights <= known[0][0]:
-        return known[0][1]
-    for (low, a), (high, b) in pairwise(known):
-        if weights <= high:
-            return a + (b - a) * math.log(weights / low) / math.log(high / low)
-    return known[-1][1]
+    """Interpolate by the logarithm of the size; outside, return the nearest value."""
+    sizes = [math.log(size) for size in measured]
+    return float(np.interp(math.log(weights), sizes, list(measured.values())))
 
 
 def worth_compiling(config: DPOConfig, weights: int, steps: int) -> bool:
     """Return whether the run is likely to take much longer than compiling, a minute or two."""
     tokens = steps * config.global_batch() * config.sequence_length
     return 6.0 * weights * tokens / COMMON_SPEED > WORTH_COMPILING
+
+
+# --- one step ---
 
 
 @dataclass(frozen=True)
@@ -143,46 +149,101 @@ class StepSeconds:
 
 
 def seconds_of_step(
+    memory: MemoryForecast,
     speed: Speed,
     policy: Flops,
-    reference: Flops | None,
-    sizes: Sizes,
-    found: Layout,
+    reference: Flops,
     recompute: Recompute,
-    *,
-    trained: float,
-    adapter: bool,
-    lean: bool,
     batches: int,
 ) -> StepSeconds:
     """Return the time of a step. tp, pp and cp divide the FLOPs of a dp rank further."""
+    found, sizes, adapter = memory.layout, memory.sizes, memory.args.has_adapter
     parts = found.tp * found.pp * found.cp
     layers = policy.layers * passes(recompute, adapter=adapter) / speed.train
-    head = policy.head * (2.0 if adapter else 3.0) / speed.head
+    head = policy.head * passes("none", adapter=adapter) / speed.head
     bubble = 1 + (found.pp - 1) / max(1, batches * found.virtual)
-    train = max(
-        (layers + head) / parts * bubble, speed.launches * sizes.layers / found.pp * batches
-    )
-    forward = 0.0
-    if reference is not None:
+    launches = speed.launches * sizes.layers / found.pp * batches
+    train, forward = max((layers + head) / parts * bubble, launches), 0.0
+    if memory.with_reference:
         forward = (reference.layers / speed.forward + reference.head / speed.head) / parts
-    update = trained / parts / found.shard * (LEAN_UPDATE if lean else EXACT_UPDATE) / speed.memory
-    return StepSeconds(
-        train, forward, update, _exchange(speed, policy, sizes, found, batches, train)
+    each = LEAN_UPDATE if memory.config.precision == "lean" else EXACT_UPDATE
+    update = memory.state().trained / parts / found.shard * each / speed.memory
+    # Between devices, never measured on several GPUs: sums of gradients overlap with the backward
+    # pass, those of tp do not.
+    rounds = {3: 8.0 * batches, 2: 2.0 + 4.0 * batches}.get(found.stage, 6.0)  # bytes of a weight
+    hidden = train * 2 / 3
+    overlapped = sizes.weights / found.tp / found.pp * rounds / speed.link
+    exchange = max(0.0, overlapped - hidden) if found.dp * found.cp > 1 else 0.0
+    if found.tp > 1:
+        sums = 16 * policy.tokens / found.cp * sizes.hidden * sizes.layers / found.pp
+        exchange += sums / speed.link
+    return StepSeconds(train, forward, update, exchange)
+
+
+# --- measured here ---
+
+
+def measured_speed(
+    config: DPOConfig, sizes: Sizes, pairs: Sequence[TokenPair], chosen: Chosen, kind: str
+) -> Speed:
+    """Return the FLOP/s of micro-batches as they were chosen. Takes seconds."""
+    name, args = config.actor_train.model_path, config.actor_train.model_args
+    batch = _batch(sizes, pairs, chosen.tokens, kind)
+    own = batch.to(kind)
+    trained, forward = {}, {}
+    for layers in (FEW, MORE):
+        policy = PolicyModel(few_layers(name, args, layers, kind, compute_dtype(args, kind)))
+        arrange_layers(policy, recompute=chosen.recompute)
+        trained[layers] = _seconds(partial(_train, policy, own), kind)
+        with torch.no_grad():
+            forward[layers] = _seconds(partial(pair_columns, policy, own), kind)
+        del policy
+    flops, adapter = Flops.of([batch], sizes), args.has_adapter
+    layer = flops.layers / sizes.layers * (MORE - FEW)
+    spent = max(trained[MORE] - trained[FEW], 1e-9)
+    rest = max(trained[FEW] - (trained[MORE] - trained[FEW]) / (MORE - FEW), 1e-9)
+    one, other = (torch.zeros(COPIED[kind], device=kind) for _ in range(2))
+    memory = 3 * one.nbytes / _seconds(lambda: one.add_(other), kind)
+    return Speed(
+        train=layer * passes(chosen.recompute, adapter=adapter) / spent,
+        forward=layer / max(forward[MORE] - forward[FEW], 1e-9),
+        head=flops.head * passes("none", adapter=adapter) / rest,
+        memory=memory,
+        link=memory,
+        source=f"{FEW} and {MORE} layers timed on this {kind} with {flops.tokens} tokens",
     )
 
 
-def _exchange(
-    speed: Speed, policy: Flops, sizes: Sizes, found: Layout, batches: int, train: float
-) -> float:
-    """Return the time between devices that training does not hide; never measured on several GPUs.
+def _batch(sizes: Sizes, pairs: Sequence[TokenPair], budget: int, kind: str) -> PairBatch:
+    """Pack as many pairs of the step as can be timed in a second or two."""
+    names = ("prompt", "chosen", "rejected")
+    known = [  # assumed pairs may have tokens that the model does not have
+        replace(pair, **{name: getattr(pair, name) % sizes.vocabulary for name in names})
+        for pair in pairs
+    ]
+    for count in range(1, len(known) + 1):
+        batches = pack(known[:count], budget, ladder=LADDER[kind])
+        work = Flops.of(batches[:1], sizes)
+        if len(batches) > 1 or work.layers / sizes.layers * MORE + work.head > MOST_FLOPS[kind]:
+            break
+    return pack(known[: max(1, count - 1)], 10**9, ladder=LADDER[kind])[0]
 
-    Sums of gradients overlap with the backward pass, those of tp do not.
-    """
-    if found.devices == 1:
-        return 0.0
-    own = sizes.weights / found.tp / found.pp
-    rounds = {3: 8.0 * batches, 2: 2.0 + 4.0 * batches}.get(found.stage, 6.0)  # bytes of a weight
-    overlapped = own * rounds / speed.link if found.dp * found.cp > 1 else 0.0
-    sums = 16 * policy.tokens / found.cp * sizes.hidden * sizes.layers / found.pp
-    return max(0.0, overlapped - train * 2 / 3) + (sums / speed.link if found.tp > 1 else 0.0)
+
+def _train(policy: PolicyModel, batch: PairBatch) -> None:
+    pair_columns(policy, batch)["sum"].sum().backward()  # type: ignore[no-untyped-call]
+    for parameter in policy.parameters():
+        parameter.grad = None
+
+
+def _seconds(work: Callable[[], object], kind: str) -> float:
+    """Return the seconds of the fastest of some runs, after one to warm up."""
+    taken = []
+    for _ in range(1 + REPEATS):
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])

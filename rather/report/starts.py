@@ -1,6 +1,4 @@
-"""starts.jsonl: one line for each start of a run, with its command, machine, versions and the
-source of each setting.
-"""
+"""starts.jsonl: one line per start of a run: command, machine, versions, source of each setting."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from rather.config.keys import table
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
 from rather.config.show import public_values
-from rather.report.folder import STARTS, Record
-from rather.tracking.json_lines import append_line
+from rather.report.folder import STARTS
+from rather.tracking.json_lines import JsonObject, append_line
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +30,7 @@ CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(\S.*)$", re.MULTILINE | 
 
 
 def record_start(config: DPOConfig, kind: str, step: int, total_steps: int) -> None:
-    """Append this start; a new run has no earlier ones.
-
-    Nothing depends on the file, so a failure never ends the run.
-    """
+    """Append this start; a new run has no earlier ones. A failure never ends the run."""
     file = config.run_dir / STARTS
     try:
         if not step:
@@ -68,17 +63,20 @@ def command() -> str:
     return shlex.join(["python", name, *arguments])
 
 
-def environment(config: DPOConfig, kind: str) -> Record:
+def environment(config: DPOConfig, kind: str) -> JsonObject:
     import torch
 
-    facts: Record = {
+    facts: JsonObject = {
         "devices": len({device for mapping in mappings(config) for device in mapping}),
-        "device": _cpu() if kind == "cpu" else "cuda",
+        "device": kind,
         "hosts": int(os.environ.get("GROUP_WORLD_SIZE") or config.num_nodes),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "Python": platform.python_version(),
     }
     if kind == "cpu":
+        with suppress(OSError):
+            if model := CPU_NAME.search(Path("/proc/cpuinfo").read_text(encoding="utf-8")):
+                facts["device"] = model[1].strip()
         facts["threads"] = torch.get_num_threads()
     elif torch.cuda.is_available():  # a driver on Ray may have no GPU itself
         facts |= {"device": torch.cuda.get_device_name(), "CUDA": torch.version.cuda}
@@ -88,25 +86,16 @@ def environment(config: DPOConfig, kind: str) -> Record:
     return facts
 
 
-def settings(config: DPOConfig) -> dict[str, Record]:
-    """Return every key that is not at its default, without secrets, and where its value came
-    from.
-    """
+def settings(config: DPOConfig) -> JsonObject:
+    """Return every key that is not at its default, without secrets, and its source."""
     values, found = public_values(config), {}
     for path, key in table().items():
         # As JSON gives them back, so that a path and its text are equal.
-        both = json.loads(json.dumps([value_at(values, path), key.default], default=str))
+        value, default = json.loads(json.dumps([value_at(values, path), key.default], default=str))
         has_parent = not key.parent or value_at(values, key.parent) is not None
-        if has_parent and not key.section and both[0] != both[1]:
+        if has_parent and not key.section and value != default:
             inherited = config.followed.get(path)
             source = f"follows {inherited}" if inherited else "set in Python"
             source = config.sources.get(path, source)
-            found[path] = {"value": both[0], "default": both[1], "from": source}
+            found[path] = {"value": value, "default": default, "from": source}
     return found
-
-
-def _cpu() -> str:
-    with suppress(OSError):
-        if name := CPU_NAME.search(Path("/proc/cpuinfo").read_text(encoding="utf-8")):
-            return name[1].strip()
-    return platform.processor() or "CPU"

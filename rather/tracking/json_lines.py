@@ -1,4 +1,4 @@
-"""Strict JSON for files that other programs read, JSONL files to append to, and metrics.jsonl.
+"""JSON files of a run folder: strict JSON for other programs, JSONL to append to and to follow.
 
 metrics.jsonl is the record of a run. Checkpoints store its length: no line is lost or doubled.
 """
@@ -10,23 +10,46 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rather.errors import CheckpointError, DiskError
 
+log = logging.getLogger(__name__)
+
+Record = Mapping[str, float | int]  # one line of metrics.jsonl
+JsonObject = dict[str, Any]
+
 # These characters end a line for str.splitlines and JavaScript, but not for JSON.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+LONGEST_LINE = 4 << 20  # bytes
+REMEMBERED = 256  # bytes before the position, to notice a file that was cut and written again
 
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:
-    """Return `value` as JSON. JSON has no NaN: non-finite numbers become texts.
-
-    Lone surrogates, which UTF-8 cannot encode, are escaped.
-    """
+    """Return `value` as JSON. Non-finite numbers become texts, lone surrogates are escaped."""
     finite = json.loads(json.dumps(value, default=_plain), parse_constant=lambda x: str(float(x)))
     text = json.dumps(finite, indent=indent, ensure_ascii=False)
     return text.translate(_LINE_ENDS).encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def current_name(metric: str) -> str:
+    """Return the name that a metric has today, given the name in a file of any version."""
+    return metric.replace("logps/falling", "logps/chosen_below_reference")
+
+
+def flatten(values: Mapping[Any, Any], prefix: str = "") -> JsonObject:
+    """Return {"a.b": 1} for {"a": {"b": 1}}."""
+    found: JsonObject = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        found |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return found
 
 
 def append_line(file: Path, record: Mapping[str, Any]) -> None:
@@ -39,18 +62,61 @@ def append_line(file: Path, record: Mapping[str, Any]) -> None:
         out.write(line)
 
 
-def current_name(metric: str) -> str:
-    """Return the name that a metric has today, given the name in a file of any version."""
-    return metric.replace("logps/falling", "logps/chosen_below_reference")
+def parse_object(text: bytes) -> JsonObject | None:
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else None
+    return None
 
 
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(value)
+def read_object(file: Path) -> JsonObject:
+    """Return the object in a JSON file; {} if there is none."""
+    with suppress(OSError):
+        return parse_object(file.read_bytes()) or {}
+    return {}
 
 
-log = logging.getLogger(__name__)
+class JsonLines:
+    """A JSONL file that another process may append to, or cut back to a checkpoint.
 
-Record = Mapping[str, float | int]
+    `new` reads only new bytes; a torn last line waits, damaged lines are counted and skipped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.position, self.damaged, self._before = path, 0, 0, b""
+
+    def was_cut(self) -> bool:
+        """Return whether the bytes before the position are no longer those that were read."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.position - len(self._before))
+                return file.read(len(self._before)) != self._before
+        except OSError:
+            return self.position > 0
+
+    def new(self) -> Iterator[JsonObject]:
+        """Yield the records of all complete lines since the last call."""
+        with self.path.open("rb") as file:
+            file.seek(self.position)
+            # A longer line is read in pieces: otherwise each call would read it again.
+            while (line := file.readline(LONGEST_LINE)).endswith(b"\n") or len(
+                line
+            ) == LONGEST_LINE:
+                self.position += len(line)
+                self._before = (self._before + line)[-REMEMBERED:]
+                if (record := parse_object(line)) is None:
+                    self.damaged += 1
+                else:
+                    yield record
+
+
+def read_lines(path: Path) -> tuple[list[JsonObject], int]:
+    """Return all records of a small file and its damaged lines; a missing file has none."""
+    lines = JsonLines(path)
+    try:
+        return list(lines.new()), lines.damaged
+    except OSError as error:
+        return [], int(not isinstance(error, FileNotFoundError))
 
 
 class MetricsFile:
@@ -61,10 +127,9 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
+        self.path, self._unwritten = path, b""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._size = os.fstat(self._descriptor).st_size
-        self._unwritten = b""
 
     def append(self, record: Record) -> None:
         already_failing = bool(self._unwritten)
@@ -73,10 +138,8 @@ class MetricsFile:
             self._write()
         except OSError as error:
             if not already_failing:
-                log.warning(
-                    "%s: cannot be written (%s); new lines are kept in memory.",
-                    self.path, error.strerror,
-                )  # fmt: skip
+                text = "%s: cannot be written (%s); new lines are kept in memory."
+                log.warning(text, self.path, error.strerror)
 
     def position(self) -> int:
         """Return the length of the file, with every line on the disk."""
@@ -84,9 +147,9 @@ class MetricsFile:
             self._write()
             os.fsync(self._descriptor)
         except OSError as error:
-            waiting = f"{len(self._unwritten):,} bytes of metrics wait for room on the disk"
             raise DiskError(
-                f"{self.path}: cannot be written ({error.strerror}); {waiting}."
+                f"{self.path}: cannot be written ({error.strerror}); {len(self._unwritten):,} "
+                "bytes of metrics wait for room on the disk."
             ) from error
         return self._size
 
@@ -123,12 +186,11 @@ class MetricsFile:
         self._unwritten = b""
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file that MetricsFile has written."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        fields = json.loads(line)
-        nonfinite = {name: float(text) for name, text in fields.pop("nonfinite", {}).items()}
-        yield fields | nonfinite
+def read_records(path: Path) -> Iterator[JsonObject]:
+    """Yield the records of a file that MetricsFile has written, with their non-finite values."""
+    for fields in JsonLines(path).new():
+        nonfinite = fields.pop("nonfinite", {})
+        yield fields | {name: float(text) for name, text in nonfinite.items()}
 
 
 def json_line(record: Record) -> str:
@@ -138,7 +200,7 @@ def json_line(record: Record) -> str:
     {"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}.
     """
     nonfinite = {key: str(value) for key, value in record.items() if not math.isfinite(value)}
-    fields: dict[str, Any] = dict(record) | dict.fromkeys(nonfinite)
+    fields: JsonObject = dict(record) | dict.fromkeys(nonfinite)
     if nonfinite:
         fields["nonfinite"] = nonfinite
     return json.dumps(fields, allow_nan=False) + "\n"

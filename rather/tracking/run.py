@@ -1,15 +1,14 @@
-"""RunTracker: sends each record to metrics.jsonl, the trackers, the console and the health watch."""
+"""RunTracker: sends each record to metrics.jsonl, trackers, console and health watch."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -36,7 +35,7 @@ class NoTracker:
 
     def close(self, *, failed: bool = False) -> None: ...
 
-    def __enter__(self) -> NoTracker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -62,13 +61,12 @@ class RunTracker(NoTracker):
         """
         self._metrics = MetricsFile(config.run_dir / "metrics.jsonl")
         self._config, self._total_steps, self._quiet = config, total_steps, quiet
-        self._trackers: list[_FailSafeTracker] = []
+        self._trackers: dict[str, Tracker] = {}
         self.go_back(metrics_position or 0, start_step)
 
     def go_back(self, metrics_position: int, start_step: int) -> None:
         """Return to the state of a checkpoint; later records will be logged again."""
-        for tracker in self._trackers:
-            tracker.close(failed=False)
+        self._close_trackers(failed=False)
         self._metrics.truncate(metrics_position)
         run, steps = TrackedRun(self._config, start_step), (self._total_steps, start_step)
         makers: dict[str, Callable[[], Tracker]] = {
@@ -77,56 +75,38 @@ class RunTracker(NoTracker):
         if not self._quiet:
             makers["console"] = partial(ProgressView, *steps)
         makers["health"] = partial(HealthWatch, self._config.run_dir, *steps)
-        self._trackers = [_FailSafeTracker(name, make) for name, make in makers.items()]
+        for name, make in makers.items():
+            self._attempt(name, partial(self._add, name, make))
+
+    def _add(self, name: str, make: Callable[[], Tracker]) -> None:
+        self._trackers[name] = make()
 
     def log(self, record: Record) -> None:
         """Log one record with a "step"; in an evaluation the other keys begin with "eval/"."""
         self._metrics.append(record)
-        for tracker in self._trackers:
-            tracker.log(int(record["step"]), record)
+        for name, tracker in list(self._trackers.items()):
+            self._attempt(name, partial(tracker.log, int(record["step"]), record))
 
     def position(self) -> int:
         """Return the length of metrics.jsonl, with every line on the disk, for a checkpoint."""
         return self._metrics.position()
 
     def close(self, *, failed: bool = False) -> None:
-        for tracker in self._trackers:
-            tracker.close(failed=failed)
+        self._close_trackers(failed=failed)
         self._metrics.close()
 
-    def __enter__(self) -> RunTracker:
-        return self
+    def _close_trackers(self, *, failed: bool) -> None:
+        for name, tracker in list(self._trackers.items()):
+            self._attempt(name, partial(tracker.close, failed=failed))
 
-
-class _FailSafeTracker:
-    """A tracker whose failure is logged once and switches it off; training never stops for it."""
-
-    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        self._name = name
-        self._tracker: Tracker | None = None
-        with self._switched_off_on_failure():
-            self._tracker = make()
-
-    def log(self, step: int, metrics: Record) -> None:
-        with self._switched_off_on_failure():
-            if self._tracker:
-                self._tracker.log(step, metrics)
-
-    def close(self, *, failed: bool) -> None:
-        with self._switched_off_on_failure():
-            if self._tracker:
-                self._tracker.close(failed=failed)
-
-    @contextmanager
-    def _switched_off_on_failure(self) -> Iterator[None]:
+    def _attempt(self, name: str, work: Callable[[], None]) -> None:
+        """Let a tracker work; a failure is logged once and switches it off, training continues."""
         try:
-            yield
+            work()
         except Exception as error:
-            self._tracker = None
-            cause = f"{type(error).__name__}: {error}"
-            log.warning(
-                "%s failed and is switched off; training continues (%s).", self._name, cause
-            )
+            self._trackers.pop(name, None)
+            text = "%s failed and is switched off; training continues (%s: %s)."
+            log.warning(text, name, type(error).__name__, error)
 
 
 FORMATS = {
@@ -137,7 +117,7 @@ FORMATS = {
 }
 
 
-class ProgressView:
+class ProgressView(Tracker):
     """Shows a bar on a terminal and plain lines elsewhere: files and pipes get no control codes."""
 
     def __init__(self, total_steps: int, start_step: int) -> None:
@@ -154,10 +134,12 @@ class ProgressView:
             self._bar.start()
 
     def log(self, step: int, metrics: Record) -> None:
-        sets = [name[:-5] for name in metrics if name.startswith("eval/") and name[-5:] == "/loss"]
-        for name in sets:
-            self._print(f"step {step}/{self._total}  {name}  {summary(metrics, name + '/')}")
-        if any(name.startswith("eval/") for name in metrics):
+        held_out = [name for name in metrics if name.startswith("eval/")]
+        for name in held_out:
+            if name.endswith("/loss"):
+                name = name.removesuffix("loss")
+                self._print(f"step {step}/{self._total}  {name[:-1]}  {summary(metrics, name)}")
+        if held_out:
             return
         text = summary(metrics)
         if (done := step - self._start) > 0:

@@ -1,8 +1,7 @@
 """The trackers of `track_with`: TensorBoard, W&B, trackio, MLflow and SwanLab.
 
-Each receives the same records under the same names, and continues its own run after a resume. A
-tracker may raise any exception: its caller switches it off. API keys come from the environment or
-the tracker's own login.
+Each receives the same records under the same names, and continues its own run after a resume. API
+keys come from the environment or the tracker's own login.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rather.config.show import public_values
 from rather.errors import ConfigError
-from rather.tracking.json_lines import Record, read_records
+from rather.tracking.json_lines import Record, flatten, read_object, read_records
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -44,22 +43,11 @@ TRACKER_IDS = "trackers.json"  # file with the id that each tracker gave to the 
 RESUMED = "resumed_after_step"  # marks a resume for trackers that cannot remove repeated steps
 
 
-class Tracker(Protocol):
-    """A destination of metrics."""
-
-    def log(self, step: int, metrics: Record) -> None: ...
-
-    def close(self, *, failed: bool = False) -> None: ...
-
-
 def check_installed(trackers: Sequence[str]) -> None:
     """Raise a ConfigError if a tracker is missing, before the run has cost anything."""
     if missing := [name for name in trackers if not is_installed(name)]:
-        raise ConfigError([
-            f"track_with: {name} is not installed; run pip install 'rather[{name}]', or remove it "
-            "from track_with."
-            for name in missing
-        ])  # fmt: skip
+        text = "track_with: {0} is not installed; run pip install 'rather[{0}]', or remove it."
+        raise ConfigError([text.format(name) for name in missing])
 
 
 def is_installed(package: str) -> bool:
@@ -79,43 +67,51 @@ class TrackedRun:
         for name, value in ENVIRONMENT.items():  # before a tracker's package is imported
             os.environ.setdefault(name, value)
         self.options, self.start_step = config.tracker_kwargs, start_step
-        self.project = config.tracker_kwargs.project or "rather"
-        self.name = config.tracker_kwargs.name or config.exp_name
-        self.folder, self.settings = config.tracker_dir.absolute(), public_values(config)
+        self.project = self.options.project or "rather"
+        self.name = self.options.name or config.exp_name
+        self.folder, self.run_dir = config.tracker_dir.absolute(), config.run_dir
+        self.settings = public_values(config) | ({RESUMED: start_step} if start_step else {})
         self.database = Path(config.logging_dir).expanduser().absolute() / "mlflow.db"
-        self._metrics, self._file = config.run_dir / "metrics.jsonl", config.run_dir / TRACKER_IDS
-        self._ids: dict[str, str] = {}
-        if start_step == 0:
-            self._file.unlink(missing_ok=True)
-        elif self._file.exists():
-            try:
-                found = json.loads(self._file.read_text(encoding="utf-8"))
-                self._ids = {str(name): str(run_id) for name, run_id in found.items()}
-            except (OSError, ValueError, AttributeError) as error:  # damaged by a kill
-                log.warning("%s: cannot be read (%s); trackers start a new run", self._file, error)
+        if not start_step:
+            (self.run_dir / TRACKER_IDS).unlink(missing_ok=True)
+        self.ids = read_object(self.run_dir / TRACKER_IDS)
 
-    def run_id(self, tracker: str) -> str | None:
-        """Return the id that the tracker gave to this run, or None."""
-        return self._ids.get(tracker)
-
-    def keep_run_id(self, tracker: str, run_id: str) -> None:
-        self._ids[tracker] = run_id
-        self._file.write_text(json.dumps(self._ids, indent=1) + "\n", encoding="utf-8")
-
-    def settings_for(self, tracker: str) -> dict[str, Any]:
-        """Return the settings to show, with a mark if the tracker knows the run already."""
-        return self.settings | ({RESUMED: self.start_step} if tracker in self._ids else {})
+    def keep_id(self, tracker: str, run_id: str | None = None) -> str:
+        """Store the id of this run, by default the known one or a new one, and return it."""
+        self.ids[tracker] = run_id or self.ids.get(tracker) or secrets.token_hex(8)
+        text = json.dumps(self.ids, indent=1) + "\n"
+        (self.run_dir / TRACKER_IDS).write_text(text, encoding="utf-8")
+        return str(self.ids[tracker])
 
     def records(self, first: int) -> Iterator[Record]:
         """Return the records from step `first` to the checkpoint.
 
         A tracker that writes in the background may have lost them in a kill.
         """
-        known = read_records(self._metrics) if self.start_step else ()
+        known = read_records(self.run_dir / "metrics.jsonl") if self.start_step else ()
         return (record for record in known if record["step"] >= first)
 
 
-class TensorBoard:
+class Tracker:
+    """A destination of metrics. It may raise any exception: its caller switches it off.
+
+    By default it is a package's run with `log` and `finish`.
+    """
+
+    _run: Any
+
+    def log(self, step: int, metrics: Record) -> None:
+        self._run.log(_values(metrics), step=step)
+
+    def log_again(self, records: Iterator[Record]) -> None:
+        for record in records:
+            self.log(int(record["step"]), record)
+
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish()
+
+
+class TensorBoard(Tracker):
     """Writes scalars; what an earlier, killed run wrote after the checkpoint is dropped."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -133,77 +129,48 @@ class TensorBoard:
         self._writer.close()
 
 
-class _LoggedRun:
-    """A tracker whose package returns a run with `log` and `finish`."""
-
-    _run: Any
-
-    def log(self, step: int, metrics: Record) -> None:
-        self._run.log(_values(metrics), step=step)
-
-    def close(self, *, failed: bool = False) -> None:
-        self._run.finish()
-
-
-class Wandb(_LoggedRun):
+class Wandb(Tracker):
     """Weights & Biases. If its server does not answer, the run is kept in local files."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         run.folder.mkdir(parents=True, exist_ok=True)
-        options = {
-            "id": run.run_id("wandb") or secrets.token_hex(4),
-            "resume": "allow",
-            "reinit": "create_new",
-            "dir": str(run.folder),
-            "project": run.project,
-            "name": run.name,
-            "tags": run.options.tags,
-            "notes": run.options.notes,
-            "config": run.settings_for("wandb"),
-            "allow_val_change": True,
-            "settings": wandb.Settings(
+        start = partial(
+            wandb.init, id=run.keep_id("wandb"), resume="allow", reinit="create_new",
+            dir=str(run.folder), project=run.project, name=run.name, tags=run.options.tags,
+            notes=run.options.notes, config=run.settings, allow_val_change=True,
+            settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, **WANDB_TIMEOUTS
             ),
-        }
-        run.keep_run_id("wandb", options["id"])
-        mode = run.options.mode or os.environ.get("WANDB_MODE", "online")
-        self._run = self._start(wandb, mode, options)
-        # It writes in the background, and each offline start has a file of its own.
-        for record in run.records(self._run.step):
-            self.log(int(record["step"]), record)
-
-    @staticmethod
-    def _start(wandb: Any, mode: str, options: dict[str, Any]) -> Any:
-        if mode != "online":
-            return wandb.init(mode=mode, **options)
+        )  # fmt: skip
+        mode: Any = run.options.mode or os.environ.get("WANDB_MODE", "online")
         try:
-            if not wandb.login(prompt=False, verify=False):
+            if mode == "online" and not wandb.login(prompt=False, verify=False):
                 raise PermissionError("no key: run `wandb login` or set WANDB_API_KEY")
-            run = wandb.init(mode=mode, **options)
-            log.info("W&B shows the run at %s", run.url)
-            return run
+            self._run = start(mode=mode)
+            if mode == "online":
+                log.info("W&B shows the run at %s", self._run.url)
         except Exception as error:
-            log.warning(
-                "W&B is not available (%s): the run is kept in %s/wandb; `wandb sync` sends it.",
-                error, options["dir"],
-            )  # fmt: skip
+            text = "W&B is not available (%s): the run is kept in %s/wandb; `wandb sync` sends it."
+            log.warning(text, error, run.folder)
             wandb.teardown()  # otherwise its service still holds the id
-            return wandb.init(mode="offline", **options)
+            self._run = start(mode="offline")
+        # It writes in the background, and each offline start has a file of its own.
+        self.log_again(run.records(self._run.step))
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-class Trackio(_LoggedRun):
+class Trackio(Tracker):
     """trackio: a local SQLite file, or the Space that TRACKIO_SPACE_ID names."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
-        known, project, name = run.run_id("trackio"), run.project, run.name
+        known, project, name = run.ids.get("trackio"), run.project, run.name
         with redirect_stdout(StringIO()):  # it prints a greeting
             resume = "allow" if known else "never"
             self._run = trackio.init(
@@ -215,13 +182,12 @@ class Trackio(_LoggedRun):
             raise RuntimeError(
                 f"project {project} has a newer run {name}; set tracker_kwargs.name to another name"
             )
-        run.keep_run_id("trackio", self._run.id)
+        run.keep_id("trackio", self._run.id)
         if not known:
             return
         if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
             last = last_step(self._run.id)
-            for record in run.records(0 if last is None else last + 1):  # it writes twice a second
-                self.log(int(record["step"]), record)
+            self.log_again(run.records(0 if last is None else last + 1))  # it writes twice a second
         self._run.log({RESUMED: run.start_step}, step=run.start_step)
 
     def close(self, *, failed: bool = False) -> None:
@@ -229,7 +195,7 @@ class Trackio(_LoggedRun):
             self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """MLflow: an SQLite file next to the logs, or the server that tracker_kwargs.uri names."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -241,7 +207,7 @@ class MLflow:
             run.database.parent.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{run.database}"
         self._client = client = MlflowClient(uri)
-        if known := run.run_id("mlflow"):
+        if known := run.ids.get("mlflow"):
             client.update_run(known, "RUNNING")
             client.set_tag(known, RESUMED, str(run.start_step))
             self._id = known
@@ -250,38 +216,34 @@ class MLflow:
         experiment = found.experiment_id if found else client.create_experiment(run.project)
         notes = {"mlflow.note.content": run.options.notes} if run.options.notes else {}
         tags = dict.fromkeys(run.options.tags, "") | notes
-        self._id = client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
-        run.keep_run_id("mlflow", self._id)
-        params = [Param(_mlflow_name(name), value) for name, value in _flatten(run.settings)]
-        for start in range(0, len(params), 100):  # the most that a batch takes
-            client.log_batch(self._id, params=params[start : start + 100])
+        created = client.create_run(experiment, run_name=run.name, tags=tags)
+        self._id = run.keep_id("mlflow", created.info.run_id)
+        settings = flatten(run.settings).items()
+        params = [Param(_mlflow_name(name), str(value)) for name, value in settings]
+        client.log_batch(self._id, params=params)
 
     def log(self, step: int, metrics: Record) -> None:
         from mlflow.entities import Metric
 
         now, values = int(time.time() * 1000), _values(metrics).items()
-        self._client.log_batch(
-            self._id,
-            metrics=[Metric(_mlflow_name(name), float(value), now, step) for name, value in values],
-        )
+        points = [Metric(_mlflow_name(name), float(value), now, step) for name, value in values]
+        self._client.log_batch(self._id, metrics=points)
 
     def close(self, *, failed: bool = False) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-class SwanLab(_LoggedRun):
+class SwanLab(Tracker):
     """SwanLab."""
 
     def __init__(self, run: TrackedRun) -> None:
         import swanlab
 
-        run_id, settings = run.run_id("swanlab"), run.settings_for("swanlab")
-        run.keep_run_id("swanlab", run_id := run_id or secrets.token_hex(8))
         run.folder.mkdir(parents=True, exist_ok=True)
         self._run = swanlab.init(
             project=run.project, name=run.name, description=run.options.notes,
-            tags=run.options.tags, config=settings, mode=run.options.mode,
-            log_dir=str(run.folder / "swanlog"), id=run_id, resume="allow",
+            tags=run.options.tags, config=run.settings, mode=run.options.mode,
+            log_dir=str(run.folder / "swanlog"), id=run.keep_id("swanlab"), resume="allow",
         )  # fmt: skip
 
     def close(self, *, failed: bool = False) -> None:
@@ -299,14 +261,6 @@ TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 
 def _values(metrics: Record) -> dict[str, float | int]:
     return {name: value for name, value in metrics.items() if name != "step"}
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", str(value)
 
 
 def _mlflow_name(name: str) -> str:

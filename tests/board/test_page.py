@@ -138,7 +138,7 @@ def test_pairs_token_by_token(
     page.keyboard.press("Enter")
     page.wait_for_selector("#verdict", timeout=SLOW)
     config = trained["second"]
-    (pair,) = Session(config.run_dir, lambda _: None).data.train.take([3])
+    (pair,) = Session(config.run_dir).sets["train"].take([3])
     with torch.no_grad():
         base, model = (padded_logps(AutoModelForCausalLM.from_pretrained(folder), [pair])[0]
                        for folder in (str(config.pretrain), config.run_dir / "model"))  # fmt: skip

@@ -25,9 +25,10 @@ from rather.board import runs as board_runs
 from rather.board.serve import ROUTES, Board
 from rather.cli import app
 from rather.config.schema import DPOConfig
-from rather.report import plotly_bundle
-from rather.report.folder import JsonLines, MetricColumn, MetricsReader
+from rather.report.folder import MetricColumn, MetricsReader
+from rather.report.page import plotly_bundle
 from rather.run_folder import control
+from rather.tracking.json_lines import JsonLines
 from tests.board.conftest import FINDING, INCIDENT, add_line, asked, get, rows
 from tests.house.source import ROOT
 
@@ -212,9 +213,12 @@ def test_a_run_and_its_differences(board: Board) -> None:
 
 
 def test_a_folder_that_cannot_be_shown_gets_an_error_reply(
-    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serve: Serve,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nested so deep that it can be read and not be written again; dates are texts."""
+    """Whatever is in a folder, the board itself keeps working; dates are texts."""
     run = write_run(tmp_path / "run")
     with (run / "config.yaml").open("a") as file:
         file.write("since: 2030-01-02\n")
@@ -222,11 +226,16 @@ def test_a_folder_that_cannot_be_shown_gets_an_error_reply(
     row = rows(board)["run"]
     assert asked(board, f"/api/run?run={row['id']}")["config"]["since"] == "2030-01-02"
     (run / "incidents.jsonl").write_text('{"a": ' + "[" * 700 + "]" * 700 + "}\n")
+    assert rows(board)["run"]["incidents"] == 1
+
+    def fails(_: Path) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(board.runs, "details", fails)
     answer, body = get(board, f"/api/run?run={row['id']}")
     assert answer.status == 500
     assert b"RecursionError" in body
     assert "could not be answered" in caplog.text
-    assert rows(board)["run"]["incidents"] == 1
 
 
 def test_versions_change_with_their_files(serve: Serve, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_copy_that_fails_does_not_touch_the_first(
 def test_metrics_that_wait_for_room_cost_the_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rather.tracking import MetricsFile
+    from rather.tracking.json_lines import MetricsFile
 
     config, position = config_of(folder, "waiting"), MetricsFile.position
 

@@ -3,14 +3,16 @@ not."""
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rather.cluster.preflight import Ledger, Room, free_in_group, free_memory, need_of
+from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
-from rather.plan.state import stored_weights
+from rather.plan.memory import known_shapes
 from tests.tiny import make_config
 
 DEVICES = [0, 1, 2, 3]
@@ -23,7 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights(folder: Path) -> int:
-    found = stored_weights(make_config(folder).actor_train.model_path, None)
+    shapes = known_shapes(make_config(folder).actor_train.model_path, ModelArgs()) or {}
+    found = sum(map(prod, shapes.values()))
     assert found == 17_536  # 63 x 32 embeddings, two layers, a norm; the head is tied
     return found
 
@@ -98,7 +101,7 @@ def test_a_gpu_must_hold_its_roles_or_the_error_says_how_many_would(
 
 
 def test_a_model_that_is_not_here_is_left_to_its_loading(tmp_path: Path) -> None:
-    assert stored_weights(str(tmp_path / "nowhere"), None) is None
+    assert known_shapes(str(tmp_path / "nowhere"), ModelArgs()) is None
     Ledger().add("actor_train", None, [])
 
 

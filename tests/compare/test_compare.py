@@ -27,7 +27,7 @@ from rather.errors import ConfigError
 from rather.losses.losses import LOSSES
 from rather.losses.objective import configure
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report import plotly_bundle
+from rather.report.page import plotly_bundle
 from tests.browser import figures
 from tests.tiny import make_config
 

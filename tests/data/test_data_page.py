@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rather.cli import app
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.data_page import data_page, section
+from rather.report.sections import data_page, data_section
 from tests.browser import NARROW, OpenPage, accessibility_findings, overflow, screenshot
 from tests.tiny import make_config, make_model
 
@@ -113,7 +113,7 @@ def test_refused_data_has_a_page_too() -> None:
         "template": {"name": "none"},
         "dropped": {"bad_json": {"count": 1, "places": {"a.jsonl": [2]}, "examples": []}},
     }
-    assert "not valid JSON" in section({"train": told, "evals": {}, "warnings": []})
+    assert "not valid JSON" in data_section({"train": told, "evals": {}, "warnings": []})
 
 
 def test_the_page_in_a_browser(page: Path, open_page: OpenPage) -> None:

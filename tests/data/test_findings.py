@@ -20,7 +20,7 @@ from rather.data.findings import BARS, bar_labels
 from rather.data.prepare import Prepared, prepare
 from rather.data.show import print_report, token_texts
 from rather.data.template import TEMPLATES, load_tokenizer
-from rather.report.data_page import data_page
+from rather.report.sections import data_page
 
 Config = Callable[..., DPOConfig]
 Write = Callable[..., Path]

@@ -24,7 +24,6 @@ from rather.tracking.health import (
     Health,
     HealthFinding,
     HealthWatch,
-    MetricsHistory,
     RecentLines,
     counts,
     read_findings,
@@ -210,7 +209,7 @@ def test_a_window_holds_enough_lines_and_enough_pairs_and_no_more() -> None:
 
 
 def test_each_held_out_set_is_judged_separately() -> None:
-    history, found = MetricsHistory(100), []
+    history, found = Health(100), []
     for step in range(1, 13):
         history.add(line(step, loss=0.69 - 0.05 * step))
         if step % 2 == 0:
@@ -225,10 +224,10 @@ def test_each_held_out_set_is_judged_separately() -> None:
             )
             found.append(RULES["overfitting"].find(history))
     assert set(history.evaluations) == {"good", "bad"}
-    assert found[1] is None, "one evaluation is not believed"
-    number, text, _ = next(one for one in found if one)
-    assert "of bad" in text
-    assert number == pytest.approx(0.2)
+    assert not found[1], "one evaluation is not believed"
+    values = next(one for one in found if one)
+    assert values["name"] == " of bad"
+    assert values["number"] == pytest.approx(0.2)
 
 
 def test_files_with_the_old_name_of_a_metric_are_read() -> None:

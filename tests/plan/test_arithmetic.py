@@ -18,13 +18,20 @@ from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.sizes import Sizes, few_layers, sizes_of
-from rather.plan.activations import LayerSettings, head_bytes, kept_bytes
-from rather.plan.disk import checkpoint_bytes, disk_of
-from rather.plan.forecast import Forecast, PairSample, assumed_pairs, forecast
-from rather.plan.memory import Chosen, Device, MemoryForecast, Work
-from rather.plan.others import alternatives, best, changed, enough_devices, on_devices
+from rather.plan.forecast import (
+    Forecast,
+    PairSample,
+    alternatives,
+    assumed_pairs,
+    best,
+    changed,
+    checkpoint_bytes,
+    disk_of,
+    enough_devices,
+    on_devices,
+)
+from rather.plan.memory import Chosen, Device, LayerBytes, MemoryForecast, Work, role_state
 from rather.plan.speed import GPUS, Flops, listed_speed, passes
-from rather.plan.state import role_state
 
 GIB = 1 << 30
 QWEN = {
@@ -168,11 +175,11 @@ def test_a_peak_adds_up_by_hand(folder: Path, tiny: Sizes) -> None:
 
 
 def test_logits_above_the_limit_are_computed_in_chunks(seven: tuple[Path, Sizes]) -> None:
-    running = LayerSettings("cuda", 2)
-    few, many = head_bytes(seven[1], 1000, running), head_bytes(seven[1], 100_000, running)
+    running = LayerBytes(seven[1], "cuda", 2)
+    few, many = running.head(1000), running.head(100_000)
     assert few[0] == 1000 * 152_064 * 2
     assert many[0] == 1 << 30
-    assert head_bytes(seven[1], 1000, replace(running, adapter=True))[1] == 2 * 1000 * 3584 * 2
+    assert replace(running, adapter=True).head(1000)[1] == 2 * 1000 * 3584 * 2
 
 
 # --- against autograd ---
@@ -205,9 +212,8 @@ def test_activations_are_what_autograd_saves(folder: Path, rank: int | None) -> 
         return sum(size for size, _ in found.values())
 
     measured = (saved(4) - saved(2)) / 2 / len(batch.ids_N)
-    assert kept_bytes(sizes, LayerSettings("cpu", 4, adapter=bool(rank))) == pytest.approx(
-        measured, rel=0.06
-    )
+    layer = LayerBytes(sizes, "cpu", 4, adapter=bool(rank))
+    assert layer.kept == pytest.approx(measured, rel=0.06)
 
 
 # --- against an H200 (bench/results/gpu_vs_trl_*.json, LOG.md) ---
@@ -287,7 +293,7 @@ def test_dividing_needs_less(folder: Path, seven: tuple[Path, Sizes]) -> None:
 
 def judged(found: DPOConfig, sizes: Sizes, gpu: str, sample: list[list[TokenPair]]) -> Forecast:
     device = Device("cuda", GPUS[gpu].gib * GIB)
-    return forecast(
+    return Forecast(
         found, sizes, device, pairs_of(sample), listed_speed(gpu, sizes.weights, compiled=False)
     )
 
@@ -339,13 +345,13 @@ def test_batches_steps_and_disk_are_exact(folder: Path, tiny: Sizes) -> None:
         "max_ckpt_to_keep": 3,
     }
     found = config(folder, folder / "tiny0", **changes)
-    own = forecast(found, tiny, Device("cpu", GIB), pairs_of(steps(128)), None)
+    own = Forecast(found, tiny, Device("cpu", GIB), pairs_of(steps(128)), None)
     assert own.batch == "16 per device x 4 accumulated x 2 data-parallel = 128 pairs per step"
     assert own.as_json()["pairs_per_step"] == 128
     assert own.step_tokens == 128 * 500
-    disk = disk_of(found, tiny, steps=100, pairs=7, data=5, reference=True)
-    assert (disk.checkpoints, disk.model) == (4 * 12 * tiny.weights, 2 * tiny.weights)
-    assert (disk.data, disk.reference) == (5, 7 * 2 * 2 * 28)
+    disk = disk_of(found, tiny, steps=100, pairs=7, data=5)
+    assert (disk["checkpoints"], disk["model"]) == (4 * 12 * tiny.weights, 2 * tiny.weights)
+    assert (disk["data"], disk["reference"]) == (5, 7 * 2 * 2 * 28)
     assert json.loads(json.dumps(own.as_json()))["memory_bytes"]["total"] == round(own.parts.total)
 
 

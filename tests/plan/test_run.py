@@ -135,7 +135,7 @@ def test_plan_for_other_gpus_says_what_it_takes(run: dict[str, Any]) -> None:
         ),
         (
             ["--gpu", "l4", "actor_train.model_args.model_name_or_path=no/body"],
-            "no/body: is neither a folder",
+            "no/body: found no config.json",
         ),
         (
             ["--gpu", "l4", "--gpus", "3", "actor_train.strategy_args.tp_size=2"],

@@ -21,10 +21,12 @@ from rather.cli import app
 from rather.config.redaction import HIDDEN
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report import folder as folder_names
-from rather.report import plotly_bundle, write
+from rather.report import write
 from rather.report.folder import Folder, MetricColumns, MetricsReader, without_secrets
+from rather.report.page import plotly_bundle
+from rather.report.sections import report_page
 from rather.report.starts import command, record_start
-from rather.report.write import LiveReport, report_page, write_report
+from rather.report.write import LiveReport, write_report
 from rather.run_folder import control, layout
 from tests.browser import (
     NARROW,
@@ -215,11 +217,11 @@ def test_a_folder_with_few_files(run_dir: Path, tmp_path: Path) -> None:
     """And a last line that a kill has torn."""
     metrics = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
     (tmp_path / "metrics.jsonl").write_text(metrics + '{"step": 13, "lo', encoding="utf-8")
-    page = report_page(Folder.of(tmp_path), "not finished")
+    page = report_page(Folder(tmp_path), "not finished")
     assert "<dd>12</dd>" in page
     assert "<dd>not finished</dd>" in page
     (tmp_path / "metrics.jsonl").write_text("", encoding="utf-8")
-    assert "No step has been logged yet." in report_page(Folder.of(tmp_path), "running")
+    assert "No step has been logged yet." in report_page(Folder(tmp_path), "running")
 
 
 def test_a_damaged_file_costs_only_its_part(run_dir: Path, tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_a_damaged_file_costs_only_its_part(run_dir: Path, tmp_path: Path) -> No
         (tmp_path / f"{name}.json").write_text(
             '{"measured": 1, "parts": 1, "seconds": "x"}', encoding="utf-8"
         )
-    page = report_page(Folder.of(tmp_path), "not finished")
+    page = report_page(Folder(tmp_path), "not finished")
     assert figures(page)["loss"]["data"][0]["x"] == list(range(1, 13))
     told = dict(re.findall(r'<h2 id="([^"]+)">.*?</h2>(.{,80})', page))
     damaged = {anchor for anchor, text in told.items() if "is damaged" in text}
@@ -255,7 +257,7 @@ def test_a_lone_surrogate_is_replaced(run_dir: Path, tmp_path: Path) -> None:
 
 def test_the_current_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run_dir)
-    page = report_page(Folder.of(Path()), "running")
+    page = report_page(Folder(Path()), "running")
     assert f"<title>{run_dir.name}</title>" in page
     assert f"exp_name={run_dir.name}-again" in page
 
@@ -281,7 +283,7 @@ def test_two_writers_at_once(
 
 
 def test_device_hours_count_the_devices_of_each_start(run_dir: Path) -> None:
-    run = Folder.of(run_dir)
+    run = Folder(run_dir)
     run.starts[1]["environment"]["devices"] = 3
     pairs, speed = run.metrics["pairs"], run.metrics["pairs_per_second"]
     spent = [count / fast for count, fast in zip(pairs.values, speed.values, strict=True)]
@@ -303,7 +305,7 @@ def test_a_start_that_cannot_be_recorded_does_not_end_the_run(
         "sys.argv", ["rather", "train", "caf\udce9.yaml"]
     )  # a name in Latin-1, as Python reads it
     record_start(config, "cpu", 0, 5)
-    (start,) = Folder.of(_with_metrics(config.run_dir)).starts
+    (start,) = Folder(_with_metrics(config.run_dir)).starts
     assert start["command"] == "rather train 'caf\udce9.yaml'"
     monkeypatch.setattr("sys.argv", [])
     record_start(config, "cpu", 0, 5)
@@ -342,7 +344,7 @@ def test_the_old_name_of_a_metric_is_read(tmp_path: Path) -> None:
     assert list(columns["logps/chosen_below_reference"].values) == [0.5, 0.75]
     assert set(columns) == {"logps/chosen_below_reference", "eval/logps/chosen_below_reference"}
     title = "chosen-answers-less-likely-than-under-the-reference"
-    assert figures(report_page(Folder.of(tmp_path), "running"))[title]["data"][0]["y"] == [
+    assert figures(report_page(Folder(tmp_path), "running"))[title]["data"][0]["y"] == [
         0.5,
         0.75,
     ]
@@ -375,7 +377,7 @@ def test_without_plotly_no_report_is_written(
 def test_a_hundred_thousand_lines(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 100_001))
-    drawn = figures(report_page(Folder.of(tmp_path), "running"))["loss"]["data"][0]
+    drawn = figures(report_page(Folder(tmp_path), "running"))["loss"]["data"][0]
     assert len(drawn["x"]) <= 1000
     assert (drawn["x"][0], drawn["x"][-1], drawn["y"][0]) == (1, 100_000, 1.0)
 
@@ -404,7 +406,7 @@ def test_the_reproduction_command_gives_the_same_numbers(run_dir: Path, text: st
 
 
 def test_settings_changed_by_a_resumed_run_are_named(run_dir: Path) -> None:
-    run = Folder.of(run_dir)
+    run = Folder(run_dir)
     run.starts[0]["settings"]["max_steps"]["value"] = 6
     assert "max_steps was changed when the run was resumed" in report_page(run, "stopped")
 

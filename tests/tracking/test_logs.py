@@ -16,7 +16,7 @@ import pytest
 
 from rather.config.redaction import redact
 from rather.errors import ConfigError, DataError
-from rather.tracking import close_logging, setup_logging, worker_log
+from rather.tracking.logs import close_logging, setup_logging, worker_log
 
 ROOT = Path(sys.modules[setup_logging.__module__].__file__ or "").parents[2]
 log = logging.getLogger("rather.somewhere")
@@ -35,7 +35,7 @@ def text(folder: Path, name: str = "driver.log") -> str:
 def in_a_process(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     begin = (
         "import logging, os, sys, threading, faulthandler\nfrom pathlib import Path\n"
-        "from rather.tracking import setup_logging, worker_log\n"
+        "from rather.tracking.logs import setup_logging, worker_log\n"
         "setup_logging(Path(sys.argv[1]))\nlogging.getLogger('rather.x').info('the last words')\n"
     )
     command = [sys.executable, "-c", begin + script, str(folder)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rather.errors import CheckpointError, DiskError
-from rather.tracking import MetricsFile, json_line
+from rather.tracking.json_lines import MetricsFile, json_line
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

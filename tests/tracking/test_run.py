@@ -17,7 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig
-from rather.tracking import TRACKERS, ProgressView, RunTracker, TensorBoard
+from rather.tracking.run import ProgressView, RunTracker
+from rather.tracking.trackers import TRACKERS, TensorBoard
 
 TRAIN = {
     "step": 10,

@@ -16,8 +16,10 @@ import pytest
 
 from rather.errors import ConfigError
 from rather.pipeline.pipeline import DPOPipeline
-from rather.tracking import TRACKERS, RunTracker, check_installed, json_line, trackers
-from rather.tracking.trackers import TRACKER_IDS, TrackedRun
+from rather.tracking import trackers
+from rather.tracking.json_lines import json_line
+from rather.tracking.run import RunTracker
+from rather.tracking.trackers import TRACKER_IDS, TRACKERS, TrackedRun, check_installed
 from tests.house.source import ROOT
 from tests.tiny import in_child, make_config, metrics
 from tests.train.test_resume import train
@@ -290,9 +292,9 @@ def test_a_damaged_file_of_tracker_ids_starts_a_new_run(tmp_path: Path, torn: by
     config.run_dir.mkdir(parents=True)
     (config.run_dir / TRACKER_IDS).write_bytes(torn)
     run = TrackedRun(config, 2)
-    assert run.run_id("wandb") is None
-    run.keep_run_id("wandb", "b")
-    assert TrackedRun(config, 2).run_id("wandb") == "b"
+    assert run.ids.get("wandb") is None
+    run.keep_id("wandb", "b")
+    assert TrackedRun(config, 2).ids["wandb"] == "b"
 
 
 def test_each_tracker_is_an_extra() -> None:

@@ -1,0 +1,435 @@
+"""The sections of a report: curves, findings, answers, data, cost, incidents, settings, machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from rather.data.findings import bar_labels
+from rather.data.show import report_rows, short
+from rather.report.folder import (
+    ANSWERS,
+    CONFIG,
+    DATA_REPORT,
+    REPORT_PAGE,
+    STARTS,
+    Folder,
+    MetricColumns,
+)
+from rather.report.page import LEVELS, chart, escape, lines, page, plotly_bundle, slug, table
+from rather.tracking.json_lines import JsonObject
+
+log = logging.getLogger(__name__)
+
+MOST_ANSWERS, MOST_INCIDENTS = 12, 200
+COMPUTING = ("torch", "transformers", "tokenizers", "peft", "numpy")
+MISSING = f"<p>{STARTS} is missing.</p>"
+TILES = (("rewards/accuracies", "accuracy", ".1%"), ("rewards/margins", "margin", ".3g"))
+DASHES = {"chosen": "solid", "rejected": "dash"}
+STATISTICS = {
+    "tokens": ("Length of answers", "Mean tokens of the answers to eval_prompts."),
+    "repetition": (
+        "Repetition in answers",
+        "Share of four-token sequences that occurred before in the same answer.",
+    ),
+    "ended": ("Answers that end", "Share of answers that end by themselves, before the limit."),
+}
+TIMES = {"time/train": "training", "time/reference": "reference", "time/wait": "waiting"}
+STYLE = """<style>
+.tokens mark, .tokens del, .tokens ins { color: inherit; border-radius: 3px; text-decoration: none;
+} .tokens mark { background: color-mix(in srgb, var(--series-3) 25%, transparent); }
+.tokens del { background: color-mix(in srgb, var(--series-2) 30%, transparent); }
+.tokens ins { background: color-mix(in srgb, var(--series-1) 30%, transparent); }
+pre.tokens > * { border-right: 1px solid var(--line); }
+</style>"""
+
+
+class Curve(NamedTuple):
+    name: str
+    metrics: tuple[str, ...]  # two for chosen and rejected
+    text: str
+    axis: JsonObject = {}  # noqa: RUF012 - read only
+
+
+SHARE = {"range": [-0.02, 1.02], "tickformat": ".0%"}
+CURVES = (
+    Curve("Loss", ("loss",),
+          "Mean over pairs. Held-out rising while training falls means memorising."),
+    Curve("Accuracy", ("rewards/accuracies",),
+          "Share of pairs whose chosen answer has the greater reward; a tie counts as 0.", SHARE),
+    Curve("Margin", ("rewards/margins",),
+          "Reward of the chosen minus reward of the rejected answer."),
+    Curve("Rewards", ("rewards/chosen", "rewards/rejected"),
+          "Beta times the log-ratio of policy and reference."),
+    Curve("Log-probs", ("logps/chosen", "logps/rejected"),
+          "Nats of whole answers under the policy."),
+    Curve("Chosen answers less likely than under the reference", ("logps/chosen_below_reference",),
+          "Share of pairs. Near 100 %, the margin comes from pushing both answers down.", SHARE),
+    Curve("Lengths", ("lengths/chosen", "lengths/rejected"), "Scored tokens of an answer."),
+    Curve("Margin against length", ("rewards/length_correlation",),
+          "Correlation of margin and length difference. Far above 0, the policy learns to write "
+          "more.",
+          {"range": [-1.02, 1.02]}),
+    Curve("Gradient norm", ("grad_norm",), "Before clipping, in the last step of a log line."),
+    Curve("Learning rate", ("lr",), "In the last step of a log line.", {"exponentformat": "e"}),
+    Curve("Speed", ("pairs_per_second",), "Pairs per second, with data, reference and training."),
+)  # fmt: skip
+
+
+def held_out_sets(columns: MetricColumns) -> dict[str, str]:
+    """Return the names of the evaluation sets by the prefix of their metrics: eval/[<name>/]."""
+    losses = (name for name in columns if name.startswith("eval/") and name.endswith("/loss"))
+    prefixes = sorted(name.removesuffix("loss") for name in losses)
+    return {prefix: f"held-out {prefix[5:-1]}".strip() for prefix in prefixes}
+
+
+def tiles(run: Folder, state: str) -> str:
+    """Return the numbers that a reader looks for first."""
+    total = f" of {run.total_steps}" if run.total_steps else ""
+    shown = {"State": state, "Steps": f"{run.step}{total}"}
+    for prefix, name in list(held_out_sets(run.metrics).items())[:3]:
+        ties = run.metrics.get(prefix + "rewards/ties")
+        for metric, what, form in TILES:
+            if column := run.metrics.get(prefix + metric):
+                first, last = (f"{value:{form}}" for value in (column.values[0], column.values[-1]))
+                if what == "accuracy" and ties and ties.values[0] == 1:
+                    first = "all ties"  # policy and reference are equal before the first step
+                change = f"{first} \N{RIGHTWARDS ARROW} {last}" if len(column.values) > 1 else first
+                shown[f"{name.capitalize()} {what}"] = change
+    shown["Pairs trained on"] = f"{run.total('pairs'):,.0f}"
+    shown["Time in steps"] = _time(sum(seconds for _, seconds in _timed(run)))
+    items = (f"<div><dt>{escape(key)}</dt><dd>{escape(x)}</dd></div>" for key, x in shown.items())
+    return f"<dl class='tiles'>{''.join(items)}</dl>"
+
+
+def curves(run: Folder) -> str:
+    """Return charts with training and held-out sets in their colours; rejected are dashed."""
+    sets, charts = {"": "training", **held_out_sets(run.metrics)}, []
+    for name, metrics, text, axis in CURVES:
+        series, styles = {}, []
+        for number, (prefix, label) in enumerate(sets.items()):
+            for metric in (metric for metric in metrics if prefix + metric in run.metrics):
+                side = metric.rpartition("/")[2]
+                series[f"{label}, {side}" if side in DASHES else label] = run.metrics[
+                    prefix + metric
+                ]
+                line = {"color": f"var(--series-{number % 8 + 1})", "width": 1.8}
+                line |= {"dash": DASHES.get(side, "solid")}
+                styles.append({"mode": "lines+markers" if prefix else "lines", "line": line})
+        if series:
+            figure = lines(series)
+            figure["layout"]["yaxis"] = axis
+            for trace, style in zip(figure["data"], styles, strict=True):
+                trace |= style
+            charts.append(chart(figure, name, text))
+    return _grid(charts) if charts else "<p>No step has been logged yet.</p>"
+
+
+def _grid(parts: Iterable[str]) -> str:
+    return f'<div class="grid">{"".join(parts)}</div>'
+
+
+def health(run: Folder) -> str:
+    if not run.health:
+        return "<p>No problems found.</p>"
+    order, cards = list(LEVELS), ""
+    for one in sorted(run.health, key=lambda one: [*order, one["severity"]].index(one["severity"])):
+        fields = {name: escape(one[name]) for name in ("step", "name", "text", "advice")}
+        severity = escape(one["severity"])
+        cards += (
+            '<div class="card"><h3><span class="{level}">{severity}</span>: {name}, from step '
+            '{step}</h3><p>{text}</p><p class="muted">{advice}</p></div>'
+        ).format(level=LEVELS.get(severity, "muted"), severity=severity, **fields)
+    return cards
+
+
+def answers(run: Folder) -> str:
+    """Return the newest answer of the policy to each prompt next to that of the reference."""
+    if not run.answers:
+        return ""
+    charts = []
+    for metric, (name, text) in STATISTICS.items():
+        names = {who: f"eval/answers/{who}/{metric}" for who in ("policy", "reference")}
+        series = {who: run.metrics[key] for who, key in names.items() if key in run.metrics}
+        charts += [chart(lines(series), name, text)] if series else []
+    newest = list({each["prompt"]: each for each in run.answers}.values())
+    cards = _grid(charts)
+    for each in newest[:MOST_ANSWERS]:
+        after, sides = f"After: the policy at step {each['step']}", []
+        for side, name in (("reference", "Before: the reference"), ("policy", after)):
+            stats = each[f"{side}_stats"]
+            ended = "ended by itself" if stats["ended"] else "cut at the limit"
+            about = f"{stats['tokens']} tokens, {ended}, repetition {stats['repetition']:.2f}"
+            sides.append(
+                f"<div><h4>{escape(name)}</h4><pre>{escape(each[side])}</pre>"
+                f'<p class="muted">{escape(about)}</p></div>'
+            )
+        cards += f'<article class="card"><h3>{escape(each["prompt"])}</h3>{_grid(sides)}</article>'
+    if (more := len(newest) - MOST_ANSWERS) > 0:
+        cards += f"<p class='muted'>{more} more prompts are in {ANSWERS}.</p>"
+    return cards
+
+
+def time_and_cost(run: Folder) -> str:
+    timed, tokens = list(_timed(run)), run.total("tokens")
+    seconds = sum(spent for _, spent in timed)
+    device_seconds = sum(spent * _devices(run, step) for step, spent in timed)
+    rows: list[tuple[object, ...]] = [
+        ("Time in steps", _time(seconds)),
+        ("Devices", _devices(run)),
+        ("Device-hours in steps", device_seconds / 3600),
+        ("Pairs", int(run.total("pairs"))),
+        ("Tokens", int(tokens)),
+    ]
+    if seconds:
+        rows.append(("Tokens per second", tokens / seconds))
+    if memory := run.times.get("peak_memory_bytes"):
+        rows.append(("Peak memory of the driver's device", f"{memory / 2**30:.2f} GiB"))
+    caption = "Cost of all steps in metrics.jsonl; a shared prompt counts once"
+    text = table(caption, ["what", "amount"], rows) + _forecast(run.plan)
+    parts, whole = run.times.get("parts", {}), run.times.get("seconds", 0.0)
+    if parts and whole:  # they follow one another
+        parts = {**parts, "everything else": max(0.0, whole - sum(parts.values()))}
+        rows = [(name, _time(each), f"{each / whole:.1%}") for name, each in parts.items()]
+        caption = f"The last start took {_time(whole)} from its first step"
+        text += table(caption, ["part", "time", "share"], rows)
+    if known := {name: run.metrics[key] for key, name in TIMES.items() if key in run.metrics}:
+        figure = lines(known)
+        figure["layout"]["yaxis"] = {"title": {"text": "seconds per step"}}
+        for trace in figure["data"]:
+            trace |= {"stackgroup": "parts", "line": {"width": 0.5}}
+        about = "Means of each log line. A reference on its own devices works in parallel with "
+        text += chart(figure, "Time of a step", f"{about}training.")
+    return text
+
+
+def _forecast(plan: JsonObject) -> str:
+    """Return the forecast next to what was measured."""
+    if "measured" not in plan:
+        return ""
+    measured, error = plan["measured"], plan["error"]
+    memory = (plan["memory_bytes"]["total"] / 2**30, measured["memory_bytes"] / 2**30)
+    time = (plan["seconds_per_step"], measured["seconds_per_step"])
+    both = {"memory": ("memory in GiB", *memory), "time": ("seconds per step", *time)}
+    rows = [(*row, f"{error[key]:+.0%}") for key, row in both.items() if error[key] is not None]
+    headings = ["what", "forecast", "measured", "off by"]
+    return table("Forecast and measurement", headings, rows) if rows else ""
+
+
+def incidents(run: Folder) -> str:
+    if not run.incidents:
+        return "<p>None.</p>"
+    rows = []
+    for facts in run.incidents[-MOST_INCIDENTS:]:
+        usual = {name: str(facts.get(name, "")) for name in ("time", "kind", "step")}
+        others = [f"{name}: {_text(fact)}" for name, fact in facts.items() if name not in usual]
+        rows.append([*usual.values(), ", ".join(others)])
+    caption = f"Problems that the run survived: the last {len(rows)} of {len(run.incidents)}"
+    return table(caption, ["time", "what", "step", "facts"], rows)
+
+
+def settings(run: Folder) -> str:
+    if not run.starts:
+        return MISSING
+    rows = [
+        (path, _text(each["value"]), _text(each["default"]), each["from"])
+        for path, each in run.starts[-1]["settings"].items()
+    ]
+    return table("Keys that differ from their defaults", ["key", "value", "default", "from"], rows)
+
+
+def machine(run: Folder) -> str:
+    if not run.starts:
+        return MISSING
+    newest = [(name, str(value)) for name, value in run.starts[-1]["environment"].items()]
+    rows = [(each["time"], str(each["step"]), each["command"]) for each in run.starts]
+    return table("The last start", ["what", "found"], newest) + table(
+        "Starts of this run", ["time", "steps done before", "command"], rows
+    )
+
+
+def reproduce(run: Folder) -> str:
+    """Return a command that needs only the folder: its config.yaml holds every value, resolved."""
+    newest: JsonObject = {"launcher": "rather", "environment": {}, "settings": {}}
+    newest |= run.starts[-1] if run.starts else {}
+    command = shlex.join(["train", str(run.path / CONFIG), f"exp_name={run.name}-again"])
+    text = (
+        "<p>Run it again in a new folder, from the same working directory:</p>"
+        f"<pre>{escape(newest['launcher'])} {escape(command)}</pre>"
+    )
+    versions = newest["environment"]
+    if pins := " ".join(f"{name}=={versions[name]}" for name in COMPUTING if name in versions):
+        text += (
+            f"<p>With the same versions of what computes:</p><pre>pip install {escape(pins)}</pre>"
+        )
+    values = [{key: x["value"] for key, x in start["settings"].items()} for start in run.starts]
+    changed = {
+        key
+        for each in values
+        for key in {**each, **values[-1]}
+        if each.get(key) != values[-1].get(key)
+    }
+    if changed:
+        return text + (
+            f"<p>{escape(', '.join(sorted(changed)))} was changed when the run was resumed, so "
+            "this command alone does not give the same numbers: repeat the starts above, one after "
+            "the other.</p>"
+        )
+    return text + (
+        "<p>The result is bit-identical on a CPU, and on a GPU with <code>deterministic: "
+        "true</code>.</p>"
+    )
+
+
+def _timed(run: Folder) -> Iterator[tuple[int, float]]:
+    """Yield the step of each log line and its seconds, from its pairs and their speed."""
+    pairs, speed = run.metrics.get("pairs"), run.metrics.get("pairs_per_second")
+    if pairs and speed:
+        for step, count, fast in zip(speed.steps, pairs.values, speed.values, strict=False):
+            if fast > 0:
+                yield step, count / fast
+
+
+def _devices(run: Folder, step: int | None = None) -> int:
+    """Return the devices of the last start, or of the one that did a step: they may differ."""
+    fitting = [start for start in run.starts if step is None or start["step"] < step]
+    found = fitting[-1:] or run.starts[:1]
+    return int(found[0]["environment"]["devices"]) if found else 1
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# --- the data report, also for `rather data --html` ---
+
+
+def data_page(report: JsonObject, name: str) -> str:
+    """Return a whole document."""
+    body = f'<h2 id="data">What the model will see</h2>{data_section(report)}'
+    return page(f"Data of {name}", body, scripts=[plotly_bundle()])
+
+
+def data(run: Folder) -> str:
+    return data_section(run.data) if run.data else f"<p>{DATA_REPORT} is missing.</p>"
+
+
+def data_section(report: JsonObject) -> str:
+    """Return the body without a heading. Data that was refused has only its table of rows."""
+    text = STYLE
+    if look := report.get("look"):
+        lengths = look["sets"]["train"]["lengths"]
+        both = {side: lengths[side] for side in ("chosen", "rejected")}
+        prompts = _bar_chart(
+            "Prompt lengths", "the tokens of their prompt", {"prompts": lengths["prompt"]}
+        )
+        text += _data_findings(look["findings"], report["warnings"]) + "<h3>Lengths</h3>"
+        text += _grid([prompts, _bar_chart("Answer lengths", "the tokens of each answer", both)])
+        text += _inference(look["inference"])
+    rows = [(f"{name}: {what}", count, note) for name, what, count, note, _ in report_rows(report)]
+    text += "<h3>Rows</h3>" + table("What became of the rows", ["what", "count", "detail"], rows)
+    return text + _pairs(report.get("shown", []))
+
+
+def _data_findings(findings: Sequence[JsonObject], warnings: Sequence[str]) -> str:
+    if not findings and not warnings:
+        return "<p>No problems found.</p>"
+    items = [(one["severity"], one["text"], one["advice"]) for one in findings]
+    items += [("warning", text, "") for text in warnings]
+    lines = "".join(
+        f'<li><strong class="{LEVELS[severity]}">{escape(severity)}</strong> {escape(text)} '
+        f'<span class="muted">{escape(advice)}</span></li>'
+        for severity, text, advice in items
+    )
+    return f"<h3>Findings</h3><ul>{lines}</ul>"
+
+
+def _bar_chart(name: str, what: str, spreads: Mapping[str, JsonObject]) -> str:
+    traces = [
+        {"type": "bar", "name": each, "x": bar_labels(spread), "y": spread["counts"]}
+        for each, spread in spreads.items()
+    ]
+    layout = {
+        "xaxis": {"title": {"text": "tokens"}, "type": "category"},
+        "yaxis": {"title": {"text": "pairs"}},
+        "showlegend": len(traces) > 1,
+        "barmode": "group",
+    }
+    return chart({"data": traces, "layout": layout}, name, f"Training pairs by {what}.")
+
+
+def _inference(check: JsonObject) -> str:
+    if not check["compared"]:
+        return ""
+    tags = {"before": "span", "training": "del", "inference": "ins", "after": "span"}
+    same = f"{check['compared'] - check['different']} of {check['compared']} compared prompts"
+    text = f"<p>{same} begin as {escape(check['by'])} writes them at inference.</p>"
+    for one in check["examples"]:
+        tokens = "".join(_mark(token, tag) for part, tag in tags.items() for token in one[part])
+        text += (
+            f'<p class="muted">{escape(short(one["place"]))}: <del>training</del> and '
+            f'<ins>inference</ins></p><pre class="tokens">{tokens}</pre>'
+        )
+    return f'<h3>Prompts at inference</h3><div class="tokens">{text}</div>'
+
+
+def _mark(token: str, tag: str) -> str:
+    return f"<{tag}>{escape(token)}</{tag}>"
+
+
+def _pairs(pairs: Sequence[JsonObject]) -> str:
+    text = "<h3>Pairs as tokens</h3><p>Scored tokens are <mark>marked</mark>.</p>" if pairs else ""
+    for pair in pairs:
+        sides = []
+        for name, one in pair["sides"].items():
+            shown, left = one["shown"], one["tokens"] - len(one["shown"])
+            tokens = "".join(_mark(token, "mark" if marked else "span") for token, marked in shown)
+            more = f" and {left} more tokens" if left else ""
+            heading = f"{escape(name)}: {one['tokens']} tokens, {one['scored']} scored"
+            sides.append(f'<div><h5>{heading}</h5><pre class="tokens">{tokens}{more}</pre></div>')
+        text += f'<article class="card"><h4>{escape(pair["name"])}</h4>{_grid(sides)}</article>'
+    return text
+
+
+# --- the page ---
+
+SECTIONS: dict[str, Callable[[Folder], str]] = {
+    "Curves": curves,
+    "Health": health,
+    "Answers before and after": answers,
+    "Data": data,
+    "Time and cost": time_and_cost,
+    "Incidents": incidents,
+    "Settings": settings,
+    "Machine": machine,
+    "Reproduce this run": reproduce,
+}
+
+
+def report_page(run: Folder, state: str) -> str:
+    """Return the page; a damaged file costs only the part that shows it."""
+    body, state = "", "finished" if run.finished else state
+    sections = {"": lambda run: tiles(run, state), **SECTIONS}
+    for title, section in sections.items():
+        try:
+            text = section(run)
+        except Exception as error:
+            log.debug("a part of %s cannot be shown", REPORT_PAGE, exc_info=True)
+            text = (
+                '<p class="bad">A file of the run folder is damaged, so this cannot be shown '
+                f"({escape(f'{type(error).__name__}: {error}')}).</p>"
+            )
+        if title and text:
+            anchor = slug(title)
+            heading = f'<h2 id="{anchor}">{title}</h2>'
+            text = f'<section aria-labelledby="{anchor}">{heading}{text}</section>\n'
+        body += text
+    return page(run.name, body, scripts=[plotly_bundle()])
