@@ -402,7 +402,6 @@ def ours(
     from rather.model.layers import arrange_layers
     from rather.model.policy import PolicyModel
     from rather.optim.optimizer import Optimizer, schedule
-    from rather.parallel.load import freeze
     from rather.train.rank_trainer import RankTrainer
 
     torch.set_flush_denormal(True)
@@ -412,7 +411,7 @@ def ours(
     loss = configure(["sigmoid"], {"beta": 0.1})
     frozen = None
     if reference:
-        frozen = RankTrainer(freeze(copy.deepcopy(policy)), loss)
+        frozen = RankTrainer(copy.deepcopy(policy).requires_grad_(False), loss)
         arrange_layers(frozen.policy, compiled=compiled)
     training = TrainingArgs()
     rate = schedule(training, total_steps=1000)

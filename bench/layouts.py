@@ -37,7 +37,7 @@ from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer
 from rather.parallel import apply
-from rather.parallel.mesh import Mesh
+from rather.parallel.mesh import Mesh, build_mesh
 from rather.parallel.shard import counted, local, places, units
 from rather.parallel.stages import Stages
 
@@ -176,8 +176,8 @@ def rank_of(shape: Shape, plan: Layout, rank: int) -> Held:
     began = time.perf_counter()
     apply.check_split = _unchecked  # type: ignore[assignment]
     dist.init_process_group("fake", rank=rank, world_size=plan.devices, store=FakeStore())
-    mesh = apply.build_mesh(plan, "cpu")
-    dtype = torch.float32 if apply.shards(mesh) else COMPUTE
+    mesh = build_mesh(plan, "cpu")
+    dtype = torch.float32 if mesh.sums_gradients else COMPUTE
     policy = PolicyModel(shape.model(dtype, "meta", IMPLEMENTATION))
     divided = apply.divide(policy, mesh, plan, compute=COMPUTE)
     optimizer = Optimizer(

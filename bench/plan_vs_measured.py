@@ -46,7 +46,7 @@ from common import (
     write_facts,
 )
 
-from rather.cluster.preflight import Peak
+from rather.cluster.memory import Peak
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig, TrainingArgs
 from rather.data.pack import pack
@@ -55,7 +55,7 @@ from rather.model.budget import LADDER, choose_budget
 from rather.model.policy import PolicyModel
 from rather.model.sizes import few_layers, sizes_of
 from rather.optim.optimizer import Optimizer, schedule
-from rather.parallel.load import compute_dtype, freeze
+from rather.parallel.load import compute_dtype
 from rather.plan.forecast import Forecast, PairSample
 from rather.plan.memory import Device
 from rather.plan.speed import measured_speed
@@ -302,7 +302,7 @@ def train(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]], row:
                                     compute_dtype(args, kind)))  # fmt: skip
     loss = configure(["sigmoid"], {"beta": 0.1})
     beside = case.reference and not args.has_adapter
-    frozen = RankTrainer(freeze(copy.deepcopy(policy)), loss) if beside else None
+    frozen = RankTrainer(copy.deepcopy(policy).requires_grad_(False), loss) if beside else None
     training = TrainingArgs()
     options: dict[str, Any] = {"schedule": schedule(training, 1000), "max_grad_norm": 1.0}
     lean = case.precision == "lean"

@@ -166,7 +166,7 @@ MUTATIONS = (
     Mutation(
         "sharding: bf16 is not what shards are computed in (B12)",
         "rather/parallel/shard.py",
-        "param_dtype=sharding.compute if narrow else None,",
+        "param_dtype=compute if narrow else None,",
         "param_dtype=None,",
         ("tests/same/test_shard.py::test_half_precision_keeps_exact_shards",),
     ),

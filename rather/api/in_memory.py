@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rather.api.torch_optimizer import TorchOptimizer
-from rather.cluster.role import RankInfo
-from rather.cluster.worker import ActorWorker
+from rather.cluster.worker import ActorWorker, RankInfo
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.feed import Feed

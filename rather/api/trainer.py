@@ -9,7 +9,6 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -30,8 +29,7 @@ from rather.api.in_memory import (
 from rather.api.torch_optimizer import TorchOptimizer, replace_parameters, with_args
 from rather.checkpoint.checkpoint import write_groups
 from rather.cluster.launch import Roles
-from rather.cluster.ranks import folder_next_to
-from rather.cluster.spmd import broadcast
+from rather.cluster.role import shared_folder
 from rather.cluster.worker import stored
 from rather.config.schema import ActorConfig, DPOConfig, StrategyArgs
 from rather.config.strategies import Layout, layout
@@ -44,7 +42,8 @@ from rather.model.check import check_model
 from rather.model.export import export_model, export_stored
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
-from rather.parallel.apply import build_mesh, divide
+from rather.parallel.apply import divide
+from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
 from rather.pipeline.evaluation import concatenate
@@ -137,9 +136,7 @@ class DPOTrainer:
             if mesh.sizes:
                 compute = next(whole.parameters()).dtype
                 whole = whole.float() if trains else whole  # shards that are trained are float32
-                policy = divide(
-                    whole, mesh, placing, compute=compute, recompute=placing.recompute or "none"
-                )
+                policy = divide(whole, mesh, placing, compute=compute)
         if mesh.sizes and isinstance(policy, PolicyModel):
             runner = WholeModelRunner(policy, STAGES[placing.stage])
         trainer = RankTrainer(policy, self.loss, mesh=mesh, runner=runner, count_zeros=trains)
@@ -442,8 +439,7 @@ class DPOTrainer:
             return
         part = next(module for module in rank.policy.modules() if isinstance(module, PolicyModel))
         is_main = dist.get_rank() == 0
-        with folder_next_to(folder) if is_main else nullcontext() as made:
-            pieces = broadcast(made)
+        with shared_folder(folder) as pieces:
             write_groups(pieces, {"model": rank.weight_pieces()}, rank=dist.get_rank())
             dist.barrier()
             if is_main:

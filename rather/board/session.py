@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from rather.checkpoint import checkpoint
-from rather.cluster.preflight import free_memory
+from rather.cluster.memory import free_memory
 from rather.config.load import load
 from rather.config.redaction import hide
 from rather.config.show import secret_values

@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,17 +18,16 @@ from rather.cluster.health import (
     GRACE,
     Deadlines,
     Failure,
-    Limit,
-    are_alike,
     first_cause,
     hang_error,
     phase_of,
+    place_of,
 )
 from rather.cluster.host import CallResult
-from rather.cluster.ranks import RoleOnRanks, folder_next_to, shares
 from rather.cluster.resources import ResourceManager, last_line, name_of, wait_elsewhere
-from rather.cluster.role import RankInfo
+from rather.cluster.role import RoleOnRanks, shares
 from rather.cluster.supervision import Supervision
+from rather.cluster.worker import RankInfo
 from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
 from rather.data.batch import Columns, PairBatch
 from rather.errors import BatchTooLarge, ConfigError, DiskError, HangError, RatherError, WorkerLost
@@ -50,41 +47,30 @@ class Cluster(RoleOnRanks):
         *,
         pipeline_config: DPOConfig | None = None,
     ) -> None:
-        """`name` is the role: actor_train is trained, reference is not. `worker_cls` is ActorWorker
-        or a subclass."""
+        """`name` is actor_train or reference, `worker_cls` ActorWorker or a subclass."""
         config = pipeline_config or _config_around(name, worker_config)
         super().__init__(name, config, resource_manager.kind, resource_manager.ledger)
-        self.worker_cls, self.manager, self.worker_config = (
-            worker_cls,
-            resource_manager,
-            worker_config,
-        )
-        self.mapping = worker_config.device_mapping or [0]
+        self.worker_cls, self.manager = worker_cls, resource_manager
+        self.worker_config, self.mapping = worker_config, worker_config.device_mapping or [0]
         self.takes_turns = False  # with another process on the same devices
         self.supervision: Supervision | None = None
         self._start()
 
     def _start(self) -> None:
         """Start the processes and their workers, which have no model yet."""
-        is_gpu = self.kind == "cuda"
+        manager, is_gpu = self.manager, self.kind == "cuda"
         compiles = is_gpu and self.config.compile != "off"
-        self.deadlines = Deadlines(self.manager.timeouts, compiles=compiles)
-        self.seats = self.manager.seats(self.mapping, self.config.envs(self.worker_config))
-        self.manager.named[self.role] = self.seats
-        self.rooms = [seat.room for seat in self.seats]
-        self.ledger = self.manager.ledger
-        machines: dict[str, list[str]] = {}
-        for seat in self.seats:
-            machines.setdefault(seat.process.machine, []).append(str(seat.device))
-        hosts = [f"{machine}: devices {', '.join(each)}" for machine, each in machines.items()]
-        log.info("%s: %s; %s", self.role, self.layout.describe(), "; ".join(hosts))
+        self.deadlines = Deadlines(manager.timeouts, compiles=compiles)
+        self.seats = manager.seats(self.mapping, self.config.envs(self.worker_config))
+        manager.named[self.role] = self.seats
+        self.rooms, self.ledger = [seat.room for seat in self.seats], manager.ledger
+        places = ", ".join(map(str, self.seats))
+        log.info("%s: %s; %s", self.role, self.layout.describe(), places)
         device = "cuda:0" if is_gpu else "cpu"  # the only one that a process sees
-        started = [
-            seat.handle.add.remote(
-                self.role, self.worker_cls, self.config, RankInfo(rank, len(self.seats), device)
-            )
-            for rank, seat in enumerate(self.seats)
-        ]
+        started = []
+        for rank, seat in enumerate(self.seats):
+            member = RankInfo(rank, len(self.seats), device)
+            started.append(seat.handle.add.remote(self.role, self.worker_cls, self.config, member))
         self._collect(started, "start")
 
     # --- calls ---
@@ -101,20 +87,15 @@ class Cluster(RoleOnRanks):
         called = []
         for rank, seat in enumerate(self.seats[:1] if one else self.seats):
             first = (own[self.layout.dp_rank(rank)],) if own else ()
-            call = (self.role, method, *first, *args)
-            called.append(seat.handle.call.remote(*call))
+            called.append(seat.handle.call.remote(self.role, method, *first, *args))
         tokens = sum(batch.real_tokens for batch in batches)
         values = self._collect(called, phase_of(self.role, method), tokens)
         if batches and self.takes_turns:
             self._run("release")
         return values
 
-    def _shared_folder(self, folder: Path) -> AbstractContextManager[Path]:
-        return folder_next_to(folder)
-
     def _collect(self, called: Sequence[Any], phase: str, tokens: int = 0) -> list[Any]:
-        """Return all values in the order of ranks, before the deadline; or raise the first cause of
-        a failure."""
+        """Return the values in the order of ranks, or raise the first cause of a failure."""
         import ray
 
         limit, began = self.deadlines.limit(phase, tokens), time.monotonic()
@@ -134,56 +115,45 @@ class Cluster(RoleOnRanks):
         if failures:
             raise self._failed(failures, len(called), late=bool(pending))
         if pending:
-            raise self._late([rank_of[ref] for ref in pending], limit)
+            snapshots = self.manager.snapshots()
+            self._stop()
+            names = [name_of(self.role, rank_of[ref], self.seats) for ref in pending]
+            late = {name: snapshots.pop(name) for name in names}
+            raise hang_error(late, snapshots, limit, self.config.log_dir)
         self.deadlines.record(phase, tokens, time.monotonic() - began)
         return [results[rank].value for rank in range(len(called))]
 
     def _log(self, results: Mapping[int, CallResult]) -> None:
-        """Repeat what ranks logged: everything of the first one, warnings of all, equal ones
-        once."""
-        said_by: dict[tuple[str, int], dict[int, str]] = {}
+        """Repeat all that the first rank logged, and the warnings of the others, each once."""
+        said = set()
         for rank, result in sorted(results.items()):
             for name, level, message in result.records:
-                said_by.setdefault((message, level), {})[rank] = name
-        for (message, level), names in said_by.items():
-            first = min(names)
-            if level >= logging.WARNING:
-                listed = f" rank{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
-                who = self.role if len(names) == len(self.seats) else self.role + listed
-                logging.getLogger(names[first]).log(level, "%s: %s", who, message)
-            elif first == 0:
-                logging.getLogger(names[0]).log(level, "%s", message)
+                warns = level >= logging.WARNING
+                if message not in said and (warns or rank == 0):
+                    who = f"{self.role} rank {rank}: " if warns else ""
+                    logging.getLogger(name).log(level, "%s%s", who, message)
+                said.add(message)
 
     def _failed(self, failures: Mapping[int, Failure], ranks: int, *, late: bool) -> RatherError:
-        """Return the first cause with its place. Workers are stopped unless it leaves them
-        intact."""
+        """Return the first cause with its place; stop the workers unless it leaves them intact."""
         rank = first_cause(failures)
         cause = failures[rank]
         level = logging.DEBUG if cause.is_expected else logging.ERROR
         logging.getLogger(f"rather.worker.{self.role}-{rank}").log(level, "%s", cause.trace)
-        alike = are_alike(failures, ranks)
-        place = f"{self.role}, all {ranks} ranks" if alike else name_of(self.role, rank, self.seats)
-        error = cause.error(place)
+        names = [name_of(self.role, each, self.seats) for each in range(len(self.seats))]
+        error = cause.error(place_of(failures, ranks, self.role, names.__getitem__))
         if len(self.seats) == 1 and cause.kind == torch.OutOfMemoryError.__name__:
             return BatchTooLarge(str(error))
         if late or any(failure.known is not DiskError for failure in failures.values()):
             self._stop()
         return error
 
-    def _late(self, ranks: Sequence[int], limit: Limit) -> HangError:
-        snapshots = self.manager.snapshots()
-        self._stop()
-        names = [name_of(self.role, rank, self.seats) for rank in ranks]
-        late = {name: snapshots.pop(name) for name in names}
-        return hang_error(late, snapshots, limit, self.config.log_dir)
-
     def _stop(self) -> None:
         self.manager.stop()
 
 
 class FrozenReference(Cluster):
-    """A reference that never moves, on devices of its own: it can be replaced while the policy
-    keeps training."""
+    """A reference that never moves, on devices of its own: it can be replaced during training."""
 
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         super().initialize(total_steps, model)
@@ -196,9 +166,8 @@ class FrozenReference(Cluster):
             except (WorkerLost, HangError) as error:
                 if self.supervision is None or self.manager.is_stopped:  # the policy failed
                     raise
-                self.supervision.survive(
-                    error, "reference_lost", "the reference alone is started again"
-                )
+                remedy = "the reference alone is started again"
+                self.supervision.survive(error, "reference_lost", remedy)
             wait_elsewhere(self.seats)
             self._start()
             self.initialize(*self._loaded)
@@ -210,19 +179,16 @@ class FrozenReference(Cluster):
 def _config_around(name: str, worker_config: RoleConfig) -> DPOConfig:
     """Return a run that configures nothing but this role."""
     kinds: dict[str, type] = {"actor_train": ActorConfig, "reference": ReferenceConfig}
-    problem = ""
-    if name not in kinds:
-        problem = f"name: '{name}' is not a role; there are {' and '.join(kinds)}."
-    elif not isinstance(worker_config, kinds[name]):
-        problem = f"worker_config: {type(worker_config).__name__} is not the config of {name}."
-    elif worker_config.model_args.model_name_or_path is None:
-        problem = "worker_config: no model is named; set model_args.model_name_or_path."
-    elif worker_config.is_canonical:
-        problem = (
-            "worker_config: belongs to a run with determinism: canonical; pass pipeline_config."
+    if (
+        not isinstance(worker_config, kinds.get(name, ()))
+        or worker_config.model_args.model_name_or_path is None
+        or worker_config.is_canonical
+    ):
+        raise ConfigError(
+            f"worker_config: must be the config of role '{name}' (of {' and '.join(kinds)}) with "
+            "model_args.model_name_or_path and without determinism: canonical; or pass "
+            "pipeline_config."
         )
-    if problem:
-        raise ConfigError(problem)
     log.warning(
         "%s: loss and seed are the defaults; pass pipeline_config= for those of a run", name
     )
@@ -233,22 +199,19 @@ def _config_around(name: str, worker_config: RoleConfig) -> DPOConfig:
 def _result(ref: Any) -> CallResult:
     import ray
 
-    gone = ("RayActorError", "NodeDiedError", "ObjectLostError")
     try:
         result: CallResult = ray.get(ref)
     except ray.exceptions.RayError as error:
-        lost = isinstance(error, tuple(getattr(ray.exceptions, name) for name in gone))
-        kind = WorkerLost.__name__ if lost else type(error).__name__
-        text = f"its process died: {_reason(error)}" if lost else last_line(error)
-        return CallResult(failure=Failure(kind, text, str(error), time.time()))
+        gone = ("RayActorError", "NodeDiedError", "ObjectLostError")
+        if not isinstance(error, tuple(getattr(ray.exceptions, name) for name in gone)):
+            failure = Failure(type(error).__name__, last_line(error), str(error), time.time())
+            return CallResult(failure=failure)
+        # Of Ray's long account, the line that says what happened.
+        lines = str(error).splitlines()
+        reason = ([line for line in lines if "exit" in line.lower()] or lines)[-1].strip()
+        text = (
+            f"its process died: {reason.partition(' Some common causes')[0]} It crashed, or was "
+            "killed from outside, often for lack of host memory."
+        )
+        return CallResult(failure=Failure(WorkerLost.__name__, text, str(error), time.time()))
     return result
-
-
-def _reason(error: BaseException) -> str:
-    """Return the line of Ray's long account that says what happened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
-    reason = (telling or lines or ["no reason is known"])[-1].partition(" Some common causes")[0]
-    if "SYSTEM_ERROR" in reason:  # nobody asked it to end
-        reason += " It crashed, or was killed from outside, often for lack of host memory."
-    return reason

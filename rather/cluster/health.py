@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,8 @@ log = logging.getLogger(__name__)
 
 GRACE = 3.0  # seconds in which other ranks may still report a cause, or the same failure
 ECHOES = (
-    "gloo",
-    "nccl",
-    "tcpstore",
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
+    *("gloo", "nccl", "tcpstore", "broken pipe"),
+    *("connection closed by peer", "connection reset by peer"),
 )
 SHORTAGES = ("out of memory", "can't allocate memory", "cannot allocate memory")
 SHORTAGE_FIXES = (
@@ -58,14 +54,12 @@ class Failure:
 
     @staticmethod
     def of(error: Exception) -> Failure:
-        text = redact(str(error)) or type(error).__name__
-        known = [
-            base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__
-        ]
-        kind = (known or [type(error).__name__])[0]
-        echo = isinstance(error, RuntimeError) and any(word in text.lower() for word in ECHOES)
+        text, bases = redact(str(error)) or type(error).__name__, type(error).__mro__
+        known = [base.__name__ for base in bases if base.__module__ == errors.__name__]
         trace = redact("".join(traceback.format_exception(error)))
         note = "".join(f"\n{each}" for each in getattr(error, "__notes__", ()))
+        echo = isinstance(error, RuntimeError) and any(word in text.lower() for word in ECHOES)
+        kind = (known or [type(error).__name__])[0]
         return Failure(kind, text, trace, time.time(), echo and not _is_shortage(kind, text), note)
 
     @property
@@ -79,8 +73,7 @@ class Failure:
         return found if isinstance(found, type) and issubclass(found, RatherError) else None
 
     def error(self, where: str) -> RatherError:
-        """Return it as an exception. One of Rather's own keeps its class, and with it its exit
-        code."""
+        """Return it as an exception. One of Rather's own keeps its class and exit code."""
         place = f"{where}: " if where else ""
         if self.known:
             return self.known(f"{place}{self.text}")
@@ -92,20 +85,25 @@ class Failure:
         return found(f"{place}{self.kind}: {self.text}")
 
 
+def _is_shortage(kind: str, text: str) -> bool:
+    return kind == "MemoryError" or any(word in text.lower() for word in SHORTAGES)
+
+
 def first_cause(failures: Mapping[int, Failure]) -> int:
     """Return the rank whose failure caused the others."""
     return min(failures, key=lambda rank: (failures[rank].is_echo, failures[rank].at))
 
 
-def are_alike(failures: Mapping[int, Failure], ranks: int) -> bool:
-    """Return whether all of several ranks failed with the same words, so that no rank is to
-    blame."""
+def place_of(
+    failures: Mapping[int, Failure], ranks: int, role: str, name_of: Callable[[int], str]
+) -> str:
+    """Return the rank to name: that of the first cause, unless all ranks failed with the same
+    words, or the first one outside any role."""
+    rank = first_cause(failures)
     kinds = {(each.kind, each.text) for each in failures.values()}
-    return ranks > 1 and len(failures) == ranks and len(kinds) == 1
-
-
-def _is_shortage(kind: str, text: str) -> bool:
-    return kind == "MemoryError" or any(word in text.lower() for word in SHORTAGES)
+    if ranks > 1 and len(failures) == ranks and len(kinds) == 1:
+        return f"{role}, all {ranks} ranks" if role else ""
+    return name_of(rank) if role or rank else ""
 
 
 # --- deadlines ---
@@ -114,8 +112,8 @@ _METHODS = {
     "start": "initialize embedding_rows plan",
     "step": "train_step compute_log_probs forget release",
     "eval": "score",
-    "save": "numbers write_state write_reference finish_writing read_state write_weights "
-    "mix_weights save_model export peak_memory",
+    "save": "numbers write_state finish_writing read_state write_weights mix_weights save_model "
+    "export peak_memory",
 }
 PHASES = {method: phase for phase, methods in _METHODS.items() for method in methods.split()}
 SLACK = 10.0  # times the usual
@@ -160,8 +158,7 @@ class Deadlines:
 # --- hangs ---
 
 ANSWER = 3.0  # seconds in which a process that still runs describes what it does
-STANDARD = str(Path(os.__file__).parent)
-LIBRARIES = f"{os.sep}site-packages{os.sep}"
+LIBRARIES = (str(Path(os.__file__).parent), f"{os.sep}site-packages{os.sep}")
 DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 # Files between a call of torch.distributed and its work.
 DISPATCH = ("_ops.py", "c10d_logger.py", "_contextlib.py")
@@ -215,8 +212,19 @@ class Pulse:
             listing.append(f"thread {names.get(ident, ident)}:\n{''.join(stack.format())}")
         # On CUDA the backward pass has threads of its own, so any thread may be the one that waits.
         waits = filter(None, map(_collective, (working, *stacks.values())))
-        place, collective = _place(working), next(waits, None)
-        return StackSnapshot(self.call, self.seconds, place, collective, "\n".join(listing))
+        place = "no code of its own"
+        for frame in working:
+            if not any(library in frame.filename for library in LIBRARIES):
+                place = f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
+        return StackSnapshot(self.call, self.seconds, place, next(waits, None), "\n".join(listing))
+
+
+def _collective(stack: traceback.StackSummary) -> str | None:
+    for frame in reversed(stack):
+        if not frame.filename.endswith(DISPATCH):
+            waits = DISTRIBUTED in frame.filename and "_checkpoint" not in frame.filename
+            return frame.name if waits else None
+    return None
 
 
 def hang_error(late: Snapshots, others: Snapshots, limit: Limit, log_dir: Path) -> HangError:
@@ -245,18 +253,17 @@ def blame(ranks: Snapshots) -> tuple[str, str]:
     at the rarest stack location.
     """
     where: dict[str, str] = {}
-    waiting: list[str] = []
+    waiting: Counter[str] = Counter()
     for name, snapshot in ranks.items():
         if snapshot is None:
-            return (
-                name,
-                "its process does not answer at all: it is stopped, or stuck outside Python",
-            )
+            why = "its process does not answer at all: it is stopped, or stuck outside Python"
+            return name, why
         where[name] = snapshot.where
-        waiting += [snapshot.where] if snapshot.collective else []
+        if snapshot.collective:
+            waiting[snapshot.where] += 1
     apart = [name for name in where if where[name] not in waiting]
     if waiting and apart:
-        usual = Counter(waiting).most_common(1)[0][0]
+        usual = waiting.most_common(1)[0][0]
         return apart[0], f"it is in {where[apart[0]]}, and others wait for it in {usual}"
     count = Counter(where.values())
     usual = count.most_common(1)[0][0]  # among equally common ones, that of the first rank
@@ -265,18 +272,3 @@ def blame(ranks: Snapshots) -> tuple[str, str]:
         return rarest, f"it is in {where[rarest]}, others in {usual}"
     everyone = "" if len(ranks) == 1 else f", and so are all {len(ranks)} ranks"
     return list(where)[-1], f"it is in {usual}{everyone}"
-
-
-def _collective(stack: traceback.StackSummary) -> str | None:
-    for frame in reversed(stack):
-        if not frame.filename.endswith(DISPATCH):
-            waits = DISTRIBUTED in frame.filename and "_checkpoint" not in frame.filename
-            return frame.name if waits else None
-    return None
-
-
-def _place(stack: traceback.StackSummary) -> str:
-    for frame in reversed(stack):
-        if not frame.filename.startswith(STANDARD) and LIBRARIES not in frame.filename:
-            return f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
-    return "no code of its own"

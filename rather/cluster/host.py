@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,11 @@ from rather.config import plugins
 from rather.config.redaction import redact
 
 if TYPE_CHECKING:
-    from rather.cluster.preflight import Room
-    from rather.cluster.role import RankInfo
-    from rather.cluster.worker import ActorWorker
+    from rather.cluster.memory import Room
+    from rather.cluster.worker import ActorWorker, RankInfo
     from rather.config.schema import DPOConfig
 
 CHECK_EVERY = 1.0  # seconds between two checks of the driver
-
-Records = list[tuple[str, int, str]]  # logger, level, message
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,22 @@ class CallResult:
 
     value: Any = None
     failure: Failure | None = None
-    records: Sequence[tuple[str, int, str]] = ()
+    records: Sequence[tuple[str, int, str]] = ()  # logger, level, message
+
+
+def _as_result(work: Callable[..., Any]) -> Callable[..., CallResult]:
+    @wraps(work)
+    def call(host: Host, *args: Any) -> CallResult:
+        try:
+            return CallResult(work(host, *args), records=host.records.take())
+        except Exception as error:
+            return CallResult(failure=Failure.of(error), records=host.records.take())
+
+    return call
 
 
 class Host:
-    """One process. Roles are added once it runs; calls name the role and the method of its
-    worker."""
+    """One process. Roles are added once it runs; calls name a role and a method of its worker."""
 
     def __init__(
         self,
@@ -103,82 +111,62 @@ class Host:
         threads = max(1, (os.cpu_count() or 1) // neighbours)
         os.environ.update(OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
         os.environ.update(environment)
-        self.imports = imports
+        self.imports, self.pulse, self.records = imports, Pulse(), _Records()
         self.workers: dict[str, ActorWorker] = {}
-        self.pulse = Pulse()
-        self.records = _Records()
         logging.getLogger("rather").addHandler(self.records)
         logging.getLogger("rather").setLevel(logging.INFO)
         end_with_others(driver)
 
     def describe(self, device: int, kind: str) -> tuple[Process, str, Room]:
         """Return this process, the address at which other machines reach it, and its memory."""
-        from rather.cluster.preflight import Room
+        from rather.cluster.memory import Room
 
-        return Process.this(), _address(), Room.here(device, kind)
+        address = "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect(("192.0.2.1", 9))  # finds the interface that leads out; sends nothing
+            address = probe.getsockname()[0]
+        return Process.this(), address, Room.here(device, kind)
 
     def listen(self) -> int:
         """Open a port until `close_port`, so that others can find out whether they reach it."""
         self.server = socket.create_server(("", 0))
         return int(self.server.getsockname()[1])
 
-    def cannot_reach(self, address: str, port: int, seconds: float) -> str | None:
-        """Return why a port cannot be reached; None if it can."""
-        try:
-            socket.create_connection((address, port), timeout=seconds).close()
-        except OSError as error:
-            return error.strerror or str(error)
-        return None
+    def connection_problem(self, address: str, port: int, seconds: float) -> str | None:
+        return connection_problem(address, port, seconds)
 
     def close_port(self) -> None:
         self.server.close()
 
-    def join(self, rank: int, world: int, store: str, seconds: float, kind: str) -> CallResult:
+    @_as_result
+    def join(self, rank: int, world: int, store: str, seconds: float, kind: str) -> None:
         """Join the process group, which both roles of a process share."""
+        import torch
+        import torch.distributed as dist
 
-        def work() -> None:
-            import torch
-            import torch.distributed as dist
+        if kind == "cuda":
+            torch.cuda.set_device(0)  # the only one that this process sees
+        place: Any = {"init_method": store, "rank": rank, "world_size": world}
+        dist.init_process_group(backend_of(kind), timeout=timedelta(seconds=seconds), **place)
 
-            if kind == "cuda":
-                torch.cuda.set_device(0)  # the only one that this process sees
-            dist.init_process_group(
-                backend_of(kind),
-                init_method=store,
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=seconds),
-            )
-
-        return self._result(work)
-
-    def add(self, role: str, worker_cls: Any, config: DPOConfig, member: RankInfo) -> CallResult:
+    @_as_result
+    def add(self, role: str, worker_cls: Any, config: DPOConfig, member: RankInfo) -> None:
         """Make a worker for `role`; its class may have to be imported first."""
+        from rather.cluster.worker import make_worker
 
-        def work() -> None:
-            from rather.cluster.local import worker_class
+        plugins.load_sources(self.imports)
+        self.workers[role] = worker = make_worker(role, config, member, worker_cls)
+        if role == "reference":
+            worker.neighbour = self.workers.get("actor_train")
 
-            plugins.load_sources(self.imports)
-            found = worker_class(worker_cls, f"{role}.worker_cls")
-            self.workers[role] = worker = found(config, role, member)
-            if role == "reference":
-                worker.neighbour = self.workers.get("actor_train")
-
-        return self._result(work)
-
-    def call(self, role: str, method: str, *args: Any) -> CallResult:
+    @_as_result
+    def call(self, role: str, method: str, *args: Any) -> Any:
         with self.pulse.during(f"{role}.{method}"):
-            return self._result(lambda: getattr(self.workers[role], method)(*args))
+            return getattr(self.workers[role], method)(*args)
 
     def snapshot(self) -> StackSnapshot:
         """Return what this process does; called in a thread of its own."""
         return self.pulse.snapshot()
-
-    def _result(self, work: Callable[[], Any]) -> CallResult:
-        try:
-            return CallResult(work(), records=self.records.take())
-        except Exception as error:
-            return CallResult(failure=Failure.of(error), records=self.records.take())
 
 
 class _Records(logging.Handler):
@@ -186,12 +174,12 @@ class _Records(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: Records = []
+        self.kept: list[tuple[str, int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.kept.append((record.name, record.levelno, redact(record.getMessage())))
 
-    def take(self) -> Records:
+    def take(self) -> list[tuple[str, int, str]]:
         kept, self.kept = self.kept, []
         return kept
 
@@ -200,22 +188,22 @@ def backend_of(kind: str) -> str:
     return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
 
 
+def connection_problem(address: str, port: int, seconds: float) -> str | None:
+    """Return why a port cannot be reached; None if it can."""
+    try:
+        socket.create_connection((address, port), timeout=seconds).close()
+    except (OSError, OverflowError) as error:
+        return str(error)
+    return None
+
+
 def end_with_others(driver: Process | None = None) -> None:
-    """End this process once the driver, or the process that started it, is gone: nothing may hold a
-    device."""
-    threading.Thread(target=_watch, args=(driver, os.getppid()), name="watch", daemon=True).start()
+    """End this process once the driver or its parent is gone: nothing may hold a device."""
+    parent = os.getppid()
 
+    def watch() -> None:
+        while os.getppid() == parent and not (driver and driver.is_gone):
+            time.sleep(CHECK_EVERY)
+        os._exit(1)
 
-def _watch(driver: Process | None, parent: int) -> None:
-    while os.getppid() == parent and not (driver and driver.is_gone):
-        time.sleep(CHECK_EVERY)
-    os._exit(1)
-
-
-def _address() -> str:
-    """Return the address of the interface that leads out; loopback if none does. Nothing is
-    sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    threading.Thread(target=watch, name="watch", daemon=True).start()

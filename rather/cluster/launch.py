@@ -1,30 +1,31 @@
-"""Where the roles of a config run: in this process, in processes that torchrun started, or on
-Ray."""
+"""Where the roles of a config run: in this process, under torchrun, or on Ray."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from rather.cluster.health import PHASES
-from rather.cluster.local import device_kind, local_cluster
-from rather.cluster.preflight import Ledger, Room
-from rather.cluster.ranks import folder_next_to
-from rather.cluster.role import Role
-from rather.cluster.spmd import (
+from rather.cluster.memory import Ledger, Room
+from rather.cluster.role import (
+    Role,
     SpmdCluster,
     broadcast,
+    device_kind,
     gather,
     join_ranks,
-    max_over_ranks,
+    shared_folder,
     started_by_torchrun,
 )
 from rather.cluster.supervision import COMPUTING, Supervision, Watchdog
-from rather.cluster.worker import ActorWorker
+from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
 from rather.model.sizes import division_problems
@@ -65,12 +66,15 @@ class Roles:
             return broadcast(value) if self.drivers > 1 else value
 
     def max_over_drivers(self, number: int) -> int:
+        if self.drivers == 1:
+            return number
         with self._waiting("max_over_drivers"):
-            return max_over_ranks(number, self.kind) if self.drivers > 1 else number
+            most = torch.tensor(number, device=self.kind)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            return int(most)
 
     def _waiting(self, call: str) -> AbstractContextManager[None]:
-        """Limit the wait for what the main driver does alone, such as preparing data or searching a
-        cache."""
+        """Limit the wait for what the main driver does alone, such as preparing data."""
         return self.watchdog.during(call, "save") if self.watchdog else nullcontext()
 
     def watch(self) -> None:
@@ -78,33 +82,20 @@ class Roles:
         if self.watchdog:
             self.watchdog.start()
 
-    @contextmanager
-    def folder_beside(self, folder: Path) -> Iterator[Path]:
-        """Make an empty folder for what ranks write together, removed when all are done."""
-        with folder_next_to(folder) if self.is_main else nullcontext() as made:
-            yield Path(self.broadcast(made))
-            self.max_over_drivers(0)
-
     def move_reference(self, share: float, run_dir: Path) -> None:
         """TR-DPO: move the reference by `share` of the way to the policy."""
         policy, reference = self.actor_train, self.reference
         assert reference is not None
         if isinstance(policy, ActorWorker) and isinstance(reference, ActorWorker):
-            reference.mix_weights(policy.weights(), share)
+            reference.mix_weights(policy.trainer.weights(), share)
             return
-        with self.folder_beside(run_dir / "reference") as folder:
+        with shared_folder(run_dir / "reference") as folder:
             policy.write_weights(folder, "reference")
             reference.mix_weights(folder, share)
+            self.max_over_drivers(0)  # all have read it
 
     def close(self) -> None:
         self.closing.close()
-
-
-def needs_ray(config: DPOConfig, *, with_reference: bool) -> bool:
-    """Return whether a run uses more than one device, or names a cluster."""
-    actor, reference = mappings(config)
-    several = len(actor) > 1 or (with_reference and reference != actor)
-    return several or config.num_nodes > 1 or config.ray.address is not None
 
 
 def mappings(config: DPOConfig) -> tuple[list[int], list[int]]:
@@ -115,57 +106,51 @@ def launch(
     config: DPOConfig, *, with_reference: bool, supervision: Supervision | None = None
 ) -> Roles:
     """Start the roles of a run, without their models. Supervised, they may be replaced."""
-    actor, reference = config.actor_train, config.reference
-    sections = {"actor_train": actor}
-    same = (reference.strategy_args, reference.model_path) == (
-        actor.strategy_args,
-        actor.model_path,
-    )
-    if with_reference and not same:
-        sections["reference"] = reference  # type: ignore[assignment]
-    problems = [each for name, role in sections.items() for each in division_problems(name, role)]
-    if problems:
+    names = ["actor_train", *(["reference"] if with_reference else [])]
+    found = (each for name in names for each in division_problems(name, getattr(config, name)))
+    if problems := list(found):
         raise ConfigError(problems)
+    actor, reference = mappings(config)
     if started_by_torchrun():
-        roles = _under_torchrun(config, with_reference)
-    elif needs_ray(config, with_reference=with_reference):
+        if with_reference and actor != reference:
+            raise ConfigError(
+                f"reference.device_mapping is {reference}, actor_train.device_mapping {actor}: "
+                "under torchrun each process holds both roles. Leave reference.device_mapping out, "
+                "or start without torchrun: Ray places them as configured."
+            )
+        roles = _under_torchrun(config, names)
+    elif (
+        config.num_nodes * len(actor) > 1
+        or config.ray.address is not None
+        or (with_reference and reference != actor)
+    ):
         return _on_ray(config, with_reference, supervision)
     else:
-        held = local_cluster("reference", config) if with_reference else None
-        policy = local_cluster("actor_train", config)
-        policy.set_environment()
+        kind = device_kind(config.platform)
+        member = RankInfo(device="cpu") if kind == "cpu" else RankInfo()
+        workers = {name: make_worker(name, config, member) for name in names}
+        for worker in workers.values():
+            worker.set_environment()
+        held = workers.get("reference")
         if held:
-            held.neighbour = policy
-            held.set_environment()
-        roles = Roles(policy, held, device_kind(config.platform))
-    return _with_watchdog(roles, config, supervision)
-
-
-def _with_watchdog(roles: Roles, config: DPOConfig, supervision: Supervision | None) -> Roles:
-    """In one process only the steps are watched: loading and saving take what disk and network
-    take."""
-    watchdog = Watchdog(config.timeouts, config.log_dir, roles.drivers, supervision)
+            held.neighbour = workers["actor_train"]
+        roles = Roles(workers["actor_train"], held, kind)
+    roles.watchdog = Watchdog(config.timeouts, config.log_dir, roles.drivers, supervision)
+    roles.closing.callback(roles.watchdog.close)
     for role in filter(None, (roles.actor_train, roles.reference)):
-        watchdog.watch(role, PHASES if roles.drivers > 1 else COMPUTING)
-    roles.closing.callback(watchdog.close)
-    roles.watchdog = watchdog
+        # In one process only the steps are watched: loading and saving take what disk and network
+        # take.
+        roles.watchdog.watch(role, PHASES if roles.drivers > 1 else COMPUTING)
     return roles
 
 
-def _under_torchrun(config: DPOConfig, with_reference: bool) -> Roles:
-    actor, reference = mappings(config)
-    if with_reference and actor != reference:
-        raise ConfigError(
-            f"reference.device_mapping is {reference}, actor_train.device_mapping {actor}: under "
-            "torchrun each process holds both roles. Leave reference.device_mapping out, or start "
-            "without torchrun: Ray places them as configured."
-        )
+def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
     closing = ExitStack()
-    member = join_ranks(config, len(actor), closing)
+    member = join_ranks(config, len(mappings(config)[0]), closing)
     kind = "cpu" if member.device == "cpu" else "cuda"
     memory = Ledger(), gather(Room.here(member.rank, kind))
-    held = SpmdCluster("reference", config, member, *memory) if with_reference else None
-    policy = SpmdCluster("actor_train", config, member, *memory)
+    found = {name: SpmdCluster(name, config, member, *memory) for name in names}
+    policy, held = found["actor_train"], found.get("reference")
     if held:
         held.worker.neighbour = policy.worker
     if member.rank == 0:
@@ -177,17 +162,16 @@ def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | 
     from rather.cluster.resources import ResourceManager
 
     actor, reference = mappings(config)
-    used = [*actor, *(reference if with_reference else [])]
-    if config.num_nodes > 1 and config.ray.address is None:
-        raise ConfigError(
-            f"num_nodes: {config.num_nodes} nodes need a Ray cluster; name it: --address, or "
-            "ray.address"
-        )
     if config.ray.address is None:
         device_kind(config.platform)  # refuses what this machine lacks before anything starts
+        if config.num_nodes > 1:
+            raise ConfigError(
+                f"num_nodes: {config.num_nodes} nodes need a Ray cluster; name it: --address, or "
+                "ray.address"
+            )
     manager = ResourceManager(
         config.num_nodes,
-        config.num_gpus_per_node or max(used) + 1,
+        config.num_gpus_per_node or max([*actor, *(reference if with_reference else [])]) + 1,
         address=config.ray.address,
         platform=config.platform,
         timeouts=config.timeouts,
@@ -210,15 +194,11 @@ def _clusters(
 
     actor, reference = mappings(config)
     ahead = with_reference and not set(actor) & set(reference)
-    stays = ahead and not config.sync_ref_model
-
-    def start(cls: type[Cluster], name: str) -> Cluster:
-        section = getattr(config, name)
-        return cls(name, section.worker_cls, manager, section, pipeline_config=config)
-
-    policy, held = start(Cluster, "actor_train"), None
+    policy = Cluster("actor_train", None, manager, config.actor_train, pipeline_config=config)
+    held: Cluster | None = None
     if with_reference:
-        held = start(FrozenReference if stays else Cluster, "reference")
+        cls = FrozenReference if ahead and not config.sync_ref_model else Cluster
+        held = cls("reference", None, manager, config.reference, pipeline_config=config)
         held.supervision = supervision
         policy.takes_turns = held.takes_turns = not ahead and actor != reference
         how = "on its own devices, one step ahead" if ahead else "on the policy's devices, in turn"

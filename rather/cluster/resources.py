@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rather.cluster.health import ANSWER, StackSnapshot
-from rather.cluster.host import Host, Process, all_gone
-from rather.cluster.preflight import Ledger, Room
+from rather.cluster.host import Host, Process, all_gone, connection_problem
+from rather.cluster.memory import Ledger, Room
 from rather.config import plugins
 from rather.config.schema import Timeouts
 from rather.errors import ConfigError, RayGone, WorkerError
@@ -95,10 +94,10 @@ class ResourceManager:
             self._ray, self._owns_ray = connected(address, self.devices, self._folder, connect)
             if not (address or "").startswith("ray://"):
                 self._server = str(self._ray.get_runtime_context().gcs_address)
-            gpus = sum(node.get("GPU", 0) for node in self._nodes())
-            if platform == "cuda" and not gpus:
+            has_gpus = any(self._on_nodes("GPU"))
+            if platform == "cuda" and not has_gpus:
                 raise ConfigError(f"platform: cuda, and {self._cluster} has no GPU")
-            self.kind = "cuda" if gpus and platform != "cpu" else "cpu"
+            self.kind = "cuda" if has_gpus and platform != "cpu" else "cpu"
             self._resource = "GPU" if self.kind == "cuda" else SLOT
             self._reserve()
         except BaseException:
@@ -107,60 +106,52 @@ class ResourceManager:
 
     # --- the cluster ---
 
-    def _nodes(self) -> list[dict[str, float]]:
-        """Return the resources of each node."""
-        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+    def _on_nodes(self, resource: str) -> list[int]:
+        """Return how many of a resource each node has, most first."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return sorted((int(node.get(resource, 0)) for node in nodes), reverse=True)
 
     def _reserve(self) -> None:
-        """Reserve one bundle of devices on each node, once the cluster has them. Nodes may still be
-        arriving."""
+        """Reserve one bundle of devices on each node. Nodes may still be arriving."""
         from ray.util.placement_group import placement_group
 
+        nodes, each = self.num_nodes, self.num_gpus_per_node
+        unit = "GPUs" if self.kind == "cuda" else f"CPU workers ({SLOT})"
+        asked = (
+            f"num_nodes {nodes} x num_gpus_per_node {each} = {self.devices} {unit} are requested"
+        )
         deadline = time.monotonic() + self.timeouts.connect
-        while problem := self._missing():
+        while True:
+            there = self._on_nodes(self._resource)
+            enough = sum(count >= each for count in there)
+            if enough >= nodes:
+                break
             if time.monotonic() > deadline:
-                raise ConfigError(problem)
+                advice = ""
+                if self.kind == "cpu" and not any(there):
+                    advice = f" Start its nodes with --resources='{{\"{SLOT}\": {each}}}'."
+                raise ConfigError(
+                    f"num_nodes: {asked}; {self._cluster} has {' + '.join(map(str, there)) or '0'} "
+                    f"on {len(there)} node{'s' * (len(there) != 1)}, so {enough} of {nodes} nodes "
+                    f"have {each}: {nodes - enough} missing.{advice} Add nodes, or change "
+                    "num_nodes, num_gpus_per_node and device_mapping."
+                )
             time.sleep(0.2)
-        bundles = [{self._resource: self.num_gpus_per_node}] * self.num_nodes
-        strategy = "STRICT_SPREAD" if self.num_nodes > 1 else "STRICT_PACK"
+        strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
         # Kept at once: a request that is abandoned would be granted as soon as the devices are
         # free, and hold them.
-        self._placed = placement_group(bundles, strategy=strategy)
+        self._placed = placement_group([{self._resource: each}] * nodes, strategy=strategy)
         if not self._placed.wait(max(1.0, deadline - time.monotonic())):
             free = int(self._ray.available_resources().get(self._resource, 0))
             raise ConfigError(
-                f"num_nodes: {self._request}, and {self._cluster} has them, but other jobs use "
-                f"some: {free} are free. Wait for them, or request fewer."
+                f"num_nodes: {asked}, and {self._cluster} has them, but other jobs use some: "
+                f"{free} are free. Wait for them, or request fewer."
             )
-
-    @property
-    def _request(self) -> str:
-        unit = "GPUs" if self.kind == "cuda" else f"CPU workers ({SLOT})"
-        sizes = f"num_nodes {self.num_nodes} x num_gpus_per_node {self.num_gpus_per_node}"
-        return f"{sizes} = {self.devices} {unit} are requested"
-
-    def _missing(self) -> str | None:
-        """Return what the cluster lacks, with the arithmetic; None if it has enough."""
-        nodes, each = self.num_nodes, self.num_gpus_per_node
-        there = sorted((int(node.get(self._resource, 0)) for node in self._nodes()), reverse=True)
-        enough = sum(count >= each for count in there)
-        if enough >= nodes:
-            return None
-        advice = ""
-        if self.kind == "cpu" and not any(there):
-            advice = f" Start its nodes with --resources='{{\"{SLOT}\": {each}}}'."
-        return (
-            f"num_nodes: {self._request}; {self._cluster} has {' + '.join(map(str, there)) or '0'} "
-            f"on {len(there)} node{'s' * (len(there) != 1)}, so {enough} of {nodes} nodes have "
-            f"{each}: {nodes - enough} missing.{advice} Add nodes, or change num_nodes, "
-            "num_gpus_per_node and device_mapping."
-        )
 
     # --- processes ---
 
     def seats(self, device_mapping: Sequence[int], environment: Mapping[str, str]) -> list[Seat]:
-        """Return the processes on these devices; the first call starts them and makes a process
-        group."""
+        """Return the processes on these devices; the first call starts and connects them."""
         mapping = tuple(device_mapping)
         if mapping not in self._seats:
             if max(mapping) >= self.devices:
@@ -175,17 +166,24 @@ class ResourceManager:
         return self._seats[mapping]
 
     def _start(self, mapping: tuple[int, ...], environment: Mapping[str, str]) -> list[Seat]:
-        nodes = sorted({device // self.num_gpus_per_node for device in mapping})
-        ids = self._gpu_ids(nodes) if self.kind == "cuda" else {}
+        each = self.num_gpus_per_node
+        nodes = sorted({device // each for device in mapping})
+        ids: dict[int, list[str]] = {}  # the machine's own numbers of the reserved GPUs
+        if self.kind == "cuda":
+            probes = [self._remote(_Probe, node, each).remote() for node in nodes]
+            found = self._all([probe.gpu_ids.remote() for probe in probes], "list GPUs")
+            for probe in probes:
+                self._ray.kill(probe)
+            ids = dict(zip(nodes, found, strict=True))
         own = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
         handles = []
         for device in mapping:
-            node, local = divmod(device, self.num_gpus_per_node)
+            node, local = divmod(device, each)
             own["CUDA_VISIBLE_DEVICES"] = ids[node][local] if ids else ""
-            given = (self.num_gpus_per_node, Process.this(), plugins.loaded())
+            given = (each, Process.this(), plugins.loaded())
             handles.append(self._remote(Host, node).remote({**own, **environment}, *given))
         asked = [h.describe.remote(d, self.kind) for h, d in zip(handles, mapping, strict=True)]
-        found = self._all(asked, self.timeouts.start, "start a process")
+        found = self._all(asked, "start a process", self.timeouts.start)
         return [
             Seat(handle, process, address, device, room)
             for handle, device, (process, address, room) in zip(
@@ -203,15 +201,6 @@ class ResourceManager:
         made = self._ray.remote(concurrency_groups={SNAPSHOTS: 1})(cls)
         return made.options(num_cpus=0, scheduling_strategy=where, **devices, **never)
 
-    def _gpu_ids(self, nodes: Sequence[int]) -> dict[int, list[str]]:
-        """Return the machine's own numbers of the reserved GPUs of each node."""
-        probes = [self._remote(_Probe, node, self.num_gpus_per_node).remote() for node in nodes]
-        asked = [probe.gpu_ids.remote() for probe in probes]
-        found = self._all(asked, self.timeouts.connect, "list GPUs")
-        for probe in probes:
-            self._ray.kill(probe)
-        return dict(zip(nodes, found, strict=True))
-
     def _introduce(self, seats: Sequence[Seat]) -> None:
         """Make a process group: through a file on one machine, through rank 0 on several."""
         if len({seat.process.machine for seat in seats}) == 1:
@@ -219,37 +208,34 @@ class ResourceManager:
         else:
             store = f"tcp://{seats[0].address}:{self._port_of(seats[0], seats[1:])}"
         # Longer than any deadline of the driver, or the echo of a failure would arrive first.
-        seconds = 60 + self.timeouts.longest
-        asked = [
-            seat.handle.join.remote(rank, len(seats), store, seconds, self.kind)
-            for rank, seat in enumerate(seats)
-        ]
-        for seat, result in zip(
-            seats, self._all(asked, self.timeouts.start, "connect"), strict=True
-        ):
+        common = (len(seats), store, 60 + self.timeouts.longest, self.kind)
+        asked = [seat.handle.join.remote(rank, *common) for rank, seat in enumerate(seats)]
+        results = self._all(asked, "connect", self.timeouts.start)
+        for seat, result in zip(seats, results, strict=True):
             if result.failure:
                 raise WorkerError(
                     f"{seat}: processes cannot reach each other: {result.failure.text}"
                 )
 
     def _port_of(self, first: Seat, others: Sequence[Seat]) -> int:
-        """Return a port of the first process that all others reach: without it they would wait in
-        silence."""
+        """Return a port of the first process that all others reach, or say who does not."""
         seconds = self.timeouts.connect
-        [port] = self._all([first.handle.listen.remote()], seconds, "find a port")
-        asked = [seat.handle.cannot_reach.remote(first.address, port, seconds) for seat in others]
-        for seat, problem in zip(others, self._all(asked, 2 * seconds, "connect"), strict=True):
+        [port] = self._all([first.handle.listen.remote()], "find a port")
+        place = (first.address, port, seconds)
+        asked = [seat.handle.connection_problem.remote(*place) for seat in others]
+        for seat, problem in zip(others, self._all(asked, "connect", 2 * seconds), strict=True):
             if problem:
                 raise WorkerError(
                     f"{seat} cannot reach {first} at {first.address}:{port} within {seconds:.0f} "
                     f"s: {problem}. Workers on several machines need open ports between them."
                 )
-        self._all([first.handle.close_port.remote()], seconds, "close a port")
+        self._all([first.handle.close_port.remote()], "close a port")
         return int(port)
 
-    def _all(self, asked: Sequence[Any], seconds: float, doing: str) -> list[Any]:
+    def _all(self, asked: Sequence[Any], doing: str, seconds: float | None = None) -> list[Any]:
         from ray.exceptions import GetTimeoutError, RayError
 
+        seconds = seconds or self.timeouts.connect
         try:
             return list(self._ray.get(list(asked), timeout=seconds))
         except RayError as error:
@@ -260,29 +246,24 @@ class ResourceManager:
     # --- lost processes ---
 
     def snapshots(self) -> dict[str, StackSnapshot | None]:
-        """Return what each rank of each role does; None for those that do not answer within a few
-        seconds."""
+        """Return what each rank of each role does; None for those that do not answer in time."""
         asked = {
-            seat.handle.snapshot.options(concurrency_group=SNAPSHOTS).remote(): seat.process
-            for group in self._seats.values()
-            for seat in group
-        }
-        done = (
-            self._ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER)[0] if asked else []
-        )
-        found: dict[Process, StackSnapshot] = {}
-        for ref in done:
-            with suppress(self._ray.exceptions.RayError):  # it has just died
-                found[asked[ref]] = self._ray.get(ref)
-        return {
-            name_of(role, rank, seats): found.get(seat.process)
+            name_of(role, rank, seats): seat.handle.snapshot.options(
+                concurrency_group=SNAPSHOTS
+            ).remote()
             for role, seats in self.named.items()
             for rank, seat in enumerate(seats)
         }
+        found: dict[str, StackSnapshot | None] = dict.fromkeys(asked)
+        deadline = time.monotonic() + ANSWER
+        for name, ref in asked.items():
+            with suppress(self._ray.exceptions.RayError):  # it is late, or has just died
+                left = max(0.1, deadline - time.monotonic())
+                found[name] = self._ray.get(ref, timeout=left)
+        return found
 
     def refuse_without_ray(self) -> None:
-        """Report that Ray is gone, before Ray ends this process in its own words and with its own
-        exit code."""
+        """Report that Ray is gone, before Ray ends this process with its own exit code."""
         silent = time.monotonic() - self._heard
         if silent < RAY_CHECKS:
             return
@@ -293,7 +274,7 @@ class ResourceManager:
 
     @property
     def _has_ray(self) -> bool:
-        return not self._server or _connection_problem(self._server, 1.0) is None
+        return not self._server or connection_problem(*_host_and_port(self._server), 1.0) is None
 
     def renew(self) -> None:
         """Make room for new processes, once the old ones are gone and hold no memory."""
@@ -314,8 +295,7 @@ class ResourceManager:
     # --- the end ---
 
     def stop(self, device_mapping: Sequence[int] | None = None) -> None:
-        """End the processes on these devices, or all. Those of this machine are gone when it
-        returns."""
+        """End the processes on these devices, or all; those of this machine are then gone."""
         self.is_stopped = self.is_stopped or device_mapping is None
         ending = [tuple(device_mapping)] if device_mapping is not None else list(self._seats)
         seats = [seat for mapping in ending for seat in self._seats.pop(mapping, [])]
@@ -349,8 +329,7 @@ class ResourceManager:
 
 
 def wait_elsewhere(seats: Sequence[Seat]) -> None:
-    """Wait until stopped processes are gone on other machines too, where nobody looks: they may
-    hold a device."""
+    """Give processes on other machines, where nobody looks, the time to end and free a device."""
     if not all(seat.process.is_here for seat in seats):
         time.sleep(RAY_KILLS)
 
@@ -362,15 +341,17 @@ class _Probe:
         return sorted(map(str, ray.get_gpu_ids()), key=lambda name: (len(name), name))
 
 
+# --- Ray itself ---
+
+
 def connected(
     address: str | None, devices: int, folder: Path, seconds: float = 8.0
 ) -> tuple[Any, bool]:
     """Return Ray, and whether this call connected to it."""
     if address not in (None, "auto"):
         _refuse_silence(address, seconds)
-    os.environ.setdefault(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
-    )  # leave CUDA_VISIBLE_DEVICES to us
+    # Leave CUDA_VISIBLE_DEVICES to us.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
     except ImportError as error:
@@ -414,15 +395,6 @@ def connected(
     return ray, True
 
 
-def _connection_problem(server: str, seconds: float) -> Exception | None:
-    host, _, port = server.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
-    except (OSError, OverflowError) as error:
-        return error
-    return None
-
-
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Ray handles SIGTERM itself, and would end a run without saving it."""
@@ -434,16 +406,21 @@ def _own_signals() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def _host_and_port(server: str) -> tuple[str, int]:
+    """Return the parts of host:port; an empty host or the port -1 if it is something else."""
+    host, _, port = server.removeprefix("ray://").rpartition(":")
+    return host.strip("[]"), int(port) if port.isdigit() else -1
+
+
 def _refuse_silence(address: str, seconds: float) -> None:
     """Ray itself would try for minutes. The first node of a cluster may still be starting."""
-    server = address.removeprefix("ray://")
-    host, _, port = server.rpartition(":")
-    if not (host and port.isdigit()):
+    host, port = _host_and_port(address)
+    if not host or port < 0:
         raise ConfigError(
             f"ray.address: '{address}' is not host:port, such as 10.0.0.5:6379, or auto"
         )
     deadline = time.monotonic() + seconds
-    while error := _connection_problem(server, max(0.1, deadline - time.monotonic())):
+    while error := connection_problem(host, port, max(0.1, deadline - time.monotonic())):
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"ray.address: nothing answers at {address} within {seconds:.0f} s "
@@ -454,10 +431,8 @@ def _refuse_silence(address: str, seconds: float) -> None:
 
 def shortage_of_shared_memory() -> str | None:
     """Without enough of it Ray would quietly use a slow disk. Containers often have 64 MiB."""
-    if (
-        not SHARED_MEMORY.exists()
-        or (free := shutil.disk_usage(SHARED_MEMORY).free) >= OBJECT_STORE
-    ):
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else OBJECT_STORE
+    if free >= OBJECT_STORE:
         return None
     return (
         f"shared memory: {SHARED_MEMORY} has {free >> 20} MiB free, and a local Ray needs "
@@ -466,8 +441,7 @@ def shortage_of_shared_memory() -> str | None:
 
 
 def _use_token(folder: Path) -> None:
-    """Set a secret for this process and its children: Ray's own token file would be readable by
-    everybody."""
+    """Set a secret for this process and its children; Ray's own file would be readable by all."""
     if "RAY_AUTH_MODE" in os.environ:
         return
     token = folder / TOKEN

@@ -1,52 +1,68 @@
 """Role: the calls that the training loop makes on a policy or a reference, wherever its ranks run.
 
 `ActorWorker` answers them in this process, `Cluster` sends them to Ray actors, and `SpmdCluster`
-makes them in all processes that torchrun started.
+makes them in all processes that torchrun started: every process runs the loop on its own share, and
+all take the same steps, because each computes them from the same config, pairs and seed.
+
+If memory runs out, `train_step` and `compute_log_probs` raise torch.OutOfMemoryError or
+BatchTooLarge only if the call can be repeated with smaller micro-batches after `forget`. Otherwise
+they raise MemoryShortage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-from rather.config.schema import RoleConfig
+import torch
+import torch.distributed as dist
+
+from rather.cluster.host import backend_of
+from rather.cluster.memory import Ledger, Room, need_of, shortage
+from rather.cluster.worker import ActorWorker, RankInfo, make_worker
+from rather.config.schema import DPOConfig, RoleConfig
+from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts
+from rather.errors import ConfigError, DiskError
+from rather.parallel.stages import SCORED
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
 
-
-@dataclass(frozen=True)
-class RankInfo:
-    """The rank of a worker among `world`, and its device (None: the first of device_mapping)."""
-
-    rank: int = 0
-    world: int = 1
-    device: str | None = None
+T = TypeVar("T")
 
 
-class Role(Protocol):
-    """A policy or a reference.
+class RoleOnRanks:
+    """A role whose model is divided over several ranks, on Ray or under torchrun."""
 
-    If memory runs out, `train_step` and `compute_log_probs` raise torch.OutOfMemoryError or
-    BatchTooLarge only if the call can be repeated with smaller micro-batches after `forget`.
-    Otherwise they raise MemoryShortage.
-    """
+    rooms: Sequence[Room]  # the memory that each rank found before any model was there
 
-    role: str  # actor_train or reference
+    # `_run(method, *args, batches=(), one=False, exchange=False)` calls a method on all ranks and
+    # returns their values. `batches` are dealt out, as a first argument. With `one`, the value of
+    # one rank is enough. Without `exchange`, a process of torchrun may return its own value alone,
+    # and need not wait for the others.
+    _run: Callable[..., list[Any]]
 
-    @property
-    def worker_config(self) -> RoleConfig: ...
+    def __init__(self, role: str, config: DPOConfig, kind: str, ledger: Ledger) -> None:
+        self.role, self.config, self.kind, self.ledger = role, config, kind, ledger
+        self.worker_config: RoleConfig = getattr(config, role)
+        self.layout = layout(self.worker_config)
 
     def initialize(self, total_steps: int, model: str | None = None) -> None:
-        """Load the model; `model` replaces the configured one."""
+        need = need_of(self.config, self.worker_config, self.kind, model)
+        self.ledger.add(self.role, need, self.rooms)
+        self._run("initialize", total_steps, model)
 
-    def embedding_rows(self) -> int: ...
+    def embedding_rows(self) -> int:
+        return int(self._run("embedding_rows")[0])
 
     def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
-        """Return the tokens of a training micro-batch. `make_room` is called if memory would be
-        short."""
+        return int(min(self._run("plan", largest_pair, exchange=True)))
 
     def train_step(
         self,
@@ -54,38 +70,184 @@ class Role(Protocol):
         reference: Columns | None,
         *,
         limits: StepLimits | None = None,
-    ) -> StepResult: ...
+    ) -> StepResult:
+        args = (reference, PairFacts.of_step(batches), limits)
+        found: list[StepResult] = self._run("train_step", *args, batches=batches)
+        return found[0]
 
-    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns: ...
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        places = torch.cat([batch.pair_P for batch in batches]).sort().values
+        found: list[Columns] = self._run("compute_log_probs", places, batches=batches)
+        return found[0]
 
     def score(
         self, facts: PairFacts, policy: Columns, reference: Columns | None
-    ) -> dict[str, float]: ...
+    ) -> dict[str, float]:
+        return dict(self._run("score", facts, policy, reference, one=True)[0])
 
     def park(self) -> bool:
-        """Keep a frozen model on the host between its turns; False if it cannot be moved there."""
+        return False
 
     def forget(self) -> None:
-        """Drop what a call that ran out of memory left behind."""
+        self._run("forget")
 
     def peak_memory(self) -> int:
         """Return the bytes of the rank that used most."""
+        return int(max(self._run("peak_memory")))
 
     def numbers(self) -> dict[str, Any]:
-        """Return the state that is not a tensor and is the same on all ranks."""
+        return dict(self._run("numbers", one=True)[0])
 
-    def write_state(self, folder: Path) -> None: ...
-
-    def write_reference(self, folder: Path) -> None: ...
+    def write_state(self, folder: Path) -> None:
+        """Every rank writes its shards; the folder must be one that all machines see."""
+        self._run("write_state", folder.absolute())
 
     def finish_writing(self) -> None:
-        """Wait until every rank has written its part, or a note that says why not."""
+        self._run("finish_writing")
 
-    def read_state(self, path: Path, numbers: dict[str, Any]) -> None: ...
+    def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
+        self._run("read_state", path.absolute(), numbers)
 
-    def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]: ...
+    def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
+        written = self._run("write_weights", folder.absolute(), group, exchange=True)
+        return {name: facts for each in written for name, facts in each.items()}
 
     def mix_weights(self, weights: Path, share: float) -> None:
-        """Move every weight by `share` of the way to those stored in a folder."""
+        self._run("mix_weights", weights.absolute(), share, exchange=True)
 
-    def save_model(self, folder: Path, tokenizer: Any, card: str) -> None: ...
+    def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
+        """All ranks write what they hold, and one makes the model of it, a tensor at a time."""
+        with shared_folder(folder) as shards:
+            self.write_weights(shards, "model")
+            args = (shards, tokenizer, folder.absolute(), card)
+            self._run("export", *args, one=True, exchange=True)
+
+
+Role = ActorWorker | RoleOnRanks
+
+
+def shares(batches: Sequence[PairBatch], ranks: int) -> list[list[PairBatch]]:
+    """Deal micro-batches out, the same number to each rank, or one would wait for another in a
+    collective.
+
+    Packing gives each rank its share. Only micro-batches whose log-probs are partly known come in
+    other numbers; what is missing then are copies without pairs.
+    """
+    smallest = min(batches, key=lambda batch: len(batch.ids_N))
+    none = {name: getattr(smallest, name)[:0] for name in SCORED}
+    empty = replace(smallest, real_tokens=0, **none)
+    padded = [*batches, *[empty] * (-len(batches) % ranks)]
+    return [padded[rank::ranks] for rank in range(ranks)]
+
+
+@contextmanager
+def shared_folder(folder: Path) -> Iterator[Path]:
+    """Make an empty folder next to `folder` for what ranks write together, and remove it. Under
+    torchrun all processes call this."""
+    made = folder.absolute().with_name(f".pieces-{folder.name}")
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        if is_main:
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir(parents=True)
+        yield broadcast(made) if dist.is_initialized() else made
+    finally:
+        if is_main:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+# --- one process ---
+
+
+def as_local(role: Role, feature: str) -> ActorWorker:
+    """Return the worker of a role that is in this process; `feature` names what needs that."""
+    if not isinstance(role, ActorWorker):
+        raise ConfigError(
+            f"{feature} needs one device per policy; remove it, or start without torchrun and Ray."
+        )
+    return role
+
+
+def device_kind(platform: str) -> str:
+    """Return the kind of this machine's devices: cpu or cuda."""
+    if platform == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("platform: cuda, but this machine has no GPU that PyTorch can use")
+    return "cuda" if platform != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+# --- torchrun ---
+
+
+def started_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
+    """Join the other processes; device_mapping must name as many devices."""
+    rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if world != devices:
+        raise ConfigError(
+            f"actor_train.device_mapping names {devices} devices, and torchrun started {world} "
+            f"processes; set actor_train.device_mapping=0-{world - 1}, or "
+            f"--nproc-per-node={devices}"
+        )
+    kind = device_kind(config.platform)
+    device = f"cuda:{local}" if kind == "cuda" else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=60 + config.timeouts.longest)  # the watchdog comes first
+    dist.init_process_group(backend_of(kind), timeout=timeout)
+    closing.callback(dist.destroy_process_group)
+    return RankInfo(rank, world, device)
+
+
+class SpmdCluster(RoleOnRanks):
+    """A role whose calls all processes make at once: each does its share, all get the answer."""
+
+    def __init__(
+        self, name: str, config: DPOConfig, member: RankInfo, ledger: Ledger, rooms: Sequence[Room]
+    ) -> None:
+        super().__init__(name, config, "cpu" if member.device == "cpu" else "cuda", ledger)
+        self.member, self.rooms = member, rooms
+        self.worker = make_worker(name, config, member)
+
+    def _run(
+        self,
+        method: str,
+        *args: Any,
+        batches: Sequence[PairBatch] = (),
+        one: bool = False,
+        exchange: bool = False,
+    ) -> list[Any]:
+        if batches:
+            own = shares(batches, self.layout.dp)[self.layout.dp_rank(self.member.rank)]
+            args = (own, *args)
+        work, value, problem = getattr(self.worker, method), None, ""
+        try:
+            if not exchange:
+                return [work(*args)]
+            if not one or self.member.rank == 0:
+                value = work(*args)
+        except torch.OutOfMemoryError as error:
+            # The others wait for this rank in a collective: repeating the call would not help.
+            raise shortage(error) from error
+        except DiskError as error:  # all ranks must raise it, or some would wait for this one
+            problem = str(error)
+        values, problems = zip(*gather((value, problem)), strict=True)
+        if any(problems):
+            raise DiskError(next(filter(None, problems)))
+        return list(values)
+
+
+def broadcast(value: Any) -> Any:
+    """Return the first rank's value on all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks, in their order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

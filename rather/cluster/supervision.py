@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -36,13 +35,13 @@ from rather.cluster.health import (
     Pulse,
     Snapshots,
     StackSnapshot,
-    are_alike,
     first_cause,
     hang_error,
     phase_of,
+    place_of,
 )
 from rather.cluster.host import Process, end_with_others
-from rather.cluster.spmd import SpmdCluster
+from rather.cluster.role import SpmdCluster
 from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import HangError, RatherError, WorkerError
 
@@ -57,8 +56,7 @@ DEBUGGERS = ("bdb.py", "pydevd")
 
 
 class Supervision:
-    """Counts the worker failures since the last new checkpoint: a run that makes progress survives
-    any number."""
+    """Counts worker failures since the last checkpoint: progress resets the count."""
 
     def __init__(
         self,
@@ -70,41 +68,40 @@ class Supervision:
         """`write` adds an incident; `step` returns how many steps are done."""
         self.config, self._write, self._step, self._pause = config, write, step, pause
         self.failures = 0
-        self._first = self._saved = _last_saved(config.run_dir)
+        self._first = self._saved = self._last_saved
+
+    @property
+    def _last_saved(self) -> int:
+        """When the last checkpoint was completed; 0 if there is none."""
+        with suppress(FileNotFoundError):
+            return (self.config.run_dir / LATEST).stat().st_mtime_ns
+        return 0
 
     def survive(self, error: RatherError, kind: str, remedy: str) -> None:
         """Return when it is time for another attempt; raise `error` if none is left."""
-        saved, most = _last_saved(self.config.run_dir), self.config.max_failures
-        if saved != self._saved:
-            self.failures, self._saved = 0, saved
-        self.failures += 1
+        saved, most = self._last_saved, self.config.max_failures
+        self.failures = self.failures + 1 if saved == self._saved else 1
+        self._saved = saved
         kind = "hang" if isinstance(error, HangError) else kind
         self.note(kind, error, loss=self.failures, max_failures=most)
         if self.failures > most:
             raise error
         pause = self.config.failure_backoff * 2 ** (self.failures - 1)
-        when = f" in {pause:.0f} s" if pause else ""
-        said = (error, remedy, when, self.failures, most)
-        log.warning("%s Now %s%s: failure %d of %d since the last checkpoint.", *said)
+        log.warning(
+            "%s Now %s in %.0f s: failure %d of %d since the last checkpoint.",
+            *(error, remedy, pause, self.failures, most),
+        )
         self._pause(pause)
 
     def note(self, kind: str, error: RatherError, **facts: Any) -> None:
         self._write(kind, self._step(), cause=str(error), **facts)
 
     def config_to_resume(self) -> DPOConfig:
-        """Return the config that resumes from the run's own last checkpoint, or from where it first
-        began."""
+        """Return the config that resumes from the last own checkpoint, or from where it began."""
         given = self.config.resume_from_checkpoint
-        named = isinstance(given, str) and _last_saved(self.config.run_dir) == self._first
+        named = isinstance(given, str) and self._last_saved == self._first
         changes = {"overwrite": False, "resume_from_checkpoint": given if named else "auto"}
         return self.config.model_copy(update=changes)
-
-
-def _last_saved(run_dir: Path) -> int:
-    """Return when the last checkpoint was completed; 0 if there is none."""
-    with suppress(FileNotFoundError):
-        return (run_dir / LATEST).stat().st_mtime_ns
-    return 0
 
 
 # --- deadlines of calls in this process ---
@@ -123,8 +120,7 @@ class Watchdog:
         self, timeouts: Timeouts, log_dir: Path, world: int, supervision: Supervision | None
     ) -> None:
         self.timeouts, self.log_dir, self.world = timeouts, log_dir, world
-        self.supervision = supervision
-        self.pulse = Pulse()
+        self.supervision, self.pulse = supervision, Pulse()
         self.limit: Limit | None = None
         self._closed = threading.Event()
         self._peers: _Peers | None = None
@@ -181,35 +177,32 @@ class Watchdog:
         if any(name in own.stacks for name in DEBUGGERS):
             return
 
-        def report(found: Mapping[int, Any]) -> int:
+        def report(ranks: Snapshots) -> int:
+            error = hang_error(ranks, {}, limit, self.log_dir)
+            if self.supervision:
+                self.supervision.note("hang", error)
+            print(f"rather: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+
+        def report_all(found: Mapping[int, Any]) -> int:
             assert peers is not None
-            role = f"{own.call.partition('.')[0]} " if "." in own.call else ""
-            names = {
-                peers.name(rank, role, process["machine"]): found.get(rank)
-                for rank, process in peers.read("process").items()
-            }
-            self._report({n: StackSnapshot(**s) if s else None for n, s in names.items()}, limit)
-            return HangError.exit_code
+            role = own.call.partition(".")[0] if "." in own.call else ""
+            seen = {rank: StackSnapshot(**fields) for rank, fields in found.items()}
+            return report({peers.name(rank, role): seen.get(rank) for rank in peers.processes()})
 
         try:
             if peers:
-                peers.settle("snapshot", asdict(own), ANSWER, report)
+                peers.settle("snapshot", asdict(own), ANSWER, report_all)
                 answered = peers.read("snapshot")
-                for rank, process in peers.read("process").items():
+                for rank, process in peers.processes().items():
                     if rank not in answered:  # it cannot end by itself
-                        Process(**process).kill()
+                        process.kill()
             else:
-                self._report({own.call: own}, limit)
+                report({own.call: own})
                 print(own.stacks, file=sys.stderr, flush=True)
         except dist.DistError:  # the store is gone, perhaps with the process that stands still
-            self._report({f"rank {os.environ['RANK']} of {self.world}": own}, limit)
+            report({f"rank {os.environ['RANK']} of {self.world}": own})
         os._exit(HangError.exit_code)
-
-    def _report(self, ranks: Snapshots, limit: Limit) -> None:
-        error = hang_error(ranks, {}, limit, self.log_dir)
-        if self.supervision:
-            self.supervision.note("hang", error)
-        print(f"rather: {error}", file=sys.stderr, flush=True)
 
 
 # --- processes that torchrun started ---
@@ -217,15 +210,23 @@ class Watchdog:
 
 class _Peers:
     """Messages among these processes, through torchrun's own store: it outlives them, and works if
-    all else hangs."""
+    all else hangs. A DistError after so many seconds if torchrun itself is gone."""
 
     def __init__(self, seconds: float) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        start = f"rather/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        self.store: Any = dist.PrefixStore(start, _agent_store(seconds))  # type: ignore[attr-defined]
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        options: Any = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False}
+        start = f"rather/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        store = dist.TCPStore(address, port, **options)  # type: ignore[attr-defined]
+        self.store: Any = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
 
-    def name(self, rank: int, role: str, machine: str) -> str:
-        return f"{role}rank {rank} of {self.world} (on {machine})"
+    def processes(self) -> dict[int, Process]:
+        return {rank: Process(**fields) for rank, fields in self.read("process").items()}
+
+    def name(self, rank: int, role: str) -> str:
+        where = self.processes().get(rank)
+        place = f" (on {where.machine})" if where else ""
+        return f"{role} rank {rank} of {self.world}{place}".lstrip()
 
     def write(self, topic: str, value: Any) -> None:
         self.store.set(f"{topic} {self.rank}", json.dumps(value))
@@ -241,8 +242,7 @@ class _Peers:
         return False
 
     def wait(self, keys: Iterable[str], seconds: float) -> bool:
-        """Return whether all keys are there in time. Polls: the store's own waiting ends with
-        warnings on stderr."""
+        """Return whether all keys come in time. Polls: the store's own wait warns on stderr."""
         deadline, wanted = time.monotonic() + seconds, list(keys)
         while not (there := self.store.check(wanted)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -251,8 +251,7 @@ class _Peers:
     def settle(
         self, topic: str, own: Any, seconds: float, report: Callable[[Mapping[int, Any]], int]
     ) -> int:
-        """Return the exit code of all processes, once one of them has reported what all have
-        written."""
+        """Return the exit code of all processes, once one has reported what all have written."""
         self.write(topic, own)
         if self.store.add(f"{topic} speakers", 1) == 1:
             self.wait([f"{topic} {rank}" for rank in range(self.world)], seconds)
@@ -261,56 +260,44 @@ class _Peers:
         return int(self.store.get("code"))
 
 
-def _agent_store(seconds: float) -> Any:
-    """Connect to torchrun's store; a DistError after so many seconds if torchrun itself is gone."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=seconds)
-    return dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-
-
 def report_first_failure(work: Callable[[], int]) -> int:
-    """Run `work` in one of torchrun's processes. If it fails, all exit alike and the first cause is
-    printed once."""
+    """Run `work` under torchrun. If it fails, all exit alike and one prints the first cause."""
     end_with_others()
-    _refuse_orphans()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # An interrupt may end torchrun before this process could watch it; it would then wait long
+        # for the others.
+        try:
+            _Peers(START)
+        except dist.DistError:
+            print("rather: torchrun, which started this process, is gone", file=sys.stderr)
+            raise SystemExit(WorkerError.exit_code) from None
     try:
         return work()
     except Exception as error:
-        own, role = Failure.of(error), _role_of(error)
+        own, role = Failure.of(error), ""
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if isinstance(caller := frame.f_locals.get("self"), SpmdCluster):
+                role = caller.role
         try:
             peers = _Peers(GRACE)
             if own.is_echo and peers.wait(["code"], 2 * GRACE):
                 code = int(peers.store.get("code"))
             else:
-                record = [asdict(own), role, socket.gethostname()]
-                code = peers.settle("failure", record, GRACE, lambda found: _report(found, peers))
+                peers.write("process", asdict(Process.this()))
+                code = peers.settle(
+                    "failure", [asdict(own), role], GRACE, lambda found: _report(found, peers)
+                )
         except dist.DistError:  # torchrun's store is gone, or not there yet
             code = _print(own, "")
     raise SystemExit(code)
 
 
-def _refuse_orphans() -> None:
-    """An interrupt may end torchrun before this process could watch it; it would then wait long for
-    the others."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    try:
-        _agent_store(START)
-    except dist.DistError:
-        print("rather: torchrun, which started this process, is gone", file=sys.stderr, flush=True)
-        raise SystemExit(WorkerError.exit_code) from None
-
-
 def _report(found: Mapping[int, Any], peers: _Peers) -> int:
-    """Print the first cause. No place is named if no role was called and all ranks, or the first
-    one, failed."""
-    failures = {rank: Failure(**fields) for rank, (fields, _, _) in found.items()}
+    """Print the first cause."""
+    failures = {rank: Failure(**fields) for rank, (fields, _) in found.items()}
     rank = first_cause(failures)
-    _, role, machine = found[rank]
-    alike = are_alike(failures, peers.world)
-    where = f"{role}, all {peers.world} ranks" if role else ""
-    if not alike and (role or rank):
-        where = peers.name(rank, f"{role} " if role else "", machine)
+    role = found[rank][1]
+    where = place_of(failures, peers.world, role, lambda each: peers.name(each, role))
     return _print(failures[rank], where)
 
 
@@ -319,11 +306,3 @@ def _print(failure: Failure, where: str) -> int:
     trace = "" if failure.is_expected else failure.trace
     print(f"{trace}rather: {error}", file=sys.stderr, flush=True)
     return error.exit_code
-
-
-def _role_of(error: BaseException) -> str | None:
-    """Return the role whose call failed."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if isinstance(caller := frame.f_locals.get("self"), SpmdCluster):
-            return caller.role
-    return None

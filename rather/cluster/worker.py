@@ -1,14 +1,14 @@
-"""ActorWorker: a RankTrainer behind the calls of a Role. One worker serves one role on one
-device."""
+"""ActorWorker: a RankTrainer behind the calls of a Role, for one role on one device."""
 
 from __future__ import annotations
 
 import logging
 import os
+import pkgutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
-from rather.cluster.oom_report import explanation, largest, sentence
-from rather.cluster.preflight import Peak
-from rather.cluster.role import RankInfo
-from rather.cluster.writing import Writer
-from rather.config.schema import DPOConfig
+from rather.checkpoint.sharded_tensors import Shard, ShardedFiles, tensor_of
+from rather.cluster.memory import GIB, Peak, explanation, free_memory, largest, sentence
+from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.errors import ConfigError, DiskError, MemoryShortage
@@ -33,14 +30,16 @@ from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.model.layers import Recompute, arrange_layers, plain_layers
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
-from rather.parallel.apply import build_mesh
 from rather.parallel.canonical import Canonical, RowOptimizer
-from rather.parallel.load import Start, compute_dtype, device_of, freeze, load_divided, load_policy
+from rather.parallel.load import Start, compute_dtype, device_of, load_divided, load_policy
+from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
 from rather.plan.speed import worth_compiling
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import RankTrainer, Runner, StepResult, WholeModelRunner
+
+State = dict[str, dict[str, Tensor | Shard]]
 
 RECOMPUTED = {
     "none": "kept",
@@ -49,35 +48,34 @@ RECOMPUTED = {
     "full": "recomputed",
 }
 
-CANONICAL_SHORTAGE = (
-    "determinism: canonical keeps a run's micro-batches as they are, and memory ran out: {} Set "
-    "actor_train.max_tokens_per_microbatch_in_train to less, on every number of devices alike."
-)
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The rank of a worker among `world`, and its device (None: the first of device_mapping)."""
+
+    rank: int = 0
+    world: int = 1
+    device: str | None = None
 
 
 class ActorWorker:
-    """Override `build_loss` in a subclass, and name it in `worker_cls`, to train with a loss of
-    your own."""
+    """Override `build_loss` in a subclass named in `worker_cls` to train with your own loss."""
 
     def __init__(self, config: DPOConfig, role: str, member: RankInfo | None = None) -> None:
         self.config, self.role, self.member = config, role, member or RankInfo()
-        self.worker_config = config.actor_train if role == "actor_train" else config.reference
+        self.worker_config: RoleConfig = getattr(config, role)
         self.device = self.member.device or device_of(self.worker_config)
         self.on_gpu = self.device.startswith("cuda")
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
         self.planned: Budget | None = None  # for training
-        wanted = config.checkpoint_config.async_save
-        self.writer = Writer(role, self.member.rank, self.member.world, wanted, self.log)
+        self.writer = Writer(role, self.member, config.checkpoint_config.async_save, self.log)
         self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
-        self.borrowed: ActorWorker | None = (
-            None  # the neighbour, if this role computes with its model
-        )
+        self.borrowed: ActorWorker | None = None  # it, if this role computes with its model
         self.trainer: RankTrainer
         self.rows: int
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
-        """Return the objective: a PairLoss, or a plain function from PairLogps to one loss per
-        pair."""
+        """Return a PairLoss, or a plain function from PairLogps to one loss per pair."""
         return from_config(self.config)
 
     def _objective(self) -> PairLoss:
@@ -91,11 +89,11 @@ class ActorWorker:
             return own_loss(loss)
         # The driver reads reference and data for the config's objective, and knows no other.
         more = [
-            *(loss.token_columns - config.token_columns),
-            *(loss.pair_columns - config.pair_columns),
+            *loss.token_columns - config.token_columns,
+            *loss.pair_columns - config.pair_columns,
         ]
-        more += ["a reference"] if loss.needs_reference and not config.needs_reference else []
-        more += ["whole steps"] if loss.whole_batch and not config.whole_batch else []
+        more += ["a reference"] * (loss.needs_reference and not config.needs_reference)
+        more += ["whole steps"] * (loss.whole_batch and not config.whole_batch)
         if more:
             raise ConfigError(
                 f"build_loss: its PairLoss needs {', '.join(more)}, which pref_loss and the "
@@ -107,37 +105,27 @@ class ActorWorker:
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         """Load the model; `model` replaces the configured one (evaluation of other weights)."""
         self._prepare_process()
-        self.peak = Peak(self.device)
-        args = self.worker_config.model_args
-        self.source = (
-            model or self.worker_config.model_path,
-            args.of_other_weights() if model else args,
-        )
-        self.layout = layout(self.worker_config)
-        other = self.neighbour
-        lent = other and other.source[1].has_adapter and self.config.reference_is_policy
-        self.borrowed = other if lent else None
-        if self.borrowed:
-            self.trainer, self.rows = self.borrowed.trainer, self.borrowed.rows
+        self.peak, trains = Peak(self.device), self.role == "actor_train"
+        args, path = self.worker_config.model_args, self.worker_config.model_path
+        self.source = (model, args.of_other_weights()) if model else (path, args)
+        self.layout, other = layout(self.worker_config), self.neighbour
+        if other and other.source[1].has_adapter and self.config.reference_is_policy:
+            self.borrowed, self.trainer, self.rows = other, other.trainer, other.rows
             kept = self.config.keeps_start
             how = "as its adapter began, from a frozen copy" if kept else "with its adapters off"
             self.log.info("%s: the policy %s; there is no second model", self.role, how)
             return
         self.mesh = build_mesh(self.layout, self.device)
-        trains = self.role == "actor_train"
         try:
             policy = self._load(total_steps, trains=trains)
             optimizer = self._optimizer(policy, total_steps) if trains else None
         except torch.OutOfMemoryError as error:
             raise MemoryShortage(f"{sentence(error)}\n{explanation(self, 0)}") from error
         runner: Runner | None = None
-        if isinstance(policy, PolicyModel):
-            canonical, stage = self.layout.canonical, STAGES[self.layout.stage]
-            runner = (
-                Canonical(policy, self.mesh, self.device)
-                if canonical
-                else WholeModelRunner(policy, stage)
-            )
+        if isinstance(policy, PolicyModel) and self.layout.canonical:
+            runner = Canonical(policy, self.mesh, self.device)
+        elif isinstance(policy, PolicyModel):
+            runner = WholeModelRunner(policy, STAGES[self.layout.stage])
         zeros = trains and self.config.actor_train.training_args.log_num_zeros_in_grad
         self.trainer = RankTrainer(
             policy, self._objective(), optimizer, mesh=self.mesh, runner=runner, count_zeros=zeros
@@ -156,47 +144,40 @@ class ActorWorker:
         return self.layout.recompute or ("full" if self.on_gpu else "none")
 
     def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
-        name, args = self.source
-        start = Start(self.config.seed, trains and self.config.keeps_start)
-        self.compiled = self.config.compile == "on"
+        config, (name, args) = self.config, self.source
+        start = Start(config.seed, trains and config.keeps_start)
+        self.compiled = config.compile == "on"
         policy: PolicyModel | Stages
         if self.is_divided:
             shape = replace(self.layout, recompute=self._recompute if trains else "none")
             options: dict[str, Any] = {"trains": trains, "compiled": self.compiled, "start": start}
             policy = load_divided(name, args, self.device, self.mesh, shape, **options)
         else:
-            exact = trains and self.config.precision != "lean"
+            exact = trains and config.precision != "lean"
             policy = load_policy(name, args, self.device, exact=exact, start=start)
-            # Compiling takes a minute or two; auto compiles runs that are likely to take many.
-            if self.config.compile == "auto" and self.on_gpu and not self.layout.offload:
-                weights = sum(p.numel() for p in policy.parameters())
-                self.compiled = worth_compiling(self.config, weights, total_steps)
-        part = next(module for module in policy.modules() if isinstance(module, PolicyModel))
-        self.causal_lm, self.rows = part.causal_lm, part.vocabulary_size
-        check_length(self.causal_lm.config, self.config.sequence_length)
-        self._log_size(policy)
-        if self.is_divided:
-            return policy
-        assert isinstance(policy, PolicyModel)
-        if not trains:  # a policy's layers are arranged by what fits
-            arrange_layers(freeze(policy), compiled=self.compiled)
-        elif self.layout.canonical:  # what fits may differ with the number of ranks
-            options = {"offload": self.layout.offload, "compiled": self.compiled}
-            arrange_layers(policy, recompute=self._recompute, **options)
-        return policy
-
-    def _log_size(self, policy: PolicyModel | Stages) -> None:
         weights = sum(p.numel() for p in policy.parameters())
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        dtype = str(compute_dtype(self.source[1], self.device)).removeprefix("torch.")
-        extra = "; layers are compiled, which takes a minute or two at the first steps"
-        extra = extra if self.compiled else ""
-        if self.role == "actor_train" and trained < weights:
+        if isinstance(policy, PolicyModel) and not self.is_divided:
+            # Compiling takes a minute or two; auto compiles runs that are likely to take many.
+            if config.compile == "auto" and self.on_gpu and not self.layout.offload:
+                self.compiled = worth_compiling(config, weights, total_steps)
+            options = {"offload": self.layout.offload, "compiled": self.compiled}
+            if not trains:  # a policy's layers are arranged by what fits
+                arrange_layers(policy.requires_grad_(False), compiled=self.compiled)
+            elif self.layout.canonical:  # what fits may differ with the number of ranks
+                arrange_layers(policy, recompute=self._recompute, **options)
+        part = next(module for module in policy.modules() if isinstance(module, PolicyModel))
+        self.causal_lm, self.rows = part.causal_lm, part.vocabulary_size
+        check_length(self.causal_lm.config, config.sequence_length)
+        dtype = str(compute_dtype(args, self.device)).removeprefix("torch.")
+        extra = "; layers are compiled in the first minutes" if self.compiled else ""
+        if trains and trained < weights:
             extra += f"; {trained / 1e6:.4g}M of them are trained, in an adapter"
         if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
             extra += f"; {strategy} has nothing to divide on one device"
-        said = (self.role, self.source[0], weights / 1e6, dtype, self.device, extra)
+        said = (self.role, name, weights / 1e6, dtype, self.device, extra)
         self.log.info("%s: %s, %.4gM weights in %s on %s%s", *said)
+        return policy
 
     def _optimizer(self, policy: PolicyModel | Stages, total_steps: int) -> Optimizer:
         training = self.config.actor_train.training_args
@@ -223,25 +204,28 @@ class ActorWorker:
         `make_room` is called if activations would have to be recomputed otherwise.
         """
         tokens = self.config.actor_train.max_tokens_per_microbatch_in_train
-        policy = self.trainer.policy
+        policy, budget = self.trainer.policy, None
         if self.is_divided or self.layout.canonical or not isinstance(policy, PolicyModel):
             budget = Budget(tokens or TOKENS[self.device.split(":")[0]], self._recompute)
-        else:
-            fit = partial(
-                choose_budget,
-                policy,
-                self.trainer,
-                tokens=tokens,
-                recompute=self.layout.recompute,
-                offload=self.layout.offload,
-                compiled=self.compiled,
-                largest_pair=largest_pair,
-                make_room=make_room,
-            )
+        while budget is None:
+            assert isinstance(policy, PolicyModel)
             try:
-                budget = self._fit(fit)
+                budget = choose_budget(
+                    policy,
+                    self.trainer,
+                    tokens=tokens,
+                    recompute=self.layout.recompute,
+                    offload=self.layout.offload,
+                    compiled=self.compiled,
+                    largest_pair=largest_pair,
+                    make_room=make_room,
+                )
             except NoRoom as error:
-                raise MemoryShortage(f"{error}\n{explanation(self, tokens or 0)}") from error
+                if not self.trainer.narrow_gradients():
+                    raise MemoryShortage(f"{error}\n{explanation(self, tokens or 0)}") from error
+                self.log.info(
+                    "gradients are added up in bfloat16: in float32 no micro-batch would fit"
+                )
         self.planned, activations = budget, RECOMPUTED[budget.recompute]
         host = ", on the host" if self.layout.offload else ""
         self.log.info(
@@ -249,15 +233,6 @@ class ActorWorker:
         )
         self.peak.begin_training()
         return budget.tokens
-
-    def _fit(self, fit: Callable[[], Budget]) -> Budget:
-        try:
-            return fit()
-        except NoRoom:
-            if not self.trainer.narrow_gradients():
-                raise
-            self.log.info("gradients are added up in bfloat16: in float32 no micro-batch would fit")
-            return fit()
 
     def train_step(
         self,
@@ -271,13 +246,16 @@ class ActorWorker:
             return self.trainer.train_step(batches, reference, facts, limits)
         except torch.OutOfMemoryError as error:
             if self.layout.canonical:
-                raise ConfigError(CANONICAL_SHORTAGE.format(error)) from error
+                raise ConfigError(
+                    "determinism: canonical keeps a run's micro-batches as they are, and memory "
+                    f"ran out: {error} Set actor_train.max_tokens_per_microbatch_in_train to less, "
+                    "on every number of devices alike."
+                ) from error
             error.add_note(explanation(self, largest(batches)))  # not shown if a retry succeeds
             raise
 
     def park(self) -> bool:
-        """Keep a frozen model on the host between its turns; False if it is there already, or
-        cannot be."""
+        """Keep a frozen model on the host between its turns; False if it is there or cannot be."""
         if parked := self.trainer.park():
             self.log.info("%s: waits on the host while the policy trains", self.role)
         return parked
@@ -288,11 +266,15 @@ class ActorWorker:
             self.trainer.forget()
         self.release()
 
+    def release(self) -> None:
+        """Return unused memory to the device, where another process waits for its turn."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
     def compute_log_probs(
         self, batches: Sequence[PairBatch], places: Tensor | None = None
     ) -> Columns:
-        """Return the columns of these pairs; if other ranks have some too, of all pairs at
-        `places`."""
+        """Return the columns of these pairs; with other ranks, those of all pairs at `places`."""
         if self.member.world == 1:
             places = None
         known = None if places is None else int(places.max()) + 1
@@ -307,8 +289,7 @@ class ActorWorker:
         return {name: column[places.to(column.device)] for name, column in columns.items()}
 
     def _as_own_role(self) -> AbstractContextManager[None]:
-        """If this reference is the policy's model, put it meanwhile into the state that it began
-        with."""
+        """If this reference is the policy's model, put it into its first state meanwhile."""
         if not self.borrowed:
             return nullcontext()
         from rather.model.adapters import as_reference
@@ -321,11 +302,8 @@ class ActorWorker:
         """Return one greedy answer to each prompt, of a model that is whole on its device."""
         policy, parked = self.trainer.policy, self.trainer.parked
         assert isinstance(policy, PolicyModel)
-        with (
-            self._as_own_role(),
-            parked.on_device() if parked else nullcontext(),
-            plain_layers(policy),
-        ):
+        on_device = parked.on_device() if parked else nullcontext()
+        with self._as_own_role(), on_device, plain_layers(policy):
             return generate(policy.causal_lm, tokenizer, prompts, Decoding(max_new_tokens))
 
     def score(
@@ -335,30 +313,24 @@ class ActorWorker:
 
     # --- weights and state ---
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.trainer.weights()
-
-    def mix_weights(
-        self, weights: Mapping[str, Tensor] | Path, share: float, group: str = "reference"
-    ) -> None:
-        """Move towards `weights`, or towards those that other processes have written to a
-        folder."""
-        found = weights if isinstance(weights, Mapping) else stored(weights, group)
+    def mix_weights(self, weights: Mapping[str, Tensor] | Path, share: float) -> None:
+        """Move every weight by `share` of the way to `weights`, or to those in a folder."""
+        found = weights if isinstance(weights, Mapping) else stored(weights, "reference")
         self.trainer.mix_weights(found, share)
 
     def numbers(self) -> dict[str, Any]:
+        """Return the state that is not a tensor and is the same on all ranks."""
         return self.trainer.numbers()
 
     def write_state(self, folder: Path) -> None:
-        """Add this rank's shards to a checkpoint that is being written, perhaps in the
-        background."""
-        self.writer.write(folder, self.trainer.state()[0])
-
-    def write_reference(self, folder: Path) -> None:
-        """Add the weights of a reference that moves."""
-        self.writer.write(folder, {"reference": self.trainer.weight_pieces()})
+        """Add this rank's shards to a checkpoint; of a reference that moves, its weights."""
+        if self.trainer.optimizer:
+            self.writer.write(folder, self.trainer.state()[0])
+        else:
+            self.writer.write(folder, {"reference": self.trainer.weight_pieces()})
 
     def finish_writing(self) -> None:
+        """Wait until this rank has written its part, or a note that says why not."""
         self.writer.wait()
 
     def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
@@ -382,8 +354,7 @@ class ActorWorker:
         return self.rows
 
     def peak_memory(self) -> int:
-        """Return the most bytes in use since the models began to load; on a GPU since training
-        began."""
+        """Return the most bytes in use since loading began; on a GPU, since training began."""
         return self.peak.bytes
 
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
@@ -395,24 +366,18 @@ class ActorWorker:
         else:
             export_model(policy, self.trainer.weights(), tokenizer, folder, card)
 
-    def export(self, shards: Path, group: str, tokenizer: Any, folder: Path, card: str) -> None:
+    def export(self, shards: Path, tokenizer: Any, folder: Path, card: str) -> None:
         """Make a Hugging Face model of the shards that all ranks have written."""
-        found = stored(shards, group)
+        found = stored(shards, "model")
         if self.source[1].has_adapter:
             export_adapter(self.causal_lm, found, self.source, tokenizer, folder, card)
         else:
             export_stored(self.causal_lm, found, tokenizer, folder, card)
 
-    def release(self) -> None:
-        """Return unused memory to the device, where another process waits for its turn."""
-        if self.on_gpu:
-            torch.cuda.empty_cache()
-
     # --- the process ---
 
     def set_environment(self) -> None:
-        """Set the environment of the process. The allocator reads it once, at the first use of a
-        GPU."""
+        """Set the environment; the allocator reads it once, at the first use of a GPU."""
         os.environ.update(self.config.envs(self.worker_config))
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
             # Micro-batches differ in size.
@@ -436,6 +401,91 @@ class ActorWorker:
             torch.cuda.set_per_process_memory_fraction(min(1.0, sum(filter(None, limits))))
 
 
+def make_worker(
+    role: str, config: DPOConfig, member: RankInfo, cls: type | str | None = None
+) -> ActorWorker:
+    """Return the worker of a role. Its class is given as such or as a dotted path.
+
+    The author of the config wrote the path and is trusted; nothing else ever sets it.
+    """
+    value, key = cls or getattr(config, role).worker_cls or ActorWorker, f"{role}.worker_cls"
+    try:
+        found: Any = pkgutil.resolve_name(value) if isinstance(value, str) else value
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}: '{value}' cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, ActorWorker)):
+        raise ConfigError(
+            f"{key}: {found!r} is not a subclass of rather.cluster.worker.ActorWorker"
+        )
+    return found(config, role, member)
+
+
 def stored(folder: Path, group: str) -> ShardedFiles:
     """Return the tensors that all ranks have written to a folder under one name."""
     return ShardedFiles(sorted(folder.glob(f"{group}-*.safetensors")))
+
+
+class Writer:
+    """Writes what a rank adds to checkpoints, one write at a time, in a background thread if the
+    host has memory for a copy.
+
+    The outcome is left in the folder as a note, for the driver to find.
+    """
+
+    def __init__(self, role: str, member: RankInfo, wanted: str, log: logging.Logger) -> None:
+        """`wanted` is checkpoint_config.async_save."""
+        self.name, self.ranks, self.log = f"{role}-{member.rank:05d}", member.world, log
+        self.rank = member.rank if member.world > 1 else None
+        self.wanted = wanted
+        self._thread = threading.Thread()
+
+    def write(self, folder: Path, groups: State) -> None:
+        """If this copies, `groups` is empty when it returns, and its tensors may change."""
+        self.wait()
+        if not self._copies(groups):
+            self._write(folder, groups)
+            return
+        copies = {name: _copy(tensors) for name, tensors in groups.items()}
+        self._thread = threading.Thread(target=self._write, args=(folder, copies), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _write(self, folder: Path, groups: State) -> None:
+        try:
+            written = checkpoint.write_groups(folder, groups, rank=self.rank)
+            checkpoint.leave_note(folder, self.name, written)
+        except Exception as error:  # nobody above a thread would report it
+            reason = error.strerror if isinstance(error, OSError) else None
+            reason = reason or repr(error)
+            try:
+                checkpoint.remove_written(folder, self.rank)  # makes room for the note
+                checkpoint.leave_note(folder, self.name, {}, reason)
+            except OSError as another:
+                if folder.exists():  # else the checkpoint was given up
+                    said = (folder, self.name, reason, another)
+                    self.log.warning("%s: %s has not written its part (%s), nor why (%s)", *said)
+
+    def _copies(self, groups: State) -> bool:
+        if self.wanted == "auto":
+            tensors = [tensor_of(each) for group in groups.values() for each in group.values()]
+            needed, free = self.ranks * sum(tensor.nbytes for tensor in tensors), free_memory()
+            self.wanted = "on" if needed + GIB <= free else "off"
+            self.log.info(
+                "async_save: auto is %s; a copy of the state takes %.3g of %.3g GiB",
+                *(self.wanted, needed / GIB, free / GIB),
+            )
+        return self.wanted == "on"
+
+
+def _copy(tensors: dict[str, Tensor | Shard]) -> dict[str, Tensor | Shard]:
+    """Copy tensors to the host, and release each original at once."""
+    found: dict[str, Tensor | Shard] = {}
+    for name in list(tensors):
+        shard = tensors.pop(name)
+        tensor = tensor_of(shard).detach()
+        copy = tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
+        found[name] = Shard(copy, shard.spec) if isinstance(shard, Shard) else copy
+    return found

@@ -79,7 +79,7 @@ def diagnose(path: Path | None = None, overrides: list[str] | None = None) -> It
 def _machine() -> Iterator[Diagnosis]:
     import torch
 
-    from rather.cluster.preflight import free_memory
+    from rather.cluster.memory import free_memory
 
     system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield check("Python", True, system)
@@ -149,7 +149,7 @@ def _disk(folder: Path) -> Diagnosis:
 
 def _run(config: DPOConfig) -> Iterator[Diagnosis]:
     """Compare what this run needs with this machine; `rather plan` knows more."""
-    from rather.cluster.local import device_kind
+    from rather.cluster.role import device_kind
     from rather.config.checks import device_problems
     from rather.model.sizes import sizes_of
     from rather.pipeline.run_summary import device_here

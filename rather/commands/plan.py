@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rather.cluster.local import device_kind
+from rather.cluster.role import device_kind
 from rather.commands.terminal import print_json, print_table
 from rather.config.load import load
 from rather.config.paths import check_paths

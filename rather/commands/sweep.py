@@ -28,7 +28,7 @@ import yaml
 
 from rather.board.runs import FolderProblem, read_config
 from rather.cluster.launch import mappings
-from rather.cluster.spmd import started_by_torchrun
+from rather.cluster.role import started_by_torchrun
 from rather.commands.compare import JUDGED, best, curves_of, differences
 from rather.commands.score import LOSS_KEYS, wilson
 from rather.commands.terminal import (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from rather.data.batch import TokenPair
+from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
@@ -125,6 +125,14 @@ def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.15)  # wide enough that attention matters
     return twin
+
+
+def packed_twin(config: PretrainedConfig, kv_heads: int = 2) -> tuple[PolicyModel, PairBatch]:
+    """Return a small random policy of the family, and two packed pairs for it."""
+    twin = PolicyModel(twin_of(config, kv_heads))
+    twin.causal_lm.set_attn_implementation(IMPLEMENTATION)
+    (batch,) = pack(two_pairs(twin.vocabulary_size), budget=10**6)
+    return twin, batch
 
 
 def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:

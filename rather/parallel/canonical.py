@@ -64,22 +64,18 @@ class Canonical:
             lane[:] = [parameter.grad for parameter in self.policy.parameters()]
         for parameter, *gradients in zip(self.policy.parameters(), *lanes, strict=True):
             parts = [g for g in gradients if g is not None]
-            parameter.grad = self._over_ranks(in_pairs(parts)) if parts else None
+            if parts and self.mesh.world > 1:
+                summed = in_pairs(parts).contiguous()
+                parts = [torch.empty_like(summed) for _ in range(self.mesh.world)]
+                dist.all_gather(parts, summed)
+            parameter.grad = in_pairs(parts) if parts else None
 
     def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
         """Do nothing: there are no copies."""
 
-    def _over_ranks(self, gradient: Tensor) -> Tensor:
-        if self.mesh.world == 1:
-            return gradient
-        parts = [torch.empty_like(gradient) for _ in range(self.mesh.world)]
-        dist.all_gather(parts, gradient.contiguous())
-        return in_pairs(parts)
-
 
 def in_pairs(lanes: list[Tensor]) -> Tensor:
-    """Add lane 0 to lane 2, 1 to 3, then both sums: lanes of one rank are added first, however many
-    ranks there are."""
+    """Add lanes 0 + 2, 1 + 3, then both sums: those of one rank come first on any world size."""
     while len(lanes) > 1:
         half = len(lanes) // 2
         lanes = [lanes[i] + lanes[i + half] for i in range(half)]
@@ -142,8 +138,7 @@ class RowOptimizer(Optimizer):
 
 
 def rows_of(shape: Sequence[int], rank: int, ranks: int) -> ShardSpec:
-    """Return the rows of a parameter for one rank; they begin where a vector of the whole
-    begins."""
+    """Return one rank's rows of a parameter; they begin where a vector of the whole begins."""
     unit = WHOLE_VECTORS // gcd(WHOLE_VECTORS, prod(shape[1:]))
     each = -(-shape[0] // (ranks * unit)) * unit
     first = min(rank * each, shape[0])

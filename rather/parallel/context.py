@@ -13,8 +13,9 @@ some of both.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,18 +32,12 @@ Places = NDArray[np.int64]
 
 
 def spread_tokens(policy: PolicyModel, mesh: Mesh) -> None:
-    """Make this policy compute one rank's share of each micro-batch. Called after the model was
-    split over tp."""
+    """Make this policy compute its share of each micro-batch; called after the split over tp."""
     multiple = policy.token_parts
     if group := mesh.group("cp"):
         policy.context = group.group_name
-        policy.divide = partial(
-            share_of,
-            rank=mesh.rank("cp"),
-            ranks=mesh.size("cp"),
-            group=group.group_name,
-            multiple=multiple,
-        )
+        place: Any = {"rank": mesh.rank("cp"), "ranks": mesh.size("cp")}
+        policy.divide = partial(share_of, **place, group=group.group_name, multiple=multiple)
     elif multiple > 1:
         policy.divide = partial(filled_up, multiple=multiple)
 
@@ -53,8 +48,7 @@ def filled_up(batch: PairBatch, multiple: int) -> PairBatch:
 
 
 def filled_to(batch: PairBatch, tokens: int) -> PairBatch:
-    """Return the same pairs with so many tokens: fillers come last, in segments of their own, and
-    nobody scores them."""
+    """Return the same pairs with so many tokens: fillers come last, and nobody scores them."""
     have = len(batch.ids_N)
     if have == tokens:
         return batch
@@ -76,12 +70,13 @@ def filled_to(batch: PairBatch, tokens: int) -> PairBatch:
 def share_of(
     batch: PairBatch, *, rank: int, ranks: int, group: str, multiple: int = 1
 ) -> PairBatch:
-    """Return one rank's tokens and the scored tokens that they predict; a multiple of `multiple`
-    tokens."""
+    """Return one rank's tokens (a multiple of `multiple`) and the scored tokens they predict."""
     if isinstance(batch.segments, SpreadSegments):
         return batch
     batch = filled_up(batch.to("cpu"), 2 * ranks * multiple)
-    order = _order(len(batch.ids_N), ranks)
+    chunks = np.arange(len(batch.ids_N)).reshape(2, ranks, -1)
+    # All tokens in the order in which the ranks hold them.
+    order = np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
     own = order.reshape(ranks, -1)[rank]
     place = np.empty_like(order)  # of each token, rank after rank
     place[order] = np.arange(len(order))
@@ -95,33 +90,19 @@ def share_of(
     )
 
 
-def _order(tokens: int, ranks: int) -> Places:
-    """Return all tokens in the order in which the ranks hold them."""
-    chunks = np.arange(tokens).reshape(2 * ranks, -1)
-    return np.concatenate(
-        [chunks[each] for rank in range(ranks) for each in (rank, 2 * ranks - 1 - rank)]
-    )
-
-
 def _own_segments(segments: Segments, own: Places, place: Places, group: str) -> SpreadSegments:
-    """Make a segment of every stretch of own tokens within a segment, with all keys up to its
-    end."""
+    """Make a segment of each stretch of own tokens within a segment, with keys up to its end."""
     keys = place[segments.key_index_K.numpy()]
     half = len(own) // 2
     pieces = [
         piece for first in own[::half].tolist() for piece in _pieces(segments, first, first + half)
     ]
     index = np.concatenate([keys[begin:end] for _, begin, end in pieces])
-    cut = Segments.of(
-        [q for q, _, _ in pieces],
-        [end - begin for _, begin, end in pieces],
-        torch.from_numpy(index),
-    )
-    starts = np.searchsorted(np.sort(index), np.arange(len(place) + 1)).astype(
-        np.int32
-    )  # over all ranks' tokens
-    known = {field.name: getattr(cut, field.name) for field in fields(cut)}
-    return SpreadSegments(**{**known, "start_N": torch.from_numpy(starts)}, group=group)
+    q_lens, k_lens = zip(*((q, end - begin) for q, begin, end in pieces), strict=True)
+    cut = Segments.of(q_lens, k_lens, torch.from_numpy(index))
+    starts = np.searchsorted(np.sort(index), np.arange(len(place) + 1))  # over all ranks' tokens
+    known = {**vars(cut), "start_N": torch.from_numpy(starts.astype(np.int32))}
+    return SpreadSegments(**known, group=group)
 
 
 def _pieces(segments: Segments, first: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -8,11 +8,10 @@ rank then reads its own slices of the files.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
 from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
-from rather.parallel.apply import divide, shards
+from rather.parallel.apply import divide
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import places
 from rather.parallel.stages import Stages
@@ -46,16 +45,21 @@ REFUSED = {
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+class Start(NamedTuple):
+    """How an adapter begins: the seed, and whether the model keeps a frozen copy of the start."""
+
+    seed: int = 0
+    kept: bool = False
+
+
 def device_of(role: RoleConfig) -> str:
-    """Return the device of a role on one device: the first of its device_mapping, or the CPU
-    without a GPU."""
+    """Return the first device of a role's device_mapping, or the CPU without a GPU."""
     if not torch.cuda.is_available():
         return "cpu"
     number = (role.device_mapping or [0])[0]
-    if number >= torch.cuda.device_count():
+    if number >= (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"device_mapping: GPU {number} is not here; the {torch.cuda.device_count()} found are "
-            "counted from 0."
+            f"device_mapping: GPU {number} is not here; the {count} found are counted from 0."
         )
     return f"cuda:{number}"
 
@@ -65,12 +69,13 @@ def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
     return DTYPES[args.dtype or ("bf16" if device.startswith("cuda") else "fp32")]
 
 
-@dataclass(frozen=True)
-class Start:
-    """How an adapter begins: the seed, and whether the model keeps a frozen copy of the start."""
+def same_weights(a: str, b: str) -> bool:
+    """Return whether two names mean the same folder or hub model."""
+    return a == b or (Path(a).exists() and Path(a).resolve() == Path(b).resolve())
 
-    seed: int = 0
-    kept: bool = False
+
+def takes_4_bits() -> bool:
+    return bool(is_bitsandbytes_available())
 
 
 def load_policy(
@@ -86,15 +91,22 @@ def load_policy(
         disable_progress_bar()
     common, config, _ = _config(name, args)
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
-    rounded = (
-        exact
-        and compute in (torch.bfloat16, torch.float16)
-        and source_dtype != compute
-        and not args.has_adapter
-    )
+    exact = exact and compute != torch.float32
+    rounded = exact and source_dtype != compute and not args.has_adapter
     if args.quantization:
-        common |= _in_4_bits(compute, device)
-    with _opening(f"model '{name}': its weights"):
+        if not takes_4_bits():
+            raise ConfigError(
+                "quantization: 4bit needs bitsandbytes; install rather[quantization], or remove "
+                "the key"
+            )
+        common["device_map"] = {"": device}
+        common["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute,
+        )
+    with _opening(name, "weights"):
         if is_local(name):
             weight_files(Path(name).expanduser())
         loaded: Any = AutoModelForCausalLM.from_pretrained(  # the revision is in `common`  # nosec B615
@@ -106,73 +118,28 @@ def load_policy(
             ignore_mismatched_sizes=True,  # reported in the info, and refused below
             **common,
         )
+        files = weight_files(model_folder(name, args.revision)) if args.has_adapter else []
+        stored = ShardedFiles(files)
     causal_lm, info = loaded
-    _refuse_partial(name, info)
+    causal_lm = causal_lm if args.quantization else causal_lm.to(device)
+    _refuse_bad_weights(name, causal_lm, info)
     causal_lm.config.dtype = source_dtype
-    _refuse_nonfinite(name, causal_lm if args.quantization else causal_lm.to(device))
-    source = _adapted(name, causal_lm, args, start)
-    policy = PolicyModel(
-        causal_lm
-    ).eval()  # eval mode everywhere: no dropout in policy or reference
-    if source:
-        _fill_adapter(
-            name, policy, source, device, compute, exact=exact and compute != torch.float32
-        )
+    source = _adapt(causal_lm, stored, args, start) if args.has_adapter else None
+    policy = PolicyModel(causal_lm).eval()  # no dropout in policy or reference
+    if source:  # PiSSA also takes from the base what it moves into the adapter
+        changed = (".base_layer.weight",) if source.changes_base else ()
+        names = [
+            key
+            for key, _ in policy.named_parameters()
+            if ".lora_" in key or ".modules_to_save." in key or key.endswith(changed)
+        ]
+        _fill(name, policy, Mesh(), source, device, names, dtype=compute, exact=exact)
     if rounded:
         policy.exact = {key: parameter.detach() for key, parameter in policy.named_parameters()}
-        for (
-            parameter
-        ) in policy.parameters():  # not `.to`, which would round the rotary buffers as well
+        for parameter in policy.parameters():  # `.to` would round the rotary buffers as well
             parameter.data = parameter.data.to(compute)
     check_model(policy)
     return policy
-
-
-def takes_4_bits() -> bool:
-    return bool(is_bitsandbytes_available())
-
-
-def _in_4_bits(compute: torch.dtype, device: str) -> dict[str, Any]:
-    if not takes_4_bits():
-        raise ConfigError(
-            "quantization: 4bit needs bitsandbytes; install rather[quantization], or remove the key"
-        )
-    four = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
-    )
-    return {"quantization_config": four, "device_map": {"": device}}
-
-
-def _adapted(name: str, causal_lm: Any, args: ModelArgs, start: Start) -> Any:
-    """Put the adapter of a role into the model, and return the source of its values; None without
-    one."""
-    if not args.has_adapter:
-        return None
-    from rather.model.adapters import AdapterWeights, inject  # PEFT takes seconds to import
-
-    with _opening(f"model '{name}': its weights"):
-        stored = ShardedFiles(weight_files(model_folder(name, args.revision)))
-    inject(causal_lm, args, keeps_start=start.kept)
-    return AdapterWeights(stored, args, start.seed)
-
-
-def _fill_adapter(
-    name: str, policy: PolicyModel, source: Any, device: str, dtype: torch.dtype, *, exact: bool
-) -> None:
-    """Give an adapter its first values; subtract from the base what PiSSA moves into the
-    adapter."""
-    taken = ".base_layer.weight" if source.changes_base else None
-    for long_name, parameter in policy.named_parameters():
-        key = long_name.removeprefix("causal_lm.")
-        new = ".lora_" in key or ".modules_to_save." in key
-        if new or (taken and key.endswith(taken)):
-            value = _read(name, source, key, ShardSpec.full(parameter.shape))
-            if exact and parameter.requires_grad:
-                policy.exact[long_name] = value.float().to(device)
-            parameter.data = value.to(device, dtype)
 
 
 def load_divided(
@@ -186,8 +153,7 @@ def load_divided(
     compiled: bool = False,
     start: Start = Start(),
 ) -> PolicyModel | Stages:
-    """Load what this rank holds of a model. Collective. Trained shards are float32, and computed
-    with in less."""
+    """Load what this rank holds of a model; trained shards are float32. Collective."""
     if args.quantization:
         raise ConfigError(
             "quantization: 4bit is for one process; start it without torchrun and ray.address"
@@ -200,10 +166,10 @@ def load_divided(
             "device, or choose another family."
         )
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
-    dtype = torch.float32 if trains and shards(mesh) else compute
+    dtype = torch.float32 if trains and mesh.sums_gradients else compute
     folder = model_folder(name, args.revision)
-    with _opening(f"model '{name}': its weights"), _parameters_without_memory():
-        stored = ShardedFiles(weight_files(folder))
+    with _opening(name, "weights"), _parameters_without_memory():
+        stored: Any = ShardedFiles(weight_files(folder))
         causal_lm: Any = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
@@ -212,14 +178,11 @@ def load_divided(
         )
         if folder and (folder / "generation_config.json").exists():
             causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
-    with _parameters_without_memory():
-        stored = _adapted(name, causal_lm, args, start) or stored
+    if args.has_adapter:
+        with _parameters_without_memory():
+            stored = _adapt(causal_lm, stored, args, start)
     causal_lm.config.dtype = source_dtype
-    exact = (
-        trains
-        and dtype in (torch.bfloat16, torch.float16)
-        and (source_dtype != dtype or args.has_adapter)
-    )
+    exact = trains and dtype != torch.float32 and (source_dtype != dtype or args.has_adapter)
 
     def fill(part: PolicyModel) -> None:
         _fill(name, part, mesh, stored, "cpu" if layout.host else device, exact=exact)
@@ -232,28 +195,66 @@ def load_divided(
         parameter.requires_grad_(trains and parameter.requires_grad)
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(compute)
-    recompute = layout.recompute or "none"
-    return divide(
-        policy, mesh, layout, compute=compute, recompute=recompute, compiled=compiled, fill=fill
-    )
+    return divide(policy, mesh, layout, compute=compute, compiled=compiled, fill=fill)
+
+
+def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
+    """Return (common arguments, the model's config, whether a twin has verified its family)."""
+    common: dict[str, Any] = {
+        "revision": args.revision,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    with _opening(name, "config"):
+        # transformers would silently apply an adapter next to a model, or in its place.
+        if found := find_adapter_config_file(name, revision=args.revision):
+            raise ConfigError(
+                f"model '{name}': holds an adapter ({Path(found).name}); name a model without one "
+                "here, and the folder of an adapter in adapter_name_or_path"
+            )
+        config = AutoConfig.from_pretrained(name, **common)  # the revision is in `common`  # nosec B615
+        for key, advice in REFUSED.items():
+            if getattr(config, key, None):
+                raise ValueError(f"config.json has {key}: {advice}")
+    return common, config, check_family(config)
+
+
+def _adapt(causal_lm: Any, stored: ShardedFiles, args: ModelArgs, start: Start) -> Any:
+    """Put the adapter of a role into the model, and return the source of all values."""
+    from rather.model.adapters import AdapterWeights, inject  # PEFT takes seconds to import
+
+    inject(causal_lm, args, keeps_start=start.kept)
+    return AdapterWeights(stored, args, start.seed)
 
 
 def _fill(
-    name: str, policy: PolicyModel, mesh: Mesh, stored: Any, device: str, *, exact: bool
+    name: str,
+    policy: PolicyModel,
+    mesh: Mesh,
+    stored: Any,
+    device: str,
+    names: Collection[str] | None = None,
+    *,
+    exact: bool,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Give every parameter its values in its own dtype; shared parameters stay shared."""
+    """Give parameters (all, or `names`) their values; shared ones stay shared."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in policy.modules():
-        for key, parameter in module._parameters.items():
-            holders.setdefault(id(parameter), []).append((module, key))
+        for key, held in module._parameters.items():
+            holders.setdefault(id(held), []).append((module, key))
     own = places(policy, mesh)
     for long_name, parameter in list(policy.named_parameters()):
-        key = long_name.removeprefix("causal_lm.")
-        value = _read(name, stored, key, own[long_name])
+        if names is not None and long_name not in names:
+            continue
+        value = _read(name, stored, long_name.removeprefix("causal_lm."), own[long_name])
         if exact and parameter.requires_grad:
             policy.exact[long_name] = value.float().to(device)
-        laid_out = _laid_out(value.to(device, parameter.dtype), parameter)
-        filled = nn.Parameter(laid_out, requires_grad=parameter.requires_grad)
+        value = value.to(device, dtype or parameter.dtype)
+        if isinstance(parameter, DTensor):  # from_local would leave the host
+            whole: Any = torch.empty_like(parameter, dtype=value.dtype, device=device)
+            whole.to_local().copy_(value)
+            value = whole
+        filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for module, where in holders[id(parameter)]:
             setattr(module, where, filled)
 
@@ -272,16 +273,16 @@ def _read(name: str, stored: Any, key: str, place: ShardSpec) -> Tensor:
     return value
 
 
-def _laid_out(value: Tensor, like: Tensor) -> Tensor:
-    """Return a rank's own part as a DTensor if the model is sharded."""
-    if not isinstance(like, DTensor):
-        return value
-    whole = torch.empty_like(
-        like, dtype=value.dtype, device=value.device
-    )  # from_local would leave the host
-    assert isinstance(whole, DTensor)
-    whole.to_local().copy_(value)
-    return whole
+def _refuse_bad_weights(name: str, causal_lm: Any, info: dict[str, Any]) -> None:
+    bad = [key for key, weight in causal_lm.named_parameters() if not torch.isfinite(weight).all()]
+    lists = {
+        "the weights do not fill the model; missing keys": info.get("missing_keys"),
+        "the weights do not fill the model; mismatched keys": info.get("mismatched_keys"),
+        "weights that are not finite numbers": bad,
+    }
+    for problem, keys in lists.items():
+        if keys:
+            raise ConfigError(f"model '{name}': {problem}: {', '.join(map(str, sorted(keys)[:5]))}")
 
 
 @contextmanager
@@ -301,71 +302,14 @@ def _parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
-    """Return (common arguments of transformers, the model's config, whether a twin has verified its
-    family)."""
-    common: dict[str, Any] = {
-        "revision": args.revision,
-        "trust_remote_code": args.trust_remote_code,
-    }
-    _refuse_adapter(name, args.revision)
-    with _opening(f"model '{name}': its config"):
-        config = AutoConfig.from_pretrained(name, **common)  # the revision is in `common`  # nosec B615
-        for key, advice in REFUSED.items():
-            if getattr(config, key, None):
-                raise ValueError(f"config.json has {key}: {advice}")
-    return common, config, check_family(config)
-
-
-def _refuse_adapter(name: str, revision: str | None) -> None:
-    """Refuse an adapter next to a model, or in its place: transformers would apply it silently."""
-    with _opening(f"model '{name}': its files"):
-        found = find_adapter_config_file(name, revision=revision)
-    if found:
-        raise ConfigError(
-            f"model '{name}': holds an adapter ({Path(found).name}); name a model without one "
-            "here, and the folder of an adapter in adapter_name_or_path"
-        )
-
-
-def freeze(policy: PolicyModel) -> PolicyModel:
-    return policy.requires_grad_(False)
-
-
-def same_weights(a: str, b: str) -> bool:
-    """Return whether two names mean the same folder or hub model."""
-    return a == b or (
-        Path(a).exists() and Path(b).exists() and Path(a).resolve() == Path(b).resolve()
-    )
-
-
 @contextmanager
-def _opening(what: str) -> Iterator[None]:
+def _opening(name: str, what: str) -> Iterator[None]:
     """Turn whatever the libraries raise about an unusable folder into one sentence."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(
-            f"{what} cannot be opened: {' '.join(line.strip() for line in lines[:2])}"
-        ) from error
-
-
-def _refuse_partial(name: str, info: dict[str, Any]) -> None:
-    problems = [
-        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:5])}"
-        for kind in ("missing_keys", "mismatched_keys")
-        if info.get(kind)
-    ]
-    if problems:
-        raise ConfigError(
-            f"model '{name}': the weights do not fill the model ({'; '.join(problems)})"
-        )
-
-
-def _refuse_nonfinite(name: str, causal_lm: Any) -> None:
-    bad = [key for key, weight in causal_lm.named_parameters() if not torch.isfinite(weight).all()]
-    if bad:
-        raise ConfigError(
-            f"model '{name}': weights that are not finite numbers: {', '.join(bad[:5])}"
-        )
+        said = " ".join(line.strip() for line in lines[:2])
+        raise ConfigError(f"model '{name}': its {what} cannot be opened: {said}") from error

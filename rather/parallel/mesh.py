@@ -13,18 +13,15 @@ from math import prod
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rather.config.strategies import Layout
 from rather.errors import ConfigError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
-SPANS: Mapping[str, tuple[str, ...]] = {
-    **{axis: (axis,) for axis in AXES},
-    "dp": ("replicate", "shard"),
-}
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes, places and groups by axis; an empty one is a process on its own."""
+    """Sizes, places and groups by axis, also of dp; an empty one is a process on its own."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
@@ -32,64 +29,55 @@ class Mesh:
     device: str = "cpu"
 
     @staticmethod
-    def one() -> Mesh:
-        """Return the mesh of a single process: no process group is ever created."""
-        return Mesh()
-
-    @staticmethod
-    def build(
-        *,
-        pp: int = 1,
-        replicate: int = 1,
-        shard: int = 1,
-        cp: int = 1,
-        tp: int = 1,
-        device: str = "cpu",
-    ) -> Mesh:
+    def build(device: str = "cpu", **degrees: int) -> Mesh:
         """Return the mesh of all ranks of the existing process group. Collective."""
-        sizes = dict(zip(AXES, (pp, replicate, shard, cp, tp), strict=True))
-        world, asked = dist.get_world_size(), prod(sizes.values())
-        if asked != world:
-            listed = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1"
-            raise ConfigError(f"strategy_args: {listed} = {asked} ranks, but {world} were started")
-        kind = device.split(":")[0]
-        devices = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=AXES)
-        groups = {axis: devices.get_group(axis) for axis in AXES if sizes[axis] > 1}
-        if replicate * shard > 1:
-            dealt = init_device_mesh(
-                kind, (pp, replicate * shard, cp * tp), mesh_dim_names=("pp", "dp", "inner")
-            )
-            groups["dp"] = dealt.get_group("dp")
-        return Mesh(sizes, {axis: devices.get_local_rank(axis) for axis in AXES}, groups, kind)
+        pp, replicate, shard, cp, tp = shape = tuple(degrees.get(axis, 1) for axis in AXES)
+        if prod(shape) != (world := dist.get_world_size()):
+            raise ConfigError(f"strategy_args: {degrees} does not make up {world} ranks")
+        kind, names = device.split(":")[0], ("pp", "dp", "inner")
+        axes = init_device_mesh(kind, shape, mesh_dim_names=AXES)
+        dealt = init_device_mesh(kind, (pp, replicate * shard, cp * tp), mesh_dim_names=names)
+        meshes = {**dict.fromkeys(AXES, axes), "dp": dealt}
+        sizes = {axis: mesh[axis].size() for axis, mesh in meshes.items()}
+        places = {axis: mesh.get_local_rank(axis) for axis, mesh in meshes.items()}
+        groups = {axis: mesh.get_group(axis) for axis, mesh in meshes.items() if sizes[axis] > 1}
+        return Mesh(sizes, places, groups, kind)
 
     def size(self, axis: str) -> int:
-        return prod(self.sizes.get(each, 1) for each in SPANS[axis])
+        return self.sizes.get(axis, 1)
 
     def rank(self, axis: str) -> int:
-        """Return this rank's place along an axis; along several, counted with the last one
-        fastest."""
-        place = 0
-        for each in SPANS[axis]:
-            place = place * self.size(each) + self.places.get(each, 0)
-        return place
+        return self.places.get(axis, 0)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         return self.groups.get(axis)
 
     @property
     def world(self) -> int:
-        return prod(self.sizes.values())
+        return prod(map(self.size, AXES))
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether FSDP2 sums gradients over ranks. A group of one rank uses the same code."""
+        return self.size("dp") * self.size("cp") > 1 or (bool(self.sizes) and self.world == 1)
 
     def plane(self, *, sharded: bool) -> DeviceMesh:
-        """Return the (replicas, shards) mesh of every parameter, for FSDP2. Gradients are summed
-        over both. Collective.
+        """Return the (replicas, shards) mesh of every parameter, for FSDP2. Collective.
 
-        The tokens of a micro-batch are divided over cp, so its ranks sum their gradients too: they
-        are further shards where parameters are sharded, else further replicas.
+        Gradients are summed over both. The tokens of a micro-batch are divided over cp, so its
+        ranks sum their gradients too: they are further shards where parameters are sharded, else
+        further replicas.
         """
-        pp, replicate, shard, cp, tp = (self.size(axis) for axis in AXES)
+        pp, replicate, shard, cp, tp = map(self.size, AXES)
         inner = (replicate, shard * cp) if sharded else (replicate * shard * cp, 1)
-        whole = init_device_mesh(
-            self.device, (pp, *inner, tp), mesh_dim_names=("pp", "replicas", "shards", "tp")
-        )
+        names = ("pp", "replicas", "shards", "tp")
+        whole = init_device_mesh(self.device, (pp, *inner, tp), mesh_dim_names=names)
         return whole["replicas", "shards"]
+
+
+def build_mesh(layout: Layout, device: str) -> Mesh:
+    """Return the mesh of a layout; without a process group, that of one process. Collective."""
+    if not dist.is_initialized():
+        return Mesh()
+    degrees = {"pp": layout.pp, "cp": layout.cp, "tp": layout.tp, "shard": layout.shard}
+    return Mesh.build(device, replicate=layout.dp // layout.shard, **degrees)

@@ -8,12 +8,10 @@ loss is divided by the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,54 +25,40 @@ from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.model.layers import layers_of
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
+from rather.parallel.stages import Stages
 from rather.parallel.tensor import part
 
+# Sharded are: nothing, the optimizer, its gradients too, the weights too. With several replicas of
+# the shards zero3 is hsdp.
 Stage = Literal["ddp", "zero1", "zero2", "zero3"]
 STAGES: tuple[Stage, ...] = ("ddp", "zero1", "zero2", "zero3")
 
 
-class Divided(Protocol):
-    """A policy, or the pipeline stages of one: what this rank holds of the whole model."""
+def shard(
+    policy: PolicyModel,
+    mesh: Mesh,
+    stage: Stage,
+    *,
+    compute: torch.dtype = torch.float32,
+    offload: bool = False,
+) -> None:
+    """Make of each parameter a DTensor that holds this rank's shard.
 
-    tp_dims: dict[str, int]
-    tp_sizes: dict[str, int]
-    extra_copies: set[str]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What is divided: nothing, the optimizer (zero1), its gradients too (zero2), the weights too
-    (zero3).
-
-    With several replicas of the shards zero3 is hsdp. `offload` keeps shards and optimizer on the
-    host.
+    `offload` keeps shards and optimizer on the host.
     """
-
-    stage: Stage = "zero3"
-    compute: torch.dtype = torch.float32
-    offload: bool = False
-
-
-def shard(policy: PolicyModel, mesh: Mesh, sharding: Sharding) -> None:
-    """Shard the policy's parameters over the mesh, in place: each becomes a DTensor that holds a
-    shard."""
-    narrow = any(sharding.compute != parameter.dtype for parameter in policy.parameters())
+    narrow = any(compute != parameter.dtype for parameter in policy.parameters())
+    on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options: dict[str, Any] = {
-        "mesh": mesh.plane(sharded=sharding.stage != "ddp"),
-        "reshard_after_forward": sharding.stage == "zero3",
+        "mesh": mesh.plane(sharded=stage != "ddp"),
+        "reshard_after_forward": stage == "zero3",
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=sharding.compute if narrow else None,
+            param_dtype=compute if narrow else None,
             reduce_dtype=torch.float32 if narrow else None,
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        if sharding.offload
-        else OffloadPolicy(),
+        "offload_policy": on_host if offload else OffloadPolicy(),
     }
-    for layer in layers_of(policy):
-        fully_shard(layer, **options)
-    fully_shard(policy, **options)
+    for module in (*layers_of(policy), policy):
+        fully_shard(module, **options)
     for unit in units(policy):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -85,8 +69,7 @@ def units(policy: PolicyModel) -> list[FSDPModule]:
 
 
 def announce(policy: PolicyModel, stage: Stage, *, last: bool) -> None:
-    """Announce a micro-batch, and whether it is the last of its step: collectives that can wait are
-    delayed until then."""
+    """Announce a micro-batch; collectives that can wait are delayed until the last one."""
     if not isinstance(policy, FSDPModule):
         return
     policy.set_is_last_backward(last)
@@ -99,8 +82,7 @@ def announce(policy: PolicyModel, stage: Stage, *, last: bool) -> None:
 
 
 def settle(policy: PolicyModel) -> None:
-    """Release gathered weights after passes without gradients: they would outlive the next update
-    of the shards."""
+    """Release gathered weights after passes without gradients: they would outlive an update."""
     for unit in units(policy):
         unit.reshard()
 
@@ -110,44 +92,36 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def places(policy: Divided, mesh: Mesh) -> dict[str, ShardSpec]:
-    """Return which part of each whole parameter this rank holds; names and shapes are those of the
-    undivided model."""
-    return {
-        name: _place(name, parameter, policy, mesh) for name, parameter in policy.named_parameters()
-    }
+def places(policy: PolicyModel | Stages, mesh: Mesh) -> dict[str, ShardSpec]:
+    """Return which part of each parameter of the undivided model this rank holds."""
+    found = {}
+    for name, parameter in policy.named_parameters():
+        dim, whole = policy.tp_dims.get(name), list(parameter.shape)
+        if dim is None:
+            place = ShardSpec.full(whole)
+        else:
+            whole[dim] = policy.tp_sizes[name]
+            own = part(whole[dim], mesh.rank("tp"), mesh.size("tp"))
+            place = ShardSpec.full(whole).narrow(dim, own.start, own.stop - own.start)
+        if isinstance(parameter, DTensor) and parameter.placements[1] == Shard(0):
+            plane, rows = parameter.device_mesh, parameter.shape[0]
+            each = -(-rows // plane.size(1))  # FSDP2 cuts as torch.chunk does
+            first = min(plane.get_local_rank("shards") * each, rows)
+            place = place.narrow(0, first, min(each, rows - first))
+        assert tuple(local(parameter).shape) == place.sizes, (name, place)
+        found[name] = place
+    return found
 
 
-def counted(policy: Divided, mesh: Mesh) -> set[str]:
-    """Return the parameters whose part this rank counts and stores: of equal copies, only one rank
-    does."""
+def counted(policy: PolicyModel | Stages, mesh: Mesh) -> set[str]:
+    """Return the parameters that this rank counts and stores: one rank does for equal copies."""
     names = set()
     for name, parameter in policy.named_parameters():
-        first = mesh.rank("tp") == 0 or name in policy.tp_dims
+        copy = mesh.rank("dp") + mesh.rank("cp")
         if isinstance(parameter, DTensor):
-            first = first and parameter.device_mesh.get_local_rank("replicas") == 0
-        else:
-            first = first and mesh.rank("dp") == 0 and mesh.rank("cp") == 0
-        if first and name not in policy.extra_copies:
+            copy = parameter.device_mesh.get_local_rank("replicas")
+        if name not in policy.tp_dims:
+            copy += mesh.rank("tp")
+        if copy == 0 and name not in policy.extra_copies:
             names.add(name)
     return names
-
-
-def _place(name: str, parameter: Tensor, policy: Divided, mesh: Mesh) -> ShardSpec:
-    dim, whole = policy.tp_dims.get(name), list(parameter.shape)
-    if dim is None:
-        place = ShardSpec.full(whole)
-    else:
-        whole[dim] = policy.tp_sizes[name]
-        own = part(whole[dim], mesh.rank("tp"), mesh.size("tp"))
-        place = ShardSpec.full(whole).narrow(dim, own.start, own.stop - own.start)
-    if not isinstance(parameter, DTensor):
-        return place
-    shards, mine = parameter.device_mesh.size(1), parameter.device_mesh.get_local_rank("shards")
-    if parameter.placements[1] == Shard(0):
-        rows = parameter.shape[0]
-        each = -(-rows // shards)  # FSDP2 cuts as torch.chunk does
-        first = min(mine * each, rows)
-        place = place.narrow(0, first, min(each, rows - first))
-    assert tuple(local(parameter).shape) == place.sizes, (name, place)
-    return place

@@ -30,10 +30,8 @@ from torch.distributed.pipelining import (
 
 from rather.config.pipelines import Pipeline
 from rather.data.batch import Columns, PairBatch
-from rather.data.pack import pack
 from rather.errors import ConfigError
-from rather.model.attention import IMPLEMENTATION
-from rather.model.check import twin_of, two_pairs
+from rather.model.check import packed_twin
 from rather.model.policy import PolicyModel, pair_columns
 from rather.parallel.context import filled_to
 from rather.parallel.mesh import Mesh
@@ -95,23 +93,26 @@ class Stage(PolicyModel):
 
     def __init__(self, causal_lm: Any, layers: range) -> None:
         super().__init__(causal_lm)
-        total = len(causal_lm.base_model.layers)
+        base, embedding = causal_lm.base_model, causal_lm.get_input_embeddings()
+        total = len(base.layers)
         self.first, self.last = layers.start == 0, layers.stop == total
-        self.tied = (
-            causal_lm.get_input_embeddings().weight is causal_lm.get_output_embeddings().weight
-        )
+        self.tied = embedding.weight is causal_lm.get_output_embeddings().weight
         self.batches: Sequence[PairBatch] = ()  # all of the step, this rank's share of each
         self.wanted: Collection[str] = ()
         self._inbox: list[Tensor] = []
+        before, after = _ends(causal_lm)
         for index in set(range(total)) - set(layers):
-            causal_lm.base_model.layers[index] = (
-                _PassThrough() if self.first or index else _Entrance(self._inbox)
-            )
-        self._strip_ends(*_ends(causal_lm))
+            is_entrance = index == 0 and not self.first
+            base.layers[index] = _Entrance(self._inbox) if is_entrance else _PassThrough()
+        if not self.first:
+            kept = embedding.weight if self.tied and self.last else None
+            setattr(base, before, _Entrance(self._inbox, kept))
+        if not self.last:
+            setattr(base, after, _PassThrough())
+            causal_lm.set_output_embeddings(nn.Identity())
 
     def forward(self, *received: Tensor, where: Tensor) -> Tensor:  # type: ignore[override]
-        """Return hidden states [1, N, D] of micro-batch number `where`; from the last stage its
-        columns [C, P, 2]."""
+        """Return hidden states [1, N, D] of a micro-batch; the last stage its columns [C, P, 2]."""
         batch = self.batches[int(where)]
         self._inbox[:] = () if self.first else received
         hidden = self.hidden(batch)
@@ -122,23 +123,13 @@ class Stage(PolicyModel):
         # Schedules detach in place, which views refuse.
         return hidden.clone() if hidden._is_view() else hidden
 
-    def _strip_ends(self, before: str, after: str) -> None:
-        """Replace embedding, norm and head if other stages hold them."""
-        base, embedding = self.causal_lm.base_model, self.causal_lm.get_input_embeddings()
-        if not self.first:
-            setattr(
-                base,
-                before,
-                _Entrance(self._inbox, embedding.weight if self.tied and self.last else None),
-            )
-        if not self.last:
-            setattr(base, after, _PassThrough())
-            self.causal_lm.set_output_embeddings(nn.Identity())
+    @property
+    def embedding(self) -> Any:
+        return self.causal_lm.get_input_embeddings()
 
 
 def _ends(causal_lm: Any) -> tuple[str, str]:
-    """Return the names of embedding and final norm in the base model; refuse a model with more
-    parts."""
+    """Return the names of embedding and final norm; refuse a base model with more parts."""
     config = causal_lm.config.get_text_config()
     names = list(getattr(config, "base_model_pp_plan", None) or ())
     base, head = causal_lm.base_model, causal_lm.get_output_embeddings()
@@ -147,9 +138,9 @@ def _ends(causal_lm: Any) -> tuple[str, str]:
     before, after = names[0], names[-1]
     parts = (getattr(base, before), base.layers, getattr(base, after), head)
     known = {id(parameter) for part in parts for parameter in part.parameters()}
-    unknown = [name for name, p in causal_lm.named_parameters() if id(p) not in known]
-    if unknown:
-        raise _refused(config, f"{unknown[0]} belongs to no stage")
+    for name, parameter in causal_lm.named_parameters():
+        if id(parameter) not in known:
+            raise _refused(config, f"{name} belongs to no stage")
     return before, after
 
 
@@ -161,10 +152,10 @@ def _refused(config: Any, why: str) -> ConfigError:
 
 
 def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
-    """Return the stages of a rank. They share their tensors with the whole model, which can then be
-    released."""
-    _ends(policy.causal_lm)
-    layers = len(policy.causal_lm.base_model.layers)
+    """Return the stages of a rank. They share their tensors with the whole model."""
+    causal_lm = policy.causal_lm
+    _ends(causal_lm)
+    layers = len(causal_lm.base_model.layers)
     if layers < pipeline.stages:
         raise ConfigError(
             f"pp_size: {pipeline.ranks} ranks x {pipeline.virtual} = {pipeline.stages} stages, but "
@@ -173,9 +164,8 @@ def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
     tensors = {id(tensor): tensor for tensor in chain(policy.parameters(), policy.buffers())}
     stages = []
     for number in pipeline.stages_of(rank):
-        stage = Stage(
-            copy.deepcopy(policy.causal_lm, dict(tensors)), pipeline.layers_of(number, layers)
-        )
+        copied = copy.deepcopy(causal_lm, dict(tensors))
+        stage = Stage(copied, pipeline.layers_of(number, layers))
         names = {name for name, _ in stage.named_parameters()}
         stage.exact = {name: weights for name, weights in policy.exact.items() if name in names}
         stage.training = policy.training  # its parts have theirs already
@@ -185,12 +175,9 @@ def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
 
 @torch.no_grad()
 def check_cut(config: Any) -> None:
-    """Refuse a family whose stages, one after another, differ from the whole, on a small twin with
-    a stage per layer."""
+    """Refuse a family whose stages differ from the whole, on a twin with a stage per layer."""
     try:
-        twin = PolicyModel(twin_of(config))
-        twin.causal_lm.set_attn_implementation(IMPLEMENTATION)
-        (batch,) = pack(two_pairs(twin.causal_lm.config.vocab_size), budget=10**6)
+        twin, batch = packed_twin(config)
         whole = pair_columns(twin, batch)["sum"]
         _ends(twin.causal_lm)
         layers = len(twin.causal_lm.base_model.layers)
@@ -259,41 +246,64 @@ class _Stage(PipelineStage):
         check."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
-    ) -> None:
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class Stages(nn.Module):
-    """The stages of this rank and the schedule that runs them: the Runner of a model cut into
-    stages."""
+    """The stages of this rank and the schedule that runs them: a Runner."""
 
     def __init__(
         self, stages: Sequence[Stage], pipeline: Pipeline, mesh: Mesh, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
-        self.pipeline, self.dtype = pipeline, dtype
-        self._own = list(stages)
+        self.pipeline, self.dtype, self._own = pipeline, dtype, list(stages)
         self._rank, self._group = mesh.rank("pp"), mesh.group("pp")
-        self._first_rank, self._last_rank = (
-            pipeline.rank_of(0),
-            pipeline.rank_of(pipeline.stages - 1),
-        )
+        self._first_rank = pipeline.rank_of(0)
+        self._last_rank = pipeline.rank_of(pipeline.stages - 1)
         self._schedule: tuple[tuple[int, int], Any] | None = None
         self._objective: Objective | None = None
         self._names: list[str] = []
         self._real = 0  # micro-batches that are not there to fill a schedule
         self._columns: dict[int, dict[str, Tensor]] = {}
-        self._describe()
-        if pipeline.rule.splits_backward:
+        # What a trainer reads from a policy.
+        self.exact: dict[str, Tensor] = {}
+        self.tp_dims: dict[str, int] = {}
+        self.tp_sizes: dict[str, int] = {}
+        self.tp_partial: set[str] = set()
+        self.extra_copies: set[str] = set()
+        for stage in stages:
+            self.exact |= stage.exact
+            self.tp_dims |= stage.tp_dims
+            self.tp_sizes |= stage.tp_sizes
+            self.tp_partial |= stage.tp_partial
             # The late gradients of weights are added to what is gathered then: resharding in
             # between would lose them.
-            for stage in stages:
-                if isinstance(stage, FSDPModule):
-                    stage.set_reshard_after_forward(False)
+            if pipeline.rule.splits_backward and isinstance(stage, FSDPModule):
+                stage.set_reshard_after_forward(False)
+        self.tied = self._tie_ends([stage for stage in stages if stage.first or stage.last])
+        if self.tied and self._rank == self._last_rank:
+            self.extra_copies.add(self.tied)
+
+    def _tie_ends(self, ends: Sequence[Stage]) -> str | None:
+        """Share a tied embedding on this rank; return its name if another rank has a copy."""
+        if not ends or not ends[0].tied:
+            return None
+        weight = ends[0].embedding.weight
+        if len(ends) > 1:  # each was cut separately
+            if isinstance(ends[0], FSDPModule):
+                raise ConfigError(
+                    f"pipeline_schedule: '{self.pipeline.schedule}' has both ends of the model on "
+                    "one rank, and the embedding that they share cannot be sharded twice; take "
+                    "another schedule, or no data parallelism"
+                )
+            ends[1].embedding.weight = weight
+            ends[1].causal_lm.get_output_embeddings().weight = weight
+        if not weight.requires_grad or self._first_rank == self._last_rank:
+            return None
+        return next(name for name, each in ends[0].named_parameters() if each is weight)
 
     @property
     def holds_last(self) -> bool:
@@ -304,64 +314,26 @@ class Stages(nn.Module):
         """The device that computes: buffers are there, while shards may wait on the host."""
         return next(iter(self.buffers()), next(self.parameters())).device
 
-    def _describe(self) -> None:
-        """Collect what a trainer reads from a policy."""
-        own = self._own
-        self.exact = {name: weights for stage in own for name, weights in stage.exact.items()}
-        self.tp_dims = {name: dim for stage in own for name, dim in stage.tp_dims.items()}
-        self.tp_sizes = {name: size for stage in own for name, size in stage.tp_sizes.items()}
-        self.tp_partial = {name for stage in own for name in stage.tp_partial}
-        # The embedding of a tied model lies at both ends.
-        ends = [stage for stage in own if stage.tied and (stage.first or stage.last)]
-        if len(ends) > 1:
-            self._share_embedding(*ends)
-        ends = [end for end in ends if end.causal_lm.get_input_embeddings().weight.requires_grad]
-        apart = self._first_rank != self._last_rank
-        self.tied = _embedding_name(ends[0]) if ends and apart else None
-        self.extra_copies = {self.tied} if self.tied and self._rank == self._last_rank else set()
-
-    def _share_embedding(self, first: Stage, last: Stage) -> None:
-        """Make one tensor of both ends on this rank, also if each was cut separately."""
-        if isinstance(first, FSDPModule):
-            raise ConfigError(
-                f"pipeline_schedule: '{self.pipeline.schedule}' has both ends of the model on one "
-                "rank, and the embedding that they share cannot be sharded twice; take another "
-                "schedule, or no data parallelism"
-            )
-        weight = first.causal_lm.get_input_embeddings().weight
-        last.causal_lm.get_input_embeddings().weight = weight
-        last.causal_lm.get_output_embeddings().weight = weight
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter once, with its name in the whole model."""
         for name, parameter in super().named_parameters(*args, **kwargs):
-            _, _, own = name.split(".", 2)
-            yield own, parameter
+            yield name.split(".", 2)[2], parameter
 
     @torch.no_grad()
     def columns(
         self, batches: Sequence[PairBatch], wanted: Collection[str]
     ) -> list[dict[str, Tensor]] | None:
-        """Return the columns of each micro-batch, without gradients; None on ranks without the last
-        stage."""
+        """Return columns without gradients; None on ranks without the last stage."""
         at_once = EVALUATED * self.pipeline.multiple
         found: list[dict[str, Tensor]] = []
         for start in range(0, len(batches), at_once):
             part = batches[start : start + at_once]
-            self._run(part, wanted, None)
+            self.backward(part, wanted, None)
             found += [self._columns[i] for i in range(len(part)) if self._columns]
-        return found if self._rank == self._last_rank else None
-
-    def backward(
-        self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
-    ) -> None:
-        """Leave the gradients of the sum of all objectives in the parameters. Only the last stage
-        calls `objective`."""
-        self._run(batches, wanted, objective)
+        return found if self.holds_last else None
 
     def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
-        """Sum the gradients that a tied embedding has at both ends. A collective of the two
-        ranks."""
+        """Sum the gradients of a tied embedding at both ends. A collective of the two ranks."""
         if self.tied is None:
             return
         other = self._last_rank if self._rank == self._first_rank else self._first_rank
@@ -376,9 +348,11 @@ class Stages(nn.Module):
             work.wait()
         gradient.add_(theirs)
 
-    def _run(
+    def backward(
         self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective | None
     ) -> None:
+        """Leave the gradients of the sum of all objectives in the parameters; without one, run
+        forward only. Only the last stage calls `objective`."""
         number = self.pipeline.microbatches(len(batches))
         tokens = max(len(batch.ids_N) for batch in batches)
         filled = [filled_to(batch, tokens) for batch in batches]
@@ -391,7 +365,7 @@ class Stages(nn.Module):
         schedule = self._scheduled(number, self._own[0].hidden_tokens(shares[0]))
         where = torch.arange(number)
         inputs = (where,) if self._rank == self._first_rank else ()
-        target = where if self._rank == self._last_rank else None
+        target = where if self.holds_last else None
         run = schedule.step if objective else schedule.eval
         run(*inputs, where=where, target=target, return_outputs=False)
 
@@ -407,41 +381,31 @@ class Stages(nn.Module):
         return self._objective(self._own[-1].batches[number], columns)
 
     def _scheduled(self, number: int, tokens: int) -> Any:
-        """Return the schedule of so many micro-batches of one size; it is kept while both stay the
-        same."""
+        """Return the schedule for so many micro-batches of one size; it is kept for the next."""
         if self._schedule is None or self._schedule[0] != (number, tokens):
             self._schedule = None  # frees its buffers first
-            places = self.pipeline.stages_of(self._rank)
+            # torch is given the shapes, so that it need not find them by running the model again.
+            width = self._own[0].causal_lm.config.get_text_config().hidden_size
+            shape = (1, tokens, width)
+            hidden = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+            first = torch.empty(1, dtype=torch.int64, device="meta")
             stages = [
-                self._stage(stage, place, tokens)
-                for stage, place in zip(self._own, places, strict=True)
+                _Stage(
+                    stage,
+                    place,
+                    self.pipeline.stages,
+                    self._device,
+                    input_args=first if stage.first else hidden,
+                    output_args=hidden,
+                    group=self._group,
+                )
+                for stage, place in zip(self._own, self.pipeline.stages_of(self._rank), strict=True)
             ]
             make = SCHEDULES[self.pipeline.schedule]
             own = stages[0] if self.pipeline.rule.most_virtual == 1 else stages
             made = make(own, number, loss_fn=self._loss, scale_grads=False)
             self._schedule = (number, tokens), made
         return self._schedule[1]
-
-    def _stage(self, stage: Stage, place: int, tokens: int) -> _Stage:
-        """Give torch the shapes, so that it need not find them by running the model again."""
-        width = stage.causal_lm.config.get_text_config().hidden_size
-        hidden = torch.empty(
-            (1, tokens, width), dtype=self.dtype, device="meta", requires_grad=True
-        )
-        return _Stage(
-            stage,
-            place,
-            self.pipeline.stages,
-            self._device,
-            input_args=torch.empty(1, dtype=torch.int64, device="meta") if stage.first else hidden,
-            output_args=hidden,
-            group=self._group,
-        )
-
-
-def _embedding_name(stage: Stage) -> str:
-    weight = stage.causal_lm.get_input_embeddings().weight
-    return next(name for name, parameter in stage.named_parameters() if parameter is weight)
 
 
 def _emptied(batch: PairBatch) -> PairBatch:

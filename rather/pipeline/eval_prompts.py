@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from rather.cluster.launch import Roles
-from rather.cluster.local import as_local
-from rather.cluster.role import Role
+from rather.cluster.role import Role, as_local
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, EvalPrompts
 from rather.data.formats import TextPair

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from rather.checkpoint.checkpoint import Checkpoint
-from rather.cluster.oom_report import largest, sentence, shortage
+from rather.cluster.memory import largest, sentence, shortage
 from rather.cluster.role import Role
 from rather.config.schema import SpikeArgs
 from rather.data.batch import PairBatch

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rather.cluster.launch import Roles
-from rather.cluster.preflight import free_memory
+from rather.cluster.memory import free_memory
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.data.show import token_view

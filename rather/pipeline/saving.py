@@ -222,7 +222,7 @@ class Saving:
         self._is_written = False
         self.roles.actor_train.write_state(folder)
         if self._moving_reference:
-            self._moving_reference.write_reference(folder)
+            self._moving_reference.write_state(folder)
         if draft:
             self._publish_in_background(draft, stored)
 

@@ -18,7 +18,7 @@ from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
 from rather.model.files import model_folder
 from rather.model.policy import PolicyModel
-from rather.parallel.load import Start, freeze, load_policy
+from rather.parallel.load import Start, load_policy
 
 RESULTS = ("model", "best_model", "adapter", "best_adapter")
 
@@ -42,7 +42,7 @@ class Weights:
         policy = load_policy(self.model, args, device, start=start)
         if self.checkpoint:
             load_weights(policy, self.checkpoint, self.group)
-        return freeze(policy)
+        return policy.requires_grad_(False)
 
     def tokenizer(self) -> Any:
         """Load the tokenizer, with the chat template of the training if it is known."""

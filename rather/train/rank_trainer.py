@@ -122,7 +122,7 @@ class RankTrainer:
         count_zeros: bool = False,
     ) -> None:
         self.policy, self.loss, self.optimizer = policy, loss, optimizer
-        self.mesh = mesh or Mesh.one()
+        self.mesh = mesh or Mesh()
         self.count_zeros = count_zeros
         self.parked: HostOffloaded | None = None
         self.device = device_of(policy)

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.host import Host, Process
-from rather.cluster.preflight import need_of
-from rather.cluster.role import RankInfo
-from rather.cluster.worker import ActorWorker
+from rather.cluster.memory import need_of
+from rather.cluster.worker import ActorWorker, RankInfo
 from rather.commands.compare_losses import measure
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.data.pack import pack

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rather.cluster.preflight import need_of
+from rather.cluster.memory import need_of
 from rather.config.load import config_from_dict
 from rather.config.paths import check_paths
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs

@@ -334,7 +334,7 @@ def test_warnings_of_all_ranks_are_logged_once_with_their_ranks(
         record.getMessage() for record in caplog.records if record.name.startswith("rather.worker")
     ]
     assert told == [
-        "reference: all say this",
+        "reference rank 0: all say this",
         "reference rank 0: only rank 0 says this",
         "info of rank 0",
         "reference rank 1: only rank 1 says this",

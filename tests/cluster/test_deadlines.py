@@ -17,9 +17,9 @@ import pytest
 from rather.cluster import health
 from rather.cluster.cluster import Cluster
 from rather.cluster.host import CallResult, Process
-from rather.cluster.preflight import Ledger, Room
+from rather.cluster.memory import Ledger, Room
 from rather.cluster.resources import Seat
-from rather.cluster.spmd import SpmdCluster
+from rather.cluster.role import SpmdCluster
 from rather.cluster.supervision import Watchdog
 from rather.commands.terminal import guarded
 from rather.config.schema import DPOConfig, Timeouts
@@ -47,7 +47,6 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "score": ("eval", lambda role: role.score(None, {}, None)),
     "forget": ("step", lambda role: role.forget()),
     "write_state": ("save", lambda role: role.write_state(NOWHERE)),
-    "write_reference": ("save", lambda role: role.write_reference(NOWHERE)),
     "finish_writing": ("save", lambda role: role.finish_writing()),
     "read_state": ("save", lambda role: role.read_state(NOWHERE, {})),
     "write_weights": ("save", lambda role: role.write_weights(NOWHERE, "model")),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rather.cluster.oom_report import explanation, largest
+from rather.cluster.memory import explanation, largest
 from rather.cluster.worker import ActorWorker
 from rather.data.batch import Columns, PairBatch
 from rather.errors import DataError, NonFiniteError

@@ -332,7 +332,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 CALLS = (  # of a role
-    "initialize", "train_step", "compute_log_probs", "answer", "mix_weights", "write_state", "write_reference",
+    "initialize", "train_step", "compute_log_probs", "answer", "mix_weights", "write_state",
     "write_weights", "save_model", "export",
 )  # fmt: skip
 

@@ -14,7 +14,6 @@ from rather.data.pack import pack
 from rather.losses.objective import configure, from_config
 from rather.model.budget import choose_budget
 from rather.model.layers import arrange_layers
-from rather.parallel.load import freeze
 from rather.pipeline.pipeline import DPOPipeline
 from rather.reference.logps import ReferenceLogps
 from rather.train.rank_trainer import RankTrainer
@@ -75,7 +74,7 @@ def test_fresh_and_known_values_come_without_waiting(
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_a_parked_model_leaves_its_memory_and_answers_the_same(compiled: bool) -> None:
     resting = torch.cuda.memory_allocated()
-    policy = freeze(qwen(hidden_size=512, num_hidden_layers=6, vocab_size=9970))
+    policy = qwen(hidden_size=512, num_hidden_layers=6, vocab_size=9970).requires_grad_(False)
     arrange_layers(policy, compiled=compiled)
     weights = sum(parameter.nbytes for parameter in policy.parameters())
     trainer = RankTrainer(policy, configure(["sigmoid"], {}))

@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
-from rather.cluster.preflight import Ledger, Room
-from rather.cluster.role import RankInfo
-from rather.cluster.spmd import SpmdCluster, gather
+from rather.cluster.memory import Ledger, Room
+from rather.cluster.role import SpmdCluster, gather
+from rather.cluster.worker import RankInfo
 from rather.config.schema import ActorModelArgs, DPOConfig
 from rather.config.strategies import Layout
 from rather.data.pack import pack
 from rather.data.template import load_tokenizer
 from rather.model.adapters import as_reference
 from rather.model.policy import PolicyModel
-from rather.parallel.apply import build_mesh
 from rather.parallel.load import Start, load_divided, load_policy
+from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells

@@ -34,7 +34,7 @@ SAVED_AFTER = 2
 
 def make(setup: Setup, *, by_rows: bool) -> RankTrainer:
     torch.set_num_threads(1)
-    mesh = Mesh.build(replicate=dist.get_world_size()) if dist.is_initialized() else Mesh.one()
+    mesh = Mesh.build(replicate=dist.get_world_size()) if dist.is_initialized() else Mesh()
     policy = make_policy(setup)
     args = TrainingArgs(learning_rate=setup.lr, weight_decay=0.1)
     options: dict[str, Any] = {"schedule": lambda _: setup.lr, "max_grad_norm": 1.0}
@@ -235,6 +235,6 @@ def test_micro_batches_that_do_not_fit_are_not_made_smaller(
 
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model_args\.dtype"):
-        Canonical(make_policy(SETUP).half(), Mesh.one(), "cpu")
+        Canonical(make_policy(SETUP).half(), Mesh(), "cpu")
     with pytest.raises(ConfigError, match="1, 2 or 4 devices"):
         Canonical(make_policy(SETUP), Mesh({"tp": 2}), "cpu")

@@ -17,7 +17,8 @@ from torch import Tensor
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import Shard
 from rather.config.strategies import Layout
-from rather.parallel.apply import build_mesh, divide
+from rather.parallel.apply import divide
+from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells

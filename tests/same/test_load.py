@@ -26,9 +26,8 @@ from rather.losses.objective import configure
 from rather.model import check, export
 from rather.model.export import export_model, export_stored
 from rather.model.policy import pair_columns
-from rather.parallel.apply import build_mesh
 from rather.parallel.load import load_divided, load_policy
-from rather.parallel.mesh import Mesh
+from rather.parallel.mesh import Mesh, build_mesh
 from rather.parallel.shard import local
 from rather.parallel.stages import Stages
 from rather.train.rank_trainer import RankTrainer
@@ -101,9 +100,7 @@ def falcon(folder: Path) -> Path:
 
 
 def load_on_one_rank(folder: Path, **changes: Any) -> Any:
-    return load_divided(
-        str(folder), ModelArgs(), "cpu", Mesh.one(), Layout(1, **changes), trains=True
-    )
+    return load_divided(str(folder), ModelArgs(), "cpu", Mesh(), Layout(1, **changes), trains=True)
 
 
 def test_a_family_that_cannot_be_trained_is_refused_however_it_is_loaded(tmp_path: Path) -> None:

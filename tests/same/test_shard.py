@@ -14,7 +14,7 @@ from rather.data.batch import PairFacts
 from rather.data.pack import pack
 from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
-from rather.parallel.shard import Sharding, Stage, shard
+from rather.parallel.shard import Stage, shard
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells
 from tests.same.canonical import (
@@ -39,7 +39,7 @@ Sizes = dict[str, int]
 
 def sharded(sizes: Sizes, stage: Stage, setup: Setup, **changes: Any) -> RankTrainer:
     mesh, policy = Mesh.build(**sizes), make_policy(setup)
-    shard(policy, mesh, Sharding(stage, **changes))
+    shard(policy, mesh, stage, **changes)
     return make_trainer(setup, mesh, policy, WholeModelRunner(policy, stage))
 
 

@@ -3,6 +3,7 @@ every schedule."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from rather.errors import ConfigError
 from rather.model.layers import Recompute
 from rather.model.policy import pair_columns
 from rather.parallel import stages
-from rather.parallel.apply import build_mesh, divide
+from rather.parallel.apply import divide
 from rather.parallel.context import filled_to
 from rather.parallel.load import load_divided
-from rather.parallel.mesh import Mesh
+from rather.parallel.mesh import Mesh, build_mesh
 from rather.parallel.stages import Stages, check_cut, cut
 from tests.cells import cells
 from tests.same.canonical import (
@@ -52,9 +53,8 @@ def piped(setup: Setup, layout: Layout, recompute: Recompute = "none") -> Outcom
 
 def run(setup: Setup, layout: Layout, recompute: Recompute) -> Outcome:
     mesh = build_mesh(layout, "cpu")
-    divided: Any = divide(
-        make_policy(setup), mesh, layout, compute=torch.float32, recompute=recompute
-    )
+    layout = replace(layout, recompute=recompute)
+    divided: Any = divide(make_policy(setup), mesh, layout, compute=torch.float32)
     return train(make_trainer(setup, mesh, divided, divided), setup)
 
 

@@ -13,7 +13,7 @@ from rather.errors import ConfigError
 from rather.model.layers import arrange_layers
 from rather.parallel.context import spread_tokens
 from rather.parallel.mesh import Mesh
-from rather.parallel.shard import Sharding, Stage, shard
+from rather.parallel.shard import Stage, shard
 from rather.parallel.tensor import check_split, split_model
 from rather.train.rank_trainer import WholeModelRunner
 from tests.cells import cells
@@ -52,7 +52,7 @@ def run(
     spread_tokens(policy, mesh)
     arrange_layers(policy)
     if mesh.size("dp") * mesh.size("cp") > 1:
-        shard(policy, mesh, Sharding(stage))
+        shard(policy, mesh, stage)
     return train(make_trainer(setup, mesh, policy, WholeModelRunner(policy, stage)), setup)
 
 
@@ -164,7 +164,7 @@ def heads_refusal() -> str:
 
 def test_heads_that_do_not_divide_are_reported() -> None:
     assert set(pool(4).run(heads_refusal)) == {
-        "tp_size: 4 does not divide num_key_value_heads: 2 of model 'llama'"
+        "tp_size: 4 does not divide num_key_value_heads: 2 of model family 'llama'"
     }
 
 

@@ -22,7 +22,8 @@ from rather.data.pack import pack
 from rather.errors import NonFiniteError
 from rather.losses.objective import own_loss
 from rather.optim.optimizer import Optimizer
-from rather.parallel.apply import build_mesh, divide
+from rather.parallel.apply import divide
+from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES, local
 from rather.parallel.stages import Stages
 from rather.pipeline.pipeline import DPOPipeline
@@ -56,7 +57,7 @@ def trainer_of(layout: Layout) -> RankTrainer:
     if layout.devices == 1:
         return make_trainer(SETUP)
     mesh = build_mesh(layout, "cpu")
-    divided: Any = divide(make_policy(SETUP), mesh, layout, compute=torch.float32, recompute="none")
+    divided: Any = divide(make_policy(SETUP), mesh, layout, compute=torch.float32)
     runner = (
         divided if isinstance(divided, Stages) else WholeModelRunner(divided, STAGES[layout.stage])
     )

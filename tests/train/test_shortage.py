@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rather.cluster.health import Failure
-from rather.cluster.oom_report import shortage, table
+from rather.cluster.memory import shortage, table
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.data.batch import PairBatch

@@ -1,0 +1,264 @@
+"""Memory of workers: whether their state fits before anything is loaded, how much they used, and
+where it went when it ran out.
+
+The check before loading reads only the config.json of a model. It is a lower bound: activations, gathered
+layers and fragments come on top, so what is refused cannot run, and what passes may be too much.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from rather.config.schema import DPOConfig, RoleConfig
+from rather.config.strategies import layout
+from rather.data.batch import PairBatch
+from rather.errors import ConfigError, MemoryShortage
+from rather.losses.objective import from_config
+from rather.model.sizes import sizes_of
+from rather.parallel.load import compute_dtype
+from rather.parallel.shard import local
+from rather.plan.memory import LayerBytes, known_shapes, role_state
+
+if TYPE_CHECKING:
+    from rather.cluster.worker import ActorWorker
+
+GIB = 1 << 30
+UNIT = 1000  # tokens
+FIXES = 3
+CGROUPS = (  # limit, use, and the file cache that can be given up: version 2, version 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+# --- before anything is loaded ---
+
+
+class Room(NamedTuple):
+    """What a process finds before any model is there."""
+
+    machine: str
+    place: int  # the device's number
+    free: int  # bytes of host memory
+    device: int  # bytes of its GPU; 0 without one
+
+    @staticmethod
+    def here(place: int, kind: str) -> Room:
+        total = torch.cuda.get_device_properties("cuda").total_memory if kind == "cuda" else 0
+        return Room(socket.gethostname(), place, free_memory(), total)
+
+
+class Need(NamedTuple):
+    """Bytes of each rank of a role; `once`: of all its ranks if nothing is held twice."""
+
+    device: float
+    host: float
+    once: float
+    arithmetic: str
+
+
+class Ledger:
+    """What the roles hold, and where. A role is added before it loads its model."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[Need, Sequence[Room]]] = {}
+
+    def add(self, name: str, need: Need | None, rooms: Sequence[Room]) -> None:
+        if need is None:
+            return
+        self.held[name] = need, rooms
+        places: dict[str, list[tuple[int, float, str]]] = {}  # bytes there, bytes taken, role
+        for role, (each, there) in self.held.items():
+            for room in there:
+                gpu = f"GPU {room.place} of {room.machine}"
+                places.setdefault(gpu, []).append((room.device, each.device, role))
+                places.setdefault(room.machine, []).append((room.free, each.host, role))
+        for place, ranks in places.items():
+            has, taken = min(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
+            if taken <= has:
+                continue
+            roles = Counter(role for _, _, role in ranks)
+            parts = [
+                f"{count} x {role} {self.held[role][0].arithmetic}" for role, count in roles.items()
+            ]
+            fewest = ceil(sum(self.held[role][0].once for role in roles) / has)
+            unit = "GPUs" if place.startswith("GPU ") else "machines"
+            raise ConfigError(
+                f"memory: {place} has {has / GIB:.3g} GiB, and weights, gradients and optimizer "
+                f"alone are {taken / GIB:.3g} GiB: {', '.join(parts)}. Divided by zero3 and "
+                f"fsdp2_infer they need {fewest} such {unit} or more. Use more devices, another "
+                "strategy_name, or a smaller model."
+            )
+
+
+def need_of(
+    config: DPOConfig, role: RoleConfig, kind: str, model: str | None = None
+) -> Need | None:
+    """Return what each rank holds; None if the policy is the model, or its files are not here."""
+    args = role.model_args.of_other_weights() if model else role.model_args
+    shapes = known_shapes(model or role.model_path, args)
+    if shapes is None or (not role.trains and config.reference_is_policy):
+        return None
+    state = role_state(config, role, kind, shapes, args, narrow=True)
+    parts = []
+    for part in state.parts:
+        each = (sum(part.each) / state.shards + part.gathered) / state.cut
+        parts.append(f"{part.number:.3g} weights x {each:.3g} bytes")
+    total = state.own + state.gathered
+    on_host = total if kind == "cpu" else state.own if layout(role).host else 0.0
+    return Need(total - on_host, on_host, state.total, " + ".join(parts))
+
+
+def free_memory() -> int:
+    """Return the bytes of host memory that this process can use, as its container sees it."""
+    numbers = _kilobytes("/proc/meminfo")
+    found = [numbers["MemAvailable:"] + numbers.get("SwapFree:", 0)]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
+                own = Path(root + line.split(":", 2)[2])
+                found += [free for each in (own, *own.parents) for free in free_in_group(each)]
+    return min(found)
+
+
+def free_in_group(folder: Path) -> Iterator[int]:
+    """Yield what a control group leaves of its limit, if it has one."""
+    for names in CGROUPS:
+        with suppress(OSError, ValueError):  # no such group; its limit is "max"
+            limit, used = (int((folder / name).read_text(encoding="ascii")) for name in names[:2])
+            lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+            yield limit - used + int(dict(line.split() for line in lines).get(names[2], 0))
+
+
+def _kilobytes(file: str) -> dict[str, int]:
+    """Return the lines `name: number kB` of a file in /proc as bytes; none if it is not there."""
+    with suppress(OSError):
+        lines = map(str.split, Path(file).read_text(encoding="utf-8").splitlines())
+        return {line[0]: int(line[1]) << 10 for line in lines if line[-1] == "kB"}
+    return {}
+
+
+# --- what was used ---
+
+
+class Peak:
+    """Measures since its construction: the tensors of a GPU, or the growth of this process."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device.startswith("cuda")
+        if not self._cuda:
+            with suppress(OSError, AttributeError):  # not Linux with glibc
+                ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again, unnoticed
+                Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        self._before = _kilobytes("/proc/self/status").get("VmRSS:", 0)
+
+    def begin_training(self) -> None:
+        """Do not count what planning has tried."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def bytes(self) -> int:
+        if self._cuda:
+            return torch.cuda.max_memory_allocated()
+        return max(0, _kilobytes("/proc/self/status").get("VmHWM:", 0) - self._before)
+
+
+# --- when it ran out ---
+
+
+def largest(batches: Sequence[PairBatch]) -> int:
+    """Return the tokens of the largest micro-batch."""
+    return max((len(batch.ids_N) for batch in batches), default=0)
+
+
+def sentence(error: BaseException) -> str:
+    """Return the first line of an error; the others are about the allocator."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip()
+
+
+def shortage(error: BaseException) -> MemoryShortage:
+    return MemoryShortage("\n".join([sentence(error), *getattr(error, "__notes__", ())]))
+
+
+def explanation(worker: ActorWorker, tokens: int) -> str:
+    """Return where the memory goes, and three settings that need less. `tokens`: of the largest
+    micro-batch; 0 if there is none yet."""
+    rows = table(worker)
+    width = max(map(len, rows))
+    size = f" (the largest micro-batch has {tokens} tokens)" if tokens else ""
+    lines = [f"Where the memory of {worker.device} goes{size}:"]
+    lines += [f"  {name:{width}}  {number / GIB:8.3f} GiB" for name, number in rows.items()]
+    lines += ["Any of these needs less:", *(f"  {fix}" for fix in _fixes(worker, tokens, rows))]
+    return "\n".join(lines)
+
+
+def table(worker: ActorWorker) -> dict[str, float]:
+    """Return the bytes of what is there, and of what a thousand scored tokens add."""
+    rows: dict[str, float] = {}
+    config, kind = worker.config, worker.device.split(":")[0]
+    if hasattr(worker, "trainer"):
+        optimizer = worker.trainer.optimizer
+        rows["weights"] = sum(local(weight).nbytes for weight in worker.trainer.policy.parameters())
+        if optimizer:
+            rows["gradients"] = optimizer.gradient_bytes()
+            rows["masters and moments"] = optimizer.state_bytes()
+        rows |= _per_tokens(worker, kind)
+    elif need := need_of(config, worker.worker_config, kind):
+        rows[f"state of {worker.role}, computed"] = need.device + need.host
+    mappings = [role.device_mapping or [0] for role in (config.actor_train, config.reference)]
+    shares_device = worker.role == "actor_train" and mappings[0] == mappings[1]
+    if shares_device and from_config(config).needs_reference:
+        need = need_of(config, config.reference, kind)
+        rows["reference"] = need.device + (need.host if kind == "cpu" else 0.0) if need else 0.0
+    return {name: number for name, number in rows.items() if number}
+
+
+def _per_tokens(worker: ActorWorker, kind: str) -> dict[str, float]:
+    """Return activations as the planner measured them, else computed."""
+    shape, planned, args = worker.layout, worker.planned, worker.source[1]
+    if planned and planned.bytes_of_token:
+        return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
+    sizes, level = sizes_of(*worker.source), planned.recompute if planned else "none"
+    size, adapter = compute_dtype(args, kind).itemsize, args.has_adapter
+    layer = LayerBytes(sizes, kind, size, level, worker.compiled, adapter)
+    kept = layer.kept if planned else 0.0
+    each = kept * sizes.layers / shape.pp / shape.tp / shape.cp
+    logits = layer.head(UNIT, shape.tp)[0]
+    return {
+        f"activations of {UNIT} tokens, computed": UNIT * each,
+        f"logits of {UNIT} tokens": logits,
+    }
+
+
+def _fixes(worker: ActorWorker, tokens: int, rows: dict[str, float]) -> list[str]:
+    """Return three settings that are not yet made."""
+    config, shape, role, planned = worker.config, worker.layout, worker.role, worker.planned
+    trains, strategy, length = (
+        role == "actor_train",
+        f"{role}.strategy_args",
+        config.sequence_length,
+    )
+    alone = worker.on_gpu and shape.devices == 1
+    waits = config.reference.offload == "on" or config.sync_ref_model
+    narrow = config.precision == "lean" or worker.worker_config.model_args.dtype == "fp32"
+    work, name = ("train", "zero3") if trains else ("infer", "fsdp2_infer")
+    recomputes = planned is not None and planned.recompute == "full"
+    ways = {
+        f"{role}.max_tokens_per_microbatch_in_{work}={tokens // 2}": tokens > length,
+        f"{strategy}.strategy_config.recompute_granularity=full": trains and not recomputes,
+        "precision=lean (moments of 8 bits, no masters)": trains and alone and not narrow,
+        "reference.offload=on (it waits on the host)": alone and "reference" in rows and not waits,
+        f"{strategy}.strategy_name={name} (shards the weights)": shape.dp > 1 and shape.stage < 3,
+        f"sequence_length={length // 2} (longer pairs are cut or dropped)": True,
+        f"more devices: {role}.device_mapping, with strategy_name={name} or a larger tp_size": True,
+    }
+    return [way for way, has_effect in ways.items() if has_effect][:FIXES]
