@@ -117,15 +117,15 @@ class Host:
         logging.getLogger("rather").setLevel(logging.INFO)
         end_with_others(driver)
 
-    def describe(self, device: int, kind: str) -> tuple[Process, str, Room]:
-        """Return this process, the address at which other machines reach it, and its memory."""
+    def describe(self, device: int, kind: str) -> tuple[Process, str, int, Room]:
+        """Return this process, its address for other machines, its device, and its memory."""
         from rather.cluster.memory import Room
 
         address = "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
             probe.connect(("192.0.2.1", 9))  # finds the interface that leads out; sends nothing
             address = probe.getsockname()[0]
-        return Process.this(), address, Room.here(device, kind)
+        return Process.this(), address, device, Room.here(device, kind)
 
     def listen(self) -> int:
         """Open a port until `close_port`, so that others can find out whether they reach it."""

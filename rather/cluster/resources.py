@@ -184,12 +184,7 @@ class ResourceManager:
             handles.append(self._remote(Host, node).remote({**own, **environment}, *given))
         asked = [h.describe.remote(d, self.kind) for h, d in zip(handles, mapping, strict=True)]
         found = self._all(asked, "start a process", self.timeouts.start)
-        return [
-            Seat(handle, process, address, device, room)
-            for handle, device, (process, address, room) in zip(
-                handles, mapping, found, strict=True
-            )
-        ]
+        return [Seat(handle, *facts) for handle, facts in zip(handles, found, strict=True)]
 
     def _remote(self, cls: type, node: int, gpus: float = SHARE) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

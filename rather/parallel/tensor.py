@@ -87,7 +87,10 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
             cutter.sum_gradients(module.parameters())
             continue
         above, _, child = place.rpartition(".")
-        region, linear = policy.causal_lm.get_submodule(above), _linear_of(module)
+        region, linear = (
+            policy.causal_lm.get_submodule(above),
+            getattr(module, "base_layer", module),
+        )
         regions.add(region)
         # A low-rank product is cut where the weight next to it is; the gradient of its other half
         # is a part of a sum.
@@ -185,7 +188,7 @@ def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style in (None, VOCABULARY) or module is causal_lm.get_output_embeddings():
             continue
-        linear, counts = _linear_of(module), {}
+        linear, counts = getattr(module, "base_layer", module), {}  # within an adapter
         if style != SUMMED and not isinstance(linear, nn.Linear):
             raise ConfigError(f"tp_size: {family}: {name} is not a linear layer; set tp_size to 1")
         if style in ("colwise_gather_output", "rowwise_split_input"):
@@ -241,11 +244,6 @@ class _Cutter:
             _restrict(embedding, part(self.policy.vocabulary_size, ranks.rank, ranks.of), ranks)
             if shared is not None:
                 self.cut(embedding, "weight", 0)
-
-
-def _linear_of(module: Any) -> Any:
-    """Return the linear layer itself, also if an adapter surrounds it."""
-    return getattr(module, "base_layer", module)
 
 
 # --- how the parts run ---
