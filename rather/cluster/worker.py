@@ -48,6 +48,11 @@ RECOMPUTED = {
     "full": "recomputed",
 }
 
+CANONICAL_SHORTAGE = (
+    "determinism: canonical keeps a run's micro-batches as they are, and memory ran out: {} Set "
+    "actor_train.max_tokens_per_microbatch_in_train to less, on every number of devices alike."
+)
+
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -246,11 +251,7 @@ class ActorWorker:
             return self.trainer.train_step(batches, reference, facts, limits)
         except torch.OutOfMemoryError as error:
             if self.layout.canonical:
-                raise ConfigError(
-                    "determinism: canonical keeps a run's micro-batches as they are, and memory "
-                    f"ran out: {error} Set actor_train.max_tokens_per_microbatch_in_train to less, "
-                    "on every number of devices alike."
-                ) from error
+                raise ConfigError(CANONICAL_SHORTAGE.format(error)) from error
             error.add_note(explanation(self, largest(batches)))  # not shown if a retry succeeds
             raise
 
