@@ -8,7 +8,7 @@ All ranks need the same number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import gcd, prod
 from typing import Any
 
@@ -69,9 +69,6 @@ class Canonical:
                 parts = [torch.empty_like(summed) for _ in range(self.mesh.world)]
                 dist.all_gather(parts, summed)
             parameter.grad = in_pairs(parts) if parts else None
-
-    def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
-        """Do nothing: there are no copies."""
 
 
 def in_pairs(lanes: list[Tensor]) -> Tensor:

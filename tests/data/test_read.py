@@ -232,7 +232,9 @@ def test_files_that_cannot_be_read_are_refused_with_the_way_on(tmp_path: Path) -
         find_sources(tmp_path / "pair.jsonl")
     with pytest.raises(DataError, match=r"without \.arrow files"):
         find_sources(tmp_path)
-    with pytest.raises(DataError, match=r"example.org/pairs.jsonl: no such file; only local files are read"):
+    with pytest.raises(
+        DataError, match=r"example.org/pairs.jsonl: no such file; only local files are read"
+    ):
         find_sources(Path("https://example.org/pairs.jsonl"))
     (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd1234")
     with pytest.raises(DataError, match="zstd"):

@@ -34,7 +34,7 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", 4)
+    monkeypatch.setattr("rather.pipeline.steps.EVALUATION_CHUNK", 4)
     for name in ("check_family", "check_model"):  # half the time of a tiny run
         monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
@@ -43,7 +43,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("signals")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", 4)
+        monkeypatch.setattr("rather.pipeline.steps.EVALUATION_CHUNK", 4)
         assert DPOPipeline(config_of(found, "whole")).run() == 0
     return found
 
@@ -227,9 +227,7 @@ ENDS = [("data", signal.SIGTERM), ("told", signal.SIGTERM), ("model", signal.SIG
 def test_before_the_model_is_there_the_data_is_kept(folder: Path, place: str, number: int) -> None:
     assert in_child(_before, folder, place, number) == 128 + number
     told = (folder / "before.err").read_text()
-    assert (
-        "stopped before training began. Prepared pairs are kept in the data cache" in told
-    )
+    assert "stopped before training began. Prepared pairs are kept in the data cache" in told
     assert "Traceback" not in told
     assert newest_good(folder / "output" / f"before-{place}-{int(number)}") is None
     assert bool(list((folder / place).glob("*.arrow"))) == (
