@@ -138,7 +138,7 @@ def speed(config_file: Path, steps: int) -> dict[str, Any]:
     """Seconds and FLOPs of a step of the same pairs in a plain padded loop."""
     config = load_config(config_file)
     pipeline = DPOPipeline(config)
-    batches = [pipeline.data.train.take(pipeline.order.step(n)) for n in range(steps + 1)]
+    batches = [pipeline.data.train.take(pipeline.source.order.step(n)) for n in range(steps + 1)]
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(config.actor_train.model_path, dtype=torch.float32)
         for _ in range(2)

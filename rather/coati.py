@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from rather.api.in_memory import NO_LIMIT, InMemorySteps, process_rank
+from rather.api.in_memory import InMemorySteps, process_rank
 from rather.api.trainer import DPOTrainer as Trainer
-from rather.api.trainer import Record, tracker_in
+from rather.api.trainer import tracker_in
 from rather.config.schema import DPOConfig, StrategyArgs, TrainingArgs
 from rather.errors import ConfigError
+from rather.pipeline.loop import Record
+from rather.pipeline.steps import NO_LIMIT
 from rather.tracking.trackers import is_installed
 
 NAMES = {
@@ -131,7 +133,7 @@ class DPOTrainer:
         feed = trainer._feed(train_preference_dataloader, self._batch)
         source = InMemorySteps(feed, epochs, self.accumulation_steps, None)
         now = datetime.now().strftime("%Y-%m-%d_%H:%M:%S")
-        folder = Path(log_dir) / "DPO" / now if log_dir else None
+        folder = Path(log_dir) / "DPO" / now if log_dir and self.is_master else None
         epoch = 0
 
         def on_record(record: Record) -> None:
@@ -146,12 +148,14 @@ class DPOTrainer:
 
         def evaluate() -> dict[str, float]:
             found = trainer.evaluate(eval_preference_dataloader or (), self._batch)
-            self._write_evaluation(epoch, found)
+            if self.save_dir and self.is_master:
+                self.save_dir.mkdir(parents=True, exist_ok=True)
+                lines = "".join(f"{name}: {value}\n" for name, value in _renamed(found).items())
+                file = self.save_dir / f"eval_result_epoch{epoch}.txt"
+                file.write_text(f"\nEvaluation Result:\n{lines}")
             return found
 
-        with tracker_in(
-            folder, trainer.config, use_wandb=use_wandb, is_main=self.is_master
-        ) as tracker:
+        with tracker_in(folder, trainer.config, use_wandb=use_wandb) as tracker:
             records = trainer._run(
                 source, evaluate if eval_preference_dataloader is not None else None, on_record,
                 self.save_dir, save_steps=self.save_interval or None,
@@ -173,13 +177,6 @@ class DPOTrainer:
             return batch
         masks = [name for name in batch if name.endswith("loss_mask")]
         return {**batch, **{name: batch[name.replace("loss", "attention")] for name in masks}}
-
-    def _write_evaluation(self, epoch: int, found: Record) -> None:
-        if self.save_dir and self.is_master:
-            self.save_dir.mkdir(parents=True, exist_ok=True)
-            lines = "".join(f"{name}: {value}\n" for name, value in _renamed(found).items())
-            file = self.save_dir / f"eval_result_epoch{epoch}.txt"
-            file.write_text(f"\nEvaluation Result:\n{lines}")
 
     def _save(self, epoch: int, step: int) -> None:
         if self.save_dir is None:

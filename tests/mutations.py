@@ -242,16 +242,16 @@ MUTATIONS = (
     ),
     Mutation(
         "identity: a field that an old checkpoint lacks counts as a change",
-        "rather/pipeline/identity.py",
+        "rather/pipeline/checks.py",
         "if field not in then or field not in now:",
         "if field not in then and field not in now:",
         ("tests/checkpoint/test_identity.py::test_what_an_old_checkpoint_does_not_know_is_taken_as_unchanged",),
     ),
     Mutation(
         "rollback: the step that caused it is not skipped",
-        "rather/pipeline/guard.py",
-        "restored.rollbacks = rollbacks",
-        "restored.rollbacks = progress.rollbacks",
+        "rather/pipeline/loop.py",
+        "self.progress.rollbacks = [*before, [newest.step, step.number]]",
+        "self.progress.rollbacks = before",
         ("tests/train/test_nonfinite.py::test_a_rollback_leaves_the_step_out",),
     ),
     Mutation(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,13 +24,10 @@ from rather.errors import DataError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
-from rather.pipeline.sanity_checks import refuse_columns
-from rather.pipeline.steps import Step
+from rather.pipeline.checks import refuse_columns
+from rather.pipeline.steps import NO_LIMIT, Step
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import RankTrainer, StepResult
-
-T = TypeVar("T")
-NO_LIMIT = 1 << 40  # tokens: a micro-batch is what the caller's iterator returns
 
 
 class StepShare(NamedTuple):
@@ -95,9 +92,8 @@ class InMemoryWorker(ActorWorker):
 
     def refuse_columns(self, name: str, facts: PairFacts) -> None:
         """Raise a DataError if the loss needs a column that some of these pairs do not have."""
-        refuse_columns(
-            self.config, self.trainer.loss, name, lambda column: getattr(facts, column).numpy()
-        )
+        loss = self.trainer.loss
+        refuse_columns(self.config, loss, name, lambda column: getattr(facts, column).numpy())
 
     def numbers(self) -> dict[str, Any]:
         optimizer = self.trainer.optimizer
@@ -127,30 +123,27 @@ class InMemorySteps:
                 "a Dataset, or a loader with StatefulDistributedSampler, or start from scratch in "
                 "another output folder."
             )
-        left = None if self.total_steps is None else max(0, self.total_steps - done)
-        groups = _with_last(islice(self._groups(position or {}), left))
-        for number, ((epoch, step, group, ends_epoch), is_last) in enumerate(groups, done + 1):
-            self.places[number] = epoch, step
-            after = {"epoch": epoch + 1} if ends_epoch else {"epoch": epoch, "step": step}
-            batches = pack_step(group)
-            yield Step(
-                [pair for part in group for pair in part], batches, batches, number, is_last,
-                ends_epoch, after,
-            )  # fmt: skip
-
-    def _groups(
-        self, position: Mapping[str, Any]
-    ) -> Iterator[tuple[int, int, list[list[TokenPair]], bool]]:
-        """Yield (epoch, step of it, micro-batches, whether the epoch ends) from `position` on."""
-        at = {"epoch": self.epochs.start, "step": 0, **position}
+        if self.total_steps is not None and done >= self.total_steps:
+            return
+        number, size = done, self.accumulation
+        at = {"epoch": self.epochs.start, "step": 0, **(position or {})}
         for epoch in range(at["epoch"], self.epochs.stop):
-            done = at["step"] * self.accumulation
-            parts = islice(self.feed.micro_batches(epoch), done, None)
-            groups = iter(lambda parts=parts: list(islice(parts, self.accumulation)), [])  # type: ignore[misc]
-            for step, (group, ends) in enumerate(_with_last(groups), at["step"] + 1):
-                yield epoch, step, group, ends
+            step, at["step"] = at["step"], 0
+            parts = islice(self.feed.micro_batches(epoch), step * size, None)
+            group = list(islice(parts, size))
+            while group:
+                following = list(islice(parts, size))
+                number, step = number + 1, step + 1
+                self.places[number] = epoch, step
+                after = {"epoch": epoch, "step": step} if following else {"epoch": epoch + 1}
+                ended = not following and epoch + 1 == self.epochs.stop
+                is_last = ended or number == self.total_steps
+                batches, pairs = pack_step(group), [pair for part in group for pair in part]
+                yield Step(pairs, batches, batches, number, is_last, not following, after)
+                if is_last:
+                    return
+                group = following
             self.feed.log_dropped()
-            at["step"] = 0
 
     def epoch_at(self, step: int) -> float:
         """Return the number of the epoch that the step belongs to."""
@@ -176,17 +169,6 @@ def pack_step(
 
 def _renumbered(batch: PairBatch, first: int) -> PairBatch:
     return replace(batch, pair_P=batch.pair_P + first)
-
-
-def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item, and whether it is the last one."""
-    before: list[T] = []
-    for item in items:
-        if before:
-            yield before.pop(), False
-        before.append(item)
-    for item in before:
-        yield item, True
 
 
 def process_rank() -> tuple[int, int]:

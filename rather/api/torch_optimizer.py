@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -29,7 +28,6 @@ IGNORED = frozenset({
     "do_eval", "use_cpu", "local_rank", "ddp_timeout", "hub_private_repo", "overwrite_output_dir",
     "log_level", "warmup_ratio",
 })  # fmt: skip
-IN_TRAIN_CONFIG = ("max_steps", "seed")  # transformers' arguments that DPOConfig has
 
 
 class TorchOptimizer(Optimizer):
@@ -68,8 +66,11 @@ class TorchOptimizer(Optimizer):
         return None if found is None else local(found)
 
     def named_gradients(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        chosen = [name for name in self.parameters if names is None or name in names]
-        return {name: g for name in chosen if (g := self.gradient(name)) is not None}
+        return {
+            name: gradient
+            for name in self.parameters
+            if (names is None or name in names) and (gradient := self.gradient(name)) is not None
+        }
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
@@ -100,15 +101,16 @@ class TorchOptimizer(Optimizer):
 
     def numbers(self) -> dict[str, Any]:
         """Return the state that is not a tensor, as far as it differs from a new optimizer's."""
-        changed = {
-            part: {key: x for key, x in now.items() if x != self._initial[part].get(key, _NOTHING)}
-            for part, now in self._settings().items()
-        }
+        found: dict[str, Any] = {}
+        for part, values in self._settings().items():
+            before = self._initial.get(part, {})
+            new = {key: x for key, x in values.items() if key not in before or x != before[key]}
+            found[part] = new
         for name, p in self.parameters.items():
             state = self.optimizer.state.get(p, {})
             if own := {key: x for key, x in state.items() if not isinstance(x, Tensor)}:
-                changed[f"state {name}"] = own
-        for part, values in changed.items():
+                found[f"state {name}"] = own
+        for part, values in found.items():
             for key, value in values.items():
                 if not _is_json(value):
                     whose = self.scheduler if part == "scheduler" else self.optimizer
@@ -117,7 +119,7 @@ class TorchOptimizer(Optimizer):
                         "neither a tensor nor a JSON value, so checkpoints cannot hold it; train "
                         "without an output folder, or with another optimizer or scheduler."
                     )
-        return changed
+        return found
 
     @torch.no_grad()
     def load(
@@ -131,8 +133,12 @@ class TorchOptimizer(Optimizer):
             local(p).copy_(masters[name])
         for key in moments:
             name, _, kind = key.rpartition(".")
-            p = self.parameters[name]
-            state.setdefault(number[id(p)], {})[kind] = _like(p, moments[key])
+            p, value = self.parameters[name], moments[key]
+            if isinstance(p, DTensor) and value.shape == local(p).shape:  # divided like the weight
+                whole = torch.zeros_like(p, dtype=value.dtype)
+                local(whole).copy_(value)
+                value = whole
+            state.setdefault(number[id(p)], {})[kind] = value
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
 
     def load_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -154,12 +160,9 @@ class TorchOptimizer(Optimizer):
             f"group {i}": {key: value for key, value in group.items() if key != "params"}
             for i, group in enumerate(self.optimizer.param_groups)
         }
-        return found | (
-            {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
-        )
-
-
-_NOTHING = object()
+        if self.scheduler is not None:
+            found["scheduler"] = self.scheduler.state_dict()
+        return found
 
 
 def _is_json(value: Any) -> bool:
@@ -169,15 +172,6 @@ def _is_json(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return bool(back == (list(value) if isinstance(value, tuple) else value))
-
-
-def _like(parameter: nn.Parameter, stored: Tensor) -> Tensor:
-    """Return a stored tensor, divided like the parameter if it has its shape."""
-    if not isinstance(parameter, DTensor) or stored.shape != local(parameter).shape:
-        return stored
-    divided = torch.zeros_like(parameter, dtype=stored.dtype)
-    local(divided).copy_(stored)
-    return divided
 
 
 def replace_parameters(
@@ -198,20 +192,32 @@ def replace_parameters(
         group["params"] = now
 
 
-def training_args(given: Any) -> TrainingArgs:
-    """Return Rather's arguments, or transformers' as far as they mean the same; refuse the rest."""
-    if isinstance(given, TrainingArgs):
-        return given
+def with_args(config: DPOConfig, given: Any) -> DPOConfig:
+    """Return the config with `args` as its training arguments, checked like a config file."""
+    if given is None:
+        return config
+    if known := sorted(config.actor_train.training_args.model_fields_set):
+        raise ConfigError(
+            f"args: train_config has training_args too ({', '.join(known)}); keep one of them."
+        )
+    try:
+        own = given if isinstance(given, TrainingArgs) else TrainingArgs(**_shared_values(given))
+        actor = config.actor_train.model_copy(update={"training_args": own})
+        return DPOConfig.model_validate(config.model_copy(update={"actor_train": actor}))
+    except ValidationError as error:
+        found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+        raise ConfigError([f"{key}: {text}" if key else text for key, text in found]) from None
+
+
+def _shared_values(given: Any) -> dict[str, Any]:
+    """Return transformers' arguments as far as they mean the same here; refuse the rest."""
     defaults = type(given)(output_dir=given.output_dir)
     names = [each.name for each in fields(given)]
     changed = {name for name in names if getattr(given, name) != getattr(defaults, name)}
-    if moved := [name for name in IN_TRAIN_CONFIG if name in changed]:
-        raise ConfigError(
-            f"args: {', '.join(moved)}: set it in train_config, as DPOConfig({moved[0]}=...)."
-        )
     if unknown := sorted(changed - {*SHARED, *IGNORED}):
         raise ConfigError(
-            f"args: {', '.join(unknown)}: not a setting of this trainer; leave it at its default."
+            f"args: {', '.join(unknown)}: not a setting of this trainer; leave it at its default. "
+            "max_steps and seed belong in train_config, as DPOConfig(max_steps=...)."
         )
     found = {name: getattr(given, name, None) for name in SHARED}
     values = {name: value for name, value in found.items() if value is not None}
@@ -222,28 +228,4 @@ def training_args(given: Any) -> TrainingArgs:
         del values["max_grad_norm"]
     if 0 < (warmup := float(given.warmup_steps)) < 1:  # transformers 5 writes the ratio there
         values |= {"warmup_steps": 0, "warmup_ratio": warmup}
-    with _config_errors():
-        return TrainingArgs(**values)
-
-
-def with_args(config: DPOConfig, given: Any) -> DPOConfig:
-    """Return the config with `args` as its training arguments, checked like a config file."""
-    if given is None:
-        return config
-    if known := sorted(config.actor_train.training_args.model_fields_set):
-        raise ConfigError(
-            f"args: train_config has training_args too ({', '.join(known)}); keep one of them."
-        )
-    actor = config.actor_train.model_copy(update={"training_args": training_args(given)})
-    with _config_errors():
-        return DPOConfig.model_validate(config.model_copy(update={"actor_train": actor}))
-
-
-@contextmanager
-def _config_errors() -> Iterator[None]:
-    """Turn pydantic's report into one sentence per problem."""
-    try:
-        yield
-    except ValidationError as error:
-        found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
-        raise ConfigError([f"{key}: {text}" if key else text for key, text in found]) from None
+    return values

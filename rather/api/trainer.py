@@ -9,14 +9,13 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rather.api.in_memory import (
@@ -28,17 +27,13 @@ from rather.api.in_memory import (
     process_rank,
 )
 from rather.api.torch_optimizer import TorchOptimizer, replace_parameters, with_args
-from rather.checkpoint.checkpoint import write_groups
 from rather.cluster.launch import Roles
-from rather.cluster.ranks import folder_next_to
-from rather.cluster.spmd import broadcast
 from rather.cluster.worker import stored
 from rather.config.schema import ActorConfig, DPOConfig, StrategyArgs
 from rather.config.strategies import Layout, layout
-from rather.data.batch import Columns, PairFacts, PairLogps, TokenPair
+from rather.data.batch import Columns, PairLogps, TokenPair
 from rather.data.feed import Feed
-from rather.errors import ConfigError, DataError, NonFiniteError
-from rather.losses.metrics import Window
+from rather.errors import ConfigError, DataError
 from rather.losses.objective import configure, from_config, rule
 from rather.model.check import check_model
 from rather.model.export import export_model, export_stored
@@ -47,17 +42,19 @@ from rather.optim.optimizer import Optimizer, schedule
 from rather.parallel.apply import build_mesh, divide
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
-from rather.pipeline.evaluation import concatenate
+from rather.pipeline.checks import refuse_columns
+from rather.pipeline.evaluation import EvaluatedPart, metrics_of
+from rather.pipeline.guard import refuse_nonfinite
+from rather.pipeline.loop import Record
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking.json_lines import read_records
 from rather.tracking.run import NoTracker, RunTracker
 from rather.tracking.trackers import check_installed
-from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
+from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 
 log = logging.getLogger(__name__)
 
 StepNumbers = tuple[Tensor, list[dict[str, float]], int, float, int]
-Record = dict[str, Any]
 
 
 class DPOTrainer:
@@ -92,32 +89,34 @@ class DPOTrainer:
         self.args = self.config.actor_train.training_args
         self.nonfinite = 0  # training steps in a row with NaN or Inf
         self.loss = from_config(self.config)
-        problems = {
-            "calculate_per_token_loss: a preference loss has one value per pair; leave it out.":
-            calculate_per_token_loss,
-            "lr_scheduler: belongs to an optimizer; give that too, or leave both out.":
-            lr_scheduler is not None and optimizer is None,
-        }  # fmt: skip
-        _refuse(problems | _model_problems(self, model, ref_model))
+        if calculate_per_token_loss:
+            raise ConfigError(
+                "calculate_per_token_loss: a preference loss has one value per pair; leave it out."
+            )
+        if lr_scheduler is not None and optimizer is None:
+            raise ConfigError(
+                "lr_scheduler: belongs to an optimizer; give both, or leave both out."
+            )
+        (own, self.adapted), (ref_model, _) = _unwrap(model), _unwrap(ref_model)
+        self._refuse_models(own, ref_model)
         if sequence_packing:
             log.info("sequence_packing: pairs are always packed; this does not change the result")
-        self.adapted = _first(model) if _is_adapted(model) else None
-        own = _single(model)
         # Shards are float32, whatever they compute in.
         self._stepping: dict[str, Any] = {
             "max_grad_norm": self.config.max_grad_norm,
             "compute": next(own.parameters()).dtype,
         }
         names = {id(p): f"causal_lm.{name}" for name, p in own.named_parameters()}
-        placing = layout(
-            ActorConfig(strategy_args=strategy or StrategyArgs(strategy_name="ddp")),
-            process_rank()[1],
-        )
+        rank, world = process_rank()
+        wanted = ActorConfig(strategy_args=strategy or StrategyArgs(strategy_name="ddp"))
+        placing = layout(wanted, world)
         self.worker = self._worker("actor_train", own, placing)
         self.policy, self.reference, self.ref_worker = self.worker.trainer, None, None
         if ref_model is not None:
-            self.ref_worker = self._worker("reference", _single(ref_model), placing)
+            self.ref_worker = self._worker("reference", ref_model, placing)
             self.reference = self.ref_worker.trainer
+        kind = torch.device(self.policy.device).type
+        self.roles = Roles(self.worker, self.ref_worker, kind, rank=rank, drivers=world)
         if optimizer is not None:
             named = dict(self.policy.policy.named_parameters())
             if self.policy.mesh.sizes:
@@ -125,6 +124,40 @@ class DPOTrainer:
             self.policy.optimizer = TorchOptimizer(
                 named.items(), optimizer, lr_scheduler, **self._stepping
             )
+
+    def _refuse_models(self, model: Any, ref_model: Any) -> None:
+        if model is None:
+            raise ConfigError("model: give the model to train.")
+        config, needs = self.config, self.loss.needs_reference
+        loss, several = " + ".join(config.loss_names), process_rank()[1] > 1
+        # These settings decide what is trained, and nothing here would follow them.
+        unsupported = {
+            "sync_ref_model": config.sync_ref_model,
+            "precision=lean": config.precision == "lean",
+            "spike": config.spike is not None,
+            "on_nonfinite=rollback": config.on_nonfinite == "rollback",
+            "early_stopping_patience": config.early_stopping_patience is not None,
+            "lora_rank": config.actor_train.model_args.has_adapter,
+            "train_batch_size on several ranks": config.train_batch_size is not None and several,
+        }
+        given = ", ".join(name for name, is_set in unsupported.items() if is_set)
+        frozen = not all(p.requires_grad for p in model.parameters())
+        problems = {
+            f"train_config: {given}: only DPOPipeline does that; leave it out.": given,
+            f"ref_model: loss '{loss}' needs a reference; give one, as copy.deepcopy(model).":
+            needs and ref_model is None,
+            f"ref_model: loss '{loss}' uses no reference; leave it out.":
+            ref_model is not None and not needs,
+            "model: has the layers of an adapter; give the PEFT model around it.":
+            not self.adapted and hasattr(model, "peft_config"),
+            "model: some weights are frozen, but on several ranks all are trained; DPOPipeline "
+            "trains an adapter there, with lora_rank in its config.": several and frozen,
+            "ref_model: is the model itself, which training changes; give copy.deepcopy(model).":
+            ref_model is model,
+        }  # fmt: skip
+        for text, is_so in problems.items():
+            if is_so:
+                raise ConfigError(text)
 
     def _worker(self, role: str, model: Any, placing: Layout) -> InMemoryWorker:
         whole = PolicyModel(model).eval()  # no dropout
@@ -135,11 +168,9 @@ class DPOTrainer:
         with packed_attention(model):
             check_model(whole)
             if mesh.sizes:
-                compute = next(whole.parameters()).dtype
+                compute, recompute = next(whole.parameters()).dtype, placing.recompute or "none"
                 whole = whole.float() if trains else whole  # shards that are trained are float32
-                policy = divide(
-                    whole, mesh, placing, compute=compute, recompute=placing.recompute or "none"
-                )
+                policy = divide(whole, mesh, placing, compute=compute, recompute=recompute)
         if mesh.sizes and isinstance(policy, PolicyModel):
             runner = WholeModelRunner(policy, STAGES[placing.stage])
         trainer = RankTrainer(policy, self.loss, mesh=mesh, runner=runner, count_zeros=trains)
@@ -191,8 +222,7 @@ class DPOTrainer:
         worker = self._worker_of(models)
         taken = self._take(data_list, seq_length)
         batches = pack_step(taken, micro_batch_size)
-        sums = worker.compute_log_probs(batches)["sum"]
-        policy = worker.trainer.policy
+        sums, policy = worker.compute_log_probs(batches)["sum"], worker.trainer.policy
         if isinstance(policy, Stages) and not policy.holds_last:
             return None
         first = StepShare.of(batches, worker.trainer.mesh).first
@@ -210,16 +240,22 @@ class DPOTrainer:
         Returns (loss, metrics of each micro-batch, 1 if the step was skipped, gradient norm, zeros
         in the gradient). A loss that compares pairs with each other has only metrics of the step.
         """
+        config = self.config
         if self._worker_of(models) is not self.worker:
             raise ConfigError("models: training_step trains the model, but got the reference.")
         taken = self._take(islice(data_iterator, self.args.gradient_accumulation_steps), seq_length)
-        self._make_optimizer(self.config.max_steps)
+        self._make_optimizer(config.max_steps)
         batches = pack_step(taken)
         result = self.worker.train_step(batches, self._reference_columns(batches))
-        self._check_finite(result)
-        metrics = [_means(sums) for sums in result.by_batch]
-        loss, zeros = torch.tensor(_means(result.sums)["loss"]), result.zeros_in_grad or 0
-        return loss, metrics, result.skipped, result.grad_norm, zeros
+        if result.skip_reason == "nonfinite":
+            self.nonfinite += 1
+            most = min(config.max_nonfinite_steps, config.max_steps or config.max_nonfinite_steps)
+            refuse_nonfinite(str(result), config.on_nonfinite, self.nonfinite, most)
+        elif result.skip_reason is None:
+            self.nonfinite = 0
+        step, *metrics = (_means(sums) for sums in (result.sums, *result.by_batch))
+        zeros = result.zeros_in_grad or 0
+        return torch.tensor(step["loss"]), metrics, result.skipped, result.grad_norm, zeros
 
     def _reference_columns(self, batches: Sequence[Any]) -> Columns | None:
         return self.ref_worker.compute_log_probs(batches) if self.ref_worker else None
@@ -248,23 +284,6 @@ class DPOTrainer:
             )
         return taken
 
-    def _check_finite(self, result: StepResult) -> None:
-        """Apply on_nonfinite and max_nonfinite_steps, as a run does."""
-        if result.skip_reason != "nonfinite":
-            self.nonfinite = self.nonfinite if result.skip_reason else 0
-            return
-        self.nonfinite += 1
-        text = f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: step not applied"
-        log.warning("%s, the weights are unchanged", text)
-        fix = "lower the learning rate, or train in bf16 or fp32."
-        if self.config.on_nonfinite == "stop":
-            raise NonFiniteError(f"{text} (on_nonfinite: stop); {fix}")
-        most = min(self.config.max_nonfinite_steps, self.config.max_steps or math.inf)
-        if self.nonfinite >= most:
-            raise NonFiniteError(
-                f"{text}, {self.nonfinite} times in a row (max_nonfinite_steps); {fix}"
-            )
-
     def _make_optimizer(self, total_steps: int | None) -> Optimizer:
         """Return the optimizer; if none was given, it is made now."""
         if self.policy.optimizer is None:
@@ -281,7 +300,7 @@ class DPOTrainer:
         return schedule(self.args, total_steps or 1)
 
     def _worker_of(self, models: Any) -> InMemoryWorker:
-        asked = _single(models)
+        asked, _ = _unwrap(models)
         for worker in filter(None, (self.worker, self.ref_worker)):
             policy = worker.trainer.policy
             if asked is policy or asked is getattr(policy, "causal_lm", None):
@@ -307,28 +326,37 @@ class DPOTrainer:
         (every save_steps of train_config, and at the end). If it has some, training resumes from
         the newest: with rows, a Dataset, or a loader with StatefulDistributedSampler.
         """
-        self._refuse_iterators(train_preference_dataloader, eval_preference_dataloader)
+        held_out, epochs = eval_preference_dataloader, self.args.num_train_epochs
+        endless = isinstance(train_preference_dataloader, Iterator) and not self.config.max_steps
+        if epochs > 1 and (endless or isinstance(held_out, Iterator)):
+            raise DataError(
+                f"an iterator gives its pairs once, not in {epochs:g} epochs; use a list or loader."
+            )
         if use_wandb and log_dir is None:
             raise ConfigError("use_wandb: give log_dir too; W&B keeps its files there.")
         feed = self._feed(train_preference_dataloader)
         total = self._total_steps(feed)
-        if feed.rows:
-            self.worker.refuse_columns("training", _facts(feed.rows))
-        epochs = range(math.ceil(self.args.num_train_epochs))
-        source = InMemorySteps(feed, epochs, self.args.gradient_accumulation_steps, total)
-        evaluate = None
-        if eval_preference_dataloader is not None:
-            evaluate = lambda: self.evaluate(eval_preference_dataloader)  # noqa: E731
+        if rows := feed.rows:
+            refuse_columns(
+                self.config, self.loss, "training",
+                lambda name: np.array([getattr(pair, name) for pair in rows]),
+            )  # fmt: skip
+        accumulation = self.args.gradient_accumulation_steps
+        source = InMemorySteps(feed, range(math.ceil(epochs)), accumulation, total)
+        log_dir = log_dir if self.roles.is_main else None
         with tracker_in(log_dir, self.config, use_wandb=use_wandb) as tracker:
             records = self._run(
-                source, evaluate, lambda record: tracker.log(self._fit_record(record)), output_dir
+                source,
+                None if held_out is None else lambda: self.evaluate(held_out),
+                lambda record: tracker.log(self._fit_record(record)),
+                output_dir,
             )
         history: list[dict[str, float]] = []
-        for record in records:
+        for record in map(self._fit_record, records):
             if "loss" in record:
-                history.append(self._fit_record(record))
+                history.append(record)
             else:
-                history[-1] |= self._fit_record(record)
+                history[-1] |= record
         return history
 
     def _fit_record(self, record: Record) -> Record:
@@ -345,44 +373,37 @@ class DPOTrainer:
         **settings: Any,
     ) -> list[Record]:
         """Run the pipeline; return all records of the run, also those before a resume."""
-        optimizer, total = self._make_optimizer(source.total_steps), source.total_steps
+        optimizer = self._make_optimizer(source.total_steps)
         if not isinstance(optimizer, TorchOptimizer):  # each run has its own schedule
-            begun, rates = optimizer.updates, self._rates(total)
+            begun, rates = optimizer.updates, self._rates(source.total_steps)
             optimizer.schedule = lambda updates: rates(updates - begun)
-        rank, world = process_rank()
-        device = torch.device(self.policy.device).type
-        roles = Roles(self.worker, self.ref_worker, device, here=True, rank=rank, drivers=world)
         records: list[Record] = []
 
         def add(record: Record) -> None:
             records.append(record)
             on_record(record)
 
-        def evaluated() -> Record:
-            assert evaluate is not None
-            return {f"eval/{name}": value for name, value in evaluate().items()}
-
         fixed = {"logging_steps": 1, "track_with": None, **settings}
         folder = Path(run_dir).expanduser().absolute() if run_dir else None
         DPOPipeline.from_parts(
             self.config.model_copy(update=fixed),
-            roles,
+            self.roles,
             source,
             identity={
                 "data": source.feed.identity(),
                 "loss": self.loss.description(),
                 "seed": [self.config.seed, self.config.data_seed],
-                "global batch": [source.feed.size, source.accumulation, world],
+                "global batch": [source.feed.size, source.accumulation, self.roles.drivers],
             },
-            evaluate=evaluated if evaluate else None,
+            evaluate=evaluate,
             on_record=add,
             run_dir=folder,
         ).run()
         source.feed.log_dropped()
         if folder is None:
             return records
-        found = list(read_records(folder / "metrics.jsonl")) if roles.is_main else None
-        return list(roles.broadcast(found))
+        found = list(read_records(folder / "metrics.jsonl")) if self.roles.is_main else None
+        return list(self.roles.broadcast(found))
 
     def _total_steps(self, feed: Feed) -> int | None:
         count, limit, epochs = feed.count(), self.config.max_steps, self.args.num_train_epochs
@@ -396,36 +417,19 @@ class DPOTrainer:
         total = math.ceil(each * epochs - 1e-9)  # 100 * 1.1 is more than 110
         return min(total, limit or total)
 
-    def _refuse_iterators(self, pairs: Iterable[Any], held_out: Iterable[Any] | None) -> None:
-        """Refuse iterators for several epochs. Training pairs may be endless, with max_steps."""
-        epochs, limit = self.args.num_train_epochs, self.config.max_steps
-        once = (isinstance(pairs, Iterator) and limit is None) or isinstance(held_out, Iterator)
-        if epochs > 1 and once:
-            raise DataError(
-                f"an iterator gives its pairs once, not in {epochs:g} epochs; use a list or loader."
-            )
-
     def evaluate(
         self, pairs: Iterable[Any], transform: Callable[[Any], Any] | None = None
     ) -> dict[str, float]:
         """Return the metrics of all pairs, weighted by pair: batches do not matter."""
-        worker, feed = self.worker, self._feed(pairs, transform)
-        facts: list[PairFacts] = []
-        policy: list[Columns] = []
-        reference: list[Columns] = []
+        feed, parts = self._feed(pairs, transform), list[EvaluatedPart]()
         for part in feed.micro_batches():
             batches = pack_step([part])
-            facts.append(StepShare.of(batches, self.policy.mesh).facts)
-            policy.append(worker.compute_log_probs(batches))
-            if (columns := self._reference_columns(batches)) is not None:
-                reference.append(columns)
+            facts = StepShare.of(batches, self.policy.mesh).facts
+            self.worker.refuse_columns("evaluation", facts)
+            policy = self.worker.compute_log_probs(batches)
+            parts.append((facts, policy, self._reference_columns(batches)))
         feed.log_dropped()
-        every, window = PairFacts.concat(facts), Window()
-        worker.refuse_columns("evaluation", every)
-        known = concatenate(reference) if reference else None
-        sums = self.policy.score(every, concatenate(policy), known)  # some losses sort all pairs
-        window.add(sums, pairs=len(every.weight), tokens=0)
-        return window.means()
+        return metrics_of(parts, self.policy.score)
 
     def save_model(self, folder: str | Path) -> None:
         """Write a folder for `from_pretrained`, with an adapter merged in. All ranks call this."""
@@ -433,86 +437,32 @@ class DPOTrainer:
             raise ConfigError("save_model: give the trainer the tokenizer, which it saves too.")
         rank, folder = self.policy, Path(folder).absolute()
         card = f"# Aligned by Rather ({' + '.join(self.config.loss_names)})\n"
-        if self.adapted is not None:
-            merged = PolicyModel(copy.deepcopy(self.adapted).merge_and_unload())
-            export_model(merged, dict(merged.named_parameters()), self.tokenizer, folder, card)
-            return
-        if rank.mesh.world == 1 and isinstance(rank.policy, PolicyModel):
-            export_model(rank.policy, rank.weights(), self.tokenizer, folder, card)
-            return
         part = next(module for module in rank.policy.modules() if isinstance(module, PolicyModel))
-        is_main = dist.get_rank() == 0
-        with folder_next_to(folder) if is_main else nullcontext() as made:
-            pieces = broadcast(made)
-            write_groups(pieces, {"model": rank.weight_pieces()}, rank=dist.get_rank())
-            dist.barrier()
-            if is_main:
-                export_stored(part.causal_lm, stored(pieces, "model"), self.tokenizer, folder, card)
-            dist.barrier()
+        weights = rank.weights()
+        if self.adapted is not None:
+            part = PolicyModel(copy.deepcopy(self.adapted).merge_and_unload())
+            weights = dict(part.named_parameters())
+        if self.roles.drivers == 1 or self.adapted is not None:
+            export_model(part, weights, self.tokenizer, folder, card)
+            return
+        with self.roles.folder_beside(folder) as shards:
+            self.worker.write_weights(shards, "model")
+            self.roles.max_over_drivers(0)  # all have written
+            if self.roles.is_main:
+                export_stored(part.causal_lm, stored(shards, "model"), self.tokenizer, folder, card)
 
 
-def _refuse(problems: Mapping[str, bool]) -> None:
-    if found := [text for text, is_so in problems.items() if is_so]:
-        raise ConfigError(found[:1])
-
-
-def _model_problems(trainer: DPOTrainer, model: Any, ref_model: Any) -> dict[str, bool]:
-    if model is None:
-        return {"model: give the model to train.": True}
-    config, needs = trainer.config, trainer.loss.needs_reference
-    loss, several = " + ".join(config.loss_names), process_rank()[1] > 1
-    # These settings decide what is trained, and nothing here would follow them.
-    unsupported = {
-        "sync_ref_model": config.sync_ref_model,
-        "precision=lean": config.precision == "lean",
-        "spike": config.spike is not None,
-        "on_nonfinite=rollback": config.on_nonfinite == "rollback",
-        "early_stopping_patience": config.early_stopping_patience is not None,
-        "lora_rank": config.actor_train.model_args.has_adapter,
-        "train_batch_size on several ranks": config.train_batch_size is not None and several,
-    }
-    given = ", ".join(name for name, is_set in unsupported.items() if is_set)
-    frozen = not all(p.requires_grad for p in _single(model).parameters())
-    return {
-        f"train_config: {given}: only DPOPipeline does that; leave it out.": bool(given),
-        f"ref_model: loss '{loss}' needs a reference; give one, as copy.deepcopy(model).":
-        needs and ref_model is None,
-        f"ref_model: loss '{loss}' uses no reference; leave it out.":
-        ref_model is not None and not needs,
-        "model: has the layers of an adapter; give the PEFT model around it.":
-        not _is_adapted(model) and hasattr(_first(model), "peft_config"),
-        "model: some weights are frozen, but on several ranks all are trained; DPOPipeline trains "
-        "an adapter there, with lora_rank in its config.": several and frozen,
-        "ref_model: is the model itself, which training changes; give copy.deepcopy(model).":
-        ref_model is not None and _single(ref_model) is _single(model),
-    }  # fmt: skip
-
-
-def _facts(pairs: Sequence[TokenPair]) -> PairFacts:
-    """Return the facts of pairs without their lengths, which need packing."""
-    names = ("weight", "margin", "soft_label")
-    numbers = (torch.tensor([getattr(pair, name) for pair in pairs]) for name in names)
-    return PairFacts(torch.empty(0), *numbers)
-
-
-def _first(models: Any) -> Any:
-    if not isinstance(models, list | tuple):
-        return models
-    if len(models) != 1:
-        raise ConfigError(
-            f"models: got {len(models)}; give one, which `strategy` divides over ranks."
-        )
-    return models[0]
-
-
-def _is_adapted(models: Any) -> bool:
-    """Return whether this is a PEFT model around another one."""
-    return hasattr(_first(models), "get_base_model")
-
-
-def _single(models: Any) -> Any:
-    """Return the Hugging Face model, which has the adapter's layers."""
-    return _first(models).get_base_model() if _is_adapted(models) else _first(models)
+def _unwrap(models: Any) -> tuple[Any, Any]:
+    """Return the Hugging Face model of one model or a list with one, and its PEFT model or None."""
+    if isinstance(models, list | tuple):
+        if len(models) != 1:
+            raise ConfigError(
+                f"models: got {len(models)}; give one, which `strategy` divides over ranks."
+            )
+        models = models[0]
+    return (
+        (models.get_base_model(), models) if hasattr(models, "get_base_model") else (models, None)
+    )
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
@@ -521,15 +471,14 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
     return {name: sums[name] / weight for name in names}
 
 
-def tracker_in(
-    log_dir: str | Path | None, config: DPOConfig, *, use_wandb: bool, is_main: bool | None = None
-) -> NoTracker:
+def tracker_in(log_dir: str | Path | None, config: DPOConfig, *, use_wandb: bool) -> NoTracker:
     """Return a tracker that writes metrics.jsonl and the files of trackers to `log_dir`."""
-    if log_dir is None or not (process_rank()[0] == 0 if is_main is None else is_main):
+    if log_dir is None:
         return NoTracker()
     folder = Path(log_dir).expanduser().absolute()
-    parent = str(folder.parent)
-    names = list(dict.fromkeys([*config.trackers, *(["wandb"] if use_wandb else [])]))
+    parent, names = str(folder.parent), [*config.trackers]
+    if use_wandb and "wandb" not in names:
+        names.append("wandb")
     check_installed(names)
     places = {"output_dir": parent, "logging_dir": parent, "exp_name": folder.name}
     own = config.model_copy(update={**places, "track_with": names})

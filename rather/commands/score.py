@@ -28,7 +28,7 @@ from rather.losses.losses import gap
 from rather.losses.metrics import Scored, Window, weighted_sums
 from rather.losses.objective import PairLoss, from_config
 from rather.model.check import check_length
-from rather.pipeline.sanity_checks import refuse_missing_columns
+from rather.pipeline.checks import refuse_missing_columns
 from rather.pipeline.steps import EVALUATION_CHUNK, Packing
 from rather.run_folder.model_source import Weights, here, weights_of
 from rather.tracking.json_lines import strict_json
@@ -219,10 +219,10 @@ def _forward(
             f"{policy.vocabulary_size} embeddings; the tokenizer belongs to another model."
         )
     trainer = RankTrainer(policy, from_config(config))
-    packing = Packing(config, device.partition(":")[0], here=True)
+    packing = Packing(config, device.partition(":")[0])
     facts, columns = [], []
     for pairs, rows in track(parts, weights.name, console=Console(stderr=True), transient=True):
-        batches = packing.without_gradients(pairs.take(rows), config.actor_train)
+        batches = packing.pack(pairs.take(rows), "actor_train")
         try:
             columns.append(trainer.log_probs(batches))
         except torch.OutOfMemoryError as error:

@@ -47,7 +47,7 @@ from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, RatherError
 from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.steps import EVALUATION_CHUNK, PreparedSteps
+from rather.pipeline.steps import PreparedSteps, chunks
 from rather.report.folder import METRICS, Folder
 from rather.run_folder import control
 from rather.run_folder.control import StopRequest
@@ -346,20 +346,15 @@ def device_groups(configs: Sequence[DPOConfig]) -> list[list[str]]:
 def fill_cache(config: DPOConfig) -> dict[str, Any] | None:
     """Compute all log-probs that the run will need, in its own micro-batches; return the cost."""
     with closing(DPOPipeline(config)) as pipeline:
-        known, source = pipeline.reference_logps, pipeline.source
+        known, source = pipeline.reference_stream.logps, pipeline.source
         if known is None:
             return None
         assert isinstance(source, PreparedSteps)
         pipeline.initialize()
         with closing(known):
             steps = (source.pairs_after(done) for done in range(source.total_steps))
-            held_out = (
-                pairs.take(range(first, min(first + EVALUATION_CHUNK, len(pairs))))
-                for pairs in pipeline.data.evals.values()
-                for first in range(0, len(pairs), EVALUATION_CHUNK)
-            )
-            for pairs in chain(steps, held_out):
-                pipeline.reference_stream.columns(pipeline.packing.to_evaluate(pairs))
+            for pairs in chain(steps, *map(chunks, pipeline.data.evals.values())):
+                pipeline.reference_stream.columns(pipeline.packing.step(pairs, 0))
                 known.keep()
             return known.report()
 

@@ -8,7 +8,7 @@ All ranks need the same number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import gcd, prod
 from typing import Any
 
@@ -65,9 +65,6 @@ class Canonical:
         for parameter, *gradients in zip(self.policy.parameters(), *lanes, strict=True):
             parts = [g for g in gradients if g is not None]
             parameter.grad = self._over_ranks(in_pairs(parts)) if parts else None
-
-    def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
-        """Do nothing: there are no copies."""
 
     def _over_ranks(self, gradient: Tensor) -> Tensor:
         if self.mesh.world == 1:

@@ -1,18 +1,45 @@
-"""Evaluation of whole sets: weighted by pairs, no remainder dropped."""
+"""Evaluation of a run: the metrics of held-out pairs, and answers to eval_prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from rather.cluster.launch import Roles
+from rather.cluster.local import as_local
 from rather.cluster.role import Role
+from rather.config.schema import DPOConfig, EvalPrompts
 from rather.data.batch import Columns, PairFacts
+from rather.data.formats import TextPair
+from rather.data.json_rows import DropReason
 from rather.data.pairs import PairDataset
+from rather.data.pool import encoder_of
+from rather.data.prepare import recipe_of
+from rather.data.tokens import Ids
+from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.losses.metrics import Window
+from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
-from rather.pipeline.steps import EVALUATION_CHUNK, Packing
+from rather.pipeline.steps import chunks
+from rather.tracking.json_lines import strict_json
+
+log = logging.getLogger(__name__)
+
+ANSWERS = "answers.jsonl"
+METRICS = "eval/answers/"
+AT_ONCE = 16  # prompts; fewer if memory runs out
+RUN = 4  # tokens: repetition is the share of such runs that came before in the same answer
+
+Stopped = Callable[[], bool]
+# Some pairs, and their log-probs of the policy and of the reference, if there is one.
+EvaluatedPart = tuple[PairFacts, Columns, Columns | None]
 
 
 class Interrupted(Exception):
@@ -20,34 +47,29 @@ class Interrupted(Exception):
 
 
 class Evaluation:
-    """Evaluates whole sets. A reference that stays frozen is asked once in a run.
+    """Evaluates whole sets: weighted by pairs, no remainder dropped.
 
-    `stopped` is asked between chunks, and ends an evaluation with Interrupted.
+    A reference that stays frozen is asked once in a run.
     """
-
-    stopped: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
         policy: Role,
         reference: ReferenceStream,
-        packing: Packing,
         retry: OutOfMemoryRetry,
         sets: Mapping[str, PairDataset],
     ) -> None:
-        self.policy, self.reference, self.packing = policy, reference, packing
-        self.retry, self.sets = retry, sets
-        self._reference: dict[str, list[Columns]] = {}
+        self.policy, self.reference, self.retry, self.sets = policy, reference, retry, sets
+        self._reference: dict[str, list[Columns | None]] = {}
 
-    def record(self, step: int) -> dict[str, float | int]:
-        """Return the metrics of all sets."""
-        record: dict[str, float | int] = {}
+    def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
+        """Return the metrics of all sets. `stopped` is called between chunks."""
+        record: dict[str, Any] = {}
         for name, dataset in self.sets.items():
-            facts, policy, reference = self._columns(name, dataset, step)
-            window = Window()
-            window.add(self.policy.score(facts, policy, reference), pairs=len(dataset), tokens=0)
+            parts = self._parts(self._reference.setdefault(name, []), dataset, step, stopped)
             prefix = f"eval/{name}/" if name else "eval/"
-            record |= {prefix + key: value for key, value in window.means().items()}
+            metrics = metrics_of(parts, self.policy.score)
+            record |= {prefix + key: value for key, value in metrics.items()}
             record[f"{prefix}pairs"] = len(dataset)
         return record
 
@@ -55,26 +77,188 @@ class Evaluation:
         """Discard the reference log-probs: the reference has changed."""
         self._reference.clear()
 
-    def _columns(
-        self, name: str, dataset: PairDataset, number: int
-    ) -> tuple[PairFacts, Columns, Columns | None]:
-        """Return facts and log-probs of a whole set, a few numbers per pair: some losses sort it."""
-        facts: list[PairFacts] = []
-        policy: list[Columns] = []
-        known = self._reference.setdefault(name, [])
-        for chunk, first in enumerate(range(0, len(dataset), EVALUATION_CHUNK)):
-            if self.stopped():
+    def _parts(
+        self, known: list[Columns | None], dataset: PairDataset, number: int, stopped: Stopped
+    ) -> Iterator[EvaluatedPart]:
+        for chunk, pairs in enumerate(chunks(dataset)):
+            if stopped():
                 raise Interrupted
-            pairs = dataset.take(range(first, min(first + EVALUATION_CHUNK, len(dataset))))
-            step = self.packing.to_evaluate(pairs, number)
-            facts.append(PairFacts.of_step(step.policy))
-            compute = self.policy.compute_log_probs
-            policy.append(self.retry.without_gradients(self.policy, step, compute))
-            if chunk == len(known) and (columns := self.reference.columns(step)):
-                known.append(columns)
-        return PairFacts.concat(facts), concatenate(policy), concatenate(known) if known else None
+            step = self.retry.packing.step(pairs, number)
+            policy = self.retry.run("actor_train", step, self.policy.compute_log_probs)
+            if chunk == len(known):
+                known.append(self.reference.columns(step))
+            yield PairFacts.of_step(step.policy), policy, known[chunk]
 
 
-def concatenate(parts: Sequence[Columns]) -> Columns:
-    """Join the columns of consecutive pairs."""
+def metrics_of(
+    parts: Iterable[EvaluatedPart],
+    score: Callable[[PairFacts, Columns, Columns | None], dict[str, float]],
+) -> dict[str, float]:
+    """Return the metrics of a whole set, of which a few numbers per pair are known."""
+    facts, policy, reference = zip(*parts, strict=True)
+    known = None if reference[0] is None else _join(reference)
+    every, window = PairFacts.concat(facts), Window()
+    window.add(score(every, _join(policy), known), pairs=len(every.weight), tokens=0)
+    return window.means()
+
+
+def _join(parts: Sequence[Columns]) -> Columns:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+class Answers:
+    """eval_prompts: greedy answers of policy and reference to the same prompts.
+
+    Only on one device, where both models are whole in this process. No random number is drawn and
+    no weight is touched.
+    """
+
+    def __init__(self, config: DPOConfig, roles: Roles) -> None:
+        assert config.eval_prompts is not None
+        as_local(roles.actor_train, "eval_prompts")
+        self.config, self.roles, self.asked = config, roles, config.eval_prompts
+        self.file = config.run_dir / ANSWERS
+        self.prompts = read_prompts(self.asked, config)
+        self._reference: list[GeneratedAnswer] | None = None
+
+    def begin(self, tokenizer: Any, *, resumes: bool) -> None:
+        """Tokenise the prompts as training does.
+
+        Called before the weights of a checkpoint are loaded: without a reference, the policy is
+        compared with its beginning.
+        """
+        self.tokenizer = tokenizer
+        recipe = recipe_of(tokenizer, self.config, self.config.actor_train.data_args)
+        encoder, limit = encoder_of(recipe, "eval_prompts"), self.config.sequence_length
+        self.end_of_turn, self.ids = encoder.end_of_turn, list[Ids]()
+        for number, text in enumerate(self.prompts, 1):
+            try:
+                self.ids.append(encoder.prompt_ids(TextPair(text, "", ""), as_trained=True))
+            except DropReason as reason:
+                raise DataError(f"eval_prompts: prompt {number}: {reason.detail}") from None
+            tokens, most = len(self.ids[-1]), self.asked.max_new_tokens
+            if tokens + most > limit:
+                raise ConfigError(
+                    f"eval_prompts: prompt {number} has {tokens} tokens, and with max_new_tokens "
+                    f"({most}) more than sequence_length ({limit}); change one of the three."
+                )
+        if resumes and self.roles.reference is None:
+            self._reference = self._answers(self.roles.actor_train)
+
+    def forget_reference(self) -> None:
+        """Discard the answers of the reference: it has changed."""
+        self._reference = None
+
+    def forget_unlogged(self) -> None:
+        """Remove the answers of evaluations that metrics.jsonl lacks: they will be repeated."""
+        if not self.file.exists():
+            return
+        metrics = _lines(self.config.run_dir / "metrics.jsonl")
+        logged = {line["step"] for line in metrics if f"{METRICS}prompts" in line}
+        kept = self.file.with_name(f".tmp-{ANSWERS}")
+        kept.unlink(missing_ok=True)
+        if self._write(kept, [line for line in _lines(self.file) if line["step"] in logged]):
+            os.replace(kept, self.file)
+
+    def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
+        """Return the metrics of all answers, and write their texts to answers.jsonl."""
+        policy = self._answers(self.roles.actor_train, stopped)
+        if self._reference is None:  # without one it is step 0, and the policy its own beginning
+            role = self.roles.reference
+            self._reference = self._answers(role, stopped) if role else policy
+        rows: list[dict[str, Any]] = [{"step": step, "prompt": prompt} for prompt in self.prompts]
+        means: dict[str, float] = {}
+        for name, answers in (("reference", self._reference), ("policy", policy)):
+            stats = [
+                {"tokens": len(each.ids), "repetition": repetition(each.ids), "ended": each.ended}
+                for each in answers
+            ]
+            for row, answer, numbers in zip(rows, answers, stats, strict=True):
+                row[name] = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
+                row[f"{name}_stats"] = numbers
+            for key in stats[0]:
+                total = sum(float(numbers[key]) for numbers in stats)
+                means[f"{METRICS}{name}/{key}"] = total / len(stats)
+        self._write(self.file, rows)
+        return {**means, f"{METRICS}prompts": len(rows)}
+
+    def _answers(self, role: Role, stopped: Stopped = lambda: False) -> list[GeneratedAnswer]:
+        worker, size = as_local(role, "eval_prompts"), AT_ONCE
+        found: list[GeneratedAnswer] = []
+        while len(found) < len(self.ids):
+            if stopped():
+                raise Interrupted
+            prompts = self.ids[len(found) :][:size]
+            try:
+                found += worker.answer(prompts, self.tokenizer, self.asked.max_new_tokens)
+            except torch.OutOfMemoryError as error:
+                if len(prompts) == 1:
+                    raise MemoryShortage(
+                        "eval_prompts: an answer does not fit in memory next to the models "
+                        f"({error}); lower max_new_tokens."
+                    ) from error
+                size = len(prompts) // 2
+            worker.release()
+        return [self._cut(answer) for answer in found]
+
+    def _cut(self, answer: GeneratedAnswer) -> GeneratedAnswer:
+        """Cut at the template's end of a turn, which the settings of a base model may not know."""
+        if self.end_of_turn not in answer.ids:
+            return answer
+        return GeneratedAnswer(answer.ids[: answer.ids.index(self.end_of_turn)], ended=True)
+
+    def _write(self, path: Path, rows: Sequence[dict[str, Any]]) -> bool:
+        """Write lines; if the disk is full the texts are lost and the run continues."""
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(strict_json(row) + "\n" for row in rows)
+        except OSError as error:
+            log.warning("%s: cannot be written (%s)", path, error.strerror)
+            return False
+        return True
+
+
+def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:
+    """Return the prompts of the config, or of its file: lines of text, or rows with `prompt`."""
+    if asked.file is None:
+        return list(asked.prompts or [])
+    path = config.actor_train.data_args.locate(asked.file)
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"eval_prompts.file: {path} cannot be read ({error}).") from error
+    if not lines:
+        raise DataError(f"eval_prompts.file: {path} has no prompt in it.")
+    if path.suffix != ".jsonl":
+        return lines
+    prompts: list[str] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        text = row.get("prompt") if isinstance(row, dict) else row
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(
+                f"eval_prompts.file: {path}, prompt {number}: neither a JSON text nor a row with a "
+                "text under 'prompt'."
+            )
+        prompts.append(text)
+    return prompts
+
+
+def repetition(ids: Sequence[int]) -> float:
+    """Return the share of runs of four tokens that came before in the same answer."""
+    runs = [tuple(ids[first : first + RUN]) for first in range(len(ids) - RUN + 1)]
+    return round(1 - len(set(runs)) / len(runs), 4) if runs else 0.0
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records up to the first line that a kill has torn, perhaps within a letter."""
+    found = []
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found

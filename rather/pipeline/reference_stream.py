@@ -7,69 +7,55 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles
 from rather.config.schema import DPOConfig
-from rather.data.batch import Columns, PairBatch, TokenPair
+from rather.data.batch import Columns, PairBatch
 from rather.losses.objective import PairLoss
 from rather.model.budget import PARKING_PAYS
 from rather.parallel.load import compute_dtype
+from rather.pipeline.checks import ROUNDING, refuse_foreign_tokens
 from rather.pipeline.guard import OutOfMemoryRetry
-from rather.pipeline.sanity_checks import ROUNDING, refuse_foreign_tokens
-from rather.pipeline.steps import (
-    EVALUATION_CHUNK,
-    Packing,
-    PreparedSteps,
-    ReferenceStep,
-    Step,
-    ahead,
-)
+from rather.pipeline.steps import PreparedSteps, ReferenceStep, Step, ahead, chunks
 from rather.pipeline.timeline import Timeline
 from rather.reference.logps import ReferenceLogps
 from rather.run_folder.layout import reference_log
 
 log = logging.getLogger(__name__)
 
-MANY_PAIRS = 100_000  # to look for them in the cache takes seconds (20 us each)
-
 
 class ReferenceStream:
     """Attaches reference log-probs to the steps of a run; None if the loss has no reference.
 
-    With `logps` the log-probs are cached: under torchrun the main driver reads and writes the
-    cache, and the other drivers compute along with it. Without, every driver computes the log-probs
-    of its own steps.
+    With a `source` of data files the log-probs are cached: under torchrun the main driver reads
+    and writes the cache, and the other drivers compute along with it. Without, every driver
+    computes the log-probs of its own steps.
     """
 
     def __init__(
         self,
         config: DPOConfig,
         roles: Roles,
-        packing: Packing,
         timeline: Timeline,
         retry: OutOfMemoryRetry,
-        *,
         source: PreparedSteps | None = None,
         objective: PairLoss | None = None,
     ) -> None:
-        self.config, self.roles, self.packing = config, roles, packing
-        self.timeline, self.retry = timeline, retry
+        self.config, self.roles, self.timeline, self.retry = config, roles, timeline, retry
         self.logps: ReferenceLogps | None = None
-        self._follows = False  # computes what the main driver asks for
-        self._loaded = True
+        self._loaded = source is None
+        self._follows = source is not None and not roles.is_main
         self._turn = threading.Lock()  # prefetching and evaluation both ask the reference
         if source and objective:
-            self._loaded, self.source = False, source
-            self._follows = roles.reference is not None and not roles.is_main
+            self.source = source
             if roles.reference and roles.is_main:
                 self.logps = ReferenceLogps(config, objective, self._ask)
                 if not roles.here:
@@ -86,18 +72,11 @@ class ReferenceStream:
         if self.config.reference.cache.recheck or self.config.eval_prompts or known.is_empty:
             return True
         data, rows = self.source.data, self.source.rows_after(newest.step if newest else 0)
-        if len(rows) > MANY_PAIRS:
-            log.info("reference: looking for %d pairs in %s", len(rows), known.folder)
-        for dataset, wanted in [
-            (data.train, rows),
-            *((held, np.arange(len(held))) for held in data.evals.values()),
-        ]:
-            for first in range(0, len(wanted), EVALUATION_CHUNK):
-                if not known.knows(dataset.take(wanted[first : first + EVALUATION_CHUNK])):
-                    return True
-        log.info(
-            "reference: %s holds the log-probs of all pairs; the model is not loaded", known.folder
-        )
+        wanted = chain(chunks(data.train, rows), *map(chunks, data.evals.values()))
+        if not all(map(known.knows, wanted)):
+            return True
+        text = "reference: %s holds the log-probs of all pairs; the model is not loaded"
+        log.info(text, known.folder)
         return False
 
     def load(self) -> None:
@@ -112,39 +91,30 @@ class ReferenceStream:
         config, reference = self.config, self.roles.reference
         if not self._loaded or config.reference.offload != "auto" or config.sync_ref_model:
             return None
-        batches = self.packing.without_gradients(self.source.pairs_after(0), config.reference)
+        batches = self.retry.packing.pack(self.source.pairs_after(0), "reference")
         pays = sum(batch.real_tokens for batch in batches) > PARKING_PAYS
         return reference.park if reference and pays else None
 
     def recheck(self, step: int) -> None:
         """Compare the known log-probs of some pairs, drawn by the seed, with the model."""
-        count, role = self.config.reference.cache.recheck, self.config.reference
+        count, role, known = self.config.reference.cache.recheck, self.config.reference, self.logps
         if not (count and self.roles.reference):
             return
-        if self.logps is None:
+        if known is None:
             self._compute_until_broadcast()
             return
-        if pairs := self._known_pairs(self.logps, step, count):
-            tolerance = ROUNDING[compute_dtype(role.model_args, self.roles.kind)]
-            self.logps.recheck(pairs, self.packing.without_gradients(pairs, role), tolerance)
-        self.roles.broadcast(None)
-
-    def _known_pairs(self, known: ReferenceLogps, step: int, count: int) -> list[TokenPair]:
         rows = np.random.default_rng(self.config.seed).permutation(self.source.rows_after(step))
-        pairs: list[TokenPair] = []
-        for first in range(0, len(rows), EVALUATION_CHUNK):
-            taken = self.source.data.train.take(rows[first : first + EVALUATION_CHUNK])
-            pairs += [pair for pair in taken if known.knows([pair])]
-            if len(pairs) >= count:
-                break
-        return pairs[:count]
+        taken = chain.from_iterable(chunks(self.source.data.train, rows))
+        pairs = list(islice((pair for pair in taken if known.knows([pair])), count))
+        if pairs:
+            tolerance = ROUNDING[compute_dtype(role.model_args, self.roles.kind)]
+            known.recheck(pairs, self.retry.packing.pack(pairs, "reference"), tolerance)
+        self.roles.broadcast(None)
 
     # --- step by step ---
 
-    def with_reference(
-        self, steps: Iterable[Step], done: int
-    ) -> Generator[ReferenceStep, None, None]:
-        """Yield each step after the first `done` with the reference log-probs of its pairs.
+    def with_reference(self, steps: Iterator[Step]) -> Generator[ReferenceStep, None, None]:
+        """Yield each step with the reference log-probs of its pairs.
 
         On devices of its own the reference works one step ahead, but never past a step after which
         it moves.
@@ -153,16 +123,11 @@ class ReferenceStream:
             yield from map(self._answer, steps)
             return
         every = self.config.ref_model_sync_steps if self.config.sync_ref_model else None
-        remaining, until_it_moves = iter(steps), every and every - done % every
-        while True:
-            group = (self._answer(step) for step in islice(remaining, until_it_moves))
-            count = 0
-            with closing(ahead(group, 1)) as ready:
-                for count, answered in enumerate(ready, 1):  # noqa: B007 - counts what came
-                    yield answered
-            if not count:
-                return
-            until_it_moves = every
+        for first in steps:
+            until_it_moves = every and every - 1 - (first.number - 1) % every
+            group = chain([first], islice(steps, until_it_moves))
+            with closing(ahead(map(self._answer, group), 1)) as answered:
+                yield from answered
 
     def columns(self, step: Step) -> Columns | None:
         """Return the reference log-probs of a step's pairs."""
@@ -172,7 +137,7 @@ class ReferenceStream:
             return self._compute_until_broadcast()
         work = partial(self.logps.columns, step.pairs) if self.logps else self._compute
         with self._turn:
-            columns = self.retry.without_gradients(self.roles.reference, step, work)
+            columns = self.retry.run("reference", step, work)
             if self.logps:
                 self.roles.broadcast(dict(columns))
             return columns
@@ -182,17 +147,13 @@ class ReferenceStream:
         if self.logps and not self.roles.runs_ahead:
             self.logps.keep()
 
-    def follow_policy(self) -> None:
-        """TR-DPO: move the reference towards the policy."""
-        self.roles.move_reference(self.config.ref_model_mixup_alpha, self.config.run_dir)
-
     def _answer(self, step: Step) -> ReferenceStep:
-        with self.timeline.span("reference", "log-probs", step.number) as span:
+        with self.timeline.span("reference", "log-probs", step.number):
             columns = self.columns(step)
             if self.logps and self.roles.runs_ahead:
                 with self._turn:  # a step's log-probs are stored before the next one asks
                     self.logps.keep()
-        return ReferenceStep(step, columns, span.seconds)
+        return step, columns
 
     def _ask(self, batches: Sequence[PairBatch]) -> Columns:
         self.roles.broadcast(batches)
@@ -202,8 +163,7 @@ class ReferenceStream:
         assert self.roles.reference is not None
         if not self._loaded:  # an entry that was there at the start can no longer be read
             self.load()
-        columns = self.roles.reference.compute_log_probs(batches)
-        return columns
+        return self.roles.reference.compute_log_probs(batches)
 
     def _compute_until_broadcast(self) -> Columns | None:
         while isinstance(said := self.roles.broadcast(None), list):
@@ -213,26 +173,10 @@ class ReferenceStream:
 
     # --- files and numbers ---
 
-    def sync(self) -> None:
-        """Write the log-probs of all steps to the disk, for a checkpoint relies on them."""
-        if self.logps:
-            self.logps.sync()
-
     @property
     def used_cache(self) -> Path | None:
-        """Where log-probs of this run came from that it did not compute."""
+        """Return where log-probs of this run came from that it did not compute."""
         return self.logps.folder if self.logps and self.logps.counts.pairs_from_cache else None
-
-    def report(self) -> dict[str, Any] | None:
-        return self.logps.report() if self.logps else None
-
-    def log_counts(self) -> None:
-        if self.logps:
-            counts = self.logps.counts
-            numbers = (counts.pairs_from_cache, counts.pairs_computed, counts.forwards)
-            log.info(
-                "reference log-probs: %d pairs from the cache, %d computed in %d forwards", *numbers
-            )
 
     def close(self) -> None:
         if self.logps:

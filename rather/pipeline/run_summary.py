@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -19,11 +19,11 @@ from rather.cluster.preflight import free_memory
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.data.show import token_view
-from rather.errors import ConfigError, HangError, RayGone, WorkerLost
+from rather.errors import HangError, RayGone, WorkerLost
 from rather.model.sizes import sizes_of
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import PreparedSteps
-from rather.pipeline.timeline import Tally
+from rather.pipeline.timeline import Timeline
 from rather.plan.forecast import SAMPLE, Forecast, PairSample, compiles
 from rather.plan.memory import Device
 from rather.plan.speed import GPUS, listed_speed
@@ -43,17 +43,27 @@ class RunSummary:
         self.config, self.roles, self.source = config, roles, source
         self.run_dir = config.run_dir
         self.plan: dict[str, Any] | None = None  # the forecast, as plan.json contains it
-        self._planned_bytes = 0.0
 
     def forecast(self, *, reference: bool) -> None:
-        """Log what the run will take. If it may not fit this only warns: workers try it out later."""
-        if not self.roles.is_main:
+        """Log what the run will take; `reference`: whether that model is loaded.
+
+        If it may not fit this only warns: workers try it out.
+        """
+        config, roles = self.config, self.roles
+        if not roles.is_main:
             return
         with _failure_logged("the forecast"):
-            plan = forecast_of(self.config, self.source, self.roles, reference=reference)
-            if plan:
-                self.plan, self._planned_bytes = plan.as_json(), plan.parts.total
-                log.log(logging.INFO if plan.fits else logging.WARNING, "%s", plan.line())
+            pairs, speed = pairs_of(self.source), None
+            sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
+            device = Device(roles.kind, roles.gpu_memory)
+            if roles.here or roles.kind == "cpu":
+                device = device_here(config, roles.kind)
+            if name := gpu_here(device.kind):
+                compiled = compiles(config, sizes, device, pairs.steps)
+                speed = listed_speed(name, sizes.weights, compiled=compiled)
+            plan = Forecast(config, sizes, device, pairs, speed, reference=reference)
+            self.plan = plan.as_json()
+            log.log(logging.INFO if plan.fits else logging.WARNING, "%s", plan.line())
 
     def begin(self, tokenizer: Any, step: int) -> None:
         """Write the config, which a resume needs, and what is known before the first step."""
@@ -68,27 +78,24 @@ class RunSummary:
             write_run_report(self.run_dir, self.plan, PLAN)
         record_start(self.config, self.roles.kind, step, self.source.total_steps)
 
-    def report(self, step: int, tally: Tally, stream: ReferenceStream) -> None:
-        """Write what this start of the run took, for people and scripts."""
+    def report(self, step: int, timeline: Timeline, stream: ReferenceStream) -> None:
+        """Write what this start of the run took, and how wrong the forecast was."""
         if not self.roles.is_main:
             return
         with _failure_logged(RUN_REPORT):
-            report: dict[str, Any] = {"steps": step, **tally.report(), "reference": stream.report()}
-            report["health"] = counts(self.run_dir)
-            write_run_report(self.run_dir, report)
-            if self.plan:
-                measured = self._measured(self.plan, report["pairs_per_second"])
-                write_run_report(self.run_dir, {**self.plan, **measured}, PLAN)
-
-    def _measured(self, plan: Mapping[str, Any], pairs_per_second: float) -> dict[str, Any]:
-        """Return what was measured so far, and the relative error of the forecast."""
-        peak = self.roles.actor_train.peak_memory()
-        seconds = plan["pairs_per_step"] / pairs_per_second if pairs_per_second else None
-        error = {"memory": self._planned_bytes / peak - 1 if peak else None, "time": None}
-        if plan["seconds"] and seconds:
-            error["time"] = plan["seconds_per_step"] / seconds - 1
-        measured = {"memory_bytes": peak, "seconds_per_step": seconds}
-        return {"measured": measured, "error": error}
+            times, logps = timeline.total.report(in_turn=timeline.in_turn), stream.logps
+            report = {"steps": step, **times, "reference": logps and logps.report()}
+            write_run_report(self.run_dir, {**report, "health": counts(self.run_dir)})
+            if not (plan := self.plan):
+                return
+            peak, planned = self.roles.actor_train.peak_memory(), plan["memory_bytes"]["total"]
+            speed = times["pairs_per_second"]
+            seconds = plan["pairs_per_step"] / speed if speed else None
+            measured = {"memory_bytes": peak, "seconds_per_step": seconds}
+            error = {"memory": planned / peak - 1 if peak else None, "time": None}
+            if plan["seconds"] and seconds:
+                error["time"] = plan["seconds_per_step"] / seconds - 1
+            write_run_report(self.run_dir, {**plan, "measured": measured, "error": error}, PLAN)
 
 
 @contextmanager
@@ -100,27 +107,6 @@ def _failure_logged(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         log.warning("%s failed; the run continues (%s: %s)", name, type(error).__name__, error)
-
-
-def forecast_of(
-    config: DPOConfig, source: PreparedSteps, roles: Roles, *, reference: bool
-) -> Forecast | None:
-    """Return the forecast; None if the model's config lacks sizes, which loading it will explain.
-
-    `reference`: whether the model of the reference is loaded.
-    """
-    args = config.actor_train.model_args
-    try:
-        sizes = sizes_of(config.actor_train.model_path, args)
-    except ConfigError:
-        return None
-    pairs, device = pairs_of(source), _device_of(config, roles)
-    name, speed = gpu_here(device.kind), None
-    if name:
-        speed = listed_speed(
-            name, sizes.weights, compiled=compiles(config, sizes, device, pairs.steps)
-        )
-    return Forecast(config, sizes, device, pairs, speed, reference=reference)
 
 
 def pairs_of(source: PreparedSteps) -> PairSample:
@@ -139,12 +125,6 @@ def pairs_of(source: PreparedSteps) -> PairSample:
     )
 
 
-def _device_of(config: DPOConfig, roles: Roles) -> Device:
-    if roles.here or roles.kind == "cpu":
-        return device_here(config, roles.kind)
-    return Device(roles.kind, roles.gpu_memory)
-
-
 def device_here(config: DPOConfig, kind: str) -> Device:
     """Return this machine's GPU, or each rank's share of the host's free memory."""
     if kind == "cuda":
@@ -157,6 +137,6 @@ def gpu_here(kind: str) -> str | None:
     if kind == "cpu" or not torch.cuda.is_available():
         return None
     words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(0).lower())
-    # NVIDIA H200, GeForce RTX 4090
+    # One word as in NVIDIA H200, or two as in GeForce RTX 4090.
     names = {*words, *(one + other for one, other in pairwise(words))}
     return next((name for name in GPUS if name in names), None)

@@ -25,7 +25,7 @@ from rather.cluster.role import Role
 from rather.config.schema import DPOConfig, SpikeArgs
 from rather.errors import CheckpointError, ConfigError, DiskError, HangError, WorkerError
 from rather.losses.metrics import Window
-from rather.pipeline.identity import refuse_other_run
+from rather.pipeline.checks import refuse_other_run
 from rather.plan.forecast import checkpoint_bytes
 from rather.plan.memory import known_shapes
 from rather.run_folder.incidents import Incidents
@@ -40,9 +40,7 @@ GRACE = 60.0  # seconds in which workers may finish a save after a run has faile
 
 @dataclass
 class SpikeHistory:
-    """Losses and gradient norms of the last finite steps, spikes included: part of every
-    checkpoint.
-    """
+    """Losses and gradient norms of the last finite steps: part of every checkpoint."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -61,7 +59,7 @@ class SpikeHistory:
 
 
 def _limit(values: Sequence[float], sigma: float) -> float:
-    """Values that do not vary, such as losses before the first update, do not show what is usual."""
+    """Return no limit if values do not vary, as losses before the first update."""
     mean = fmean(values)
     spread = math.sqrt(fmean((value - mean) ** 2 for value in values))
     return mean + sigma * spread if spread > 0 else math.inf
@@ -87,11 +85,8 @@ class Progress:
     def of(saved: Mapping[str, Any]) -> Progress:
         window = Window(**saved["window"])
         window.sums = {current_name(name): total for name, total in window.sums.items()}
-        nested = {
-            "window": window,
-            "history": SpikeHistory(**saved.get("history", {})),
-        }
-        return Progress(**{**saved, **nested})
+        history = SpikeHistory(**saved.get("history", {}))
+        return Progress(**{**saved, "window": window, "history": history})
 
     @property
     def steps_to_skip(self) -> set[int]:
@@ -99,13 +94,12 @@ class Progress:
         return {step for _, step in self.rollbacks}
 
     def judge(self, record: Mapping[str, float], metric: str, patience: int | None) -> bool:
-        """Return whether an evaluation is the best so far; set `stopped_early` after too many that
-        are not.
-        """
+        """Return whether an evaluation is the best so far; stop after too many that are not."""
         value = record.get(metric)
         if value is None:
             raise ConfigError(
-                f"metric_for_best_model: '{metric}' is not a metric of this run; it has {', '.join(record)}"
+                f"metric_for_best_model: '{metric}' is not a metric of this run; it has "
+                f"{', '.join(record)}"
             )
         best = math.nan if self.best is None else self.best
         if math.isnan(best) or (value < best if metric.endswith("loss") else value > best):
@@ -118,32 +112,23 @@ class Progress:
         return False
 
 
-@dataclass
-class MissedSaves:
-    """Consecutive saves for which one folder had no space."""
-
-    folder: Path
-    count: int = 0
-    last: str = ""
-
-
 class Saving:
-    """Saves and restores checkpoints: the main driver decides and publishes, every rank writes its
-    part.
-    """
+    """Saves and restores checkpoints: the main driver publishes, every rank writes its part."""
 
     def __init__(
         self, config: DPOConfig, roles: Roles, identity: Mapping[str, Any], total_steps: int | None
     ) -> None:
         self.config, self.roles, self.identity = config, roles, dict(identity)
         self.run_dir, self.total_steps = config.run_dir, total_steps
-        self.spared = named_checkpoint(config)  # never pruned: the same command resumes from it
+        self.moving_reference: Role | None = roles.reference if config.sync_ref_model else None
         self.last_saved: int | None = None
         self.has_own = False  # the run folder has a checkpoint to roll back to
-        self.incidents = Incidents(config.run_dir)
-        self.misses = MissedSaves(config.run_dir)
-        self.missed_copies = MissedSaves(config.checkpoint_copy_dir)
-        self._bytes = _estimated_bytes(config)  # later those of the last checkpoint
+        # Why consecutive saves found no space, by folder.
+        self.misses: dict[Path, list[str]] = {self.run_dir: [], config.checkpoint_copy_dir: []}
+        shapes, args = None, config.actor_train.model_args
+        if args.model_name_or_path:  # else the model came in memory
+            shapes = known_shapes(config.actor_train.model_path, args)
+        self._bytes = checkpoint_bytes(config, shapes or {})  # later those of the last checkpoint
         self._is_written = True  # by every rank
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -179,16 +164,16 @@ class Saving:
 
     def restore(self, newest: Checkpoint) -> Progress:
         """Load a checkpoint into the workers and return the progress stored in it."""
-        roles, before, run_dir = self.roles, newest.state["schedule"], self.run_dir
+        before, run_dir = newest.state["schedule"], self.run_dir
         self.last_saved = newest.step
         self.has_own = newest.path.parent.resolve() == run_dir.resolve()
         name = newest.path.name.removeprefix(".old-")
-        if self.has_own and roles.is_main and checkpoint.latest_name(run_dir) != name:
+        if self.has_own and self.roles.is_main and checkpoint.latest_name(run_dir) != name:
             # A run that went back to an earlier step must not find a later checkpoint again.
             checkpoint.write_latest(run_dir, name)
-        roles.actor_train.read_state(newest.path, newest.state["trainer"])
-        if self._moving_reference and "reference" in newest.groups:  # else it moves from now on
-            self._moving_reference.mix_weights(newest.path, 1.0)
+        self.roles.actor_train.read_state(newest.path, newest.state["trainer"])
+        if self.moving_reference and "reference" in newest.groups:  # else it moves from now on
+            self.moving_reference.mix_weights(newest.path, 1.0)
         for key, value in self._schedule().items():
             if before.get(key) != value:
                 log.info("%s was %s until now and is %s from here on", key, before.get(key), value)
@@ -200,9 +185,9 @@ class Saving:
     def save(self, state: Mapping[str, Any], step: int, sync_files: Callable[[], int]) -> None:
         """Save a checkpoint of the state as it is now.
 
-        `state` is what the loop knows. `sync_files` writes the files that the checkpoint relies on to the disk, and
-        returns the length of metrics.jsonl. If the disk is full the run continues without this checkpoint, and the
-        next save that is due tries again.
+        `state` is what the loop knows. `sync_files` writes the files that the checkpoint relies on
+        to the disk, and returns the length of metrics.jsonl. If the disk is full the run continues
+        without this checkpoint, and the next save that is due tries again.
         """
         self.wait()
         draft, stored = None, {}
@@ -214,17 +199,22 @@ class Saving:
                     stored |= {"identity": self.identity, "schedule": self._schedule()}
             except DiskError as error:
                 draft = None
-                self._report_missed(self.misses, step, error)
+                self._report_missed(self.run_dir, step, error)
         folder = self.roles.broadcast(draft.folder if draft else None)
         if folder is None:
             return
         stored["trainer"] = self.roles.actor_train.numbers()
         self._is_written = False
         self.roles.actor_train.write_state(folder)
-        if self._moving_reference:
-            self._moving_reference.write_reference(folder)
-        if draft:
-            self._publish_in_background(draft, stored)
+        if self.moving_reference:
+            self.moving_reference.write_reference(folder)
+        if draft and self.config.checkpoint_config.async_save == "off":
+            self._publish(draft, stored)
+        elif draft:
+            self._thread = threading.Thread(
+                target=self._publish_in_background, args=(draft, stored), name="save", daemon=True
+            )
+            self._thread.start()
 
     def wait(self, *, last: bool = False) -> None:
         """Wait for the save in progress. Raises after too many misses; the `last` save must not
@@ -233,12 +223,11 @@ class Saving:
         All drivers call this.
         """
         if not self._is_written:
-            # A worker that died meanwhile is noticed here; waiting for its note would take until a
-            # deadline.
+            # A worker that died meanwhile is noticed here; its note would be awaited to a deadline.
             self._is_written = True
             self.roles.actor_train.finish_writing()
-            if self._moving_reference:
-                self._moving_reference.finish_writing()
+            if self.moving_reference:
+                self.moving_reference.finish_writing()
             self.roles.max_over_drivers(0)
         if self._thread:
             self._thread.join()
@@ -246,13 +235,9 @@ class Saving:
         if self._failure:
             raise self._failure
         most = 1 if last else self.config.checkpoint_config.max_missed_saves
-        failing = [each.last for each in (self.misses, self.missed_copies) if each.count >= most]
+        failing = [reasons[-1] for reasons in self.misses.values() if len(reasons) >= most]
         if reason := self.roles.broadcast(failing[0] if failing else None):
             raise DiskError(reason)
-
-    @property
-    def _moving_reference(self) -> Role | None:
-        return self.roles.reference if self.config.sync_ref_model else None
 
     def close(self) -> None:
         """Finish the save in progress, unless the workers that write it may be gone."""
@@ -265,27 +250,19 @@ class Saving:
             self._thread = None
 
     def _publish_in_background(self, draft: Draft, state: Mapping[str, Any]) -> None:
-        if self.config.checkpoint_config.async_save == "off":
+        try:
             self._publish(draft, state)
-            return
-
-        def work() -> None:
-            try:
-                self._publish(draft, state)
-            except BaseException as error:  # raised by the next call that waits
-                self._failure = error
-
-        self._thread = threading.Thread(target=work, name="save", daemon=True)
-        self._thread.start()
+        except BaseException as error:  # raised by the next call that waits
+            self._failure = error
 
     def _publish(self, draft: Draft, state: Mapping[str, Any]) -> None:
         """Wait for the parts of all ranks, publish the checkpoint, prune old ones, copy it."""
-        config = self.config
+        config, copies = self.config, self.config.checkpoint_copy_dir
+        spared = named_checkpoint(config)  # never pruned: the same command resumes from it
 
         def collect() -> Written:
-            written = checkpoint.collect_parts(
-                draft.folder, self._writers(), config.timeouts.save, self._abandoned.is_set
-            )
+            options = config.timeouts.save, self._abandoned.is_set
+            written = checkpoint.collect_parts(draft.folder, self._writers(), *options)
             self._bytes = sum(size for size, _ in written.values())
             return written
 
@@ -293,36 +270,33 @@ class Saving:
             path = draft.complete(collect, state)
         except DiskError as error:
             if not self._abandoned.is_set():
-                self._report_missed(self.misses, draft.step, error)
+                self._report_missed(self.run_dir, draft.step, error)
             return
-        self.last_saved, self.misses.count = draft.step, 0
-        checkpoint.prune(config.run_dir, config.max_ckpt_to_keep, self.spared)
+        self.last_saved = draft.step
+        self.misses[self.run_dir].clear()
+        checkpoint.prune(self.run_dir, config.max_ckpt_to_keep, spared)
         if config.checkpoint_config.output_dir:
             try:
-                checkpoint.copy_to(path, config.checkpoint_copy_dir)
-                self.missed_copies.count = 0
-                checkpoint.prune(config.checkpoint_copy_dir, config.max_ckpt_to_keep, self.spared)
+                checkpoint.copy_to(path, copies)
+                self.misses[copies].clear()
+                checkpoint.prune(copies, config.max_ckpt_to_keep, spared)
             except (OSError, DiskError, CheckpointError) as error:
-                self._report_missed(self.missed_copies, draft.step, error)
+                self._report_missed(copies, draft.step, error)
 
-    def _report_missed(self, misses: MissedSaves, step: int, error: Exception) -> None:
-        misses.count, misses.last = misses.count + 1, str(error)
-        facts = {"folder": str(misses.folder), "in_a_row": misses.count, "reason": misses.last}
-        self.incidents.add("missed_save", step, **facts)
-        most = self.config.checkpoint_config.max_missed_saves
-        log.warning(
-            "MISSED SAVE at step %d, %d in a row of at most %d: %s", step, misses.count, most, error
-        )
+    def _report_missed(self, folder: Path, step: int, error: Exception) -> None:
+        misses, most = self.misses[folder], self.config.checkpoint_config.max_missed_saves
+        misses.append(str(error))
+        facts = {"folder": str(folder), "in_a_row": len(misses), "reason": str(error)}
+        Incidents(self.run_dir).add("missed_save", step, **facts)
+        text = "MISSED SAVE at step %d, %d in a row of at most %d: %s"
+        log.warning(text, step, len(misses), most, error)
 
     def _writers(self) -> list[str]:
         """Return the names under which the ranks leave notes of what they have written."""
         counts = [self.roles.drivers] * 2 if self.roles.here else map(len, mappings(self.config))
-        names = ["actor_train", *(["reference"] if self._moving_reference else [])]
-        return [
-            f"{name}-{rank:05d}"
-            for name, count in zip(names, counts, strict=False)
-            for rank in range(count)
-        ]
+        names = ["actor_train", *(["reference"] if self.moving_reference else [])]
+        ranks = zip(names, counts, strict=False)
+        return [f"{name}-{rank:05d}" for name, count in ranks for rank in range(count)]
 
     def _schedule(self) -> dict[str, Any]:
         """Return settings that may change at a resume; a change is logged."""
@@ -333,11 +307,3 @@ class Saving:
             "max_grad_norm": self.config.max_grad_norm,
             "dtype": actor.model_args.dtype,
         }
-
-
-def _estimated_bytes(config: DPOConfig) -> int:
-    """Return the bytes of a checkpoint, computed from the shapes of the weights."""
-    actor, shapes = config.actor_train, None
-    if actor.model_args.model_name_or_path:  # else the model came in memory
-        shapes = known_shapes(actor.model_path, actor.model_args)
-    return checkpoint_bytes(config, shapes or {})

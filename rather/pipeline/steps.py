@@ -8,15 +8,16 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rather.config.schema import DPOConfig, RoleConfig
+from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, TokenPair
 from rather.data.pack import pack
+from rather.data.pairs import PairDataset
 from rather.data.prepare import Prepared
 from rather.data.sampler import Order
 from rather.errors import DataError
@@ -24,12 +25,14 @@ from rather.model.budget import LADDER, TOKENS
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 EVALUATION_CHUNK = 256  # pairs taken from disk at a time
+NO_LIMIT = 1 << 40  # tokens of a micro-batch that the caller has packed
 
 
 @dataclass(frozen=True)
 class Step:
-    """The pairs of one optimizer step (or of a chunk of an evaluation set), packed for each role."""
+    """The pairs of one optimizer step (or a chunk of an evaluation set), packed for each role."""
 
     pairs: Sequence[TokenPair]
     policy: Sequence[PairBatch]
@@ -44,12 +47,7 @@ class Step:
         return sum(pair.tokens for pair in self.pairs)
 
 
-class ReferenceStep(NamedTuple):
-    """A step with the reference log-probs of its pairs, and the seconds that these took."""
-
-    step: Step
-    reference: Columns | None
-    seconds: float
+ReferenceStep = tuple[Step, Columns | None]  # with the reference log-probs of its pairs
 
 
 class StepSource(Protocol):
@@ -62,30 +60,27 @@ class StepSource(Protocol):
     def steps(self, done: int, position: Mapping[str, Any] | None) -> Iterator[Step]:
         """Yield the steps after the first `done`, numbered from `done + 1`, in order.
 
-        `position` is the `Step.position` of step `done` as a checkpoint stored it (JSON values only), or None if that
-        step had none. The pipeline iterates in a background thread, a few steps ahead of training, so this must not
-        call a collective. It is called again, with an earlier step, when a run rolls back.
+        `position` is the `Step.position` of step `done` as a checkpoint stored it (JSON values
+        only), or None if that step had none. The pipeline iterates in a background thread, a few
+        steps ahead of training, so this must not call a collective. It is called again, with an
+        earlier step, when a run rolls back.
         """
 
     def epoch_at(self, step: int) -> float:
         """Return how many epochs `step` finished steps are, for the metrics."""
 
     def describe_pairs(self, step: Step, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Return file and row (or whatever identifies a pair) of some pairs of a step, for
-        incidents.jsonl.
-        """
+        """Return what identifies some pairs of a step, for incidents.jsonl."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreparedSteps:
-    """The steps of a run over tokenised data files: a StepSource. Each step is a pure function of
-    its number.
-    """
+    """The steps of a run over tokenised data files. Each is a pure function of its number."""
 
     data: Prepared
     order: Order
     total_steps: int
-    packing: Packing | None = None  # known once the roles have started
+    packing: Packing | None = None  # set once the roles have started
 
     @staticmethod
     def of(config: DPOConfig, data: Prepared) -> PreparedSteps:
@@ -95,11 +90,10 @@ class PreparedSteps:
         if pairs == 0:
             raise DataError("actor_train.data_args.weights leave 0 pairs of each file; raise them.")
         if pairs < order.batch:
-            log.warning(
-                "There are fewer pairs (%d) than a step takes (%d): each epoch is one small step.",
-                pairs,
-                order.batch,
+            text = (
+                "There are fewer pairs (%d) than a step takes (%d): each epoch is one small step."
             )
+            log.warning(text, pairs, order.batch)
         epochs = config.actor_train.training_args.num_train_epochs
         return PreparedSteps(data, order, order.steps(epochs, config.max_steps or math.inf))
 
@@ -107,7 +101,7 @@ class PreparedSteps:
         assert self.packing is not None
         for number in range(done + 1, self.total_steps + 1):
             yield replace(
-                self.packing.to_train(self.pairs_after(number - 1), number),
+                self.packing.step(self.pairs_after(number - 1), number, "train"),
                 is_last=number == self.total_steps,
                 ends_epoch=self.order.ends_epoch(number),
             )
@@ -138,58 +132,50 @@ class PreparedSteps:
         return described
 
 
+# What micro-batches are for: training, or log-probs of the policy or of the reference.
+Use = Literal["train", "actor_train", "reference"]
+
+
 @dataclass
 class Packing:
     """Packs pairs into micro-batches, by the layout and the sizes of each role."""
 
     config: DPOConfig
     kind: str  # of the devices: cpu or cuda
-    here: bool  # the devices belong to this process
-    train_tokens: int | None = None  # of a micro-batch with gradients; lowered when memory runs out
-    without_gradients_tokens: dict[str, int] = field(default_factory=dict)  # by role, likewise
+    here: bool = True  # the devices belong to this process
+    tokens: dict[Use, int] = field(default_factory=dict)  # lowered when memory runs out
 
-    def to_train(self, pairs: Sequence[TokenPair], number: int) -> Step:
-        assert self.train_tokens is not None
-        return self._step(pairs, self.policy(pairs, self.train_tokens), number)
+    def __post_init__(self) -> None:
+        default = 2 * TOKENS[self.kind]  # without gradients twice the tokens fit
+        actor, reference = self.config.actor_train, self.config.reference
+        self.tokens["actor_train"] = actor.max_tokens_per_microbatch_in_infer or default
+        self.tokens["reference"] = reference.max_tokens_per_microbatch_in_infer or default
 
-    def to_evaluate(self, pairs: Sequence[TokenPair], number: int = 0) -> Step:
-        batches = self.without_gradients(pairs, self.config.actor_train)
-        return self._step(pairs, batches, number)
-
-    def policy(self, pairs: Sequence[TokenPair], budget: int) -> list[PairBatch]:
-        """Return micro-batches of up to `budget` tokens, to train on."""
-        bins = layout(self.config.actor_train).bins
-        return pack(pairs, budget, ladder=LADDER[self.kind], ranks=bins)
-
-    def most_tokens(self, role: RoleConfig) -> int:
-        """Return the size of a micro-batch without gradients: twice the tokens of training fit."""
-        name = "actor_train" if role.trains else "reference"
-        configured = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.kind]
-        return self.without_gradients_tokens.get(name, configured)
-
-    def without_gradients(
-        self, pairs: Sequence[TokenPair], role: RoleConfig, budget: int | None = None
+    def pack(
+        self, pairs: Sequence[TokenPair], use: Use, budget: int | None = None
     ) -> list[PairBatch]:
-        most, ladder = budget or self.most_tokens(role), LADDER[self.kind]
-        return pack(pairs, most, role.infer_batch_size, ladder=ladder, ranks=layout(role).bins)
+        """Return micro-batches of up to `budget` tokens; by default what is known to fit."""
+        role = self.config.reference if use == "reference" else self.config.actor_train
+        most_pairs = None if use == "train" else role.infer_batch_size
+        budget, ladder = budget or self.tokens[use], LADDER[self.kind]
+        return pack(pairs, budget, most_pairs, ladder=ladder, ranks=layout(role).bins)
 
-    def _step(self, pairs: Sequence[TokenPair], policy: list[PairBatch], number: int) -> Step:
-        reference = self.without_gradients(pairs, self.config.reference)
+    def step(self, pairs: Sequence[TokenPair], number: int, use: Use = "actor_train") -> Step:
+        """Pack pairs for both roles: for the policy to train on, or to evaluate."""
+        policy, reference = self.pack(pairs, use), self.pack(pairs, "reference")
         if self.here:
-            policy, reference = (
-                [b.pin_memory() for b in batches] for batches in (policy, reference)
-            )
+            policy = [batch.pin_memory() for batch in policy]
+            reference = [batch.pin_memory() for batch in reference]
         return Step(pairs, policy, reference, number)
 
 
-T = TypeVar("T")
-
-
-class _Ended:
-    """The last item of the thread: there are no more, or an error ended it."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+def chunks(
+    dataset: PairDataset, rows: Sequence[int] | NDArray[np.int64] | None = None
+) -> Iterator[Sequence[TokenPair]]:
+    """Yield all pairs of a dataset, or those of some rows, a few at a time."""
+    rows = range(len(dataset)) if rows is None else rows
+    for first in range(0, len(rows), EVALUATION_CHUNK):
+        yield dataset.take(rows[first : first + EVALUATION_CHUNK])
 
 
 def ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
@@ -198,29 +184,25 @@ def ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     An exception of the thread is raised where its item was expected. The thread ends when the
     iterator is exhausted or closed.
     """
-    ready: SimpleQueue[T | _Ended] = SimpleQueue()
+    ready: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
     room, closed = threading.Semaphore(depth), threading.Event()
 
     def work() -> None:
-        ended = _Ended()
         try:
             source = iter(items)
             while room.acquire() and not closed.is_set():
-                ready.put(next(source))
-        except StopIteration:
-            pass
-        except BaseException as error:  # raised where the item is taken
-            ended = _Ended(error)
-        ready.put(ended)
+                ready.put((next(source),))
+        except BaseException as error:  # also the StopIteration that ends the items
+            ready.put(error)
 
     thread = threading.Thread(target=work, name="ahead", daemon=True)
     thread.start()
     try:
-        while not isinstance(item := ready.get(), _Ended):
+        while isinstance(item := ready.get(), tuple):
             room.release()
-            yield item
-        if item.error:
-            raise item.error
+            yield item[0]
+        if not isinstance(item, StopIteration):
+            raise item
     finally:
         closed.set()
         room.release()

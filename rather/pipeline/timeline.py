@@ -12,6 +12,7 @@ import logging
 import resource
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,22 +29,57 @@ from rather.pipeline.steps import ReferenceStep, Step
 log = logging.getLogger(__name__)
 
 Track = Literal["data", "reference", "actor_train", "driver"]
+TRACKS: tuple[Track, ...] = get_args(Track)
 
 
 @dataclass
-class Span:
-    began: float
-    seconds: float = 0.0
+class Times:
+    """What steps took, by part: since the last log line, or since the start of this process."""
+
+    began: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    steps: int = 0
+    pairs: int = 0
+    tokens: int = 0
+    real: int = 0  # tokens of micro-batches that are not fillers
+    laid_out: int = 0
+
+    def record(self, pairs: int, tokens: int) -> dict[str, float]:
+        """Return the metrics of a log line."""
+        whole, steps = max(self.seconds["steps"], 1e-9), max(self.steps, 1)
+        speed = {"pairs_per_second": pairs / whole, "tokens_per_second": tokens / whole}
+        parts = ("reference", "train", "wait")
+        return speed | {f"time/{name}": self.seconds[name] / steps for name in parts}
+
+    def report(self, *, in_turn: bool) -> dict[str, Any]:
+        """Return what this start took. Work of a reference that runs ahead takes no extra time."""
+        whole = max(self.seconds["steps"], 1e-9)
+        parts = dict(self.seconds)
+        for name in ("steps", *(() if in_turn else ("reference",))):
+            parts.pop(name, None)
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "seconds": time.perf_counter() - self.began,
+            "pairs_per_second": self.pairs / whole,
+            "tokens_per_second": self.tokens / whole,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() or peak,
+            "parts": parts,
+            "packing": {
+                "fill": self.real / max(self.laid_out, 1),
+                "seconds_waited": self.seconds["wait"],
+            },
+        }
 
 
 class Timeline:
-    """Measures the steps of this start. A reference that runs `in_turn` is not waited for: it is
-    part of the step.
+    """Measures the steps of this start.
+
+    Training does not wait for a reference that runs `in_turn`: that is part of the step.
     """
 
     def __init__(self, *, in_turn: bool) -> None:
         self.in_turn = in_turn
-        self.times, self.tally = StepTimes(), Tally()
+        self.window, self.total = Times(), Times()
         self._trace: Trace | None = None
 
     def packed(self, steps: Iterator[Step], done: int) -> Iterator[Step]:
@@ -58,160 +94,80 @@ class Timeline:
 
     @contextmanager
     def drawn(self, file: Path | None) -> Iterator[None]:
-        """From the first step to the last; without a file nothing is drawn."""
-        self.times, self.tally = StepTimes(), Tally()
+        """Measure from the first step to the last; without a file nothing is drawn."""
+        self.window, self.total = Times(), Times()
         with closing(Trace(file)) if file else nullcontext() as self._trace:
             yield
 
     @contextmanager
-    def span(self, track: Track, name: str, step: int) -> Iterator[Span]:
-        """Work on a step; what fails is not drawn."""
-        span = Span(time.perf_counter())
-        yield span
-        span.seconds = time.perf_counter() - span.began
-        if track in ("actor_train", "driver"):  # one after another
-            self.tally.spend(name, span.seconds)
+    def span(self, track: Track, name: str, step: int) -> Iterator[None]:
+        """Measure work on a step; what fails is not recorded."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        if track != "data":
+            self._spend("reference" if track == "reference" else name, seconds)
         if self._trace:
-            self._trace.add(track, name, step, span)
+            self._trace.add(track, name, step, began, seconds)
 
     def awaited(self, steps: Iterator[ReferenceStep]) -> Generator[ReferenceStep, None, None]:
-        """The same steps; training stands still until each is there."""
+        """Yield the same steps; training stands still until each is there."""
         while True:
-            self._step_began = time.perf_counter()
-            answered = next(steps, None)
-            if answered is None:
+            self._step_began, before = time.perf_counter(), self.total.seconds["reference"]
+            step = next(steps, None)
+            if step is None:
                 return
-            waited = (
-                time.perf_counter() - self._step_began - (answered.seconds if self.in_turn else 0.0)
-            )
-            self.times.reference += answered.seconds
-            self.times.wait += waited
-            self.tally.waited += waited
-            if self.in_turn:
-                self.tally.spend("reference", answered.seconds)
-            yield answered
+            waited = time.perf_counter() - self._step_began
+            worked = self.total.seconds["reference"] - before if self.in_turn else 0.0
+            self._spend("wait", waited - worked)
+            yield step
 
     def finish_step(self, step: Step) -> None:
-        """The step that was awaited last is done."""
-        seconds = time.perf_counter() - self._step_began
-        self.times.steps += 1
-        self.times.in_steps += seconds
-        self.tally.add(step, seconds)
+        """Count the step that was awaited last."""
+        self._spend("steps", time.perf_counter() - self._step_began)
+        for times in (self.window, self.total):
+            times.steps += 1
+            times.pairs += len(step.pairs)
+            times.tokens += step.tokens
+            times.real += sum(batch.real_tokens for batch in step.policy)
+            times.laid_out += sum(len(batch.ids_N) for batch in step.policy)
 
-
-@dataclass
-class StepTimes:
-    """Seconds since the last log line. The reference may work while the policy trains, or before."""
-
-    reference: float = 0.0
-    train: float = 0.0
-    wait: float = 0.0  # in which training stood still, for pairs or for a reference that runs ahead
-    in_steps: float = 0.0
-    steps: int = 0
-
-    def record(self, pairs: int, tokens: int) -> dict[str, float]:
-        whole, steps = max(self.in_steps, 1e-9), max(self.steps, 1)
-        means = {"reference": self.reference, "train": self.train, "wait": self.wait}
-        speed = {"pairs_per_second": pairs / whole, "tokens_per_second": tokens / whole}
-        return speed | {f"time/{name}": seconds / steps for name, seconds in means.items()}
-
-
-@dataclass
-class Tally:
-    """What the steps of this start took, for the run's report."""
-
-    began: float = field(default_factory=time.perf_counter)
-    in_steps: float = 0.0  # seconds
-    waited: float = 0.0  # of them, seconds in which training waited for a packed step
-    pairs: int = 0
-    tokens: int = 0
-    real: int = 0  # tokens of micro-batches that are not fillers
-    laid_out: int = 0
-    parts: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds of what the driver does, one after another
-
-    def spend(self, part: str, seconds: float) -> None:
-        self.parts[part] = self.parts.get(part, 0.0) + seconds
-
-    def add(self, step: Step, seconds: float) -> None:
-        self.in_steps += seconds
-        self.pairs += len(step.pairs)
-        self.tokens += step.tokens
-        self.real += sum(batch.real_tokens for batch in step.policy)
-        self.laid_out += sum(len(batch.ids_N) for batch in step.policy)
-
-    def report(self) -> dict[str, Any]:
-        seconds = max(self.in_steps, 1e-9)
-        return {
-            "seconds": time.perf_counter() - self.began,
-            "pairs_per_second": self.pairs / seconds,
-            "tokens_per_second": self.tokens / seconds,
-            "peak_memory_bytes": _peak_memory(),
-            "parts": {"wait": self.waited, **self.parts},
-            "packing": {"fill": self.real / max(self.laid_out, 1), "seconds_waited": self.waited},
-        }
+    def _spend(self, part: str, seconds: float) -> None:
+        self.window.seconds[part] += seconds
+        self.total.seconds[part] += seconds
 
 
 class Trace:
-    """trace.json: one track for each role, one for the pairs and one for what the driver does
-    between steps.
-    """
+    """trace.json: a track for each role, for the pairs, and for the driver between steps."""
 
     def __init__(self, file: Path) -> None:
         self._clock = time.time() - time.perf_counter()  # events of all starts on one axis
-        self._file: FileIO | None = FileIO(file, "a+")
+        self._file = FileIO(file, "a+")
         self._turn = threading.Lock()  # pairs and reference have threads of their own
         kept = file.read_bytes().rfind(b"\n") + 1  # a kill may have torn the last line
         self._file.truncate(kept)
         if not kept:
-            tracks = [
-                {"ph": "M", "name": "thread_name", "args": {"name": name}, **_place(name)}
-                for name in TRACKS
-            ]
-            self._write("[\n" + "".join(map(_line, tracks)))
+            self._file.write(b"[\n")
+            for track in TRACKS:
+                self._write(track, {"ph": "M", "name": "thread_name", "args": {"name": track}})
 
-    def add(self, track: Track, name: str, step: int, span: Span) -> None:
-        times = {"ts": round((self._clock + span.began) * 1e6), "dur": round(span.seconds * 1e6)}
-        self._write(
-            _line({"ph": "X", "name": name, **times, "args": {"step": step}, **_place(track)})
-        )
+    def add(self, track: Track, name: str, step: int, began: float, seconds: float) -> None:
+        times = {"ts": round((self._clock + began) * 1e6), "dur": round(seconds * 1e6)}
+        self._write(track, {"ph": "X", "name": name, **times, "args": {"step": step}})
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
-    def _write(self, text: str) -> None:
-        """Write; if the disk is full the run continues without the trace."""
+    def _write(self, track: Track, event: dict[str, Any]) -> None:
+        """Write one event; if the disk is full the run continues without the trace."""
+        line = json.dumps({**event, "pid": 1, "tid": 1 + TRACKS.index(track)}).encode() + b",\n"
         with self._turn:
-            if self._file is None:
+            if self._file.closed:
                 return
             try:
-                if self._file.write(text.encode()) < len(text):  # all of it is ASCII
+                if self._file.write(line) < len(line):
                     raise OSError(ENOSPC, "no room")
             except OSError as error:
-                log.warning(
-                    "%s: cannot be written (%s); nothing more is drawn",
-                    self._file.name,
-                    error.strerror,
-                )
-                self.close()
-
-
-TRACKS: tuple[Track, ...] = get_args(Track)
-
-
-def _place(track: Track) -> dict[str, int]:
-    return {"pid": 1, "tid": 1 + TRACKS.index(track)}
-
-
-def _line(event: dict[str, Any]) -> str:
-    return json.dumps(event) + ",\n"
-
-
-def _peak_memory() -> int:
-    """Of the GPU where there is one, else of this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                text = "%s: cannot be written (%s); nothing more is drawn"
+                log.warning(text, self._file.name, error.strerror)
+                self._file.close()

@@ -1,11 +1,10 @@
-"""Why a step was not applied, and where the cause is: pairs, ranks and layers. Searched only when
-it happens.
-"""
+"""Why a step was not applied, and where the cause is. Searched only when it happens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,15 +35,11 @@ NOTHING_PASSES = StepLimits(-math.inf, -math.inf)
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """Where NaN or Inf was found in a step. Empty `pairs`: only the summed gradients are not
-    finite.
-    """
+    """Where NaN or Inf was found in a step; without `pairs`, only in the summed gradients."""
 
     pairs: list[int]  # by their place in the step
     ranks: list[int]
-    layers: dict[
-        str, float
-    ]  # norms of some gradients: the non-finite ones, nearest to the loss first
+    layers: dict[str, float]  # norms of some gradients: non-finite ones, nearest to the loss first
     layers_lost: int  # the number of non-finite ones
 
 
@@ -55,11 +50,11 @@ def lost_pairs(
 
     `numbers` are log-probs and gradients by them, one row for each pair.
     """
-    places = torch.nonzero(~numbers.isfinite().all(dim=1)).flatten().tolist()
+    places: list[int] = torch.nonzero(~numbers.isfinite().all(dim=1)).flatten().tolist()
     if places or len(losses) != len(batches):
-        return [int(place) for place in places]
-    whole = [batch for batch, loss in zip(batches, losses, strict=True) if not loss.isfinite()]
-    return sorted(int(place) for batch in whole for place in batch.pair_P.tolist())
+        return places
+    lost = [batch for batch, loss in zip(batches, losses, strict=True) if not loss.isfinite()]
+    return sorted(place for batch in lost for place in batch.pair_P.tolist())
 
 
 def nonfinite_report(
@@ -70,7 +65,11 @@ def nonfinite_report(
     if not alone:
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, (pairs, norms))
-    layers = _summed(each for _, each in found)
+    squares: defaultdict[str, float] = defaultdict(float)
+    for _, part in found:
+        for name, norm in part.items():
+            squares[name.removeprefix("causal_lm.")] += norm * norm
+    layers = {name: math.sqrt(square) for name, square in squares.items()}
     lost = [name for name, norm in layers.items() if not math.isfinite(norm)]
     worst = lost[::-1] or sorted(layers, key=lambda name: layers[name], reverse=True)
     return NonFiniteReport(
@@ -79,12 +78,3 @@ def nonfinite_report(
         layers={name: layers[name] for name in worst[:MOST_LAYERS]},
         layers_lost=len(lost),
     )
-
-
-def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the norms of whole parameters, from those of their parts."""
-    squares: dict[str, float] = {}
-    for part in parts:
-        for name, norm in part.items():
-            squares[name] = squares.get(name, 0.0) + norm * norm
-    return {name.removeprefix("causal_lm."): math.sqrt(square) for name, square in squares.items()}

@@ -7,11 +7,11 @@ collective sums up their numbers, and each number comes from one rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,10 @@ from rather.model.collectives import all_reduce_
 from rather.model.layers import HostOffloaded
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
+from rather.parallel.canonical import Canonical
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Stage, announce, counted, local, places, settle
-from rather.parallel.stages import Stages
+from rather.parallel.stages import Objective, Stages
 from rather.train.nonfinite import (
     NonFiniteReport,
     Reason,
@@ -36,8 +37,6 @@ from rather.train.nonfinite import (
     lost_pairs,
     nonfinite_report,
 )
-
-Objective = Callable[[PairBatch, Columns], Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,26 +60,15 @@ class StepResult:
     def loss(self) -> float:
         return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else math.nan
 
-
-class Runner(Protocol):
-    """Sends micro-batches through the model: in sequence, or through pipeline stages."""
-
-    def columns(
-        self, batches: Sequence[PairBatch], wanted: Collection[str]
-    ) -> list[dict[str, Tensor]] | None:
-        """Columns of each micro-batch, without gradients; None on a rank that does not see them."""
-
-    def backward(
-        self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
-    ) -> None:
-        """Adds up the gradients of the objective of each micro-batch, over dp and cp as well."""
-
-    def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
-        """Gives parameters that lie on several ranks of the runner the sum of their gradients."""
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
 
 
 class WholeModelRunner:
-    """The Runner of a model that lies whole, or in shards, on its rank."""
+    """Sends micro-batches through a model that lies whole, or in shards, on its rank.
+
+    `backward` adds up the gradients of the objective of each, over dp and cp as well.
+    """
 
     def __init__(self, policy: PolicyModel, stage: Stage = "ddp") -> None:
         self.policy, self.stage, self.device = policy, stage, device_of(policy)
@@ -89,6 +77,7 @@ class WholeModelRunner:
     def columns(
         self, batches: Sequence[PairBatch], wanted: Collection[str]
     ) -> list[dict[str, Tensor]]:
+        """Return the columns of each micro-batch, without gradients."""
         own = (self.policy.share(batch).to(self.device) for batch in batches)
         found = [pair_columns(self.policy, batch, wanted) for batch in own]
         if self._is_sharded:
@@ -104,12 +93,13 @@ class WholeModelRunner:
             own = self.policy.share(batch).to(self.device)
             objective(own, pair_columns(self.policy, own, wanted)).backward()  # type: ignore[no-untyped-call]
 
-    def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
-        """A whole model has no parameters on several ranks."""
+
+Sums = Mapping[str, Tensor]  # metrics of a micro-batch
+Runner = WholeModelRunner | Canonical | Stages  # in sequence, in a fixed order, or through stages
 
 
 class RankTrainer:
-    """One policy, or this rank's part of one, with its loss and, when it is trained, its optimizer."""
+    """One policy, or this rank's part of one, with its loss and, if it trains, its optimizer."""
 
     def __init__(
         self,
@@ -122,24 +112,23 @@ class RankTrainer:
         count_zeros: bool = False,
     ) -> None:
         self.policy, self.loss, self.optimizer = policy, loss, optimizer
-        self.mesh = mesh or Mesh.one()
-        self.count_zeros = count_zeros
+        self.mesh, self.count_zeros = mesh or Mesh.one(), count_zeros
         self.parked: HostOffloaded | None = None
         self.device = device_of(policy)
-        self.runner: Runner = runner or (
-            policy if isinstance(policy, Stages) else WholeModelRunner(policy)
-        )
+        own = policy if isinstance(policy, Stages) else WholeModelRunner(policy)
+        self.runner: Runner = runner or own
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
         self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
-        self._is_primary = (
-            self.mesh.rank("cp") == 0 and self.mesh.rank("tp") == 0
-        )  # for ranks with the same pairs
+        # Of ranks with the same pairs, one reports their numbers.
+        self._is_primary = self.mesh.rank("cp") == self.mesh.rank("tp") == 0
 
     @property
     def _trained(self) -> Optimizer:
         assert self.optimizer is not None, "this rank does not train"
         return self.optimizer
+
+    # --- log-probs ---
 
     @torch.no_grad()
     def log_probs(self, batches: Sequence[PairBatch], pairs: int | None = None) -> Columns:
@@ -148,16 +137,46 @@ class RankTrainer:
         `pairs` is the number of pairs of all ranks; without it the ranks ask each other.
         """
         with self.parked.on_device() if self.parked else nullcontext():
-            return self._gathered(batches, pairs)
+            parts = self.runner.columns(batches, self.loss.token_columns)
+        here = torch.cat([batch.pair_P for batch in batches])
+        if self._is_alone:
+            assert parts is not None
+            order = torch.argsort(here).to(self.device, non_blocking=True)
+            return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+        if pairs is None:
+            most = torch.tensor(max(here.tolist(), default=-1) + 1, device=self.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            pairs = int(most)
+        names = ["sum", *sorted(self.loss.token_columns)]
+        table = torch.zeros(len(names), pairs, 2, dtype=torch.float64, device=self.device)
+        if parts is not None and self._is_primary:
+            table[:, here.to(self.device)] = torch.stack(
+                [torch.cat([part[name].detach() for part in parts]) for name in names]
+            )
+        dist.all_reduce(table)
+        return dict(zip(names, table, strict=True))
+
+    @torch.no_grad()
+    def score(
+        self, facts: PairFacts, policy: Columns, reference: Columns | None
+    ) -> dict[str, float]:
+        """Return metrics.weighted_sums of pairs whose log-probs are known: a whole set at once."""
+        facts = facts.to(self.device)
+        known = reference and self._on_device(reference)
+        scored = self._score(facts, self._on_device(policy), known, facts)
+        sums = weighted_sums(scored, facts.weight, self.loss)
+        return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 
     def park(self) -> bool:
         """Offload a frozen model between its turns; return False if it is there or cannot be."""
-        whole = isinstance(self.policy, PolicyModel) and not self.mesh.sizes
-        if self.parked or self.optimizer or not whole or not self.device.startswith("cuda"):
+        policy, on_gpu = self.policy, self.device.startswith("cuda")
+        if self.parked or self.optimizer or self.mesh.sizes or not on_gpu:
             return False
-        assert isinstance(self.policy, PolicyModel)
-        self.parked = HostOffloaded(self.policy)
+        assert isinstance(policy, PolicyModel)
+        self.parked = HostOffloaded(policy)
         return True
+
+    # --- a training step ---
 
     def train_step(
         self,
@@ -166,17 +185,14 @@ class RankTrainer:
         facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        """Take one optimizer step on the weighted mean of the losses of all pairs of the step.
+        """Take one optimizer step, unless loss or gradient are above the limits or not finite.
 
         `facts` and `reference` are those of all pairs, even if `batches` are only some of them.
-        Above the limits, or if loss or gradient are not finite, nothing changes.
         """
         facts = facts or PairFacts.of_step(batches)
-        total = float(facts.weight.sum()) or 1.0
-        facts = facts.to(self.device)
-        known = _to_device(reference, self.device)
-        scale = self._trained.scale
-        rows: list[Mapping[str, Tensor]] = []
+        total, scale = float(facts.weight.sum()) or 1.0, self._trained.scale
+        facts, known = facts.to(self.device), reference and self._on_device(reference)
+        rows: list[Sums] = []
         policy, watched = torch.zeros_like(facts.length), torch.zeros_like(facts.length)
         slopes: dict[str, Tensor] = {}
         if self.loss.whole_batch:
@@ -188,29 +204,21 @@ class RankTrainer:
             places = batch.pair_P
             self._watch_gradient(columns["sum"], places, watched)
             if slopes:
-                weighted = sum((columns[name] * slopes[name][places]).sum() for name in slopes)
-                assert isinstance(weighted, Tensor)
-                return weighted * scale
-            scored = self._score(facts.at(places), columns, _rows(known, places), facts)
+                weighted = [(columns[name] * slopes[name][places]).sum() for name in slopes]
+                return sum(weighted[1:], weighted[0]) * scale
+            scored = self._score(facts.at(places), columns, known and _at(known, places), facts)
             policy[places] = scored.x.policy.detach()
             rows.append(weighted_sums(scored, batch.weight_P, self.loss))
             return scored.losses @ batch.weight_P / total * scale
 
         self.runner.backward(batches, self.loss.token_columns, objective)
         self._complete_gradients()
-        rows = rows or [self._no_sums(facts, known)]
-        result = self._update(rows, policy, len(batches), limits)
+        result = self._update(rows or [self._no_sums(facts, known)], policy, len(batches), limits)
         if result.skip_reason == "nonfinite":
             losses = [] if slopes else [row["loss"] for row in rows]
-            lost = lost_pairs(torch.cat([policy, watched], dim=1), batches, losses)
-            result = replace(result, nonfinite=self._nonfinite_report(lost))
+            result = self._with_report(result, torch.cat([policy, watched], 1), batches, losses)
         self._trained.zero_grad()
         return result
-
-    def _watch_gradient(self, sums: Tensor, places: Tensor, watched: Tensor) -> None:
-        """Record the gradient by the log-probs of a micro-batch, without waiting for the device."""
-        if sums.requires_grad:
-            sums.register_hook(partial(watched.__setitem__, places))  # type: ignore[no-untyped-call]
 
     def rehearse(self, batch: PairBatch) -> None:
         """Run forward and backward to measure memory, without an update. `forget` ends it."""
@@ -221,19 +229,133 @@ class RankTrainer:
         self._trained.zero_grad()
 
     def narrow_gradients(self) -> bool:
-        """Sum up gradients in the weights' own precision from now on; False if that is so already."""
+        """Sum up gradients in the weights' own precision from now on; False if that is so now."""
         return self.optimizer is not None and self.optimizer.narrow_gradients()
 
-    @torch.no_grad()
-    def score(
-        self, facts: PairFacts, policy: Columns, reference: Columns | None
-    ) -> dict[str, float]:
-        """metrics.weighted_sums of pairs whose log-probs are known: a whole evaluation set at once."""
-        facts = facts.to(self.device)
-        scored = self._score(
-            facts, _to_device(policy, self.device) or {}, _to_device(reference, self.device), facts
-        )
-        return _floats(weighted_sums(scored, facts.weight, self.loss))
+    # Records the gradient by the log-probs of a micro-batch, without waiting for the device.
+    def _watch_gradient(self, sums: Tensor, places: Tensor, watched: Tensor) -> None:
+        if sums.requires_grad:
+            sums.register_hook(partial(watched.__setitem__, places))  # type: ignore[no-untyped-call]
+
+    def _score(
+        self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts
+    ) -> Scored:
+        """Return losses and rewards of some pairs; `step` holds all that they are averaged with."""
+        x = facts.with_logps(policy, reference, step.mean_chosen_length)
+        return Scored(x, self.loss(x), self.loss.rewards(x))
+
+    def _slopes(
+        self,
+        batches: Sequence[PairBatch],
+        facts: PairFacts,
+        reference: Columns | None,
+        total: float,
+    ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+        """Return metrics, and the gradient by every log-prob, of a loss over the whole batch.
+
+        A pass without gradients sees all pairs; these slopes then weight the ordinary pass.
+        """
+        columns = self.log_probs(batches, len(facts.weight))
+        leaves = {name: column.requires_grad_() for name, column in columns.items()}
+        scored = self._score(facts, columns, reference, facts)
+        slopes = torch.autograd.grad(scored.losses @ facts.weight / total, list(leaves.values()))
+        sums = weighted_sums(scored, facts.weight, self.loss)
+        policy = columns["sum"].detach()
+        if any(self.mesh.places.values()):  # all ranks have computed the same; the first reports it
+            sums = {name: torch.zeros_like(value) for name, value in sums.items()}
+            policy = torch.zeros_like(policy)
+        return sums, policy, dict(zip(leaves, slopes, strict=True))
+
+    def _complete_gradients(self) -> None:
+        """Sum up gradients of which ranks of tp, or both ends of a pipeline, have a part each."""
+        gradient_of = self._trained.gradient
+        parts = [p for p in map(gradient_of, sorted(self.policy.tp_partial)) if p is not None]
+        if parts and (group := self.mesh.group("tp")):
+            all_reduce_(parts, group)
+        if isinstance(self.runner, Stages):
+            self.runner.sum_copies(gradient_of)
+
+    def _with_report(
+        self,
+        result: StepResult,
+        numbers: Tensor,
+        batches: Sequence[PairBatch],
+        losses: list[Tensor],
+    ) -> StepResult:
+        """Return the result with where NaN or Inf was found."""
+        lost, norms = lost_pairs(numbers, batches, losses), self._trained.norms(self._counted)
+        return replace(result, nonfinite=nonfinite_report(lost, norms, alone=self._is_alone))
+
+    def _no_sums(self, facts: PairFacts, reference: Columns | None) -> dict[str, Tensor]:
+        """Return the metrics of a rank that has seen no pairs: zeros to add to the others."""
+        none = facts.weight.new_zeros(0, dtype=torch.long)
+        empty = dict.fromkeys(("sum", *self.loss.token_columns), facts.length[none])
+        scored = self._score(facts.at(none), empty, reference and _at(reference, none), facts)
+        return weighted_sums(scored, facts.weight[none], self.loss)
+
+    def _update(
+        self, rows: Sequence[Sums], policy: Tensor, batches: int, limits: StepLimits | None
+    ) -> StepResult:
+        """Clip and step, unless the numbers, the same on all ranks, demand to skip the step."""
+        optimizer, scale = self._trained, self._trained.loss_scale
+        values = torch.stack([torch.stack(list(row.values())) for row in rows])
+        table = values.new_zeros(self._dp * batches, values.shape[1])  # dp ranks take turns
+        table[self._dp_rank :: self._dp][: len(rows)] = values
+        numbers = self._reduce_numbers(torch.cat([table.flatten(), policy.flatten()]))
+        grad_norm, zeros = numbers[:2].tolist()
+        table = numbers[2 : 2 + table.numel()].view_as(table)
+        logps = numbers[2 + table.numel() :].view_as(policy)
+        total = reduce(torch.add, table)  # in order: the same bits on any number of ranks
+        sums, *each = (dict(zip(rows[0], row.tolist(), strict=True)) for row in [total, *table])
+        found = int(zeros) if self.count_zeros else None
+        by_batch = [row for row in each if row["weight"]]
+        result = StepResult(sums, logps, grad_norm, optimizer.lr, None, found, by_batch=by_batch)
+        reason = self._skip_reason(result, limits)
+        if reason is None:
+            optimizer.step(grad_norm)
+        if scale and reason in (None, "overflow"):
+            scale.overflowed() if reason else scale.succeeded()
+        return replace(result, skip_reason=reason)
+
+    def _skip_reason(self, result: StepResult, limits: StepLimits | None) -> Reason | None:
+        """Return why not to apply the step. A smaller scale helps gradients, not a loss."""
+        scale = self._trained.loss_scale
+        if not math.isfinite(result.sums["loss"]):
+            return "nonfinite"
+        if not math.isfinite(result.grad_norm):
+            return "overflow" if scale and scale.value > 1 else "nonfinite"
+        return "spike" if limits and limits.exceeded(result.loss, result.grad_norm) else None
+
+    def _reduce_numbers(self, known: Tensor) -> Tensor:
+        """Return [norm of the gradient, zeros in it, *known]: the one host sync of a step."""
+        norm = self._trained.grad_norm(self._counted).to(known.device)
+        zeros = torch.zeros((), dtype=torch.float64, device=known.device)
+        for gradient in self._trained.gradients(self._counted) if self.count_zeros else ():
+            zeros += (gradient == 0).sum()
+        if self._is_alone:
+            return torch.cat([torch.stack([norm, zeros]), known]).cpu()
+        own = known if self._is_primary else torch.zeros_like(known)
+        vector = torch.cat([torch.stack([norm.square(), zeros]), own])
+        dist.all_reduce(vector)
+        vector[0].sqrt_()
+        return vector.cpu()
+
+    # --- weights and state ---
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return this rank's exact weights of the policy; each is computed on access."""
+        if self.optimizer:
+            return self.optimizer.masters
+        return {name: local(p.detach()) for name, p in self.policy.named_parameters()}
+
+    def weight_pieces(self) -> dict[str, Tensor | Shard]:
+        """Return the weights that this rank stores, and the initial adapter if it is kept."""
+        begun = {
+            name: local(p.detach())
+            for name, p in self.policy.named_parameters()
+            if f".{START}." in name
+        }
+        return self._pieces({**self.weights(), **begun} if begun else self.weights())
 
     def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
         """Move every weight by `share` of the way to `weights` (TR-DPO)."""
@@ -247,17 +369,21 @@ class RankTrainer:
 
     def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
         """Return everything a later step depends on: this rank's shards by group, and numbers."""
-        optimizer = self._trained
+        optimizer, rng = self._trained, dict[str, Tensor | Shard]()
+        if not any(self.mesh.places.values()):  # a step draws nothing, but a user's loss may
+            rng["cpu"] = torch.get_rng_state()
+            if torch.cuda.is_available():
+                rng["cuda"] = torch.cuda.get_rng_state()
         masters = {name: master.cpu() for name, master in optimizer.masters.items()}
-        groups: dict[str, dict[str, Tensor | Shard]] = {
+        groups = {
             "model": self._pieces(masters),
             "optimizer": self._pieces(optimizer.moments(), optimizer.rows),
-            "rng": {} if any(self.mesh.places.values()) else dict(_rng_state()),
+            "rng": rng,
         }
         return groups, self.numbers()
 
     def numbers(self) -> dict[str, Any]:
-        """The part of the state that is the same on all ranks."""
+        """Return the part of the state that is the same on all ranks."""
         numbers: dict[str, Any] = {"updates": self._trained.updates}
         if scale := self._trained.loss_scale:
             numbers["loss_scale"] = [scale.value, scale.clean]
@@ -275,23 +401,6 @@ class RankTrainer:
         if torch.cuda.is_available() and "cuda" in groups["rng"]:
             torch.cuda.set_rng_state(groups["rng"]["cuda"])
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return this rank's exact weights of the policy; each is computed on access."""
-        if self.optimizer:
-            return self.optimizer.masters
-        return {
-            name: local(parameter.detach()) for name, parameter in self.policy.named_parameters()
-        }
-
-    def weight_pieces(self) -> dict[str, Tensor | Shard]:
-        """Return the weights that this rank stores, and the initial adapter if it is kept."""
-        begun = {
-            name: local(p.detach())
-            for name, p in self.policy.named_parameters()
-            if f".{START}." in name
-        }
-        return self._pieces({**self.weights(), **begun} if begun else self.weights())
-
     def _pieces(
         self, tensors: Mapping[str, Tensor], rows: Mapping[str, ShardSpec] | None = None
     ) -> dict[str, Tensor | Shard]:
@@ -302,154 +411,16 @@ class RankTrainer:
         found: dict[str, Tensor | Shard] = {}
         for key, tensor in tensors.items():
             name = key if key in own else key.rpartition(".")[0]
-            place = (
-                own[name] if tensor.ndim == len(own[name].whole) else ShardSpec.full(tensor.shape)
-            )
+            whole = tensor.ndim == len(own[name].whole)
             if (rows or name in self._counted) and tensor.numel():
-                found[key] = Shard(tensor, place)
+                found[key] = Shard(tensor, own[name] if whole else ShardSpec.full(tensor.shape))
         return found
 
     def _own_parts(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return source if self._is_alone else LocalShards(source, places(self.policy, self.mesh))
 
-    def _gathered(self, batches: Sequence[PairBatch], pairs: int | None) -> dict[str, Tensor]:
-        """Columns of all pairs of the step, on every rank."""
-        parts = self.runner.columns(batches, self.loss.token_columns)
-        places_here = torch.cat([batch.pair_P for batch in batches])
-        if self._is_alone:
-            assert parts is not None
-            order = torch.argsort(places_here).to(self.device, non_blocking=True)
-            return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
-        names = ["sum", *sorted(self.loss.token_columns)]
-        table = torch.zeros(
-            len(names), self._pairs(places_here, pairs), 2, dtype=torch.float64, device=self.device
-        )
-        if parts is not None and self._is_primary:
-            table[:, places_here.to(self.device)] = torch.stack(
-                [torch.cat([part[name].detach() for part in parts]) for name in names]
-            )
-        dist.all_reduce(table)
-        return dict(zip(names, table, strict=True))
-
-    def _pairs(self, places_here: Tensor, known: int | None) -> int:
-        if known is not None:
-            return known
-        most = torch.tensor(max(places_here.tolist(), default=-1) + 1, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
-
-    def _slopes(
-        self,
-        batches: Sequence[PairBatch],
-        facts: PairFacts,
-        reference: Columns | None,
-        total: float,
-    ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
-        """Return metrics, and the gradient by every log-prob, of a loss over the whole batch.
-
-        A pass without gradients sees all pairs; these slopes then weight the ordinary pass.
-        """
-        with torch.no_grad():
-            columns = self._gathered(batches, len(facts.weight))
-        leaves = {name: column.requires_grad_() for name, column in columns.items()}
-        scored = self._score(facts, columns, reference, facts)
-        slopes = torch.autograd.grad(scored.losses @ facts.weight / total, list(leaves.values()))
-        sums = weighted_sums(scored, facts.weight, self.loss)
-        policy = columns["sum"].detach()
-        if any(self.mesh.places.values()):  # all ranks have computed the same; the first reports it
-            sums, policy = (
-                {name: torch.zeros_like(value) for name, value in sums.items()},
-                torch.zeros_like(policy),
-            )
-        return sums, policy, dict(zip(leaves, slopes, strict=True))
-
-    def _score(
-        self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts
-    ) -> Scored:
-        """Return losses and rewards of some pairs; `step` holds all that they are averaged with."""
-        x = facts.with_logps(policy, reference, step.mean_chosen_length)
-        return Scored(x, self.loss(x), self.loss.rewards(x))
-
-    def _update(
-        self,
-        rows: Sequence[Mapping[str, Tensor]],
-        policy: Tensor,
-        batches: int,
-        limits: StepLimits | None,
-    ) -> StepResult:
-        """Clip and step, unless the numbers, the same on all ranks, demand to skip the step."""
-        optimizer, table = self._trained, self._by_batch(rows, batches)
-        # The one host synchronisation of a step.
-        numbers = self._reduce_numbers(torch.cat([table.flatten(), policy.flatten()]))
-        grad_norm, zeros = numbers[:2].tolist()
-        reduced = numbers[2 : 2 + table.numel()].view_as(table)
-        lists = [_in_order(reduced).tolist(), *reduced.tolist()]
-        named, *each = (dict(zip(rows[0], row, strict=True)) for row in lists)
-        logps, lr = numbers[2 + table.numel() :].view_as(policy), optimizer.lr
-        found = int(zeros) if self.count_zeros else None
-        by_batch = [row for row in each if row["weight"]]
-        result = StepResult(named, logps, grad_norm, lr, None, found, by_batch=by_batch)
-        reason = self._skip_reason(result, limits)
-        if reason is None:
-            optimizer.step(grad_norm)
-        if optimizer.loss_scale and reason in (None, "overflow"):
-            optimizer.loss_scale.overflowed() if reason else optimizer.loss_scale.succeeded()
-        return replace(result, skip_reason=reason)
-
-    def _skip_reason(self, result: StepResult, limits: StepLimits | None) -> Reason | None:
-        """Return why not to apply the step. A smaller scale helps a float16 gradient, not a loss."""
-        scale = self._trained.loss_scale
-        if not math.isfinite(result.sums["loss"]):
-            return "nonfinite"
-        if not math.isfinite(result.grad_norm):
-            return "overflow" if scale and scale.value > 1 else "nonfinite"
-        exceeded = limits and limits.exceeded(result.loss, result.grad_norm)
-        return "spike" if exceeded else None
-
-    def _nonfinite_report(self, lost_pairs: list[int]) -> NonFiniteReport:
-        return nonfinite_report(
-            lost_pairs, self._trained.norms(self._counted), alone=self._is_alone
-        )
-
-    def _by_batch(self, rows: Sequence[Mapping[str, Tensor]], batches: int) -> Tensor:
-        """Return the sums of each micro-batch; those of the dp ranks take turns in the rows."""
-        values = torch.stack([torch.stack(list(row.values())) for row in rows])
-        table = values.new_zeros(self._dp * batches, values.shape[1])
-        table[self._dp_rank :: self._dp][: len(rows)] = values
-        return table
-
-    def _reduce_numbers(self, known: Tensor) -> Tensor:
-        """Return [norm of the gradient, zeros in it, *known] of all ranks, on the host."""
-        norm = self._trained.grad_norm(self._counted).to(known.device)
-        zeros = self._zeros_in_gradients() if self.count_zeros else torch.zeros_like(norm)
-        if self._is_alone:
-            return torch.cat([torch.stack([norm, zeros]), known]).cpu()
-        own = known if self._is_primary else torch.zeros_like(known)
-        vector = torch.cat([torch.stack([norm.square(), zeros]), own])
-        dist.all_reduce(vector)
-        vector[0].sqrt_()
-        return vector.cpu()
-
-    def _zeros_in_gradients(self) -> Tensor:
-        counts = [(g == 0).sum() for g in self._trained.gradients(self._counted)]
-        none = torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(counts).sum().to(none) if counts else none
-
-    def _complete_gradients(self) -> None:
-        """Sum up gradients of which ranks of tp, or both ends of a pipeline, have a part each."""
-        gradient_of = self._trained.gradient
-        found = map(gradient_of, sorted(self.policy.tp_partial))
-        parts = [gradient for gradient in found if gradient is not None]
-        if parts and (group := self.mesh.group("tp")):
-            all_reduce_(parts, group)
-        self.runner.sum_copies(gradient_of)
-
-    def _no_sums(self, facts: PairFacts, reference: Columns | None) -> dict[str, Tensor]:
-        """The metrics of a rank that has seen no pairs: zeros, for the sum over all ranks."""
-        none = facts.weight.new_zeros(0, dtype=torch.long)
-        empty = dict.fromkeys(("sum", *self.loss.token_columns), facts.length[none])
-        scored = self._score(facts.at(none), empty, _rows(reference, none), facts)
-        return weighted_sums(scored, facts.weight[none], self.loss)
+    def _on_device(self, columns: Columns) -> Columns:
+        return {name: each.to(self.device, non_blocking=True) for name, each in columns.items()}
 
 
 def device_of(policy: PolicyModel | Stages) -> str:
@@ -457,31 +428,5 @@ def device_of(policy: PolicyModel | Stages) -> str:
     return str(next(iter(policy.buffers()), next(policy.parameters())).device)
 
 
-def _rng_state() -> dict[str, Tensor]:
-    """Return the generators' states: Rather draws nothing within a step, but a user's loss may."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _to_device(columns: Columns | None, device: str) -> Columns | None:
-    if columns is None:
-        return None
-    return {name: column.to(device, non_blocking=True) for name, column in columns.items()}
-
-
-def _rows(columns: Columns | None, places: Tensor) -> Columns | None:
-    return None if columns is None else {name: column[places] for name, column in columns.items()}
-
-
-def _in_order(table: Tensor) -> Tensor:
-    """Return the sum of the rows, added in order: the same bits on any number of ranks."""
-    total = table[0]
-    for row in table[1:]:
-        total = total + row
-    return total
-
-
-def _floats(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+def _at(columns: Columns, places: Tensor) -> Columns:
+    return {name: column[places] for name, column in columns.items()}

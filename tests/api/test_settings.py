@@ -86,7 +86,7 @@ def test_pairs_that_a_loss_cannot_use_are_refused() -> None:
     ):
         trainer_of(steps_of(2), soft_labels=True, max_steps=3).fit(iter(TOKENS))
     with pytest.raises(
-        DataError, match="reads the column soft_label: 8 of 8 evaluation pairs have none"
+        DataError, match="reads the column soft_label: 2 of 2 evaluation pairs have none"
     ):
         trainer_of(steps_of(2), soft_labels=True).evaluate(TOKENS)
     with pytest.raises(DataError, match="'aot' sorts the pairs of a step"):

@@ -293,7 +293,7 @@ def test_arguments_of_transformers(model: Any, tmp_path: Path) -> None:
             model, args=TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1)
         )
     with pytest.raises(
-        ConfigError, match=r"max_steps: set it in train_config, as DPOConfig\(max_steps=...\)"
+        ConfigError, match=r"max_steps and seed belong in train_config, as DPOConfig\(max_steps=...\)"
     ):
         trainer_of(model, args=TrainingArguments(output_dir=str(tmp_path), max_steps=3))
 

@@ -15,7 +15,7 @@ from rather.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from rather.config.keys import table
 from rather.config.schema import Guard
 from rather.errors import CheckpointError, ConfigError
-from rather.pipeline.identity import GUARDS, refuse_other_run
+from rather.pipeline.checks import GUARDS, refuse_other_run
 from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import config_of
 from tests.checkpoint.saving import save_checkpoint
@@ -50,8 +50,8 @@ def test_what_differs_is_refused_with_the_keys_that_bring_it_back(folder: Path, 
 
 
 def test_the_keys_that_are_advised_exist() -> None:
-    for guard in GUARDS.values():
-        for key in re.findall(r"\w+(?:\.\w+)+", guard.keys):
+    for _, keys in GUARDS.values():
+        for key in re.findall(r"\w+(?:\.\w+)+", keys):
             assert key in table(), key
 
 
@@ -150,7 +150,7 @@ def test_what_an_old_checkpoint_does_not_know_is_taken_as_unchanged(
         refuse_other_run(
             _checkpoint(tmp_path, {"seed": [1, 1]}), {"seed": [1, 1], "tokenizer": "0" * 64}, []
         )
-    assert caplog.text.count("nothing is known of its tokenizer, taken as unchanged") == 1
+    assert caplog.text.count("tokenizer: unknown then or now, taken as unchanged") == 1
 
 
 def _checkpoint(folder: Path, identity: dict[str, Any]) -> Checkpoint:

@@ -19,7 +19,7 @@ from rather.checkpoint import checkpoint, manifest, sharded_tensors
 from rather.config.schema import ActorModelArgs
 from rather.data import prepare
 from rather.data.cache import text_sha
-from rather.pipeline.identity import GUARDS
+from rather.pipeline.checks import GUARDS
 from rather.run_folder import control, incidents, layout
 from tests.checkpoint.runs import config_of, train
 
@@ -90,7 +90,7 @@ def header_of(file: Path) -> dict[str, Any]:
 def test_names_in_the_state(saved: Path) -> None:
     state = json.loads((saved / "state.json").read_text())
     assert set(names_in(state)) == STATE
-    assert {name: tuple(guard.fields) for name, guard in GUARDS.items()} == GUARDED
+    assert {name: fields for name, (fields, _) in GUARDS.items()} == GUARDED
     assert sorted(ActorModelArgs(lora_rank=4).adapter_settings or {}) == ADAPTER
 
 

@@ -370,7 +370,7 @@ def _wrap_loop() -> None:
     _wrap(BlockFile, "sync", "cache.sync", "cache.sync.done")
     _wrap(Roles, "move_reference", "follow", "follow.done")
     _wrap(Evaluation, "record", "evaluate", "evaluate.done")
-    _wrap(OutOfMemoryRetry, "without_gradients", after=_evaluates)
+    _wrap(OutOfMemoryRetry, "run", after=_evaluates)
     _wrap(MetricsFile, "position")
     _wrap(TrainingLoop, "save", "save")
     _wrap(Saving, "_publish", after="save.done")
@@ -385,8 +385,8 @@ def _cache(file: Any) -> str:
     return "cache.own" if file.path.name == REFERENCE_LOG else "cache.shared"
 
 
-def _evaluates(_retry: Any, worker: Any, *_: Any) -> str:
-    return "evaluate.reference" if worker.role == "actor_train" else ""
+def _evaluates(_retry: Any, use: str, *_: Any) -> str:
+    return "evaluate.reference" if use == "actor_train" else ""
 
 
 def _wrap_training() -> None:

@@ -36,9 +36,9 @@ def test_a_second_run_reads_what_the_first_one_computed(
     for name in ("first", "second"):
         pipeline = DPOPipeline(make_config(tmp_path, exp_name=name, **changes))
         assert pipeline.run() == 0
-        assert pipeline.reference_logps is not None
+        assert pipeline.reference_stream.logps is not None
         losses.append([line["loss"] for line in metrics(pipeline.config) if "loss" in line])
-    assert pipeline.reference_logps.counts.forwards == 0
+    assert pipeline.reference_stream.logps.counts.forwards == 0
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 

@@ -19,7 +19,7 @@ from rather.data.prepare import recipe_of
 from rather.data.tokens import Encoder
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.model.generate import GeneratedAnswer
-from rather.pipeline.eval_prompts import ANSWERS, Answers, read_prompts, repetition
+from rather.pipeline.evaluation import ANSWERS, Answers, read_prompts, repetition
 from rather.pipeline.pipeline import DPOPipeline
 from tests.health.village import RATE, Case, Village, kind
 from tests.tiny import make_config, metrics
@@ -199,8 +199,8 @@ def test_prompts_come_from_the_config_or_from_a_file(tmp_path: Path) -> None:
     ("name", "text", "said"),
     [
         ("a.txt", "\n", "has no prompt"),
-        ("a.jsonl", '{"prompt": 3}\n', "neither a text nor a row"),
-        ("a.jsonl", "{\n", "prompt 1: not valid JSON"),
+        ("a.jsonl", '{"prompt": 3}\n', "neither a JSON text nor a row"),
+        ("a.jsonl", "{\n", "prompt 1: neither a JSON text"),
     ],
 )
 def test_a_file_without_prompts_is_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -282,16 +282,19 @@ class Small:
         pass
 
 
-def test_fewer_prompts_at_once_where_memory_falls_short(run: DPOConfig) -> None:
+def test_fewer_prompts_at_once_where_memory_falls_short(
+    run: DPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rather.pipeline.evaluation.as_local", lambda worker, _: worker)
     answers = Answers.__new__(Answers)
-    answers.asked, answers.tokenizer = run.eval_prompts, None  # type: ignore[assignment]
-    prompts = [[number] for number in range(8)]
+    answers.asked, answers.tokenizer, answers.end_of_turn = run.eval_prompts, None, -1  # type: ignore[assignment]
+    answers.ids = [[number] for number in range(8)]
     small: Any = Small(2)
-    assert [answer.ids for answer in answers._answer(small, prompts)] == prompts
-    assert small.calls == [8, 4, 2, 2, 4, 2, 2]
+    assert [answer.ids for answer in answers._answers(small)] == answers.ids
+    assert small.calls == [8, 4, 2, 2, 2, 2]
     nothing: Any = Small(0)
     with pytest.raises(MemoryShortage, match="lower max_new_tokens"):
-        answers._answer(nothing, prompts)
+        answers._answers(nothing)
 
 
 def test_an_answer_ends_with_the_turn_of_its_template() -> None:

@@ -160,5 +160,5 @@ def test_starting_anew_forgets_them(folder: Path) -> None:
     shutil.rmtree(folder / "cache-anew")
     again = DPOPipeline(make_config(folder, **name, overwrite=True))
     assert again.run() == 0
-    assert again.reference_logps is not None
-    assert again.reference_logps.counts.forwards > 0
+    assert again.reference_stream.logps is not None
+    assert again.reference_stream.logps.counts.forwards > 0

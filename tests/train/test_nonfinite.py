@@ -403,7 +403,7 @@ def test_a_second_rollback_to_the_same_step_ends_the_run(shared: Path, fault: An
     fault(nan_at(3), nan_at(4))
     with pytest.raises(
         NonFiniteError,
-        match="step 4: cannot roll back: the run already rolled back to step 2",
+        match="step 4: cannot roll back: there is no good checkpoint",
     ):
         run(shared, "nan-loop", on_nonfinite="rollback", save_steps=2)
 

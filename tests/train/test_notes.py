@@ -24,7 +24,7 @@ def failing(*_args: Any, **_options: Any) -> None:
 def test_notes_that_fail_stop_nothing(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("forecast_of", "token_view", "counts"):
+    for name in ("Forecast", "token_view", "counts"):
         monkeypatch.setattr(notes, name, failing)
     config = make_config(shared, exp_name="unnoted", max_steps=2)
     with caplog.at_level(logging.WARNING):
@@ -70,7 +70,7 @@ def test_the_environment_is_there_before_anybody_looks_at_a_gpu(
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OWN_SETTING"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    monkeypatch.setattr(notes, "forecast_of", look)
+    monkeypatch.setattr(notes, "pairs_of", look)
     DPOPipeline(
         make_config(shared, exp_name="settled", max_steps=1, system_envs={"OWN_SETTING": "1"})
     ).run()

@@ -53,7 +53,7 @@ def parts(folder: Path, *, fails_at: int = 0) -> tuple[DPOConfig, Roles, Counted
     for role in (roles.actor_train, roles.reference):
         assert role is not None
         role.initialize(prepared.total_steps)
-    packing = Packing(config, roles.kind, roles.here, train_tokens=4096)
+    packing = Packing(config, roles.kind, tokens={"train": 4096})
     return config, roles, CountedSteps(replace(prepared, packing=packing), fails_at)
 
 
@@ -70,7 +70,7 @@ def test_without_a_folder_nothing_is_written(shared: Path, tmp_path: Path) -> No
         roles,
         source,
         identity=IDENTITY,
-        evaluate=lambda: {"eval/answer": 1.0},
+        evaluate=lambda: {"answer": 1.0},
         on_record=records.append,
     )
     assert pipeline.run() == 0

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -156,7 +155,7 @@ def test_evaluation_chunks_do_not_matter(shared: Path, monkeypatch: pytest.Monke
     config = make_config(shared, exp_name="whole-set")
     records = []
     for chunk in (256, 4, 1):
-        monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", chunk)
+        monkeypatch.setattr("rather.pipeline.steps.EVALUATION_CHUNK", chunk)
         pipeline = DPOPipeline(config)
         pipeline.initialize()
         records += [pipeline.evaluate(), pipeline.evaluate()]
@@ -164,19 +163,10 @@ def test_evaluation_chunks_do_not_matter(shared: Path, monkeypatch: pytest.Monke
         assert record == pytest.approx(records[0], rel=1e-6)
 
 
-class Scripted(DPOPipeline):
-    """Evaluations with given values, so that the best one is known."""
-
-    values: Iterator[float]
-    metric = "eval/loss"
-
-    def evaluate(self) -> dict[str, Any]:
-        return {self.metric: next(self.values)}
-
-
-def scripted(config: DPOConfig, *values: float, metric: str = "eval/loss") -> Scripted:
-    pipeline = Scripted(config)
-    pipeline.values, pipeline.metric = iter(values), metric
+def scripted(config: DPOConfig, *values: float, metric: str = "eval/loss") -> DPOPipeline:
+    """Return a pipeline whose evaluations give these values."""
+    pipeline, left = DPOPipeline(config), iter(values)
+    pipeline.evaluators = [lambda *_: {metric: next(left)}]
     return pipeline
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rather.config.schema import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.timeline import TRACKS, Span, Trace
+from rather.pipeline.timeline import TRACKS, Trace
 from tests.tiny import in_child, make_config
 from tests.train.test_resume import train
 
@@ -89,7 +89,7 @@ def test_without_room_for_the_trace_the_run_goes_on(
     trace._file = FileIO("/dev/full", "w")
     with caplog.at_level(logging.WARNING, "rather"):
         for step in (1, 2):
-            trace.add("driver", "save", step, Span(0.0, 1.0))
+            trace.add("driver", "save", step, 0.0, 1.0)
     trace.close()
     assert (
         caplog.text.count(

@@ -1,0 +1,204 @@
+"""Runs that are refused: what would train to a wrong result, and checkpoints of another run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rather.checkpoint.checkpoint import Checkpoint
+from rather.cluster.role import Role
+from rather.config.schema import DPOConfig
+from rather.data.prepare import Prepared
+from rather.errors import CheckpointError, ConfigError, DataError
+from rather.losses.objective import PairLoss
+from rather.model.files import config_digest
+from rather.parallel.load import compute_dtype, same_weights
+
+log = logging.getLogger(__name__)
+
+# Of a log-prob, per token.
+ROUNDING = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}
+
+
+def refuse_missing_columns(config: DPOConfig, objective: PairLoss, data: Prepared) -> None:
+    """Refuse a run whose loss needs columns that some pairs do not have."""
+    for name, dataset in {"training": data.train, **data.evals}.items():
+        refuse_columns(config, objective, name or "evaluation", dataset.column)
+
+
+def refuse_columns(
+    config: DPOConfig, objective: PairLoss, name: str, column: Callable[[str], NDArray[np.float64]]
+) -> None:
+    """Refuse pairs without a column that the loss reads, or with weights if it sorts pairs."""
+    loss = f"loss '{' + '.join(config.loss_names)}'"
+    if objective.whole_batch and (column("weight") != 1).any():
+        raise DataError(
+            f"{loss} sorts the pairs of a step: none has its own weight. "
+            "Remove the column weight, or map it away with data_args.columns."
+        )
+    for read in sorted(objective.pair_columns):
+        missing = np.isnan(column(read))
+        if missing.any():
+            raise DataError(
+                f"{loss} reads the column {read}: {missing.sum()} of {len(missing)} {name} pairs "
+                "have none."
+            )
+
+
+def refuse_foreign_tokens(config: DPOConfig, data: Prepared, worker: Role) -> None:
+    """Refuse token ids beyond a model's embeddings: an index error at best."""
+    largest = max(dataset.largest_id for dataset in (data.train, *data.evals.values()))
+    if largest >= worker.embedding_rows():
+        raise ConfigError(
+            f"{worker.role}: the tokenizer {config.actor_train.tokenizer_path} gives ids up to "
+            f"{largest}, the model {worker.embedding_rows()} embeddings; use the tokenizer that "
+            "belongs to the model."
+        )
+
+
+def check_step_zero(
+    config: DPOConfig,
+    kind: str,
+    lengths: Tensor,
+    policy: Tensor,
+    reference: Tensor,
+    cache: Path | None,
+) -> None:
+    """Untrained, a policy with the weights of the reference must have its log-probs.
+
+    `lengths` are the scored tokens, and `cache` is where log-probs of the reference came from.
+    """
+    roles = (config.actor_train, config.reference)
+    paths = [role.model_path for role in roles]
+    names = ("revision", "adapter_name_or_path")
+    loaded = [
+        (compute_dtype(role.model_args, kind), *(getattr(role.model_args, name) for name in names))
+        for role in roles
+    ]
+    if loaded[0] != loaded[1] or not same_weights(*paths):
+        text = "policy %s %s and reference %s %s differ by intent: no check at step 0"
+        log.info(text, paths[0], loaded[0], paths[1], loaded[1])
+        return
+    worst = float(((policy.cpu() - reference.cpu()).abs() / lengths).max())
+    if not worst <= ROUNDING[loaded[0][0]]:
+        advice = f", or the cached log-probs are wrong: delete {cache}" if cache else ""
+        raise ConfigError(
+            "before any training, policy and reference log-probs of the same weights "
+            f"({paths[0]}) differ by {worst:.2g} per token: one of the two roles does not hold "
+            f"those weights{advice}. Nothing was saved."
+        )
+
+
+# --- whose checkpoint is it? ---
+
+# A word of resume.allow -> the fields that it lets change, and the keys that bring them back.
+GUARDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "data": (
+        ("data",),
+        "the files and settings of actor_train.data_args, sequence_length, a held-out split",
+    ),
+    "tokenizer": (
+        ("tokenizer", "chat template"),
+        "actor_train.model_args.tokenizer_name_or_path and its files, global_template",
+    ),
+    "model": (("model", "model config", "adapter"), "pretrain, actor_train.model_args"),
+    "reference": (
+        ("reference", "reference config", "synced reference"),
+        "reference.model_args.model_name_or_path and revision, sync_ref_model and its numbers",
+    ),
+    "loss": (("loss",), "pref_loss, beta and the other keys of the loss"),
+    "seed": (("seed",), "seed, actor_train.training_args.data_seed"),
+    "batch": (
+        ("global batch", "grouped responses"),
+        "train_batch_size, or actor_train.training_args.per_device_train_batch_size and "
+        "gradient_accumulation_steps; group_responses",
+    ),
+}
+STATE_OF_A_RUN = {
+    "identity": dict,
+    "progress": dict,
+    "schedule": dict,
+    "trainer": dict,
+    "metrics_bytes": int,
+}
+
+
+def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[str, Any]:
+    """Return what a checkpoint remembers of its run; what cannot be known here is left out."""
+    synced = [config.ref_model_mixup_alpha, config.ref_model_sync_steps]
+    grouped = config.group_responses and data.train.groups is not None
+    roles = {"model": config.actor_train, "reference": config.reference}
+    paths = {name: (role.model_path, role.model_args.revision) for name, role in roles.items()}
+    digests = {f"{name} config": config_digest(*path) for name, path in paths.items()}
+    return {
+        "data": {
+            "pairs": data.train.fingerprint,
+            "parts": [list(part) for part in data.train.parts],
+        },
+        "tokenizer": data.report["tokenizer_sha256"],
+        "chat template": dict(data.report["train"]["template"]),
+        **{name: list(path) for name, path in paths.items()},
+        **{name: digest for name, digest in digests.items() if digest},
+        "loss": objective.description(),
+        "synced reference": synced if config.sync_ref_model else None,
+        "seed": [config.seed, config.data_seed],
+        "global batch": config.global_batch(),
+        "adapter": config.actor_train.model_args.adapter_settings,
+        "grouped responses": True if grouped else None,
+    }
+
+
+def refuse_other_run(newest: Checkpoint, now: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Refuse a checkpoint of another run; the error lists each field that differs."""
+    for key, kind in STATE_OF_A_RUN.items():
+        if not isinstance(newest.state.get(key), kind):
+            raise CheckpointError(f"{newest.path}: its state has no {key}; no run has saved it.")
+    then, refused = newest.state["identity"], []
+    for name, (fields, keys) in GUARDS.items():
+        found = [line for field in fields for line in _changes(field, then, now)]
+        if found and name in allowed:
+            text = "resume.allow: %s has changed since %s: %s"
+            log.warning(text, name, newest.path, "; ".join(found))
+        elif found:
+            refused += [*found, f"  set by {keys}; or allow it: resume.allow=[{name}]"]
+    if refused:
+        raise CheckpointError(
+            f"{newest.path} belongs to another run:\n  " + "\n  ".join(refused) + "\n"
+            "Set them back, choose another exp_name, or start from scratch with --overwrite."
+        )
+
+
+def _changes(field: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    if field not in then or field not in now:
+        if field in then or field in now:
+            log.info("%s: unknown then or now, taken as unchanged", field)
+        return
+    before, after = (dict(_leaves(field, side[field])) for side in (then, now))
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            yield f"{key}: {_shown(before.get(key))} then, {_shown(after.get(key))} now"
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield single values by path; a loss, [name, weight, numbers], has its name as path."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    elif name == "loss.losses":
+        for loss, weight, numbers in value:
+            yield from _leaves(f"loss.{loss}", {"weight": weight, **numbers})
+    else:
+        yield name, value
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message; of a digest the first letters."""
+    text = "nothing" if value is None else str(value)
+    return text[:12] if len(text) == 64 and text.isalnum() else text
