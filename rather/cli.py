@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from rather.commands import models, prepare, runs
@@ -81,24 +80,9 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
     """Train as the YAML says and return the exit code."""
     with StopRequest() as stop:
         config = settings(path, overrides)
-        from rather.commands.train import train_run
-        from rather.data.show import print_report
-        from rather.pipeline.pipeline import DPOPipeline
+        from rather.commands import train as training
 
-        if not dry_run:
-            return train_run(config, stop)
-        pipeline: Any = DPOPipeline(config)
-        with closing(pipeline):
-            print_report(pipeline.data.report, Console(stderr=True))
-            pipeline.initialize()
-            first = next(pipeline.steps())
-            typer.echo(
-                f"{len(pipeline.data.train)} pairs, {pipeline.total_steps} steps of "
-                f"{pipeline.source.order.batch} pairs; the first packs {first.tokens} tokens into "
-                f"{len(first.policy)} micro-batches. Nothing was trained; only the data cache was "
-                "written."
-            )
-        return 0
+        return training.dry_run(config) if dry_run else training.train_run(config, stop)
 
 
 @command

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.text import Text
+import typer
 
 from rather.config.schema import DPOConfig, TrainDataArgs
 from rather.data.formats import TextPair
@@ -93,14 +93,24 @@ def chat(
 ) -> None:
     """Print the answers to one prompt, or to questions until /quit or the end of the input."""
     torch.manual_seed(seed)
-    speakers, console = [Speaker.load(name, system) for name in models], Console(highlight=False)
+    speakers = [Speaker.load(name, system) for name in models]
+
+    def ask(text: str) -> None:
+        for speaker in speakers:
+            if len(speakers) > 1:
+                typer.echo(f"── {speaker.name} ──")
+            try:
+                speaker.answer(text, decoding, partial(typer.echo, nl=False))
+            finally:
+                typer.echo()
+
     if prompt is not None:
-        return _ask(speakers, prompt, decoding, console)
+        return ask(prompt)
     with suppress(ImportError):
         import readline  # noqa: F401 - arrow keys and history for input()
-    console.print(Text(COMMANDS), style="dim")
+    typer.echo(COMMANDS)
     with suppress(EOFError):
-        while (line := console.input("[bold]> [/]").strip()) != "/quit":
+        while (line := input("> ").strip()) != "/quit":
             word, _, rest = line.partition(" ")
             try:
                 if word in ("/reset", "/system"):
@@ -108,28 +118,12 @@ def chat(
                     for speaker in speakers:
                         speaker.reset(wanted)
                     system = wanted
-                    console.print("(new conversation)", style="dim")
+                    typer.echo("(new conversation)")
                 elif word.startswith("/") and word[1:].isalpha():
-                    console.print(Text(f"{word}: unknown command. {COMMANDS}"))
+                    typer.echo(f"{word}: unknown command. {COMMANDS}")
                 elif line:
-                    _ask(speakers, line, decoding, console)
+                    ask(line)
             except KeyboardInterrupt:
-                console.print("(stopped)", style="dim")
+                typer.echo("(stopped)")
             except (ConfigError, DataError) as error:
-                console.print(Text(str(error)), style="red")
-
-
-def _ask(speakers: Sequence[Speaker], text: str, decoding: Decoding, console: Console) -> None:
-    """Print the answer of each model, under its name if there are two."""
-
-    def show(piece: str) -> None:
-        console.out(piece, end="", highlight=False)
-        console.file.flush()
-
-    for speaker in speakers:
-        if len(speakers) > 1:
-            console.rule(Text(speaker.name), align="left")
-        try:
-            speaker.answer(text, decoding, show)
-        finally:
-            console.print()
+                typer.echo(str(error))

@@ -31,19 +31,24 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     environments = [run.starts[-1]["environment"] if run.starts else {} for run in runs]
     first, second = map(curves_of, runs)
     shared = [name for name in first if name in second and not name.startswith(CLOCK)]
-    pairs = {name: (first[name], second[name]) for name in shared}
+    metrics = {name: compare_curves(name, first[name], second[name]) for name in shared}
     only = [sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys())]
-    difference, weights = first_difference(pairs), compare_weights(a, b)
-    same_steps = all(x.keys() == y.keys() for x, y in pairs.values())
+    weights = compare_weights(a, b)
+    changes = [(each["from"], name) for name, each in metrics.items() if each["from"] is not None]
+    difference = None
+    if changes:
+        step, name = min(changes)
+        values = [first[name][step], second[name][step]]
+        difference = {"step": step, "metric": name, "values": values}
+    same_steps = all(first[name].keys() == second[name].keys() for name in shared)
     equal = difference is None and same_steps and not any(only)
     return {
         "runs": [str(a), str(b)],
         "steps": [run.step for run in runs],
         "config": differences(read_config(a), read_config(b)),
         "environment": differences(*environments),
-        "metrics": {name: _ends(name, pair) for name, pair in pairs.items()},
+        "metrics": metrics,
         "only_in_one": only,
-        "curves": {name: distance(*pair) for name, pair in pairs.items()},
         "first_difference": difference,
         "weights": weights,
         "equal": bool(equal and weights and weights["equal"]),
@@ -62,38 +67,17 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[An
     return {key: [a.get(key), b.get(key)] for key in keys if a.get(key) != b.get(key)}
 
 
-def _gap(a: float, b: float) -> float:
-    """Return how far two values are apart; a NaN is infinitely far from everything but a NaN."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    return math.inf if math.isnan(a - b) else abs(a - b)
-
-
-def first_difference(curves: Mapping[str, tuple[Curve, Curve]]) -> dict[str, Any] | None:
-    """Return the earliest common step at which a number is not the same to the last bit."""
-    found = [
-        (step, name, [a[step], b[step]])
-        for name, (a, b) in curves.items()
-        for step in a.keys() & b.keys()
-        if _gap(a[step], b[step])
-    ]
-    return dict(zip(("step", "metric", "values"), min(found), strict=True)) if found else None
-
-
-def distance(a: Curve, b: Curve) -> dict[str, Any]:
-    """Return how far two curves are apart at their common steps."""
-    gaps = {step: _gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())}
+def compare_curves(name: str, a: Curve, b: Curve) -> dict[str, Any]:
+    """Return final and best values, and the gaps at common steps; a NaN is far from any number."""
+    gaps = {}
+    for step in sorted(a.keys() & b.keys()):
+        if a[step] != b[step] and not (math.isnan(a[step]) and math.isnan(b[step])):
+            gap = abs(a[step] - b[step])
+            gaps[step] = math.inf if math.isnan(gap) else gap
     largest = max(gaps.values(), default=0.0)
-    at = next((step for step, gap in gaps.items() if gap == largest), None)
-    rms = math.sqrt(sum(gap * gap for gap in gaps.values()) / max(1, len(gaps)))
-    return {"steps": len(gaps), "largest": largest, "at": at if largest else None, "rms": rms}
-
-
-def _ends(name: str, pair: tuple[Curve, Curve]) -> dict[str, Any]:
-    ends: dict[str, Any] = {"final": [curve[max(curve)] for curve in pair]}
-    if name.endswith(JUDGED):
-        ends["best"] = [list(best(name, curve)) for curve in pair]
-    return ends
+    found: dict[str, Any] = {"final": [a[max(a)], b[max(b)]], "from": min(gaps, default=None)}
+    found |= {"largest": largest, "at": next((s for s in gaps if gaps[s] == largest), None)}
+    return found | ({"best": [best(name, a), best(name, b)]} if name.endswith(JUDGED) else {})
 
 
 def best(name: str, curve: Curve) -> tuple[float, int]:
@@ -109,22 +93,19 @@ def compare_weights(a: Path, b: Path) -> dict[str, Any] | None:
     if not all((folder / "model" / "config.json").is_file() for folder in (a, b)):
         return None
     first, second = (ShardedFiles(weight_files(folder / "model")) for folder in (a, b))
-    names, gaps = sorted({*first, *second}), {}
+    names, gaps = {*first, *second}, {}
     for name in names:
-        alike = name in first and name in second and first.shape(name) == second.shape(name)
-        if not alike:
+        if name not in first or name not in second or first.shape(name) != second.shape(name):
             gaps[name] = math.inf
-        elif not _equal_bits(first[name], second[name]):
-            gaps[name] = float((first[name].double() - second[name].double()).abs().max())
-    largest = max(gaps, key=lambda name: gaps[name], default=None)
+            continue
+        a_tensor, b_tensor = first[name], second[name]
+        # By their bytes: a NaN is equal to itself, and -0.0 differs from 0.0.
+        bits = (tensor.reshape(-1).view(torch.uint8) for tensor in (a_tensor, b_tensor))
+        if a_tensor.dtype != b_tensor.dtype or not torch.equal(*bits):
+            gaps[name] = float((a_tensor.double() - b_tensor.double()).abs().max())
+    largest = max(gaps, key=lambda name: gaps[name], default="")
     found = {"equal": not gaps, "tensors": len(names), "differing": len(gaps)}
-    return {**found, "largest": gaps.get(str(largest)), "in": largest}
-
-
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """A NaN is equal to itself, and -0.0 differs from 0.0."""
-    first, second = (x.reshape(-1).view(torch.uint8) for x in (a, b))
-    return a.dtype == b.dtype and torch.equal(first, second)
+    return {**found, "largest": gaps.get(largest), "in": largest}
 
 
 def print_comparison(found: Mapping[str, Any]) -> None:
@@ -132,23 +113,22 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     for title in ("config", "environment"):
         rows = [(key, *pair) for key, pair in found[title].items()]
         print_table((title, a, b), rows, f"{title}: {len(rows)} differences")
-    curves = {name: curve for name, curve in found["curves"].items() if curve["largest"]}
-    rows = []
-    for name in sorted(curves, key=lambda name: -curves[name]["largest"])[:MOST_METRICS]:
-        curve, final = curves[name], found["metrics"][name]["final"]
-        apart = f"{curve['largest']:.3g} at step {curve['at']}, {curve['rms']:.3g} rms"
-        rows.append((name, *(f"{value:.6g}" for value in final), apart))
-    title = f"metrics: {len(curves)} of {len(found['curves'])} differ"
-    print_table(("metric", f"{a}, final", f"{b}, final", "largest gap"), rows, title)
+    metrics = found["metrics"].items()
+    rows = [
+        (name, *(f"{value:.6g}" for value in each["final"]), f"{each['largest']:.3g}", each["at"])
+        for name, each in sorted(metrics, key=lambda item: -item[1]["largest"])
+        if each["largest"]
+    ]
+    title = f"metrics: {len(rows)} of {len(metrics)} differ"
+    names = ("metric", f"{a}, final", f"{b}, final", "largest gap", "at step")
+    print_table(names, rows[:MOST_METRICS], title)
     first, weights = found["first_difference"], found["weights"]
-    said = ["Steps: {} and {}.".format(*found["steps"]), "No metric differs at a common step."]
+    typer.echo("Steps: {} and {}.".format(*found["steps"]))
     if first:
         values = "{!r} and {!r}".format(*first["values"])
-        said[1] = f"They differ from step {first['step']}: {first['metric']} is {values}."
-    if weights is None:
-        said.append("Weights were not compared: a run has no exported model.")
+        typer.echo(f"They differ from step {first['step']}: {first['metric']} is {values}.")
+    if weights:
+        typer.echo("{differing} of {tensors} tensors of the models differ.".format(**weights))
     else:
-        differ = f"{weights['differing']} of {weights['tensors']} tensors of the models differ."
-        said.append(differ)
-    said.append("The runs are bit-identical." if found["equal"] else "The runs are not equal.")
-    typer.echo("\n".join(said))
+        typer.echo("Weights were not compared: a run has no exported model.")
+    typer.echo("The runs are bit-identical." if found["equal"] else "The runs are not equal.")

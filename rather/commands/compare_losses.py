@@ -37,9 +37,9 @@ LEGEND = (
 EQUAL = "Policy and reference are equal on these pairs: the values are those before any training."
 
 
-@dataclass(frozen=True)
+@dataclass
 class LossRow:
-    """One loss on all pairs. If it cannot be computed, `missing` says why and the numbers are NaN."""
+    """One loss on all pairs. Without the columns in `missing` its numbers are NaN."""
 
     name: str
     objective: PairLoss
@@ -80,24 +80,21 @@ def compare_rows(config: DPOConfig, x: LogProbs) -> list[LossRow]:
     numbers = config.loss_numbers | config.loss_modifiers
     if config.loss_weights:
         numbers["loss_weights"] = config.loss_weights
-    own = LossRow(f"this run: {' + '.join(config.loss_names)}", from_config(config), numbers)
-    others = [LossRow(name, configure([name], {}), rule.numbers) for name, rule in LOSSES.items()]
+    own = f"this run: {' + '.join(config.loss_names)}", from_config(config), numbers
+    others = ((name, configure([name], {}), rule.numbers) for name, rule in LOSSES.items())
     weight, rows = x.facts.weight / x.facts.weight.sum(), []
-    for row in (own, *others):
-        unknown = {name: getattr(x.facts, name).isnan() for name in row.objective.pair_columns}
-        missing = [
-            f"{int(each.sum())} of {len(each)} pairs have no {name}"
-            for name, each in unknown.items()
-            if each.any()
-        ]
-        if missing:
-            rows.append(replace(row, missing=", ".join(missing)))
-            continue
-        losses, gradient = slopes(row.objective, x, x.policy)
-        _, at_start = slopes(row.objective, x, at_zero_margin(row.objective, x))
-        saturated = (gradient < SATURATED * at_start).double()
-        value, size, share = (float(column @ weight) for column in (losses, gradient, saturated))
-        rows.append(replace(row, value=value, gradient=size, saturated=share))
+    for name, objective, numbers in (own, *others):
+        facts = {column: getattr(x.facts, column) for column in sorted(objective.pair_columns)}
+        missing = ", ".join(column for column, values in facts.items() if values.isnan().any())
+        row = LossRow(name, objective, numbers, missing=missing)
+        if not missing:
+            losses, gradient = slopes(objective, x, x.policy)
+            _, at_start = slopes(objective, x, at_zero_margin(objective, x))
+            saturated = (gradient < SATURATED * at_start).double()
+            row.value, row.gradient, row.saturated = (
+                float(column @ weight) for column in (losses, gradient, saturated)
+            )
+        rows.append(row)
     return rows
 
 
@@ -127,7 +124,7 @@ def print_rows(rows: Sequence[LossRow], x: LogProbs) -> None:
     cells = []
     for row in rows:
         numbers = ", ".join(f"{name} {n}" for name, n in row.numbers.items() if n is not None)
-        note = f"not computable: {row.missing}" if row.missing else numbers
+        note = f"not computable: pairs have no {row.missing}" if row.missing else numbers
         values = f"{row.value:.4g}", f"{row.gradient:.3g}", f"{row.saturated:.1%}"
         cells.append((row.name, *values, note))
     title = f"{len(rows) - 1} losses on {len(x.margins)} pairs"

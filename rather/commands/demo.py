@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import typer
 from rich.progress import track
-from rich.text import Text
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -44,7 +43,6 @@ from rather.model.generate import Decoding, generate
 SEED, STEPS, BATCH = 0, 200, 32
 MARKER = ".rather-demo"
 MADE = ("base", "train.json", "held_out.json", "dpo.yaml", "output", "answers.json")
-COLOURS = {"kind": "green", "grumpy": "red", "neither": "yellow"}
 ACCURACY = "eval/rewards/accuracies"
 YAML = """\
 exp_name: demo
@@ -344,11 +342,8 @@ def compare(out: Path, held_out: Sequence[Query]) -> dict[str, Any]:
 def show(out: Path, result: dict[str, Any]) -> None:
     """Print some random answers, the shares over all of them, and what to try next."""
     answers, sides = result["answers"], ("before", "after")
-    rows = [
-        (row["prompt"], *(Text(row[side], COLOURS[manner_of(row[side])]) for side in sides))
-        for row in random.Random(SEED).sample(answers, 5)
-    ]
-    print_table(("held-out question", *sides), rows)
+    shown = random.Random(SEED).sample(answers, 5)
+    print_table(("held-out question", *sides), [tuple(row.values()) for row in shown])
     labels = {
         "preferred": "kind answers (preferred)",
         "on_topic": "right item with its right place or price",

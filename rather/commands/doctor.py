@@ -12,22 +12,17 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
-from rich.text import Text
 
 from rather.commands.terminal import Overrides, command, count, print_table, settings
-from rather.errors import RatherError
-
-if TYPE_CHECKING:
-    from rather.config.schema import DPOConfig
+from rather.errors import ConfigError, RatherError
 
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_MEMORY = 10 * GIB, 4 * GIB
 SHARED_MEMORY = GIB // 4  # a local Ray needs it
 OPEN_FILES = 4096
-STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 class Diagnosis(NamedTuple):
@@ -52,28 +47,30 @@ def doctor_command(
 ) -> int:
     """Check this machine, and with a YAML what its run needs. Every problem comes with a fix."""
     found = list(diagnose(config, overrides))
-    rows = [(name, Text(state, STYLES[state]), text, fix) for name, state, text, fix in found]
-    print_table(("check", "state", "found", "fix"), rows)
+    print_table(("check", "state", "found", "fix"), found)
     problems = sum(each.state == "problem" for each in found)
     typer.echo(f"{count(len(found), 'check')}, {count(problems, 'problem')}")
     return 1 if problems else 0
 
 
 def diagnose(path: Path | None = None, overrides: list[str] | None = None) -> Iterator[Diagnosis]:
-    """Check a config, the machine and the folders of the run, then what the run needs."""
-    config, folders = None, {Path.cwd(), Path(tempfile.gettempdir())}
+    """Check a config, the machine and the folders of the run; `rather plan` checks what it needs."""
+    folders = {Path.cwd(), Path(tempfile.gettempdir())}
     try:
         if path:
             config = settings(path, overrides)
             cache = config.data_cache_dir(config.actor_train.data_args)
             folders = {config.run_dir, cache, config.log_dir}
-            yield check("config", True, f"{config.exp_name}: keys are known, files exist")
+            from rather.cluster.role import device_kind
+            from rather.config.checks import device_problems
+
+            if problems := device_problems(config, device_kind(config.platform)):
+                raise ConfigError(problems)
+            yield check("config", True, "keys are known, files and devices exist")
     except RatherError as error:
         yield check("config", False, str(error), "see the line that it names")
     yield from _machine()
     yield from map(_disk, sorted(folders))
-    if config:
-        yield from _run(config)
 
 
 def _machine() -> Iterator[Diagnosis]:
@@ -145,32 +142,3 @@ def _disk(folder: Path) -> Diagnosis:
     free = free_disk(folder)
     text, fix = f"{free / GIB:.1f} GiB free, writable", "free some space, or choose another folder"
     return check(name, free > LITTLE_DISK, text, fix, "warning")
-
-
-def _run(config: DPOConfig) -> Iterator[Diagnosis]:
-    """Compare what this run needs with this machine; `rather plan` knows more."""
-    from rather.cluster.role import device_kind
-    from rather.config.checks import device_problems
-    from rather.model.sizes import sizes_of
-    from rather.pipeline.run_summary import device_here
-    from rather.plan.forecast import disk_of, free_disk
-    from rather.plan.memory import role_state
-
-    actor = config.actor_train
-    try:
-        kind = device_kind(config.platform)
-        for problem in device_problems(config, kind):
-            yield check("devices", False, problem, "see the key that it names")
-        sizes = sizes_of(actor.model_path, actor.model_args)
-        memory = device_here(config, kind).memory
-    except RatherError as error:
-        yield check("model", False, str(error), "see the key or folder that it names")
-        return
-    state = role_state(config, actor, kind, sizes.shapes, actor.model_args, narrow=True)
-    needed = state.own + state.gathered
-    text = f"weights and optimizer need {needed / GIB:.2f} of {memory / GIB:.1f} GiB"
-    yield check("model", needed <= memory, text, "see the settings that `rather plan` suggests")
-    room = sum(disk_of(config, sizes, steps=1, pairs=0, data=0).values())
-    free = free_disk(config.run_dir)
-    text = f"a checkpoint and the model need {room / GIB:.2f} of {free / GIB:.1f} GiB"
-    yield check("room", room <= free, text, "choose another output_dir")

@@ -7,8 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from rather.cluster.role import device_kind
 from rather.commands.terminal import print_json, print_table
@@ -88,7 +86,7 @@ def plan(
         rows.append((way.overrides, memory, f"{seconds:.3g}", f"{rate:.3g}", fit))
     if rows:
         print_table(("other settings", "memory", "s per step", "pairs/s", "fits"), rows)
-    Console().print(Text(said, "bold green" if own.fits else "bold red"), soft_wrap=True)
+    typer.secho(said, fg="green" if own.fits else "red")
 
 
 def _for_batch(pairs: PairSample, config: DPOConfig) -> PairSample:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from rather.commands.terminal import (
     AsJson,
@@ -125,7 +124,6 @@ def migrate_command(
     """Convert a config of TRL, LLaMA-Factory, Axolotl and others, and list every difference."""
     from rather.migrate.engine import guess, migrate, write
     from rather.migrate.peers import PEERS
-    from rather.migrate.rules import CHANGED, IMPOSSIBLE, NEEDLESS, OPEN, UNKNOWN
     from rather.migrate.source import read_file, read_line
 
     if (source is None) == (line is None):
@@ -135,17 +133,7 @@ def migrate_command(
         raise ConfigError(f"--from {peer}: unknown; choose one of {', '.join(NAMES)}.")
     result = migrate(given, PEERS[peer] if peer else guess(given, PEERS), devices)
     write(result, out, force=force)
-    styles = {CHANGED: "yellow", OPEN: "yellow", IMPOSSIBLE: "red", UNKNOWN: "red", NEEDLESS: "dim"}
-    rows = [
-        (
-            row.key,
-            row.value,
-            Text(row.status, styles.get(row.status, "")),
-            row.ours,
-            row.outcome.note,
-        )
-        for row in result.rows
-    ]
+    rows = [(row.key, row.value, row.status, row.ours, row.outcome.note) for row in result.rows]
     print_table((result.peer.name, "value", "status", "Rather", "note"), rows)
     pairs = result.config.global_batch()
     step = f"A step has {pairs} pairs; set the number of devices with --devices."

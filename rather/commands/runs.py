@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from rather.commands.terminal import (
     AsJson,
@@ -29,7 +28,6 @@ from rather.commands.terminal import (
 )
 from rather.errors import CheckpointError, ConfigError
 
-STYLES = {"serious": "bold red", "warning": "yellow", "info": "dim"}
 Run = Annotated[Path, typer.Argument(help="The run folder, or the YAML file of the run.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for the run.", min=0)]
 
@@ -101,11 +99,11 @@ def health_command(run: RunFolder, as_json: AsJson = False) -> None:
     if as_json:
         print_json([asdict(one) for one in found])
     elif found:
-        rows = []
-        for one in found:
-            text = Text.assemble(one.text, "\n", (one.advice, "dim"))
-            rows.append((one.step, Text(one.name, STYLES[one.severity]), f"{one.number:.4g}", text))
-        print_table(("step", "problem", "value", "what happened, and what to do"), rows)
+        rows = [
+            (one.step, one.severity, one.name, f"{one.number:.4g}", f"{one.text} {one.advice}")
+            for one in found
+        ]
+        print_table(("step", "", "problem", "value", "what happened, and what to do"), rows)
     else:
         typer.echo("No problems found.")
 
@@ -168,11 +166,7 @@ def verify_command(
     from rather.commands.verify import check_files
 
     found = dict(check_files(path, full=not quick))
-    good = Text("good", "green")
-    rows = [
-        (file, Text(f"damaged: {damage}", "bold red") if damage else good)
-        for file, damage in found.items()
-    ]
+    rows = ((file, f"damaged: {damage}" if damage else "good") for file, damage in found.items())
     print_table(("file", "state"), rows)
     damaged = sum(map(bool, found.values()))
     how = "names, sizes and the state" if quick else "every byte"

@@ -88,18 +88,15 @@ def score(
     """Return the numbers of all pairs and of each slice; write those of each pair to `out`."""
     policy, other = weights_of(model), weights_of(reference) if reference else None
     config = settings_for(policy, pairs, overrides)
-    objective = _objective(config, other)
-    if other:
-        _refuse_other_tokens(policy, other)
+    objective = _objective(config, policy, other)
     console = Console(stderr=True)
     data = prepare(config, console=console)
     print_report(data.report, console)
     if objective:
         refuse_missing_columns(config, objective, data)
     pair_set = data.train
-    places = list(
-        zip(*(pair_set.column(name).tolist() for name in ("source", "number")), strict=True)
-    )
+    columns = (pair_set.column(name).tolist() for name in ("source", "number"))
+    places = list(zip(*columns, strict=True))
     slices = {column: _values(config, places, column) for column in by}
     # The reference gets the same dtype: rewards are differences.
     dtype = config.actor_train.model_args.dtype or policy.args.dtype
@@ -145,29 +142,27 @@ def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOCo
         return settings(file, overrides)
 
 
-def _objective(config: DPOConfig, reference: Weights | None) -> PairLoss | None:
+def _objective(config: DPOConfig, model: Weights, reference: Weights | None) -> PairLoss | None:
     """Return the loss whose rewards are reported; None for log-probs alone."""
     objective, names = from_config(config), " + ".join(config.loss_names)
-    if reference and not objective.needs_reference:
+    if reference is None:
+        given = [key for key in LOSS_KEYS if key in config.model_fields_set]
+        if given and objective.needs_reference:
+            raise ConfigError(
+                f"{', '.join(given)}: rewards of loss '{names}' need a reference; pass --reference."
+            )
+        return None if objective.needs_reference else objective
+    if not objective.needs_reference:
         raise ConfigError(f"--reference: loss '{names}' does not use a reference; leave it out.")
-    if reference or not objective.needs_reference:
-        return objective
-    if given := [key for key in LOSS_KEYS if key in config.model_fields_set]:
-        raise ConfigError(
-            f"{', '.join(given)}: rewards of loss '{names}' need a reference; pass --reference."
-        )
-    return None
-
-
-def _refuse_other_tokens(model: Weights, reference: Weights) -> None:
     folder = Path(reference.tokenizer_path)
-    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
-        return  # a model without tokenizer: its embeddings are compared with the ids
-    if model.tokenizer().get_vocab() != reference.tokenizer().get_vocab():
+    # The embeddings of a model without tokenizer are compared with the ids.
+    has_tokenizer = not folder.is_dir() or (folder / "tokenizer.json").is_file()
+    if has_tokenizer and model.tokenizer().get_vocab() != reference.tokenizer().get_vocab():
         raise ConfigError(
             f"--reference {reference.name}: its tokenizer differs from that of {model.name}; "
             "choose a model of the same family."
         )
+    return objective
 
 
 def _values(config: DPOConfig, places: Sequence[tuple[int, int]], column: str) -> list[str]:
@@ -294,22 +289,16 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 def print_scores(scores: Mapping[str, Any]) -> None:
     slices: dict[str, Any] = {"all": scores}
     for column, values in scores["by"].items():
-        shown = list(values.items())[:MOST_SLICES]
-        slices |= {f"{column}: {value}": numbers for value, numbers in shown}
+        slices |= {f"{column}: {value}": numbers for value, numbers in values.items()}
     headings = ("slice", "pairs", "accuracy (95 %)", "ties", "margin (95 %)", "chosen", "rejected")
-    kinds = {"logps": "log-prob", "logps_per_token": "log-prob per token"}
-    for kind, title in ({"rewards": "reward"} if "rewards/margins" in scores else kinds).items():
+    kinds = ["rewards"] if "rewards/margins" in scores else ["logps", "logps_per_token"]
+    for kind in kinds:
         rows = []
-        for name, numbers in slices.items():
-            ties, margin, chosen, rejected, accuracy = (
-                numbers[f"{kind}/{each}"]
-                for each in ("ties", "margins", "chosen", "rejected", "accuracies")
-            )
-            low, high = numbers[f"{kind}/accuracies_interval"]
-            least, most = numbers[f"{kind}/margins_interval"]
-            share = f"{accuracy:.1%} ({low:.1%} to {high:.1%})"
-            by_how_much = f"{margin:.4g} ({least:.4g} to {most:.4g})"
-            means = f"{chosen:.4g}", f"{rejected:.4g}"
-            rows.append((name, numbers["pairs"], share, f"{ties:.1%}", by_how_much, *means))
-        against = f" against {scores['reference']}" if scores["reference"] else ""
-        print_table(headings, rows, f"{scores['model']}{against}: {title}")
+        for name, numbers in list(slices.items())[:MOST_SLICES]:
+            own = {key.removeprefix(f"{kind}/"): value for key, value in numbers.items()}
+            (low, high), (least, most) = own["accuracies_interval"], own["margins_interval"]
+            accuracy = f"{own['accuracies']:.1%} ({low:.1%} to {high:.1%})"
+            margin = f"{own['margins']:.4g} ({least:.4g} to {most:.4g})"
+            means = f"{own['chosen']:.4g}", f"{own['rejected']:.4g}"
+            rows.append((name, own["pairs"], accuracy, f"{own['ties']:.1%}", margin, *means))
+        print_table(headings, rows, f"{scores['model']}: {kind}")

@@ -7,7 +7,6 @@ nothing left to do, and refuses a run folder that belongs to other pairs or sett
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import yaml
 from rather.board.runs import FolderProblem, read_config
 from rather.cluster.launch import mappings
 from rather.cluster.role import started_by_torchrun
-from rather.commands.compare import JUDGED, best, curves_of, differences
+from rather.commands.compare import JUDGED, curves_of, differences
 from rather.commands.score import LOSS_KEYS, wilson
 from rather.commands.terminal import (
     ConfigPath,
@@ -47,7 +46,6 @@ from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, RatherError
 from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.steps import PreparedSteps, chunks
 from rather.report.folder import METRICS, Folder
 from rather.run_folder import control
 from rather.run_folder.control import StopRequest
@@ -60,7 +58,6 @@ SHARED = ("reference.cache.path", "actor_train.data_args.cache_dir", "system_env
 VALUE = re.compile(r"""(?:\[.*?\]|\{.*?\}|'.*?'|".*?"|[^,])*""")  # up to the next free comma
 STATE, CONSOLE = "sweep.json", "console.log"
 ACCURACY = "rewards/accuracies"
-REPORT = "sweep reference: "  # starts the line of the reference pass; libraries may print after it
 SIGNALS = (130, 143)  # exit codes of a run that was asked to stop
 # If the sweep is killed, it cannot pass a signal on: the kernel does. PR_SET_PDEATHSIG survives
 # exec and refers to the thread that started the process. Not a preexec_fn, which would run Python
@@ -103,7 +100,6 @@ class Sweep:
     axes: Mapping[str, Sequence[str]]
     folder: Path
     runs: Sequence[SweepRun]
-    reference: dict[str, Any] | None = None  # cost of the pass before runs side by side
 
     @property
     def exit_code(self) -> int:
@@ -113,12 +109,9 @@ class Sweep:
 
     def save(self) -> None:
         """Write the state, complete or not at all."""
-        runs = {run.name: run.as_json() for run in self.runs}
         temporary = self.folder / f".{STATE}-{os.getpid()}"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(strict_json({"reference": self.reference, "runs": runs}, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # a power failure could leave the name without the content
+        runs = {run.name: run.as_json() for run in self.runs}
+        temporary.write_text(strict_json({"runs": runs}, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, self.folder / STATE)
 
     def run(self) -> None:
@@ -147,9 +140,6 @@ class Sweep:
                 if code:
                     message = last_message(first.console)
                     raise ConfigError(f"the reference pass ended with exit code {code}: {message}")
-            lines = first.console.read_text(encoding="utf-8", errors="replace").splitlines()
-            found = [line.removeprefix(REPORT) for line in lines if line.startswith(REPORT)]
-            self.reference = json.loads(found[-1])
         train = ["-m", "rather", "train", *imports]
         for run, code in run_children(
             [(run, [*train, *run.overrides]) for run in self.runs], groups
@@ -345,20 +335,18 @@ def device_groups(configs: Sequence[DPOConfig]) -> list[list[str]]:
     return [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
 
 
-def fill_cache(config: DPOConfig) -> dict[str, Any] | None:
-    """Compute all log-probs that the run will need, in its own micro-batches; return the cost."""
-    with closing(DPOPipeline(config)) as pipeline:
-        known, source = pipeline.reference_stream.logps, pipeline.source
-        if known is None:
-            return None
-        assert isinstance(source, PreparedSteps)
-        pipeline.initialize()
-        with closing(known):
-            steps = (source.pairs_after(done) for done in range(source.total_steps))
-            for pairs in chain(steps, *map(chunks, pipeline.data.evals.values())):
-                pipeline.reference_stream.columns(pipeline.packing.step(pairs, 0))
+@command
+def fill_cache(config: ConfigPath, overrides: Overrides = None, imports: Imports = None) -> None:
+    """Compute all reference log-probs that the run will need, in its own micro-batches."""
+    with closing(DPOPipeline(settings(config, overrides))) as pipeline:
+        if known := pipeline.reference_stream.logps:
+            with closing(known):
+                pipeline.initialize()
+                for step in pipeline.steps():
+                    pipeline.reference_stream.columns(step)
+                    known.keep()
+                pipeline.evaluate()
                 known.keep()
-            return known.report()
 
 
 # --- results ---
@@ -383,82 +371,50 @@ def choose_metric(base: DPOConfig, wanted: str | None) -> str | None:
 
 def results(sweep: Sweep, metric: str | None) -> dict[str, Any]:
     """Return the metrics of all runs so far, and which run is the best, as JSON types."""
-    runs = []
+    runs, key, sign = [], str(metric), 1 if str(metric).endswith("loss") else -1
     for run in sweep.runs:
         path = run.config.run_dir
         folder = Folder(path) if (path / METRICS).is_file() else None
         curves, times = (curves_of(folder), folder.times) if folder else ({}, {})
         final = {name: curve[max(curve)] for name, curve in curves.items()}
-        value = final.get(str(metric))
-        pairs = final.get(f"{str(metric).removesuffix(ACCURACY)}pairs")
-        is_share = value is not None and pairs and str(metric).endswith(ACCURACY)
-        runs.append({
-            "name": run.name,
-            "folder": str(path),
-            **run.as_json(),
-            "steps": folder.step if folder else 0,
-            "value": value,
-            "interval": wilson(value or 0.0, pairs or 0.0) if is_share else None,
-            "best": best(str(metric), curves[str(metric)]) if metric in curves else None,
-            "reference_forwards": (times.get("reference") or {}).get("forwards"),
-            "seconds": times.get("seconds"),
-            "final": final,
-        })  # fmt: skip
-    ranked = [
-        run for run in runs
-        if run["state"] == "finished" and run["value"] is not None and not math.isnan(run["value"])
-    ]  # fmt: skip
-    ranked.sort(key=lambda run: run["value"] * (1 if str(metric).endswith("loss") else -1))
-    names = [run["name"] for run in ranked]
-    top = names[0] if names else None
-    return {"metric": metric, "best": top, "reference": sweep.reference, "runs": runs}
+        pairs = final.get(f"{key.removesuffix(ACCURACY)}pairs") if key.endswith(ACCURACY) else None
+        found = {"name": run.name, "folder": str(path), **run.as_json()}
+        found |= {"steps": folder.step if folder else 0, "value": final.get(key)}
+        found["interval"] = wilson(final[key], pairs) if pairs and key in final else None
+        found["reference_forwards"] = (times.get("reference") or {}).get("forwards")
+        runs.append({**found, "seconds": times.get("seconds"), "final": final})
+    ended = [run for run in runs if run["state"] == "finished" and key in run["final"]]
+    known = [run for run in ended if not math.isnan(run["value"])]
+    ranked = sorted(known, key=lambda run: sign * run["value"])
+    top = ranked[0] if ranked else {"name": None, "interval": None}
+    low, high = top["interval"] or (math.inf, -math.inf)
+    near = [run["name"] for run in ranked[1:] if low <= run["value"] <= high]
+    return {"metric": metric, "best": top["name"], "not_worse": near, "runs": runs}
 
 
 def print_results(sweep: Sweep, found: Mapping[str, Any]) -> None:
     """Print a table, which run is the best, and what speaks against trusting it."""
-    metric, runs = found["metric"], {run["name"]: run for run in found["runs"]}
-    wanted = dict.fromkeys((metric, "eval/rewards/margins", "eval/loss"))
-    shown = [name for name in wanted if any(name in run["final"] for run in runs.values())]
-    shown = shown or [ACCURACY, "loss"]
+    metric, names = found["metric"], ("value", "reference_forwards", "seconds")
     rows = []
-    for name, run in runs.items():
-        numbers = [run["steps"], *(run["final"].get(each) for each in shown)]
-        numbers += [run["reference_forwards"], run["seconds"]]
-        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
-        rows.append((name, run["state"], *cells))
-    names = [name.rpartition("/")[2] for name in shown]
-    headings = ("run", "state", "steps", *names, "reference forwards", "seconds")
-    print_table(headings, rows, f"Curves of all runs: rather board {sweep.folder}")
-    for name, run in runs.items():
+    for run in found["runs"]:
+        numbers = ("" if run[name] is None else f"{run[name]:.4g}" for name in names)
+        rows.append((run["name"], run["state"], run["steps"], *numbers))
         if run["error"]:
-            typer.echo(f"{name}: {run['error']}")
+            typer.echo(f"{run['name']}: {run['error']}")
+    headings = ("run", "state", "steps", metric or "value", "reference forwards", "seconds")
+    print_table(headings, rows, f"Curves of all runs: rather board {sweep.folder}")
     if metric is None:
-        return typer.echo("No best run: no pairs are held out (validation.data_args).")
-    if found["best"] is None:
-        return typer.echo(f"No best run: none has finished with a {metric}.")
-    top = runs[found["best"]]
-    typer.echo(f"Best by {metric}: {top['name']} ({top['value']:.4g}), in {top['folder']}")
-    low, high = top["interval"] or (math.inf, -math.inf)
-    near = [
-        name for name, run in runs.items()
-        if run is not top and run["state"] == "finished" and low <= (run["value"] or 0) <= high
-    ]  # fmt: skip
-    if near:
-        typer.echo(
-            f"Not significantly worse with so few held-out pairs (95 %: {low:.3g} to {high:.3g}): "
-            + ", ".join(near)
-        )
-    keys = [key for key in sweep.axes if key in LOSS_KEYS]
-    if metric.endswith("loss") and keys:
-        typer.echo(f"{metric} has another scale for every {', '.join(keys)}; compare accuracies.")
-    return None
-
-
-@command
-def fill_command(config: ConfigPath, overrides: Overrides = None, imports: Imports = None) -> None:
-    """Run the pass of the reference in a process that frees the devices when it ends."""
-    typer.echo(REPORT + json.dumps(fill_cache(settings(config, overrides))))
+        typer.echo("No best run: no pairs are held out (validation.data_args).")
+    elif found["best"] is None:
+        typer.echo(f"No best run: none has finished with a {metric}.")
+    else:
+        typer.echo(f"Best by {metric}: {found['best']}, in {sweep.folder / found['best']}")
+        if near := ", ".join(found["not_worse"]):
+            typer.echo(f"Not significantly worse with so few held-out pairs (95 %): {near}")
+        keys = ", ".join(key for key in sweep.axes if key in LOSS_KEYS)
+        if keys and metric.endswith("loss"):
+            typer.echo(f"{metric} has another scale for every {keys}; compare accuracies.")
 
 
 if __name__ == "__main__":
-    typer.run(fill_command)
+    typer.run(fill_cache)

@@ -44,6 +44,10 @@ Imports = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="The run folder: <output_dir>/<exp_name>.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
+STYLES = {  # of cells that are one of these words
+    "ok": "green", "good": "green", "warning": "yellow", "problem": "red", "serious": "red",
+    "failed": "red",
+}  # fmt: skip
 
 
 def writable(path: Path | None) -> Path | None:
@@ -129,7 +133,7 @@ def count(number: int, noun: str) -> str:
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
     """Print rows below their headings; columns of numbers are aligned to the right."""
-    cells = [[each if isinstance(each, Text) else Text(str(each)) for each in row] for row in rows]
+    cells = [[Text(str(each), STYLES.get(str(each), "")) for each in row] for row in rows]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for place, heading in enumerate(headings):
         is_number = all(re.match(r"-?(\d|nan|inf|$)", row[place].plain) for row in cells)

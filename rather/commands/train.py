@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
+from typing import Any
 
+import typer
 from rich.console import Console
 
 from rather.config.schema import DPOConfig
@@ -14,12 +17,10 @@ from rather.run_folder.control import StopRequest
 from rather.run_folder.layout import DATA_REPORT, locked, write_run_report
 from rather.tracking.logs import close_logging, setup_logging, worker_log
 
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-
 
 def train_run(config: DPOConfig, stop: StopRequest) -> int:
     """Train, or resume, and return the exit code."""
-    rank = int(os.environ["RANK"]) if UNDER_TORCHRUN else 0
+    rank = int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     with locked(config, is_main=rank == 0):
         if rank == 0:
             setup_logging(config.log_dir)
@@ -36,3 +37,18 @@ def train_run(config: DPOConfig, stop: StopRequest) -> int:
             raise
         finally:
             close_logging()
+
+
+def dry_run(config: DPOConfig) -> int:
+    """Do everything up to the first step."""
+    pipeline: Any = DPOPipeline(config)
+    with closing(pipeline):
+        print_report(pipeline.data.report, Console(stderr=True))
+        pipeline.initialize()
+        first = next(pipeline.steps())
+        typer.echo(
+            f"{len(pipeline.data.train)} pairs, {pipeline.total_steps} steps of "
+            f"{pipeline.source.order.batch} pairs; the first packs {first.tokens} tokens into "
+            f"{len(first.policy)} micro-batches. Nothing was trained; only the data cache was written."
+        )
+    return 0

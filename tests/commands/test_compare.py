@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rather.commands.compare import best, distance, first_difference
+from rather.commands.compare import best, compare_curves
 from rather.config.schema import DPOConfig
 from tests.commands.conftest import rather, told
 from tests.tiny import metrics
@@ -49,10 +49,10 @@ def test_another_learning_rate(run: DPOConfig, other: DPOConfig) -> None:
         for config in (run, other)
     ]
     gaps = {step: abs(losses[0][step] - losses[1][step]) for step in losses[0]}
-    assert found["curves"]["loss"]["largest"] == max(gaps.values())
-    assert gaps[found["curves"]["loss"]["at"]] == max(gaps.values())
+    assert found["metrics"]["loss"]["largest"] == max(gaps.values())
+    assert gaps[found["metrics"]["loss"]["at"]] == max(gaps.values())
     assert found["metrics"]["loss"]["final"] == [losses[0][3], losses[1][3]]
-    assert not any(name.startswith("time/") or "per_second" in name for name in found["curves"])
+    assert not any(name.startswith("time/") or "per_second" in name for name in found["metrics"])
     accuracies = {
         line["step"]: line["eval/rewards/accuracies"]
         for line in metrics(run)
@@ -104,10 +104,10 @@ def test_no_run(folder: Path, run: DPOConfig) -> None:
 
 def test_numbers_that_are_none() -> None:
     nan = math.nan
-    assert first_difference({"loss": ({1: nan, 2: 1.0}, {1: nan, 2: 1.0})}) is None
-    found = first_difference({"loss": ({1: 1.0, 2: 1.0}, {1: nan, 2: 2.0})})
-    assert found == {"step": 1, "metric": "loss", "values": [1.0, pytest.approx(nan, nan_ok=True)]}
-    assert distance({1: 1.0, 2: 3.0}, {1: nan, 2: 3.0})["largest"] == math.inf
-    apart = distance({1: 1.0, 2: 3.0, 3: 1.0}, {1: 1.0, 2: 7.0, 4: 1.0})
-    assert apart == {"steps": 2, "largest": 4.0, "at": 2, "rms": math.sqrt(8)}
+    same = compare_curves("loss", {1: nan, 2: 1.0}, {1: nan, 2: 1.0})
+    assert (same["from"], same["largest"]) == (None, 0.0)
+    found = compare_curves("loss", {1: 1.0, 2: 1.0}, {1: nan, 2: 2.0})
+    assert (found["from"], found["largest"], found["at"]) == (1, math.inf, 1)
+    apart = compare_curves("lr", {1: 1.0, 2: 3.0, 3: 1.0}, {1: 1.0, 2: 7.0, 4: 1.0})
+    assert apart == {"final": [1.0, 1.0], "from": 2, "largest": 4.0, "at": 2}
     assert best("eval/loss", {1: nan, 2: 0.5, 3: 0.5}) == (0.5, 2)

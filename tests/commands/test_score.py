@@ -144,7 +144,7 @@ def test_slices_and_log_probs_alone(team_data: Path, real: dict[str, Any], tmp_p
         "--by",
         "category",
     )
-    assert "log-prob per token" in table.stdout
+    assert "logps_per_token" in table.stdout
     assert f"category: {next(iter(slices))}" in table.stdout
     assert "95 %" in table.stdout
 

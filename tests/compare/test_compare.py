@@ -106,7 +106,7 @@ def test_gradient_is_what_differences_say(rows: list[LossRow], log_probs: LogPro
 
 def test_odpo_without_margins_is_told(rows: list[LossRow]) -> None:
     odpo = next(row for row in rows if row.name == "odpo")
-    assert odpo.missing == "9 of 9 pairs have no margin"
+    assert odpo.missing == "margin"
     assert math.isnan(odpo.value)
 
 
@@ -210,7 +210,7 @@ def test_command(trained: DPOConfig, tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     assert all(f" {name} " in done.output for name in LOSSES)
-    assert "not computable: 3 of 3 pairs have no margin" in done.output
+    assert "not computable: pairs have no margin" in done.output
     assert plot.exists()
     wrong = runner.invoke(app, [str(file), "--plot", str(tmp_path)])
     assert wrong.exit_code == 2
