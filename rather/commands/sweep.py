@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 PLACES = ("exp_name", "output_dir", "logging_dir")  # of the sweep; its runs get their own
 SHARED = ("reference.cache.path", "actor_train.data_args.cache_dir", "system_envs")  # by all runs
-VALUE = re.compile(r"""(?:\[.*?\]|\{.*?\}|'.*?'|".*?"|[^,])*""")  # up to the next free comma
+VALUE = re.compile(r"""(?:\[.*?\]|\{.*?\}|'.*?'|".*?"|[^,])+""")  # up to a free comma
 STATE, CONSOLE = "sweep.json", "console.log"
 ACCURACY = "rewards/accuracies"
 SIGNALS = (130, 143)  # exit codes of a run that was asked to stop
@@ -141,9 +141,8 @@ class Sweep:
                     message = last_message(first.console)
                     raise ConfigError(f"the reference pass ended with exit code {code}: {message}")
         train = ["-m", "rather", "train", *imports]
-        for run, code in run_children(
-            [(run, [*train, *run.overrides]) for run in self.runs], groups
-        ):
+        jobs = [(run, [*train, *run.overrides]) for run in self.runs]
+        for run, code in run_children(jobs, groups):
             self._end(run, code, last_message(run.console))
 
     def _end(self, run: SweepRun, code: int, error: str) -> None:
@@ -209,19 +208,14 @@ def read_grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
     fixed, axes = [], {}
     for text in overrides:
         key, values = _key(text), split(text.partition("=")[2])
-        several, problem = len(values) > 1, ""
-        if key == "overwrite":
-            problem = "use --overwrite to start a sweep from scratch"
-        elif several and key.startswith((*PLACES, *SHARED)):
-            problem = "the runs of a sweep cannot differ in it; give it one value"
-        elif several and ("" in values or len(set(values)) < len(values)):
-            problem = "separate different values with commas, each value once"
-        if problem:
-            raise ConfigError(f"{text} (command line): {problem}.")
-        if several:
-            axes[key] = values
-        else:
+        if len(values) < 2:
             fixed.append(text)
+        elif key.startswith((*PLACES, *SHARED)):
+            raise ConfigError(
+                f"{text}: the runs of a sweep cannot differ in it; give it one value."
+            )
+        else:
+            axes[key] = values
     if not axes:
         raise ConfigError(
             "Nothing to sweep over: give a key several values, such as beta=0.01,0.05,0.1."
@@ -234,14 +228,8 @@ def _key(override: str) -> str:
 
 
 def split(text: str) -> list[str]:
-    """Split at commas outside of brackets and quotes."""
-    parts, end = [], -1
-    while end < len(text):
-        found = VALUE.match(text, end + 1)
-        assert found is not None
-        parts.append(found[0].strip())
-        end = found.end()
-    return parts
+    """Return the different values between commas outside of brackets and quotes."""
+    return list(dict.fromkeys(value.strip() for value in VALUE.findall(text)))
 
 
 def combinations(axes: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
