@@ -22,7 +22,7 @@ from rather.data.prepare import prepare
 from rather.errors import ConfigError
 from rather.losses.losses import LOSSES, averages
 from rather.losses.objective import PairLoss, configure, from_config
-from rather.report.page import chart, page, plotly_bundle
+from rather.report.page import chart, lines, page, plotly_bundle
 from rather.run_folder.model_source import Weights, weights_of
 
 POINTS, BINS = 81, 40
@@ -129,8 +129,6 @@ def print_rows(rows: Sequence[LossRow], x: LogProbs) -> None:
         cells.append((row.name, *values, note))
     title = f"{len(rows) - 1} losses on {len(x.margins)} pairs"
     print_table(("loss", "value", "gradient", "saturated", "numbers"), cells, title)
-    low, middle, high = (float(x.margins.quantile(q)) for q in (0.05, 0.5, 0.95))
-    typer.echo(f"Margins in nats: median {middle:.3g}, 90 % between {low:.3g} and {high:.3g}")
     typer.echo(LEGEND if x.margins.any() else EQUAL)
 
 
@@ -162,20 +160,12 @@ def figure(row: LossRow, x: LogProbs) -> dict[str, Any]:
     margins, losses = zip(*curve(row.objective, x), strict=True)
     counts = torch.histc(x.margins, bins=BINS, min=low, max=high)
     middles = [low + (number + 0.5) * (high - low) / BINS for number in range(BINS)]
-    shares = (counts / counts.max()).tolist()
-    return {
-        "data": [
-            {"type": "scatter", "mode": "lines", "name": "loss", "x": margins, "y": losses},
-            {"type": "bar", "name": "pairs", "x": middles, "y": shares, "yaxis": "y2"},
-        ],
-        "layout": {
-            "height": 240,
-            "showlegend": False,
-            "xaxis": {"title": {"text": "margin in nats"}, "range": [low, high], "anchor": "y2"},
-            "yaxis": {"title": {"text": "loss"}, "domain": [0.3, 1.0]},
-            "yaxis2": {"domain": [0.0, 0.22], "showticklabels": False, "showgrid": False},
-        },
-    }
+    bars = {"type": "bar", "name": "pairs", "x": middles, "y": (counts / counts.max()).tolist()}
+    found = lines({"loss": (margins, losses)}, x="margin in nats", y="loss")
+    found["data"].append({**bars, "yaxis": "y2", "opacity": 0.3})
+    hidden = {"overlaying": "y", "showticklabels": False, "showgrid": False}
+    found["layout"] |= {"height": 240, "yaxis2": hidden}
+    return found
 
 
 def curve(objective: PairLoss, x: LogProbs) -> list[tuple[float, float]]:

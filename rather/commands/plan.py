@@ -33,13 +33,13 @@ from rather.plan.memory import Device
 from rather.plan.speed import GPUS, Speed, listed_speed, measured_speed
 
 GIB = 1 << 30
+ROLES = ("actor_train", "reference")
 
 
 def plan(
     file: Path, overrides: Sequence[str], gpus: int | None, gpu: str | None, *, as_json: bool
 ) -> None:
-    roles = ("actor_train", "reference") if gpus else ()
-    shared = [f"{role}.device_mapping=0-{(gpus or 1) - 1}" for role in roles]
+    shared = [f"{role}.device_mapping=0-{gpus - 1}" for role in ROLES] if gpus else []
     config = load(file, [*overrides, *shared])
     load_requested()
     name = gpu.lower() if gpu else None

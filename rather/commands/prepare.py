@@ -59,15 +59,13 @@ def data_command(
     from rather.data.prepare import prepare
     from rather.data.save import save as save_pairs
     from rather.data.show import print_report, show_pairs, token_view
-    from rather.data.template import load_tokenizer
+    from rather.data.template import tokenizer_of
     from rather.report.sections import data_page
 
     prepared = prepare(given)
     report, console = dict(prepared.report), Console(stderr=as_json)
     if show or html:
-        actor = given.actor_train
-        revision, trusted = actor.model_args.revision, actor.model_args.trust_remote_code
-        tokenizer = load_tokenizer(actor.tokenizer_path, revision, trusted)
+        tokenizer = tokenizer_of(given.actor_train)
         report["shown"] = token_view(prepared.train, tokenizer, show or PAIRS_ON_A_PAGE)
     if as_json:
         print_json(report)

@@ -309,16 +309,14 @@ def last_message(console: Path) -> str:
 
 def device_groups(configs: Sequence[DPOConfig]) -> list[list[str]]:
     """Return the GPUs in groups as large as the largest run needs; one group: run in turn."""
-    used: set[int] = set()
-    for config in configs:
-        actor, reference = mappings(config)
-        used.update(actor, reference if from_config(config).needs_reference else [])
-    on_cpu = any(config.platform == "cpu" for config in configs) or not torch.cuda.is_available()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    gpus, size = [] if on_cpu else visible, len(used)
-    elsewhere = any(config.num_nodes > 1 or config.ray.address is not None for config in configs)
-    if elsewhere or used != set(range(size)) or len(gpus) < 2 * size or len(configs) < 2:
+    used = {device for config in configs for mapping in mappings(config) for device in mapping}
+    named, size = os.environ.get("CUDA_VISIBLE_DEVICES"), len(used)
+    gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    in_turn = not torch.cuda.is_available() or any(
+        config.platform == "cpu" or config.num_nodes > 1 or config.ray.address is not None
+        for config in configs
+    )
+    if in_turn or used != set(range(size)) or len(gpus) < 2 * size or len(configs) < 2:
         return [gpus]
     return [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
 
