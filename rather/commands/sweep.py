@@ -387,7 +387,8 @@ def print_results(sweep: Sweep, found: Mapping[str, Any]) -> None:
         rows.append((run["name"], run["state"], run["steps"], *numbers))
         if run["error"]:
             typer.echo(f"{run['name']}: {run['error']}")
-    headings = ("run", "state", "steps", metric or "value", "reference forwards", "seconds")
+    short = str(metric or "value").rpartition("/")[2]
+    headings = ("run", "state", "steps", short, "reference forwards", "seconds")
     print_table(headings, rows, f"Curves of all runs: rather board {sweep.folder}")
     if metric is None:
         typer.echo("No best run: no pairs are held out (validation.data_args).")
