@@ -112,7 +112,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = runner.invoke(recipes_app, ["list"])
     assert listed.exit_code == 0
     assert all(
-        re.search(rf"^{re.escape(recipe)} ", listed.output, re.MULTILINE) for recipe in RECIPES
+        re.search(rf"^ {re.escape(recipe)} ", listed.output, re.MULTILINE) for recipe in RECIPES
     )
     assert runner.invoke(recipes_app, ["show", "dpo"]).output == text_of("dpo")
     assert runner.invoke(recipes_app, ["copy", "dpo"]).exit_code == 0
