@@ -161,10 +161,11 @@ def figure(row: LossRow, x: LogProbs) -> dict[str, Any]:
     counts = torch.histc(x.margins, bins=BINS, min=low, max=high)
     middles = [low + (number + 0.5) * (high - low) / BINS for number in range(BINS)]
     bars = {"type": "bar", "name": "pairs", "x": middles, "y": (counts / counts.max()).tolist()}
-    found = lines({"loss": (margins, losses)}, x="margin in nats", y="loss")
+    found = lines({"loss": (margins, losses)})
     found["data"].append({**bars, "yaxis": "y2", "opacity": 0.3})
     hidden = {"overlaying": "y", "showticklabels": False, "showgrid": False}
-    found["layout"] |= {"height": 240, "yaxis2": hidden}
+    title = {"title": {"text": "margin in nats"}}
+    found["layout"] |= {"height": 240, "xaxis": title, "yaxis2": hidden}
     return found
 
 
