@@ -217,7 +217,7 @@ MUTATIONS = (
         "rather/checkpoint/checkpoint.py",
         "os.fsync(file.fileno())",
         "file.fileno()",
-        ("tests/checkpoint/test_checkpoint.py::test_all_is_on_the_disk_before_it_is_named",),
+        ("tests/checkpoint/test_checkpoint.py::test_everything_is_synced_before_latest_names_it",),
     ),
     Mutation(
         "checkpoint: the digest of a file is not compared",
@@ -238,7 +238,7 @@ MUTATIONS = (
         "rather/reference/logprob_cache.py",
         "is_whole = len(payload) == size and zlib.crc32(payload) == payload_sum",
         "is_whole = len(payload) == size",
-        ("tests/reference/test_store.py::test_any_flipped_bit_costs_its_own_block_and_is_never_used",),
+        ("tests/reference/test_logprob_cache.py::test_any_flipped_bit_costs_its_own_block_and_is_never_used",),
     ),
     Mutation(
         "identity: a field that an old checkpoint lacks counts as a change",

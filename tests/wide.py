@@ -37,10 +37,10 @@ WIDE = {
     "sweep/test_sweep.py::test_the_children_of_a_killed_sweep_are_asked_to_end": "test_signals.py",
     "tracking/test_trackers.py::test_wandb_offline": "the other trackers; api/test_wandb.py",
     "tracking/test_trackers.py::test_wandb_without_a_server_is_kept_in_local_files": "api/test_wandb.py",
-    "train/test_signals.py::test_before_the_model_is_there_the_data_is_kept": (
+    "train/test_signals.py::test_a_signal_before_loading_keeps_the_prepared_data": (
         "test_a_signal_ends_in_a_checkpoint"
     ),
-    "train/test_signals.py::test_a_save_asked_for_before_training_comes_after_the_first_step": (
+    "train/test_signals.py::test_a_save_requested_before_training_follows_the_first_step": (
         "checkpoint/test_control.py"
     ),
     "api/test_resume.py::test_a_killed_training_resumes_to_the_same_bits[fit-loader-adamw]": (
@@ -58,7 +58,7 @@ WIDE = {
     "cluster/test_seed.py::test_the_script_of_the_seed": "cluster/test_cluster.py: two roles on Ray",
     "cluster/test_supervision.py::"
     "test_lost_workers_are_replaced_and_the_result_has_the_same_bits": (
-        "test_a_run_with_losses_ends_as_one_without, with processes that stand in for Ray's"
+        "test_a_run_with_lost_workers_ends_as_one_without, with processes that stand in for Ray's"
     ),
     "config/test_roll.py::test_dense_files_run[older]": "its cell dense",
     "data/test_real.py": "data/test_tokens.py, on tokenizers made by the tests",
@@ -69,16 +69,16 @@ WIDE = {
     "api/test_script.py": "api/test_coati.py runs the same trainer in this process",
     "bench/test_layouts.py": "same/test_load.py: no rank holds more than its shards",
     "adapters/test_run.py::test_killed_and_resumed_to_the_bit[pissa|dora|rs.*]": "its cell lora",
-    "adapters/test_run.py::test_the_cache_tells_adapters_apart": "reference/test_cache.py: keys",
+    "adapters/test_run.py::test_the_cache_distinguishes_adapters": "reference/test_cache.py: keys",
     "board/test_page.py::test_a_browser_enters_by_the_private_page": "board/test_serve.py: token",
-    "checkpoint/test_beside.py::test_a_kill_while_a_save_is_under_way_costs_that_save": (
+    "checkpoint/test_background_saves.py::test_a_kill_during_a_save_loses_only_that_save": (
         "checkpoint/test_kill.py kills at every operation of a save"
     ),
-    "checkpoint/test_room.py::test_a_whole_run_whose_disk_is_full_for_a_while": (
-        "checkpoint/test_room.py: missed saves one by one, and a real full disk"
+    "checkpoint/test_disk_space.py::test_a_whole_run_whose_disk_is_full_for_a_while": (
+        "checkpoint/test_disk_space.py: missed saves one by one, and a real full disk"
     ),
-    "checkpoint/test_room.py::test_files_that_may_not_grow": "the full disk in the same file",
-    "checkpoint/test_unreachable.py::test_training_goes_on_without_its_copies[13|116]": "cell 5",
+    "checkpoint/test_disk_space.py::test_files_that_may_not_grow": "the full disk in the same file",
+    "checkpoint/test_unreachable.py::test_training_continues_without_its_copies[13|116]": "cell 5",
     "cluster/test_adapters.py": "same/test_adapters.py: adapters on ranks without Ray",
     "cluster/test_cluster.py::test_a_reference_that_moves_is_asked_after_each_move": (
         "losses/test_resume.py: TR-DPO in one process; same/test_before_after.py (wide)"
@@ -103,7 +103,7 @@ WIDE = {
     ),
     "faults/test_damage.py": "checkpoint/test_damage.py in one process",
     "faults/test_elastic.py": "same/test_elastic.py: any layout resumes under any other",
-    "faults/test_full_disk.py": "checkpoint/test_room.py",
+    "faults/test_full_disk.py": "checkpoint/test_disk_space.py",
     "faults/test_soak.py::test_random_faults_end_as_no_fault[dp2.*|ray.*|one-8-2]": "one-8-1",
     "faults/test_kill.py::test_one_of_two_ranks[.*save.write.sync.*]": "the cell `backward`",
     r"health/test_health.py::test_a_healthy_run_has_no_finding[(?!sigmoid\]|simpo\]).*]": (
@@ -112,12 +112,12 @@ WIDE = {
     "health/test_health.py::test_a_finding_appears_on_the_run_made_for_it[overfitting"
     "|margin_saturated|accuracy_stuck|length_exploitation|data/.*]": "the other findings",
     "reference/test_cache.py::test_two_runs_fill_it_at_the_same_time": (
-        "reference/test_store.py: segments of several writers"
+        "reference/test_logprob_cache.py: segments of several writers"
     ),
     "reference/test_cache.py::test_a_loss_that_reads_tokens": "test_tokens_on_request",
     "reference/test_cache.py::test_partly_filled_by_a_shorter_run": "test_two_epochs_do_one_forward",
     "reference/test_cache.py::test_every_loss_seed_and_batch_shares_it": "test_another_beta",
-    "reference/test_resume.py::test_the_values_of_the_cache_can_be_told_from_others": (
+    "reference/test_resume.py::test_cached_values_can_be_distinguished_from_others": (
         "the other tests of reference/test_resume.py"
     ),
     "reference/test_resume.py::test_killed_.*[(6|7)]": "the other cells",
@@ -129,7 +129,7 @@ WIDE = {
         "checkpoint/test_identity.py: other data is refused"
     ),
     r"train/test_resume.py::test_killed_after_any_step[(?!1\]).*]": "its cell 1",
-    "train/test_begun_elsewhere.py": "train/test_resume.py",
+    "train/test_start_from_checkpoint.py": "train/test_resume.py",
 }
 
 

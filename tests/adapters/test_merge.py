@@ -84,7 +84,7 @@ def test_a_merge_that_changes_the_model_is_not_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_base_that_is_gone_is_asked_for(tuned: Path, tmp_path: Path) -> None:
+def test_a_missing_base_is_reported(tuned: Path, tmp_path: Path) -> None:
     shutil.copytree(tuned, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(
@@ -99,7 +99,7 @@ def test_a_base_that_is_gone_is_asked_for(tuned: Path, tmp_path: Path) -> None:
     assert "is not here; pass it with --base" in done.output
 
 
-def test_a_base_quantised_in_training_is_told(tuned: Path, tmp_path: Path) -> None:
+def test_a_base_quantised_in_training_is_reported(tuned: Path, tmp_path: Path) -> None:
     """Without bitsandbytes the adapter is compared on the base as it is, and the log says so."""
     shutil.copytree(tuned, tmp_path / "adapter")
     (tmp_path / "adapter" / "rather.json").write_text('{"quantization": "4bit"}')
@@ -107,7 +107,7 @@ def test_a_base_quantised_in_training_is_told(tuned: Path, tmp_path: Path) -> No
     assert (find_spec("bitsandbytes") is not None) == ("allowed" not in found)
 
 
-def test_weights_that_are_no_numbers_are_refused(tuned: Path, tmp_path: Path) -> None:
+def test_nonfinite_weights_are_refused(tuned: Path, tmp_path: Path) -> None:
     shutil.copytree(tuned, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     weights = load_file(file)

@@ -108,7 +108,7 @@ def test_it_is_merged_into_the_weights_as_they_were(
     assert 1e-4 < difference_in(told) < 1
 
 
-def test_it_goes_on_to_the_bit(folder: Path, trained: DPOPipeline) -> None:
+def test_it_resumes_to_the_same_bits(folder: Path, trained: DPOPipeline) -> None:
     whole = trained.config.run_dir
     again = config_of(
         folder, "again", max_steps=4, resume_from_checkpoint=str(whole / "checkpoint-2")

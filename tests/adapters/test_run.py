@@ -133,7 +133,7 @@ def test_from_the_base_to_the_merged_model(shared: Path, name: str) -> None:
     )
 
 
-def test_pissa_beside_a_reference_of_its_own_is_exported_on_the_base_as_it_was(
+def test_pissa_with_a_separate_reference_is_exported_on_the_original_base(
     shared: Path,
 ) -> None:
     config = config_of(shared, "apart", VARIANTS["pissa"], reference__model_args__dtype="fp32")
@@ -237,7 +237,7 @@ def test_another_model_as_reference_is_a_second_model(shared: Path) -> None:
     assert torch.equal(reference_of(pipeline), log_probs(other))
 
 
-def test_the_cache_tells_adapters_apart(shared: Path, tuned: Path) -> None:
+def test_the_cache_distinguishes_adapters(shared: Path, tuned: Path) -> None:
     """What was computed for the base must not answer for the adapter, and the other way round."""
 
     def counts(name: str, args: dict[str, Any]) -> dict[str, Any]:

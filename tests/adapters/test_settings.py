@@ -128,7 +128,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("args", "more", "sentence"), REFUSED, ids=[sentence[:40] for _, _, sentence in REFUSED]
 )
-def test_what_cannot_be_done_is_said(
+def test_impossible_settings_are_reported(
     args: dict[str, Any], more: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -261,7 +261,7 @@ def test_modules_that_cannot_be_adapted_are_refused(
     assert sentence in str(refused.value)
 
 
-def test_an_adapter_that_is_not_there_is_told_before_anything_starts(shared: Path) -> None:
+def test_a_missing_adapter_is_reported_before_anything_starts(shared: Path) -> None:
     for path, sentence in (
         (shared / "tunde", "tunde does not exist"),
         (shared / "base", "base is not a PEFT adapter"),
@@ -273,7 +273,9 @@ def test_an_adapter_that_is_not_there_is_told_before_anything_starts(shared: Pat
             check_paths(settings)
 
 
-def test_a_folder_that_is_no_adapter_is_refused(shared: Path, tuned: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_adapter_is_refused(
+    shared: Path, tuned: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="base is not a PEFT adapter"):
         load_policy(
             str(shared / "base"), ModelArgs(adapter_name_or_path=str(shared / "base")), "cpu"

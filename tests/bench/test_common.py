@@ -60,7 +60,7 @@ def test_four_answers_are_computed_once_for_six_pairs() -> None:
     assert len(pairs_of(step)) == 12
 
 
-def test_lengths_are_as_told() -> None:
+def test_lengths_are_as_configured() -> None:
     def means(kind: str) -> list[float]:
         (step,) = make_steps(kind, 1000, steps=1, pairs=3000)
         pairs = pairs_of(step)

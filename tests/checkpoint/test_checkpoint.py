@@ -147,7 +147,7 @@ def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["LATEST", "checkpoint-4"]
 
 
-def test_all_is_on_the_disk_before_it_is_named(
+def test_everything_is_synced_before_latest_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill cannot show a missing fsync, a power failure would: so the order of the calls is checked."""
@@ -288,7 +288,7 @@ def test_a_foreign_state_is_refused(tmp_path: Path, text: str) -> None:
         checkpoint.open_checkpoint(path)
 
 
-def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
+def test_paths_that_are_not_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint folder"):
         checkpoint.open_checkpoint(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="is missing"):
@@ -298,7 +298,7 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
         checkpoint.open_checkpoint(tmp_path / "link")
 
 
-def test_no_checkpoint_and_no_good_checkpoint_are_two_things(tmp_path: Path) -> None:
+def test_no_checkpoint_differs_from_no_good_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.newest_good(tmp_path / "not there") is None
     (tmp_path / ".tmp-checkpoint-5-1").mkdir()
     assert checkpoint.newest_good(tmp_path) is None
@@ -373,7 +373,7 @@ def test_a_full_disk_at_any_sync(
     assert found.step == 1
 
 
-def test_too_little_room_is_seen_before_the_save(
+def test_too_little_space_is_found_before_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=(1 << 20) + 10)

@@ -65,9 +65,7 @@ def running(folder: Path) -> Iterator[multiprocessing.Process]:
     child.join()
 
 
-def test_a_run_saves_and_stops_when_it_is_asked(
-    folder: Path, running: multiprocessing.Process
-) -> None:
+def test_a_run_saves_and_stops_on_request(folder: Path, running: multiprocessing.Process) -> None:
     config = config_of(folder, "endless")
     host = socket.gethostname()
     assert control.holder(config.run_dir) == f"process {running.pid} on {host}"

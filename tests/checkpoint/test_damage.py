@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
 
 
 @pytest.mark.parametrize("damage", [flip_bit, Path.unlink], ids=lambda damage: damage.__name__)
-def test_a_run_goes_on_from_the_older_one_with_the_same_bits(
+def test_a_run_resumes_from_the_older_one_with_the_same_bits(
     folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     config = config_of(folder, f"damaged-{damage.__name__}")
@@ -127,7 +127,7 @@ def test_a_run_goes_on_from_the_older_one_with_the_same_bits(
     assert_same(config, config_of(folder, "whole"))
 
 
-def test_by_size_alone_a_flipped_bit_passes_and_that_is_told(
+def test_a_size_check_misses_a_flipped_bit_and_is_logged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(folder, "by-size", max_steps=7, checkpoint_config__verify="size")

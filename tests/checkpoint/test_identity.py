@@ -56,7 +56,7 @@ def test_the_keys_that_are_advised_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ["loss", "seed", "batch", "data", "reference"])
-def test_what_is_allowed_goes_on_and_is_told(
+def test_allowed_differences_resume_and_are_logged(
     folder: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     goes_on(folder, caplog, [name], CHANGES[name][0])
@@ -105,7 +105,7 @@ def test_another_tokenizer_makes_other_pairs(
     goes_on(folder, caplog, ["tokenizer", "data"], change)
 
 
-def test_a_word_that_guards_nothing_is_an_error(folder: Path) -> None:
+def test_an_unknown_guard_is_an_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"resume\.allow: .* is not a list of data \| tokenizer"):
         config_of(folder, "whole", resume__allow=["datta"])
 
@@ -125,13 +125,13 @@ def test_tokenizer_template_and_model_config_are_guarded(tmp_path: Path) -> None
         assert f"{field}: {str(identity[field])[:12]} then, " in str(refused.value)
 
 
-def test_a_template_is_told_by_its_name(tmp_path: Path) -> None:
+def test_a_changed_template_is_named(tmp_path: Path) -> None:
     found = _checkpoint(tmp_path, {"chat template": {"name": "chatml", "sha256": "0" * 64}})
     with pytest.raises(CheckpointError, match=r"chat template\.name: chatml then, native now"):
         refuse_other_run(found, {"chat template": {"name": "native", "sha256": "0" * 64}}, [])
 
 
-def test_losses_are_told_by_their_names(tmp_path: Path) -> None:
+def test_changed_losses_are_named(tmp_path: Path) -> None:
     found = _checkpoint(
         tmp_path, {"loss": {"losses": [["ipo", 1.0, {"beta": 0.1}]], "rpo_alpha": None}}
     )

@@ -15,7 +15,7 @@ from tests.checkpoint.runs import config_of, incidents, train
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO])
-def test_training_goes_on_without_its_copies(
+def test_training_continues_without_its_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """Also asking how much room there is fails then."""

@@ -40,7 +40,7 @@ def test_a_good_run_and_its_parts(folder: Path, run: Path) -> None:
     assert ".logps" in cache.output
 
 
-def test_every_damaged_file_is_told_not_only_the_first(run: Path) -> None:
+def test_every_damaged_file_is_reported_not_only_the_first(run: Path) -> None:
     flip_bit(run / "checkpoint-4" / "model-00001.safetensors")
     os.truncate(run / "checkpoint-4" / "state.json", 10)
     (run / "checkpoint-4" / "rng-00001.safetensors").unlink()
@@ -78,7 +78,7 @@ def test_the_other_files_of_a_run(run: Path, change: object, reason: str) -> Non
     assert "1 damaged" in found.output
 
 
-def test_a_folder_that_is_none_of_them(tmp_path: Path) -> None:
+def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
     found = verify(str(tmp_path))
     assert found.exit_code == 2
     assert "not a checkpoint, run folder or reference cache" in found.output

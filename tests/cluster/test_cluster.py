@@ -169,7 +169,7 @@ def test_a_reference_that_moves_is_asked_after_each_move(folder: Path) -> None:
 
 @pytest.mark.wide
 @pytest.mark.alone
-def test_a_slow_reference_of_its_own_costs_the_larger_of_both(folder: Path) -> None:
+def test_a_slow_separate_reference_overlaps_with_training(folder: Path) -> None:
     workers = "tests.cluster.workers"
     config = make_config(
         folder,
@@ -309,7 +309,7 @@ def test_the_first_cause_is_reported(
     assert time.monotonic() - began < 15
 
 
-def test_a_shortage_of_memory_names_three_ways_out() -> None:
+def test_a_memory_shortage_names_three_fixes() -> None:
     shortage = Failure.of(torch.OutOfMemoryError("CUDA out of memory.\nMore."))
     said = str(shortage.error("actor_train rank 1 of 2"))
     assert said.startswith("actor_train rank 1 of 2: CUDA out of memory. Lower ")

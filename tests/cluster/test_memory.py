@@ -15,7 +15,7 @@ WORKER = "tests.cluster.workers.SmallDevice"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_a_role_of_one_rank_works_in_smaller_pieces(
+def test_a_role_of_one_rank_uses_smaller_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 8)

@@ -46,7 +46,7 @@ def weights(config: DPOConfig, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_both_ranks_skip_or_go_back(tmp_path: Path) -> None:
+def test_both_ranks_skip_or_roll_back(tmp_path: Path) -> None:
     skipped = run(tmp_path, "skip")
     two, three = weights(skipped, 2), weights(skipped, 3)
     assert all(torch.equal(tensor, three[name]) for name, tensor in two.items())

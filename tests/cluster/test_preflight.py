@@ -56,9 +56,7 @@ def test_each_rank_holds_its_share_of_the_state(
     assert need(folder, name, **args).host == pytest.approx(weights * bytes_a_weight)
 
 
-def test_on_a_gpu_the_state_lies_there_unless_it_is_kept_on_the_host(
-    folder: Path, weights: int
-) -> None:
+def test_on_a_gpu_the_state_is_there_unless_offloaded(folder: Path, weights: int) -> None:
     on_device, on_host = need(folder, "zero3", "cuda"), need(folder, "gemini_auto", "cuda")
     assert (on_device.device, on_device.host) == (weights * 4, 0)
     assert (on_host.device, on_host.host) == (0, weights * 4)
@@ -100,12 +98,12 @@ def test_a_gpu_must_hold_its_roles_or_the_error_says_how_many_would(
     Ledger().add("actor_train", need(folder, "zero3", "cuda"), rooms)
 
 
-def test_a_model_that_is_not_here_is_left_to_its_loading(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_when_it_is_loaded(tmp_path: Path) -> None:
     assert known_shapes(str(tmp_path / "nowhere"), ModelArgs()) is None
     Ledger().add("actor_train", None, [])
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+def test_memory_limits_of_a_container_are_respected(tmp_path: Path) -> None:
     files = {
         "memory.max": "1000\n",
         "memory.current": "700\n",

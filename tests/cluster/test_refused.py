@@ -26,7 +26,7 @@ from tests.tiny import make_config
         ),
     ],
 )
-def test_a_model_that_cannot_be_divided_so_is_refused_first(
+def test_a_model_that_cannot_be_sharded_this_way_is_refused_first(
     tmp_path: Path, sizes: dict[str, int], said: str
 ) -> None:
     config = make_config(
@@ -66,7 +66,7 @@ def test_an_address_that_nobody_answers_is_reported_at_once(
     assert time.monotonic() - began < 10
 
 
-def test_a_gpu_that_is_not_here_needs_no_ray_to_be_missed(
+def test_a_missing_gpu_is_reported_without_starting_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -49,7 +49,7 @@ import os
 import ray
 from pathlib import Path
 from rather.cluster.resources import ResourceManager
-from tests.cluster.test_door import LOOPBACK, listening
+from tests.cluster.test_ray_security import LOOPBACK, listening
 
 for _ in range(2):
     manager = ResourceManager(1, 1)

@@ -159,7 +159,7 @@ def lossy(folder: Path, name: str, **changes: Any) -> DPOConfig:
 
 @pytest.mark.usefixtures("replaceable")
 @pytest.mark.parametrize("overwrite", cells([False, True], keep=[True]))
-def test_a_run_with_losses_ends_as_one_without(tmp_path: Path, overwrite: bool) -> None:
+def test_a_run_with_lost_workers_ends_as_one_without(tmp_path: Path, overwrite: bool) -> None:
     clean, struck = lossy(tmp_path, "clean"), lossy(tmp_path, "struck", overwrite=overwrite)
     assert DPOPipeline(clean).run() == 0
     Lossy.left.extend([WorkerLost("once"), HangError("twice"), WorkerLost("thrice")])
@@ -173,7 +173,7 @@ def test_a_run_with_losses_ends_as_one_without(tmp_path: Path, overwrite: bool) 
 
 
 @pytest.mark.usefixtures("replaceable")
-def test_a_loss_too_many_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+def test_one_lost_worker_too_many_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     Lossy.left.extend([WorkerLost("second"), WorkerLost("first")])
     config = lossy(tmp_path, "ended", max_failures=1)
     with pytest.raises(WorkerLost, match="second") as lost:
@@ -184,7 +184,7 @@ def test_a_loss_too_many_ends_the_run_with_its_cause(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("replaceable")
 @pytest.mark.parametrize("kind", cells(FINAL, keep=[DataError, WorkerError]))
-def test_what_would_come_again_ends_the_run_at_once(
+def test_failures_that_would_recur_end_the_run_at_once(
     prepared: Path, kind: type[RatherError]
 ) -> None:
     Lossy.left.extend([kind("it would come again")] * 2)
@@ -196,7 +196,7 @@ def test_what_would_come_again_ends_the_run_at_once(
 
 
 @pytest.mark.usefixtures("replaceable")
-def test_nothing_is_replaced_where_the_end_was_asked_for(tmp_path: Path) -> None:
+def test_workers_are_not_replaced_after_a_stop_request(tmp_path: Path) -> None:
     Lossy.left.extend([WorkerLost("gone")] * 2)
     Lossy.signals.append(signal.SIGTERM)
     with pytest.raises(WorkerLost, match="gone"):
@@ -282,7 +282,7 @@ GONE = {
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("part", GONE)
-def test_a_run_whose_ray_is_gone_says_so_and_resumes(tmp_path: Path, part: str) -> None:
+def test_a_run_that_lost_ray_reports_it_and_resumes(tmp_path: Path, part: str) -> None:
     clean = make_config(tmp_path, exp_name="clean", max_steps=5, save_steps=2, logging_steps=1)
     assert DPOPipeline(clean).run() == 0
     marker, struck = f"gone-{part}-{os.getpid()}", make_config(tmp_path)

@@ -50,7 +50,7 @@ def test_one_answer_is_the_greedy_one_of_transformers(model: Path) -> None:
     assert done.stdout.strip()
 
 
-def test_a_model_without_a_template_goes_on_with_the_text(run: DPOConfig) -> None:
+def test_a_model_without_a_template_continues_the_text(run: DPOConfig) -> None:
     done = rather("chat", run.run_dir, "--prompt", "w5 w6", "--max-new-tokens", 6)
     assert done.stdout.strip() == plainly(run.run_dir / "model", "<s> w5 w6", 6).strip()
     refused = rather("chat", run.run_dir, "--prompt", "w5", "--system", "w3")
@@ -115,13 +115,13 @@ def test_drawing_needs_a_temperature(model: Path) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_bytes_of_a_terminal_that_are_no_text(model: Path) -> None:
+def test_terminal_input_that_is_not_text(model: Path) -> None:
     done = rather("chat", model, "--prompt", "w5 \udce9")
     assert done.exit_code == 3
     assert "half of a surrogate pair" in done.output
 
 
-def test_pieces_come_as_they_are_made(model: Path) -> None:
+def test_text_is_streamed_as_it_is_generated(model: Path) -> None:
     speaker = Speaker.load(str(model))
     pieces: list[str] = []
     speaker.answer("w5", Decoding(6), pieces.append)
@@ -131,7 +131,7 @@ def test_pieces_come_as_they_are_made(model: Path) -> None:
         speaker.answer("w5 " * 130, Decoding(6), pieces.append)
 
 
-def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_came(model: Path) -> None:
+def test_a_stopped_answer_is_remembered_up_to_there(model: Path) -> None:
     told: list[str] = []
 
     def stop(piece: str) -> None:

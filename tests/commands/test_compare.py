@@ -102,7 +102,7 @@ def test_no_run(folder: Path, run: DPOConfig) -> None:
     assert "not a run folder" in done.output
 
 
-def test_numbers_that_are_none() -> None:
+def test_nonfinite_metrics_are_compared() -> None:
     nan = math.nan
     same = compare_curves("loss", {1: nan, 2: 1.0}, {1: nan, 2: 1.0})
     assert (same["from"], same["largest"]) == (None, 0.0)

@@ -104,7 +104,7 @@ def test_gradient_is_what_differences_say(rows: list[LossRow], log_probs: LogPro
         assert row.gradient == pytest.approx(sum(sizes) / len(sizes), rel=1e-4), row.name
 
 
-def test_odpo_without_margins_is_told(rows: list[LossRow]) -> None:
+def test_odpo_without_margins_is_reported(rows: list[LossRow]) -> None:
     odpo = next(row for row in rows if row.name == "odpo")
     assert odpo.missing == "margin"
     assert math.isnan(odpo.value)

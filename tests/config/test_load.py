@@ -99,7 +99,7 @@ def test_interpolation(write, monkeypatch) -> None:
     assert config.chosen_key == "dpo-3"
 
 
-def test_each_interpolation_that_fails_is_named_beside_the_rest(problems) -> None:
+def test_each_failed_interpolation_is_reported_with_the_other_problems(problems) -> None:
     text = (
         SMALLEST
         + "beta: ${oc.env:RATHER_NOT_SET}\nchosen_key: ${nothing}\nseed: x\nipo: true\npref_loss: simpo\n"
@@ -490,7 +490,7 @@ def test_missing_paths_are_named_together(write, tmp_path: Path) -> None:
     assert len(lines) == 7
 
 
-def test_a_folder_of_tokens_is_a_file_name_and_what_cannot_be_read_is_said(
+def test_a_token_folder_is_a_file_name_and_unreadable_paths_are_reported(
     write, tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").mkdir()

@@ -59,7 +59,7 @@ def test_what_it_lets_through() -> None:
     [(16, 4, 2, 1, True), (18, 4, 2, 1, True), (15, 4, 2, 1, False), (15, 4, 1, 1, True), (17, 4, 2, 1, True),
      (12, 4, 1, 2, False), (16, 4, 1, 2, True)],
 )  # fmt: skip
-def test_a_smaller_micro_batch_is_refused_beside_others(
+def test_uneven_micro_batches_are_refused(
     pairs: int, size: int, steps: int, dp: int, even: bool
 ) -> None:
     config = config_from_dict(smallest(ON, f"{SIZE}={size}", f"{STEPS}={steps}"))

@@ -391,7 +391,7 @@ def test_bad_values_do_not_hide_bad_combinations(problems) -> None:
     ]
 
 
-def test_a_combination_of_a_bad_value_is_left_unsaid(problems) -> None:
+def test_combinations_with_a_bad_value_are_not_reported(problems) -> None:
     (line,) = problems("validation.data_args.split=7.5", "save_best=true")
     assert line.startswith("validation.data_args.split")
 
@@ -442,7 +442,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_file_that_is_no_config(write, case: str) -> None:
+def test_file_that_is_not_a_config(write, case: str) -> None:
     text, said = FILES[case]
     with pytest.raises(ConfigError) as caught:
         load(write(text))

@@ -193,6 +193,6 @@ def test_half_of_a_batch_is_not_taken_for_answers_without_val_batch_size(judged)
     assert config.actor_train.training_args.per_device_train_batch_size == 4
 
 
-def test_no_key_of_ours_is_set_aside() -> None:
+def test_no_key_of_rather_is_ignored() -> None:
     ours = table()
     assert not [path for path in (*compat.IGNORED, *compat.REFUSED) if path in ours]

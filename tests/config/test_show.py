@@ -25,7 +25,7 @@ EXAMPLES = sorted(REPOSITORY.glob("examples/**/*.yaml"))
 BIG = REPOSITORY / "examples/qwen2.5-3B-dpo_megatron/dpo_config.yaml"
 
 
-def test_show_tells_values_and_sources(write) -> None:
+def test_show_prints_values_and_sources(write) -> None:
     text = show(load(write(), ["beta=0.05", "system_envs.HF_TOKEN=canary"]))
     lines = {line.partition(":")[0].strip(): line.split("  # ") for line in text.splitlines()}
     assert [part.strip() for part in lines["beta"]] == ["beta: 0.05", "command line"]
@@ -47,7 +47,7 @@ def test_explain_a_key(write) -> None:
         explain(None, "bata")
 
 
-def test_every_key_has_a_meaning_and_words_for_its_type() -> None:
+def test_every_key_has_a_description_and_a_readable_type() -> None:
     for key in table().values():
         assert key.meaning.endswith("."), key.path
         assert "<" not in key.expects.replace("< ", "").replace("<= ", ""), key.path
@@ -162,7 +162,7 @@ def test_recomputation_by_either_key() -> None:
 @pytest.mark.parametrize(
     ("written", "read"), [("on", "on"), ("true", "on"), ("off", "off"), ("auto", "auto")]
 )
-def test_a_bare_on_is_no_boolean(written: str, read: str) -> None:
+def test_a_bare_on_is_not_a_boolean(written: str, read: str) -> None:
     assert config_from_dict(smallest(f"compile={written}")).compile == read
 
 
@@ -214,7 +214,7 @@ def test_losses_are_those_that_exist() -> None:
     assert set(LOSS_MODIFIERS) == {field.name for field in fields(objective.Modifiers)}
 
 
-def test_a_reference_can_be_parked_beside_a_gpu_only() -> None:
+def test_a_reference_can_be_offloaded_from_a_gpu_only() -> None:
     config = config_from_dict(smallest("reference.offload=on"))
     (line,) = device_problems(config, "cpu")
     assert line.startswith("reference.offload: on is for a GPU")

@@ -83,7 +83,7 @@ def test_pairs_that_are_markup_stay_text(page: Path) -> None:
     assert "2 pairs" in document
 
 
-def test_json_is_all_there_is(settings: Path) -> None:
+def test_json_prints_nothing_but_json(settings: Path) -> None:
     report = json.loads(command(str(settings), "--json").stdout)
     assert report["train"]["warned"]["duplicate_pair"]["count"] == 3
     assert report["evals"]["held"]["warned"]["prompt_in_training_data"]["count"] == 2
@@ -96,7 +96,7 @@ def test_json_is_all_there_is(settings: Path) -> None:
     assert scored == f"{EVIL} good 0<|im_end|>"
 
 
-def test_a_place_that_cannot_be_written_is_said(settings: Path) -> None:
+def test_an_unwritable_path_is_reported(settings: Path) -> None:
     done = CliRunner().invoke(
         app, ["data", str(settings), "--html", str(settings.parent / "no" / "such.html")]
     )

@@ -94,7 +94,7 @@ def warned(entry: dict[str, Any]) -> dict[str, int]:
     return {kind: each["count"] for kind, each in entry["warned"].items()}
 
 
-def test_exactly_so_many_of_each_problem(flawed: Prepared) -> None:
+def test_the_number_of_each_problem_is_exact(flawed: Prepared) -> None:
     train = look_of(flawed)["sets"]["train"]
     assert train["pairs"] == len(ROWS) + 2  # a ranking of three gives three pairs
     assert train["prompts"] == 30 + 1

@@ -124,7 +124,7 @@ def test_a_file_with_every_bad_row(config: Config, tmp_path: Path, console: Cons
     assert "pairs.jsonl:2" in shown
 
 
-def test_pairs_that_are_only_too_long_are_told_and_not_bad(
+def test_overlong_pairs_are_reported_but_not_as_bad_rows(
     config: Config, write: Write, console: Console
 ) -> None:
     rows = [{**GOOD, "prompt": f"the bread {i}"} for i in range(10)]
@@ -513,7 +513,7 @@ def test_a_format_of_a_users_file_reaches_the_children(
                 assert made.report["train"]["ignored_columns"] == ["note"]
 
 
-def test_a_full_disk_is_said(
+def test_a_full_disk_is_reported(
     config: Config, write: Write, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rather.errors import DiskError

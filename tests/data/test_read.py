@@ -226,7 +226,7 @@ def test_wrong_encoding_is_named_by_byte_and_can_be_set(tmp_path: Path) -> None:
         rows_of(path, "shift_jis")
 
 
-def test_files_that_cannot_be_read_are_refused_with_the_way_on(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("{}")
     with pytest.raises(DataError, match=r"pair\.jsonl: no such file"):
         find_sources(tmp_path / "pair.jsonl")

@@ -149,7 +149,7 @@ def test_the_masks_can_be_set_aside(folder: Path, colossal: Path) -> None:
     assert all(pair.chosen_scored == ((1, len(pair.prompt) + len(pair.chosen)),) for pair in read)
 
 
-def test_a_named_format_reads_the_text_beside_the_tokens(
+def test_a_named_format_reads_the_text_next_to_the_tokens(
     folder: Path, prepared: Prepared, colossal: Path
 ) -> None:
     data = {"file_name": str(colossal), "format": "colossal", "template": "chatml"}

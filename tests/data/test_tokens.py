@@ -235,7 +235,7 @@ def test_escaping_changes_nothing_but_the_special_text(encoder: Make) -> None:
     )
 
 
-def test_control_characters_and_empty_prompts_are_kept_and_said(encoder: Make) -> None:
+def test_control_characters_and_empty_prompts_are_kept_and_reported(encoder: Make) -> None:
     chat = encoder()
     for character in "\x00\x07\u200b\u202e\u2066\ufeff":
         result = encoded(chat, f"q{character}", "a", "b")

@@ -90,7 +90,7 @@ def test_the_demo_clears_only_its_own_things(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {MARKER, "mine.txt"}
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()
     with pytest.raises(ConfigError, match=r"not created by the demo.*--out DIR"):
         claim(tmp_path)

@@ -112,7 +112,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, said
 
 
-def test_all_of_it_is_there() -> None:
+def test_the_walkthrough_is_complete() -> None:
     text = "\n".join(block for _, block in section())
     order = [
         CLONE,

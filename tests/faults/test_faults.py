@@ -26,13 +26,13 @@ def test_the_product_knows_nothing_of_faults() -> None:
     assert named == []
 
 
-def test_an_unknown_word_is_refused() -> None:
+def test_an_unknown_fault_is_refused() -> None:
     for text in ("phase=bakward,kind=kill", "phase=save,kind=explode", "phase=save,kind=nan"):
         with pytest.raises(AssertionError):
             inject.parse(text)
 
 
-def test_a_fault_strikes_where_all_words_match_and_once_per_run_folder(
+def test_a_fault_strikes_where_all_keys_match_and_once_per_run_folder(
     arm: Any, tmp_path: Path
 ) -> None:
     spec = "step=2,phase=save.write,role=driver,rank=0,visit=2,kind=raise"

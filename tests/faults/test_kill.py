@@ -39,7 +39,7 @@ def test_one_of_two_ranks(broken: Broken, fault: str) -> None:
 
 
 @pytest.mark.wide
-def test_random_numbers_go_on(world: World) -> None:
+def test_random_numbers_continue_after_a_resume(world: World) -> None:
     """Of a loss that draws them: those of a step are not those of the first steps again."""
     drawing = {"actor_train__worker_cls": "tests.faults.runs.Drawing"}
     expected = world.clean("one", drawing)

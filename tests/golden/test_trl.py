@@ -93,7 +93,7 @@ def test_equal_to_trl(name: str) -> None:
     assert got == pytest.approx(case["loss"], rel=1e-5)
 
 
-def test_the_cases_tell_losses_apart() -> None:
+def test_the_cases_distinguish_the_losses() -> None:
     """On these pairs no two losses give one value, so that a swapped name cannot pass."""
     losses = sorted(case["loss"] for name, case in CASES.items() if name != "sigmoid smoothed")
     assert min(np.diff(losses) / np.array(losses[1:])) > 2e-5

@@ -83,7 +83,7 @@ def test_losses_and_grad_norms_are_trls(model: Path, tmp_path: Path, shape: str)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_without_parity_tokens_are_ours(model: Path, tmp_path: Path, shape: str) -> None:
+def test_without_parity_tokens_are_rathers(model: Path, tmp_path: Path, shape: str) -> None:
     """The key turns something: plain text gets the chat template, and the end of a turn is its
     end token."""
     pairs = all_pairs(migrated(model, tmp_path, shape, "sequence_length=64"))

@@ -60,14 +60,14 @@ def measured(folder: Path, dtype: str) -> tuple[Work, Plain]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_way_is_the_plain_path(way: str, dtype: str, folder: Path) -> None:
+def test_a_layout_equals_the_plain_path(way: str, dtype: str, folder: Path) -> None:
     work, plain = measured(folder, dtype)
     _, apart = attempt(WAYS[way], plain, work)
     print(f"{way}, {dtype}: {apart}")
     assert apart.within(SAME[dtype], 1.0)
 
 
-def test_a_wrong_way_is_seen(folder: Path) -> None:
+def test_a_wrong_layout_is_detected(folder: Path) -> None:
     """One pair less in one step is further than bf16 may go."""
     work, plain = measured(folder, "fp32")
     changed = replace(work, steps=[work.steps[0][:-1], *work.steps[1:]])

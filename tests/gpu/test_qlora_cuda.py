@@ -7,8 +7,8 @@ import torch
 
 from tests.adapters.test_quantised import (  # noqa: F401
     folder,
-    test_it_goes_on_to_the_bit,
     test_it_is_merged_into_the_weights_as_they_were,
+    test_it_resumes_to_the_same_bits,
     test_the_reference_is_the_4_bit_base,
     trained,
 )

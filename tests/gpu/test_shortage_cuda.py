@@ -58,7 +58,7 @@ def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[s
     return config, [line for line in metrics(config) if "lr" in line]
 
 
-def test_a_step_that_runs_out_is_repeated_in_smaller_pieces(
+def test_an_out_of_memory_step_is_repeated_with_smaller_micro_batches(
     folder: Path, free_again: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other work takes the memory once the planner has looked: what is left holds half a micro-batch."""
@@ -95,7 +95,7 @@ def test_a_step_that_runs_out_is_repeated_in_smaller_pieces(
         assert torch.allclose(models[0][name], weight, atol=1e-5), name
 
 
-def test_a_device_without_room_tells_where_memory_goes(folder: Path, free_again: None) -> None:
+def test_a_full_device_lists_memory_use(folder: Path, free_again: None) -> None:
     torch.cuda.empty_cache()
     weights = sum(
         tensor.nbytes for tensor in load_file(folder / "base" / "model.safetensors").values()

@@ -93,7 +93,7 @@ def test_policy_and_reference_answer_the_same_prompts_at_each_evaluation(
     assert texts(run, 4, "policy") == by_hand(run.run_dir / "model", prompts) != base
 
 
-def test_metrics_are_means_of_what_the_lines_tell(run: DPOConfig) -> None:
+def test_metrics_are_means_over_the_logged_answers(run: DPOConfig) -> None:
     for record in (line for line in metrics(run) if "eval/loss" in line):
         rows = lines(run, record["step"])
         assert record["eval/answers/prompts"] == len(rows)
@@ -106,7 +106,7 @@ def test_metrics_are_means_of_what_the_lines_tell(run: DPOConfig) -> None:
     assert len(first["policy"].split()) == 5
 
 
-def test_training_does_not_notice(village: Village, run: DPOConfig) -> None:
+def test_answers_do_not_change_training(village: Village, run: DPOConfig) -> None:
     plain = village.config("unanswered", CASE, eval_prompts=None)
     DPOPipeline(plain).run()
     assert not (plain.run_dir / ANSWERS).exists()
@@ -124,7 +124,7 @@ def _timed(key: str) -> bool:
     return key.startswith("time/") or key.endswith("_per_second")
 
 
-def test_a_run_that_goes_on_has_the_same_bits_and_no_line_twice(
+def test_a_resumed_run_has_the_same_bits_and_no_duplicate_line(
     village: Village, run: DPOConfig
 ) -> None:
     config = village.killed("answered", CASE, 2)
@@ -151,7 +151,7 @@ def test_without_a_reference_the_policy_is_compared_with_its_beginning(village: 
     assert texts(config, 4, "policy") != texts(config, 4, "reference")
 
 
-def test_a_reference_that_moves_answers_anew(village: Village) -> None:
+def test_a_moving_reference_answers_again(village: Village) -> None:
     changes = {
         "sync_ref_model": True,
         "ref_model_mixup_alpha": 1.0,
@@ -211,7 +211,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, name: str, text: str,
         read_prompts(config.eval_prompts, config)
 
 
-def test_what_cannot_be_is_said_with_the_config(tmp_path: Path) -> None:
+def test_impossible_settings_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval_prompts: needs eval_prompts\.prompts or"):
         asking(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot be combined with eval_prompts\.file"):
@@ -234,7 +234,7 @@ def test_a_missing_file_is_named_before_anything_is_loaded(tmp_path: Path) -> No
         check_paths(asking(tmp_path, file=str(tmp_path / "none.txt")))
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_that_fills_the_sequence_is_refused(tmp_path: Path) -> None:
     config = asking(tmp_path, prompts=["w1", " ".join(["w1"] * 40)], max_new_tokens=32)
     with pytest.raises(ConfigError, match=r"prompt 2 has 41 tokens.*sequence_length \(64\)"):
         DPOPipeline(config).run()
@@ -282,7 +282,7 @@ class Small:
         pass
 
 
-def test_fewer_prompts_at_once_where_memory_falls_short(
+def test_batches_of_prompts_shrink_when_memory_runs_out(
     run: DPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rather.pipeline.evaluation.as_local", lambda worker, _: worker)

@@ -65,7 +65,7 @@ def calls_that_run_code(module: ast.Module) -> Iterator[tuple[ast.Call, str]]:
                 yield node, f"{keyword.arg}={value}"
 
 
-def test_no_code_out_of_files() -> None:
+def test_no_code_is_loaded_from_files() -> None:
     found = [
         f"{where(file, node)}: imports {name}"
         for file in python_files("rather", "examples", "bench")
@@ -123,7 +123,7 @@ def test_no_path_of_one_machine() -> None:
     assert MACHINE_PATH.search("open('/home" + "/someone/data')")
 
 
-def test_only_ci_looks_beside_the_checkout() -> None:
+def test_only_ci_reads_outside_the_checkout() -> None:
     others = [
         file
         for file in readable()

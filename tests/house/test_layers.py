@@ -74,7 +74,7 @@ def ours(file: Path, *, for_types: bool = True) -> list[tuple[str, ast.stmt]]:
     return [(name, node) for name, node in found if name.split(".")[0] == "rather"]
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_subpackage_has_a_layer() -> None:
     for file in python_files("rather"):
         floor(module_name(file))
 
@@ -89,7 +89,7 @@ def test_imports_go_down() -> None:
     assert not rising, "\n".join(rising)
 
 
-def test_imports_close_no_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     # A package's __init__ gathers the names of its own modules; it is no step of a circle.
     graph = {
         module_name(file): {name for name, _ in ours(file, for_types=False)}
@@ -110,7 +110,7 @@ def test_imports_close_no_circle() -> None:
 
 
 @pytest.mark.parametrize("library", DOORS)
-def test_heavy_dependency_has_one_door(library: str) -> None:
+def test_heavy_dependency_is_imported_in_one_place(library: str) -> None:
     strangers = [
         f"{where(file, node)}: imports {name}, allowed only in {', '.join(DOORS[library]) or 'no file'}"
         for file in python_files("rather")

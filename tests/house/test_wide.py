@@ -20,7 +20,7 @@ def test_each_key_names_a_test_that_exists() -> None:
 
 
 def test_cells_and_files_are_matched() -> None:
-    assert is_wide("tests/docs/test_newcomer.py::test_all_of_it_is_there")
+    assert is_wide("tests/docs/test_newcomer.py::test_the_walkthrough_is_complete")
     assert is_wide("tests/train/test_resume.py::test_killed_after_any_step[6]")
     assert not is_wide("tests/train/test_resume.py::test_killed_after_any_step[1]")
     assert not is_wide("tests/train/test_trainer.py::test_clipping")

@@ -130,7 +130,7 @@ def assert_same(one: Outcome, other: Outcome, tolerance: float) -> None:
     ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["f64", "f32"]
 )
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_cut_does_not_matter(
+def test_the_split_into_micro_batches_does_not_matter(
     policies: Any, name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     objective, policy = OBJECTIVES[name], policies[dtype]

@@ -381,7 +381,7 @@ def test_what_contradicts_itself(
         configure(names, numbers, modifiers=modifiers)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         configure(
             ["simpo"], {"cpo_alpha": 1.0}, modifiers={"ld_alpha": 0.5, "reference_free": True}

@@ -91,7 +91,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_loss_goes_on_to_the_bit(folder: Path, name: str) -> None:
+def test_every_loss_resumes_to_the_same_bits(folder: Path, name: str) -> None:
     """Six steps, and the last three once more from the checkpoint between them."""
     without_evaluation = {"validation__data_args__file_name": None}
     changes = {"max_steps": 6, **without_evaluation, **OBJECTIVES[name]}
@@ -111,7 +111,7 @@ def moving(folder: Path) -> DPOPipeline:
     return train(folder, "moving", max_steps=6, eval_steps=3, **SYNCED)
 
 
-def test_a_moving_reference_goes_on_to_the_bit(folder: Path, moving: DPOPipeline) -> None:
+def test_a_moving_reference_resumes_to_the_same_bits(folder: Path, moving: DPOPipeline) -> None:
     """Stopped a step after a sync, and a step before one."""
     train(folder, "stopped", max_steps=3, eval_steps=3, **SYNCED)
     rest = train(folder, "stopped", max_steps=6, eval_steps=3, **SYNCED)

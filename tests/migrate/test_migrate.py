@@ -186,7 +186,7 @@ def test_a_share_of_warm_up() -> None:
     assert of({"warmup_steps": 0.1}).config.actor_train.training_args.warmup_ratio == 0.1
 
 
-def test_no_limit_of_length_is_told() -> None:
+def test_a_missing_length_limit_is_reported() -> None:
     result = of({"max_length": None})
     assert result.config.sequence_length == 32768
     assert status(result, "max_length") == CHANGED
@@ -215,7 +215,7 @@ def test_losses_and_weights() -> None:
     assert config.loss_weights == [0.8, 0.2, 1.0]
 
 
-def test_what_the_loss_refuses_is_told_and_left_out() -> None:
+def test_keys_the_loss_refuses_are_reported_and_left_out() -> None:
     result = of({"loss_type": "nca_pair", "f_divergence_type": "js_divergence"})
     assert result.config.f_divergence_type is None
     assert status(result, "f_divergence_type") == IMPOSSIBLE
@@ -297,12 +297,12 @@ def test_deepspeed_by_its_file_or_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{"beta": 0.1}, {"rl": "dpo", "stage": "dpo"}])
-def test_what_could_be_anybodys_is_refused(values: dict[str, Any]) -> None:
+def test_an_ambiguous_file_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--from"):
         guess(SourceSettings("x.yaml", values), PEERS)
 
 
-def test_the_names_of_the_option_are_the_peers() -> None:
+def test_the_option_lists_every_supported_tool() -> None:
     assert tuple(PEERS) == NAMES
 
 

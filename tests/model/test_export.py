@@ -180,7 +180,7 @@ def _exported_twice(base: Path, out: Path) -> int:
     return 0
 
 
-def test_a_disk_without_room_leaves_what_was_there_and_the_next_export_is_whole(
+def test_a_full_disk_keeps_the_old_model_and_the_next_export_is_complete(
     tmp_path: Path,
 ) -> None:
     base = make_model(tmp_path / "base", dtype=torch.bfloat16)
@@ -214,7 +214,7 @@ def test_the_model_that_was_moved_aside_comes_back(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_all_is_on_the_disk_before_it_gets_its_name(
+def test_everything_is_synced_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The names in the new folder too: without them a loss of power leaves an empty one."""

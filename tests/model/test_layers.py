@@ -163,7 +163,9 @@ class Never:
         raise AssertionError
 
 
-def test_on_a_cpu_what_is_told_holds_and_the_rest_is_kept_in_memory(base: Path) -> None:
+def test_on_a_cpu_configured_limits_are_used_and_nothing_is_recomputed_by_default(
+    base: Path,
+) -> None:
     policy = load_policy(str(base), ModelArgs(), "cpu")
 
     rest: dict[str, Any] = {"offload": False, "compiled": False, "largest_pair": 9000}

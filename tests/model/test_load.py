@@ -86,9 +86,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_folder_that_cannot_be_used_is_one_sentence(
-    base: Path, tmp_path: Path, damage: str
-) -> None:
+def test_an_unusable_folder_gives_a_one_line_error(base: Path, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(base, folder)
     work, sentence = DAMAGE[damage]
@@ -98,7 +96,7 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_that_is_nowhere(tmp_path: Path) -> None:
+def test_an_unknown_model_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         load_policy(str(tmp_path / "nowhere"), ModelArgs(), "cpu")
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 HOSTILE = '</script><script>document.title = "hacked"</script><img src=x onerror=alert(1)>"\'&'
 
 
-def test_data_is_no_markup() -> None:
+def test_data_is_not_rendered_as_markup() -> None:
     assert "<" not in escape(HOSTILE)
     assert '"' not in escape(HOSTILE)
     assert not re.search("[<>&]", as_json({HOSTILE: [HOSTILE]}))
@@ -46,7 +46,7 @@ def test_data_is_no_markup() -> None:
     assert text.count("<script>") == 1
 
 
-def test_numbers_that_are_none_become_null() -> None:
+def test_nonfinite_numbers_become_null() -> None:
     assert as_json([math.nan, math.inf, 1.5, (1, True)]) == "[null,null,1.5,[1,true]]"
 
 
@@ -61,7 +61,7 @@ def test_only_the_page_s_own_scripts_may_run() -> None:
     assert "'unsafe-inline'" not in policy[1].partition("script-src")[2].partition(";")[0]
 
 
-def test_contents_only_where_there_are_several_parts() -> None:
+def test_contents_are_listed_only_for_several_parts() -> None:
     parts = "".join(f'<h2 id="{slug(name)}">{name}</h2>' for name in ("One & two", "Three", "Four"))
     assert '<a href="#one-two">One & two</a>' in page("a", parts)
     assert "<nav" not in page("a", '<h2 id="b">B</h2>')
@@ -77,7 +77,7 @@ def test_a_table_has_caption_and_headings() -> None:
     assert "<tbody></tbody>" in table("Nothing", ["a", "b"], [])
 
 
-def test_a_chart_tells_its_numbers() -> None:
+def test_a_chart_has_a_text_alternative_with_its_numbers() -> None:
     few = chart(lines({"a": ([1, 2], [0.5, None]), "b": ([1, 2], [3.0, 4.0])}), "Few", "Told.")
     assert "Few: all points" in few
     assert '<th scope="row">2</th><td class="number">-</td><td class="number">4</td>' in few
@@ -108,7 +108,7 @@ def test_long_lines_keep_their_ends_extremes_and_order(most: int) -> None:
     assert {9.0, -9.0} <= set(y)
 
 
-def test_a_downsample_line_covers_the_same_area() -> None:
+def test_a_downsampled_line_covers_the_same_area() -> None:
     """Of every hundredth of the line, lowest and highest differ by less than the width of a drawn
     line.
     """
@@ -136,7 +136,7 @@ def test_gaps_of_a_long_line_are_kept() -> None:
     assert set(in_the_gap) == {math.inf}
 
 
-def test_thinning_is_quick() -> None:
+def test_downsampling_is_fast() -> None:
     values = noisy(100_000)
     began = time.process_time()
     downsample(range(100_000), values)
@@ -191,7 +191,7 @@ def test_the_theme_is_kept_and_colours_the_charts(open_page: OpenPage, tmp_path:
     assert (opened.evaluate(colour), opened.evaluate(ground)) == dark
 
 
-def test_a_script_that_came_along_does_not_run(browser: Browser, tmp_path: Path) -> None:
+def test_an_injected_script_does_not_run(browser: Browser, tmp_path: Path) -> None:
     """Were a text ever not escaped, the page's own policy would still stop it."""
     file = tmp_path / "page.html"
     file.write_text(page("a", f"<p>{HOSTILE}</p>"), encoding="utf-8")

@@ -298,7 +298,9 @@ def judged(found: DPOConfig, sizes: Sizes, gpu: str, sample: list[list[TokenPair
     )
 
 
-def test_what_does_not_fit_has_ways_that_do(folder: Path, seven: tuple[Path, Sizes]) -> None:
+def test_a_config_that_does_not_fit_lists_settings_that_do(
+    folder: Path, seven: tuple[Path, Sizes]
+) -> None:
     from rather.commands.plan import verdict
 
     found, sample = config(folder, seven[0]), steps(16)
@@ -375,7 +377,7 @@ def test_without_data_pairs_are_as_long_as_they_may_be(folder: Path) -> None:
     )
 
 
-def test_a_model_that_is_not_here_is_a_sentence(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_model_gives_a_one_line_error(folder: Path, tmp_path: Path) -> None:
     missing = r"found no config\.json of a causal language model"
     with pytest.raises(
         ConfigError, match=rf"nobody/nothing: {missing}.*hf download nobody/nothing "

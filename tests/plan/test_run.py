@@ -143,7 +143,7 @@ def test_plan_for_other_gpus_says_what_it_takes(run: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_planned_is_a_sentence(
+def test_what_cannot_be_planned_gives_a_one_line_error(
     run: dict[str, Any], args: list[str], said: str
 ) -> None:
     done = invoke("plan", str(run["yaml"]), *args)
@@ -227,7 +227,7 @@ def test_doctor_knows_packages_from_folders_and_from_those_of_another_name(
     assert doctor.installed("ray") is None
 
 
-def test_doctor_judges_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_warnings_have_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     import rather.commands.doctor as doctor
 
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)

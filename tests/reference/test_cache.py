@@ -204,7 +204,7 @@ def test_other_weights_are_another_model(folder: Path) -> None:
     assert (counters(second), second["cache"] != first["cache"]) == ((0, 49, 6), True)
 
 
-def test_only_what_enters_a_forward_tells_models_apart(folder: Path) -> None:
+def test_only_what_enters_a_forward_distinguishes_models(folder: Path) -> None:
     def digested() -> str | None:
         return files.model_digest(folder / "base", lambda file: str(hash(file.read_bytes())))
 
@@ -309,7 +309,7 @@ class OwnReference(ActorWorker):
     """A worker of the user's own could compute anything."""
 
 
-def test_a_worker_of_your_own_is_not_cached(folder: Path) -> None:
+def test_a_custom_worker_class_is_not_cached(folder: Path) -> None:
     for name in ("one", "two"):
         assert run(folder, name, reference__worker_cls=OwnReference)["forwards"] == 6
 

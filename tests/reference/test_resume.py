@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_values_of_the_cache_can_be_told_from_others(folder: Path) -> None:
+def test_cached_values_can_be_distinguished_from_others(folder: Path) -> None:
     """Else the other tests would prove nothing."""
     plain = {**RUN, **TOKENS, "exp_name": "plain", "reference__cache__enabled": False}
     assert in_child(train, folder, plain) == 0
@@ -132,7 +132,7 @@ def test_killed_in_the_middle_of_a_block(folder: Path, number: int) -> None:
     assert_same(outcome(folder, name), outcome(folder, "whole"))
 
 
-def test_what_the_run_used_lies_with_the_run(folder: Path) -> None:
+def test_what_the_run_used_is_stored_in_the_run_folder(folder: Path) -> None:
     """The cache may be deleted, or hold other values, in the meantime."""
     changes = changes_of(folder, "deleted")
     assert in_child(train, folder, changes, "7") == -signal.SIGKILL
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_another_run_brings_its_values(folder: Path) -> None:
     assert outcome(folder, "taken-over")[2] == outcome(folder, "whole")[2]
 
 
-def test_starting_anew_forgets_them(folder: Path) -> None:
+def test_starting_from_scratch_discards_them(folder: Path) -> None:
     name = {
         "exp_name": "anew",
         "reference__cache__path": str(folder / "cache-anew"),

@@ -411,7 +411,7 @@ def test_settings_changed_by_a_resumed_run_are_named(run_dir: Path) -> None:
     assert "max_steps was changed when the run was resumed" in report_page(run, "stopped")
 
 
-def test_a_report_that_cannot_be_written_costs_one_warning(
+def test_an_unwritable_report_gives_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(tmp_path, max_steps=1, save_steps=None)
@@ -473,7 +473,7 @@ def test_without_evaluations_it_is_written_every_few_minutes(
     assert [state for _, state in written] == ["running"] * (3600 // 300) + ["stopped"]
 
 
-def test_a_run_that_fails_says_so(written: list[Any], tmp_path: Path) -> None:
+def test_the_report_of_a_failed_run_says_so(written: list[Any], tmp_path: Path) -> None:
     def fails() -> None:
         with LiveReport(tmp_path, wanted=True):
             raise KeyboardInterrupt

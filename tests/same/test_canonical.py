@@ -218,7 +218,7 @@ def test_every_worker_has_as_many_threads_as_configured(
     assert asked == [1, 3]
 
 
-def test_micro_batches_that_do_not_fit_are_not_made_smaller(
+def test_micro_batches_that_do_not_fit_are_not_split(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(folder, 1, "ddp").model_copy(update={"exp_name": "large"})

@@ -105,7 +105,7 @@ def _every_scored_token_counts_once(
     assert sorted(found) == sorted(counted(whole, whole.rows_U))
 
 
-def test_lengths_that_were_asked_for_do_not_stand_in_the_way_of_a_share() -> None:
+def test_requested_lengths_do_not_prevent_a_share() -> None:
     (batch,) = pack(one_long_sequence(), budget=10**6)
     for part in shares(batch, 2):
         assert sum(part.segments.q_lens) == len(part.ids_N)

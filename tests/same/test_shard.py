@@ -142,7 +142,7 @@ def test_shards_on_the_host() -> None:
     )
 
 
-def test_a_mesh_of_one_rank_takes_the_way_of_many() -> None:
+def test_a_mesh_of_one_rank_uses_the_multi_rank_path() -> None:
     setup = Setup(steps=4)
     assert_same(joined(pool(1).run(run, {}, "zero3", setup)), alone(setup))
 

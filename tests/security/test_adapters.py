@@ -92,7 +92,7 @@ def test_a_linked_adapter_cannot_lead_out(
 
 
 @pytest.mark.parametrize("linked", [True, False], ids=["linked", "there"])
-def test_an_adapter_beside_a_model_is_not_put_into_it(
+def test_an_adapter_next_to_a_model_is_not_loaded(
     config: Config, good: Path, model: Path, made: Path, adapter: Path, marker: Path, linked: bool
 ) -> None:
     for name in (CONFIG, WEIGHTS):
@@ -134,7 +134,7 @@ def test_a_pickled_adapter(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
-def test_an_adapters_config_that_is_none(good: Path, adapter: Path, text: str) -> None:
+def test_an_invalid_adapter_config_is_refused(good: Path, adapter: Path, text: str) -> None:
     (adapter / CONFIG).write_text(text)
     with pytest.raises(
         ConfigError, match=r"adapter_config\.json: (cannot be read|is not the config)"

@@ -41,7 +41,7 @@ def test_what_is_found_decides(
     assert said in done.stdout + done.stderr
 
 
-def test_no_network_is_one_line_and_no_failure(tmp_path: Path) -> None:
+def test_no_network_is_one_line_and_not_a_failure(tmp_path: Path) -> None:
     done = audit(
         tmp_path, "", "Traceback\nrequests.exceptions.ConnectionError: Max retries exceeded"
     )

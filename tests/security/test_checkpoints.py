@@ -64,7 +64,7 @@ def resume(config: Config, folder: Path) -> int:
     return done.exit_code
 
 
-def test_the_copy_is_good_and_can_be_hashed_anew(config: Config, copy: Path, marker: Path) -> None:
+def test_the_copy_is_good_and_can_be_hashed_again(config: Config, copy: Path, marker: Path) -> None:
     assert resume(config, hashed(copy)) == 0
 
 

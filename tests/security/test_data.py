@@ -67,7 +67,7 @@ def test_rows_are_text_and_nothing_else(config: Config, tmp_path: Path, marker: 
     assert done.exit_code == 0, done.output
 
 
-def test_a_script_beside_the_data_is_not_run(
+def test_a_script_next_to_the_data_is_not_run(
     config: Config, tmp_path: Path, marker: Path, python: str
 ) -> None:
     folder = tmp_path / "pairs"
@@ -97,9 +97,7 @@ def test_an_address_is_not_fetched(config: Config, marker: Path, name: str) -> N
     assert "only local files are read" in done.stderr
 
 
-def test_what_is_no_regular_file_is_not_opened(
-    config: Config, tmp_path: Path, marker: Path
-) -> None:
+def test_only_regular_files_are_opened(config: Config, tmp_path: Path, marker: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     (tmp_path / "gone").symlink_to(tmp_path / "nothing")
@@ -280,7 +278,7 @@ AT_A_PROMPT = "{{ messages[-1].content }}{% if messages[0].content == 'w1 w1' %}
 AT_A_PROMPT = AT_A_PROMPT.replace("BOMB", BOMBS["nested ranges"])
 
 
-def test_a_template_that_minds_the_rows_and_bombs_at_an_eval_prompt(
+def test_a_template_that_bombs_only_at_an_eval_prompt(
     config: Config, model: Path, small: None
 ) -> None:
     (model / "chat_template.jinja").write_text(AT_A_PROMPT)

@@ -124,7 +124,7 @@ def test_an_index_cannot_lead_out(
     assert "only .safetensors files next to it are read" in done.stderr
 
 
-def test_an_index_that_is_none(model: Path) -> None:
+def test_an_invalid_index_is_refused(model: Path) -> None:
     (model / WEIGHTS).unlink()
     for text in ("", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 100_000):
         (model / INDEX).write_text(text)

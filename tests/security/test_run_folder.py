@@ -18,14 +18,14 @@ Config = Callable[..., Path]
 
 
 @pytest.mark.parametrize("name", ["run", "a.b_c-1", "x" * 128])
-def test_names_that_are_good(config: Config, name: str) -> None:
+def test_valid_names_are_accepted(config: Config, name: str) -> None:
     assert rather("config", "show", config(exp_name=name)).exit_code == 0
 
 
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "a/b", "../a", "a b", "ä", "a\n", "a\0", "x" * 129, "~", "$HOME"]
 )
-def test_names_that_are_none(config: Config, name: str) -> None:
+def test_invalid_names_are_refused(config: Config, name: str) -> None:
     done = rather("config", "show", config(exp_name=name))
     assert done.exit_code == 2
     assert "1 to 128 of the characters A-Z a-z 0-9 . _ -" in done.stderr
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written(config: Config, tmp_path: Path) -> None
     assert "/proc/rather" in done.stderr
 
 
-def test_a_folder_in_memory_is_told(
+def test_a_folder_in_memory_is_reported(
     config: Config,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -176,7 +176,7 @@ def test_processes_of_a_run_have_none_in_their_arguments(
     assert not [canary for canary in ALL if canary in str(started)]
 
 
-def test_what_a_worker_tells_holds_none(secret_config: Config) -> None:
+def test_messages_of_a_worker_hold_none(secret_config: Config) -> None:
     try:
         raise RuntimeError(f"401 for {CANARIES['MY_TOKEN']}")
     except RuntimeError as error:

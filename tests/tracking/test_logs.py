@@ -166,7 +166,7 @@ def test_an_exception_passing_the_close_is_written_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
-def test_a_full_disk_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "driver.log").symlink_to("/dev/full")
     setup_logging(tmp_path)
     for _ in range(3):

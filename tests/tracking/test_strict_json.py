@@ -22,14 +22,14 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_numbers_that_json_has_not_are_texts_at_any_depth() -> None:
+def test_nonfinite_numbers_are_strings_at_any_depth() -> None:
     told = strictly(
         strict_json({"a": math.nan, "b": [1.5, (math.inf, {"c": -math.inf})]}, indent=1)
     )
     assert told == {"a": "nan", "b": [1.5, ["inf", {"c": "-inf"}]]}
 
 
-def test_half_a_character_can_be_written_and_read() -> None:
+def test_a_lone_surrogate_can_be_written_and_read() -> None:
     text = strict_json({"text": "é\ud83d"})
     assert text.encode("utf-8") == b'{"text": "\xc3\xa9\\ud83d"}'
     assert strictly(text) == {"text": "é\ud83d"}

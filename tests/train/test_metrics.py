@@ -84,7 +84,7 @@ def test_metrics_hold_no_graph() -> None:
     assert not any(total.requires_grad for total in totals.values())
 
 
-def test_no_weight_at_all_is_no_number_and_no_crash() -> None:
+def test_zero_total_weight_gives_nan_and_no_crash() -> None:
     window = Window()
     window.add(sums([3]), pairs=1, tokens=5)
     means = window.means()
@@ -141,5 +141,5 @@ def test_correlation_is_that_of_the_weighted_pairs_and_never_beyond_one() -> Non
         assert found == pytest.approx(covariance / math.sqrt(squares), abs=1e-9)
 
 
-def test_rewards_beyond_all_measure_have_no_correlation() -> None:
+def test_overflowing_rewards_have_no_correlation() -> None:
     assert correlation([(1.0, 1e200, 1.0), (1.0, 3e200, 2.0), (1.0, 2e200, 2.0)]) == 0

@@ -213,7 +213,7 @@ def assert_overflow_is_told(result: StepResult) -> None:
     assert result.nonfinite.layers_lost == 1
 
 
-def test_limits_hold_a_step_on_all_ranks(tmp_path: Path) -> None:
+def test_limits_skip_a_step_on_all_ranks(tmp_path: Path) -> None:
     for each in pool(2).run(struck, LAYOUTS["dp2"], tmp_path, "", NOTHING_PASSES):
         assert_only_the_second_is_skipped(each, "spike")
 
@@ -224,7 +224,7 @@ def infinite(x: PairLogps) -> Tensor:
     return torch.cat([losses[:1], losses[1:2].detach() * 0 + math.inf, losses[2:]])
 
 
-def test_a_loss_that_is_no_number_counts_although_its_gradient_is_one() -> None:
+def test_a_nonfinite_loss_counts_even_with_a_finite_gradient() -> None:
     policy = tiny_policy()
     optimizer = Optimizer(
         policy.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-3, max_grad_norm=1.0
@@ -289,7 +289,7 @@ def incidents(config: DPOConfig) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
-def test_a_skipped_step_is_told_and_touches_nothing(shared: Path, fault: Any) -> None:
+def test_a_skipped_step_is_logged_and_changes_nothing(shared: Path, fault: Any) -> None:
     fault(nan_at(3))
     config, lines = run(shared, "nan-skip", save_steps=1, max_ckpt_to_keep=0)
     assert_untouched(weights(config, 2), weights(config, 3))
@@ -310,7 +310,7 @@ def test_a_skipped_step_is_told_and_touches_nothing(shared: Path, fault: Any) ->
     assert (told["found"], told["pair_count"]) == ("pairs", 8)
 
 
-def test_one_lost_step_does_not_take_its_line_along(shared: Path, fault: Any) -> None:
+def test_one_skipped_step_does_not_spoil_its_log_line(shared: Path, fault: Any) -> None:
     """The means are those of the steps that had numbers; how many had none stands beside them."""
     fault(nan_at(5))
     _, lines = run(shared, "nan-line", logging_steps=3)
@@ -361,7 +361,7 @@ def test_too_many_in_a_row(shared: Path, fault: Any) -> None:
         run(shared, "nan-in-a-row-2", max_nonfinite_steps=2)
 
 
-def test_the_count_goes_on_after_a_resume(shared: Path, fault: Any) -> None:
+def test_the_count_continues_after_a_resume(shared: Path, fault: Any) -> None:
     fault(nan_at(3), nan_at(4))
     run(shared, "nan-counted", max_nonfinite_steps=2, max_steps=3)
     with pytest.raises(NonFiniteError, match=r"step 4.*the last of 2"):

@@ -319,7 +319,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("dtype", "lean"), FORMS)
-def test_a_loaded_optimizer_goes_on_to_the_bit(dtype: torch.dtype, lean: bool) -> None:
+def test_a_loaded_optimizer_continues_with_the_same_bits(dtype: torch.dtype, lean: bool) -> None:
     """Also for a weight that missed an update: its bias correction counts its own."""
     model = Toy(dtype)
     optimizer = optimizer_of(model, lean=lean, **NUMBERS)
@@ -517,7 +517,7 @@ def test_a_checkpoint_of_another_precision_is_refused(then: str, now: str) -> No
     assert torch.equal(fresh.matrix, Toy(torch.bfloat16).matrix)
 
 
-def test_an_optimizer_that_is_gone_frees_its_memory() -> None:
+def test_a_deleted_optimizer_frees_its_memory() -> None:
     """Hooks hold no parameter: the garbage collector cannot look into them."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     args = TrainingArgs()

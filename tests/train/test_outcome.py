@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_stories_become_happy(team_data: Path, tmp_path: Path) -> None:
+def test_training_makes_stories_happy(team_data: Path, tmp_path: Path) -> None:
     pytest.importorskip("vaderSentiment")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("OMP_NUM_THREADS", None)  # all cores: this is about minutes, not about bits

@@ -233,7 +233,7 @@ def test_an_unknown_metric_is_named_with_those_that_exist(shared: Path) -> None:
 # --- checkpoints ---
 
 
-def test_old_checkpoints_go_and_copies_come(shared: Path, tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted_and_copies_are_made(shared: Path, tmp_path: Path) -> None:
     copies = {"checkpoint_config": {"type": "file_system", "output_dir": str(tmp_path / "copies")}}
     config, _ = run(shared, "keep", max_steps=4, save_steps=1, max_ckpt_to_keep=2, **copies)
     assert checkpoints(config.run_dir) == ["checkpoint-3", "checkpoint-4"]
@@ -265,7 +265,7 @@ class Loud(ActorWorker):
 
 
 @pytest.mark.parametrize("given", [Loud, "tests.train.test_pipeline.Loud"], ids=["class", "path"])
-def test_a_worker_of_your_own(shared: Path, given: Any) -> None:
+def test_a_custom_worker_class(shared: Path, given: Any) -> None:
     _, lines = run(
         shared, f"own-{isinstance(given, str)}", max_steps=1, actor_train__worker_cls=given
     )
@@ -284,7 +284,7 @@ def test_a_worker_of_your_own(shared: Path, given: Any) -> None:
         ("no_such_module.Worker", r"'no_such_module\.Worker' cannot be imported"),
     ],
 )
-def test_a_worker_that_is_none(shared: Path, given: Any, sentence: str) -> None:
+def test_a_class_that_is_not_a_worker_is_refused(shared: Path, given: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){sentence}"):
         DPOPipeline(make_config(shared, exp_name="none", actor_train__worker_cls=given))
 
@@ -319,7 +319,7 @@ def test_step_zero_finds_a_reference_with_other_weights(shared: Path, dtype: str
     assert not (config.run_dir / "model").exists()
 
 
-def test_a_reference_that_differs_by_intent_is_told_and_trained_against(
+def test_an_intentionally_different_reference_is_logged_and_used(
     shared: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = make_model(shared / "other-base", seed=5)
@@ -377,7 +377,7 @@ class Short(ActorWorker):
         return super().train_step(batches, *args, **options)
 
 
-def test_a_step_that_runs_out_of_memory_is_done_in_smaller_pieces(
+def test_a_step_that_runs_out_of_memory_is_repeated_with_smaller_micro_batches(
     shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 8)
@@ -454,7 +454,7 @@ class NotANumber(ActorWorker):
         return lambda x: x.policy[:, 0] * math.nan
 
 
-def test_a_loss_that_is_no_number_stops_the_run(shared: Path) -> None:
+def test_a_nonfinite_loss_stops_the_run(shared: Path) -> None:
     config = make_config(shared, exp_name="nan", actor_train__worker_cls=NotANumber)
     with pytest.raises(NonFiniteError):
         DPOPipeline(config).run()
@@ -483,7 +483,7 @@ def test_a_pair_loss_of_a_worker_asks_for_no_more_than_the_config(
         DPOPipeline(make_config(shared, exp_name="asks", actor_train__worker_cls=Own)).run()
 
 
-def test_a_pause_ends_where_an_end_is_asked_for(shared: Path) -> None:
+def test_a_pause_ends_when_a_stop_is_requested(shared: Path) -> None:
     """By a signal, or from another shell; `failure_backoff` may be long."""
     config = make_config(shared, exp_name="pause")
     with closing(DPOPipeline(config)) as pipeline, control.lock(config.run_dir):

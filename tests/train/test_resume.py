@@ -103,7 +103,7 @@ def test_a_signal_ends_in_a_complete_checkpoint(
     assert_same(outcome(folder, f"asked-{code}"), outcome(folder, "whole"))
 
 
-def test_a_finished_run_says_so_and_a_longer_one_goes_on(folder: Path) -> None:
+def test_a_finished_run_is_reported_and_a_longer_one_continues(folder: Path) -> None:
     name = {"exp_name": "longer"}
     assert DPOPipeline(make_config(folder, **{**RUN, **name, "max_steps": 6})).run() == 0
     before = (folder / "output" / "longer" / "metrics.jsonl").read_bytes()
@@ -150,7 +150,7 @@ def test_another_run_is_not_continued(folder: Path, change: dict[str, Any], name
         ).run()
 
 
-def test_another_precision_goes_on_and_is_told(
+def test_another_precision_resumes_and_is_logged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dtype = "actor_train__model_args__dtype"
@@ -184,7 +184,7 @@ def test_killed_between_the_last_checkpoint_and_the_export(folder: Path) -> None
     assert (folder / "output" / "unexported" / "model" / "model.safetensors").read_bytes() != before
 
 
-def test_going_on_from_a_copy_keeps_the_lines(folder: Path) -> None:
+def test_resuming_from_a_copy_keeps_the_metrics(folder: Path) -> None:
     copies = {"checkpoint_config__output_dir": str(folder / "copies"), "exp_name": "copied"}
     assert DPOPipeline(make_config(folder, **{**RUN, **copies})).run() == 0
     copy = str(folder / "copies" / "copied" / "checkpoint-5")

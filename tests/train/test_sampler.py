@@ -179,7 +179,7 @@ def test_steps_of_epochs_with_groups() -> None:
     assert order.steps(1.0, limit=3) == 3
 
 
-def test_groups_of_one_are_no_groups() -> None:
+def test_groups_of_one_pair_are_ignored() -> None:
     single = Order(ONE, 5, 42, np.arange(23))
     for step in range(12):
         assert single.step(step).tolist() == Order(ONE, 5, 42).step(step).tolist()

@@ -86,7 +86,7 @@ def assert_same_result(folder: Path, got: DPOConfig, lines: list[dict[str, Any]]
         assert torch.allclose(models[0][name], weight, atol=1e-6), name
 
 
-def test_a_training_step_is_done_in_smaller_pieces(shared: Path) -> None:
+def test_a_training_step_is_repeated_with_smaller_micro_batches(shared: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device = Device(patch, trained=60)
         config, lines = run(shared, "memory-train")
@@ -104,7 +104,7 @@ def test_a_training_step_is_done_in_smaller_pieces(shared: Path) -> None:
     assert [tokens for name, tokens in device.runs if name == "train_step"][-1] <= 60
 
 
-def test_evaluation_and_reference_are_done_in_smaller_pieces(shared: Path) -> None:
+def test_evaluation_and_reference_are_repeated_with_smaller_micro_batches(shared: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         Device(patch, trained=10**9, looked_at=70)
         config, lines = run(shared, "memory-look", reference__cache__enabled=False)
@@ -117,7 +117,7 @@ def test_evaluation_and_reference_are_done_in_smaller_pieces(shared: Path) -> No
         assert each == sorted(each, reverse=True)
 
 
-def test_what_cannot_be_made_smaller_tells_where_memory_goes(
+def test_a_shortage_that_smaller_batches_cannot_solve_lists_memory_use(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Device(monkeypatch, trained=5)

@@ -103,7 +103,7 @@ def test_a_signal_ends_in_a_checkpoint(folder: Path, phase: str, number: signal.
     assert_same(config, config_of(folder, "whole"))
 
 
-def test_an_evaluation_is_left_at_its_next_chunk(
+def test_an_evaluation_stops_at_its_next_chunk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, chunks = config_of(folder, "prompt"), iter(range(100))
@@ -120,7 +120,7 @@ def test_an_evaluation_is_left_at_its_next_chunk(
     assert metrics(config) == []
 
 
-def test_early_stopping_by_an_evaluation_that_was_broken_off(folder: Path) -> None:
+def test_early_stopping_by_an_interrupted_evaluation(folder: Path) -> None:
     """The open log line is written after it, with numbers of the step before the signal."""
     constant = {"early_stopping_patience": 1, "metric_for_best_model": "eval/pairs"}
     whole, config = (config_of(folder, name, **constant) for name in ("early-whole", "early"))
@@ -150,7 +150,7 @@ def test_a_signal_during_the_export_comes_after_the_end(folder: Path) -> None:
     assert DPOPipeline(config).run() == 0
 
 
-def test_sigusr1_saves_and_goes_on(folder: Path) -> None:
+def test_sigusr1_saves_and_continues(folder: Path) -> None:
     config = config_of(folder, "usr1")
     with pytest.MonkeyPatch.context() as monkeypatch:
         ask_in(monkeypatch, "actor_train", "train_step", 2, signal.SIGUSR1)
@@ -179,7 +179,7 @@ def _twice(folder: Path, first: int, second: int) -> int:
 
 
 @pytest.mark.parametrize(("first", "second"), [(15, 15), (15, 2), (2, 15), (2, 2)])
-def test_a_second_signal_ends_at_once(folder: Path, first: int, second: int) -> None:
+def test_a_second_signal_quits_immediately(folder: Path, first: int, second: int) -> None:
     assert in_child(_twice, folder, first, second) == 128 + second
     assert (
         "second signal: quitting immediately; the last checkpoint is step 5"
@@ -224,7 +224,9 @@ ENDS = [("data", signal.SIGTERM), ("told", signal.SIGTERM), ("model", signal.SIG
 
 
 @pytest.mark.parametrize(("place", "number"), ENDS)
-def test_before_the_model_is_there_the_data_is_kept(folder: Path, place: str, number: int) -> None:
+def test_a_signal_before_loading_keeps_the_prepared_data(
+    folder: Path, place: str, number: int
+) -> None:
     assert in_child(_before, folder, place, number) == 128 + number
     told = (folder / "before.err").read_text()
     assert "stopped before training began. Prepared pairs are kept in the data cache" in told
@@ -236,9 +238,7 @@ def test_before_the_model_is_there_the_data_is_kept(folder: Path, place: str, nu
 
 
 @pytest.mark.parametrize("place", ["data", "told", "model"])
-def test_a_save_asked_for_before_training_comes_after_the_first_step(
-    folder: Path, place: str
-) -> None:
+def test_a_save_requested_before_training_follows_the_first_step(folder: Path, place: str) -> None:
     """And the folder belongs to the run meanwhile: other shells can speak to it."""
     assert in_child(_before, folder, place, signal.SIGUSR1) == 0
     assert steps(folder / "output" / f"before-{place}-{int(signal.SIGUSR1)}")[0] == 1
@@ -275,7 +275,7 @@ def test_outside_the_main_thread_nothing_is_caught() -> None:
     assert found == [before]
 
 
-def test_torchrun_passes_an_interrupt_on_and_that_is_no_second_one(
+def test_an_interrupt_forwarded_by_torchrun_is_not_a_second_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -286,7 +286,7 @@ def test_torchrun_passes_an_interrupt_on_and_that_is_no_second_one(
     assert stop.signal == signal.SIGINT
 
 
-def test_its_own_copy_of_a_signal_that_others_have_told_of_is_no_second_one(
+def test_a_signal_already_known_from_other_ranks_is_not_a_second_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -325,7 +325,7 @@ class Swallowing:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("training", [False, True])
-def test_an_end_that_a_library_swallowed_comes_all_the_same(training: bool) -> None:
+def test_an_exit_swallowed_by_a_library_still_happens(training: bool) -> None:
     reached = []
 
     def run() -> None:
@@ -341,12 +341,12 @@ def test_an_end_that_a_library_swallowed_comes_all_the_same(training: bool) -> N
     assert reached == ["swallowed"]
 
 
-def test_a_library_that_waits_for_ever_does_not_hold_up_the_end() -> None:
+def test_a_library_that_blocks_forever_does_not_prevent_the_exit() -> None:
     code = "import threading; from rather.run_folder.control import leave_within; leave_within(0.1, 130); threading.Event().wait()"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 130
 
 
-def test_who_catches_the_end_lives_on() -> None:
+def test_the_exit_timer_stops_if_the_exit_is_caught() -> None:
     with pytest.raises(Ended), StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
     assert stop._leaving is not None

@@ -31,7 +31,7 @@ def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what a spike is ---
 
 
-def test_limits_are_so_many_deviations_above_the_mean() -> None:
+def test_limits_are_deviations_above_the_mean() -> None:
     history, rule = SpikeHistory(), SpikeArgs(window=4, sigma=2.0)
     for loss, norm in ((1.0, 10.0), (3.0, 10.0)):
         assert history.limits(rule) == StepLimits()  # half a window must be there
@@ -53,7 +53,7 @@ def test_a_history_is_as_long_as_its_window_and_holds_numbers_only() -> None:
     assert (history.losses, history.norms) == ([3.0, 4.0, 5.0, 6.0], [1.0] * 4)
 
 
-def test_a_level_that_stays_high_is_no_spike_for_ever() -> None:
+def test_a_level_that_stays_high_stops_being_a_spike() -> None:
     history, rule = SpikeHistory(), SpikeArgs(window=8, sigma=3.0)
     for i in range(8):
         history.add(1.0 + 0.01 * (i % 2), 1.0, rule.window)
@@ -94,7 +94,7 @@ def run(
     return config, [line for line in metrics(config) if "lr" in line]
 
 
-def test_a_spike_is_told_and_taken(shared: Path) -> None:
+def test_a_spike_is_logged_and_the_step_applied(shared: Path) -> None:
     plain, _ = run(shared, "spike-no-rule", None)
     config, lines = run(shared, "spike-log", "log")
     (told,) = incidents(config)
@@ -123,7 +123,7 @@ def test_a_spike_is_skipped_and_a_resumed_run_skips_it_too(shared: Path) -> None
     assert len(states[0]["history"]["losses"]) == 8
 
 
-def test_a_spike_is_gone_back_from(shared: Path) -> None:
+def test_a_spike_is_rolled_back(shared: Path) -> None:
     skipped, _ = run(shared, "spike-back-skip", "skip")
     config, lines = run(shared, "spike-back", "rollback", save_steps=4)
     assert_untouched(weights(skipped, 8), weights(config, 8))

@@ -59,7 +59,7 @@ def test_a_reference_in_turn_never_works_while_the_policy_trains(shared: Path) -
         assert other["dur"] > 0
 
 
-def test_a_killed_run_leaves_a_trace_that_the_next_start_goes_on_with(shared: Path) -> None:
+def test_the_trace_of_a_killed_run_is_continued(shared: Path) -> None:
     changes = {"exp_name": "killed-trace", "max_steps": 4, "save_steps": 2, "trace": True}
     config = make_config(shared, **changes)
     assert in_child(train, shared, changes, "3") == -signal.SIGKILL
@@ -73,7 +73,7 @@ def test_a_killed_run_leaves_a_trace_that_the_next_start_goes_on_with(shared: Pa
     assert sum(event["ph"] == "M" for event in opened(config.run_dir / "trace.json")) == len(TRACKS)
 
 
-def test_a_run_that_begins_anew_begins_its_trace_anew(shared: Path) -> None:
+def test_a_run_from_scratch_starts_a_new_trace(shared: Path) -> None:
     changes = {"exp_name": "anew-trace", "max_steps": 1}
     for trace in (True, True, False):
         config = make_config(shared, **changes, trace=trace, overwrite=True)
@@ -82,7 +82,7 @@ def test_a_run_that_begins_anew_begins_its_trace_anew(shared: Path) -> None:
         assert not trace or steps(config, "actor_train") == [("train", 1)]
 
 
-def test_without_room_for_the_trace_the_run_goes_on(
+def test_a_full_disk_for_the_trace_does_not_stop_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace = Trace(tmp_path / "trace.json")

@@ -109,7 +109,7 @@ def broken(x: PairLogps) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loss_that_is_no_number_never_reaches_the_weights(dtype: torch.dtype) -> None:
+def test_a_nonfinite_loss_never_reaches_the_weights(dtype: torch.dtype) -> None:
     pairs = pairs_of(2)
     trainer = trainer_of(dtype, own_loss(broken))
     before = everything(trainer)

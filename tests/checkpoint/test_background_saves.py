@@ -58,9 +58,7 @@ def opening_at(step: int, gate: Gate, run_dir: Path) -> type[ActorWorker]:
     return Opens
 
 
-def test_steps_are_taken_while_a_save_is_under_way(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_during_a_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its writer waits for the fourth step, which could not come if training waited for the writer."""
     config, gate = (
         config_of(folder, "beside", checkpoint_config__async_save="on"),
@@ -76,7 +74,7 @@ def test_steps_are_taken_while_a_save_is_under_way(
     assert_same(config, config_of(folder, "whole"))
 
 
-def test_off_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_blocks_during_a_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     gate.opened.set()
 
@@ -92,7 +90,7 @@ def test_off_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("free", "way"), [(1 << 20, "off"), (1 << 40, "on")])
-def test_auto_goes_by_the_memory_of_the_host(
+def test_auto_depends_on_host_memory(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -137,7 +135,7 @@ class DiesWhileSaving(ActorWorker):
         return super().train_step(*args, **kwargs)
 
 
-def test_a_kill_while_a_save_is_under_way_costs_that_save(folder: Path) -> None:
+def test_a_kill_during_a_save_loses_only_that_save(folder: Path) -> None:
     config = config_of(folder, "dies")
     assert in_child(_killed_behind_the_gate, folder) == -signal.SIGKILL
     assert steps(config.run_dir) == []
@@ -149,7 +147,7 @@ def test_a_kill_while_a_save_is_under_way_costs_that_save(folder: Path) -> None:
 def _killed_behind_the_gate(folder: Path) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         Gate(monkeypatch)
-        worker = "tests.checkpoint.test_beside.DiesWhileSaving"
+        worker = "tests.checkpoint.test_background_saves.DiesWhileSaving"
         config = config_of(
             folder, "dies", checkpoint_config__async_save="on", actor_train__worker_cls=worker
         )
@@ -175,7 +173,7 @@ def test_a_run_that_fails_finishes_its_save(folder: Path) -> None:
     assert checkpoint.open_checkpoint(config.run_dir / "checkpoint-2").step == 2
 
 
-def test_a_bug_of_the_thread_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_thread_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("a bug")
 
@@ -184,7 +182,7 @@ def test_a_bug_of_the_thread_is_told(folder: Path, monkeypatch: pytest.MonkeyPat
         DPOPipeline(config_of(folder, "bug", checkpoint_config__async_save="on")).run()
 
 
-def test_writers_that_say_nothing_are_named(tmp_path: Path) -> None:
+def test_silent_writers_are_named(tmp_path: Path) -> None:
     checkpoint.leave_note(tmp_path, "actor_train-00000", {"a": (1, "b")})
     with pytest.raises(OSError, match="actor_train-00001 has not written its part"):
         checkpoint.collect_parts(
@@ -207,7 +205,7 @@ def two_writers(draft: checkpoint.Draft, way: str) -> checkpoint.Written:
 
 
 @pytest.mark.parametrize("way", ["on", "off"])
-def test_ranks_write_their_pieces_and_leave_notes(tmp_path: Path, way: str) -> None:
+def test_ranks_write_their_shards_and_notes(tmp_path: Path, way: str) -> None:
     draft = checkpoint.Draft(tmp_path, 1, 0)
     path = draft.complete(lambda: two_writers(draft, way), {})
     names = {
@@ -221,7 +219,7 @@ def test_ranks_write_their_pieces_and_leave_notes(tmp_path: Path, way: str) -> N
 
 
 @pytest.mark.parametrize("way", ["on", "off"])
-def test_a_rank_without_room_is_named_and_nothing_is_left(
+def test_a_rank_with_a_full_disk_is_named_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     fill_disk(monkeypatch, lambda path: path.name == "model-00001-00001.safetensors")

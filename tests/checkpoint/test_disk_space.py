@@ -28,7 +28,7 @@ from tests.train.test_signals import ask_in
 
 @pytest.mark.parametrize("file", ["optimizer-00001.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("way", ["on", "off"])
-def test_a_missed_save_is_told_and_the_next_one_tried(
+def test_a_missed_save_is_logged_and_the_next_one_tried(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -100,7 +100,9 @@ def test_the_save_of_a_signal_must_not_miss(folder: Path, monkeypatch: pytest.Mo
     assert_same(config, config_of(folder, "whole"))
 
 
-def test_too_little_room_before_the_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_found_before_the_save(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the size of the checkpoint before, nothing is begun that cannot end well."""
     config = config_of(folder, "before")
     usage, begun = shutil.disk_usage(folder), checkpoint.Draft
@@ -135,7 +137,7 @@ def test_a_copy_that_fails_does_not_touch_the_first(
     assert_same(config, config_of(folder, "whole"))
 
 
-def test_metrics_that_wait_for_room_cost_the_checkpoint(
+def test_metrics_waiting_for_disk_space_prevent_the_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rather.tracking.json_lines import MetricsFile
@@ -239,7 +241,7 @@ class Filling(ActorWorker):
 def test_a_whole_run_whose_disk_is_full_for_a_while(folder: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     own = {"output_dir": str(disk), "logging_dir": str(disk / "logs"), "track_with": "tensorboard"}
-    own["actor_train__worker_cls"] = "tests.checkpoint.test_room.Filling"
+    own["actor_train__worker_cls"] = "tests.checkpoint.test_disk_space.Filling"
     config = config_of(folder, "crowded", **own)
     file = tmp_path / "crowded.yaml"
     file.write_text(dump_yaml(config))

@@ -63,7 +63,7 @@ def not_a_number_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ActorWorker, "compute_log_probs", compute_log_probs)
 
 
-def test_broken_off_before_its_own_first_checkpoint_it_begins_there_again(folder: Path) -> None:
+def test_interrupted_before_its_first_checkpoint_it_starts_there_again(folder: Path) -> None:
     begun = {
         "resume_from_checkpoint": str(folder / "output" / "first" / "checkpoint-2"),
         "save_steps": 50,
@@ -80,7 +80,7 @@ def test_broken_off_before_its_own_first_checkpoint_it_begins_there_again(folder
     assert_same(config, whole)
 
 
-def test_from_an_earlier_checkpoint_it_never_goes_back_to_a_later_one(folder: Path) -> None:
+def test_from_an_earlier_checkpoint_it_never_rolls_back_to_a_later_one(folder: Path) -> None:
     config = config_of(folder, "back", on_nonfinite="rollback")
     assert DPOPipeline(config).run() == 0
     named = config.model_copy(
@@ -96,7 +96,7 @@ def test_from_an_earlier_checkpoint_it_never_goes_back_to_a_later_one(folder: Pa
     assert [each["to"] for each in incidents(config) if each["kind"] == "rollback"] == [2]
 
 
-def test_from_another_runs_checkpoint_it_can_go_back_to_that_step(folder: Path) -> None:
+def test_from_another_runs_checkpoint_it_can_roll_back_to_that_step(folder: Path) -> None:
     begun = str(folder / "output" / "first" / "checkpoint-2")
     config = config_of(folder, "foreign", on_nonfinite="rollback", resume_from_checkpoint=begun)
     with inject.attached("step=3,phase=backward,kind=nan", config.run_dir):
@@ -118,7 +118,7 @@ def test_the_checkpoint_that_the_config_names_is_kept(folder: Path) -> None:
     assert DPOPipeline(named).run() == 0
 
 
-def test_a_log_prob_that_is_no_number_is_not_remembered(folder: Path) -> None:
+def test_a_nonfinite_log_prob_is_not_cached(folder: Path) -> None:
     """A passing fault of one forward must not reach the runs that share the cache."""
     cache = {"reference__cache__path": str(folder / "own cache"), "on_nonfinite": "skip"}
     with pytest.MonkeyPatch.context() as monkeypatch:

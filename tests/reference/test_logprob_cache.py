@@ -166,7 +166,9 @@ def test_new_ones_are_sorted_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recent", [2, 8])
-def test_it_knows_what_the_run_has_kept(monkeypatch: pytest.MonkeyPatch, recent: int) -> None:
+def test_it_knows_which_entries_the_run_stored(
+    monkeypatch: pytest.MonkeyPatch, recent: int
+) -> None:
     monkeypatch.setattr(store, "RECENT", recent)
     table = loaded(3)
     table.load(entries({5: 5.0}, kept=True))

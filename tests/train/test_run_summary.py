@@ -21,7 +21,7 @@ def failing(*_args: Any, **_options: Any) -> None:
     raise KeyError("a note")
 
 
-def test_notes_that_fail_stop_nothing(
+def test_a_failing_summary_does_not_stop_the_run(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("Forecast", "token_view", "counts"):
@@ -40,13 +40,13 @@ def test_notes_that_fail_stop_nothing(
     assert not (config.run_dir / PLAN).exists()
 
 
-def test_half_a_character_costs_no_report(tmp_path: Path) -> None:
+def test_a_lone_surrogate_does_not_prevent_the_report(tmp_path: Path) -> None:
     write_run_report(tmp_path, {"dropped": "\ud83d", "kept": "ü"}, DATA_REPORT)
     text = (tmp_path / DATA_REPORT).read_text(encoding="utf-8")
     assert json.loads(text) == {"dropped": "\ud83d", "kept": "ü"}
 
 
-def test_a_worker_that_is_gone_is_no_note(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_worker_is_not_swallowed(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started again: `run` must hear of it."""
 
     def gone(*_args: Any) -> int:
@@ -58,7 +58,7 @@ def test_a_worker_that_is_gone_is_no_note(shared: Path, monkeypatch: pytest.Monk
         pipeline.run()
 
 
-def test_the_environment_is_there_before_anybody_looks_at_a_gpu(
+def test_the_environment_is_set_before_any_gpu_is_used(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch reads the settings of its allocator once; the forecast is the first that asks for a GPU's memory."""
