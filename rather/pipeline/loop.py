@@ -155,8 +155,9 @@ class TrainingLoop:
 
     def _ends_or_saves(self, ends: bool) -> bool:
         """Return whether the run ends; save if so, or if a checkpoint is due or requested."""
-        ends = self._is_stopped() or ends or self.progress.stopped_early
-        if ends or self.stop.saves or is_due(self.progress.step, self.config.save_steps):
+        step, ends = self.progress.step, self._is_stopped() or ends or self.progress.stopped_early
+        # A request that came before the first step is answered after it: step 0 is no progress.
+        if ends or (step and self.stop.saves) or is_due(step, self.config.save_steps):
             self.reference_stream.keep()
             self.save(last=ends)
         return ends

@@ -83,9 +83,9 @@ def test_the_pipeline_makes_them_itself(config: DPOConfig) -> None:
 @pytest.mark.parametrize(
     ("name", "role", "said"),
     [
-        ("critic", "actor_train", "'critic' is not a role; there are actor_train and reference"),
-        ("reference", "actor_train", "ActorConfig is not the config of reference"),
-        ("actor_train", None, "no model is named"),
+        ("critic", "actor_train", "role 'critic' \\(of actor_train and reference\\)"),
+        ("reference", "actor_train", "must be the config of role 'reference'"),
+        ("actor_train", None, "with model_args.model_name_or_path"),
     ],
 )
 def test_what_is_not_a_cluster_is_refused(

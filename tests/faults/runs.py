@@ -109,7 +109,7 @@ class Run:
         last = newest_good(run_dir)
         assert last is not None
         assert last.step == STEPS
-        tensors = [last.path / name for name in last.files if name.endswith(".safetensors")]
+        tensors = [file for files in last.groups.values() for file in files]
         model = [file for file in (run_dir / "model").rglob("*") if file.is_file()]
         files = {str(file.relative_to(run_dir)): _sha(file) for file in (*tensors, *model)}
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())

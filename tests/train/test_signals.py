@@ -195,7 +195,7 @@ def _before(folder: Path, place: str, number: int) -> int:
     from rather.run_folder import control
 
     places = {
-        "data": (prepare._Builder, "_columns"),
+        "data": (prepare._Builder, "_address"),
         "told": (show, "print_report"),
         "model": (ActorWorker, "initialize"),
     }
