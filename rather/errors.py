@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 
 class RatherError(Exception):
-    """The base of everything Rather raises on purpose; anything else that escapes is a bug of
-    ours."""
+    """The base of everything Rather raises on purpose; any other exception is a bug."""
 
     exit_code = 1
 
@@ -56,8 +55,7 @@ class NonFiniteError(RatherError):
 
 
 class MemoryShortage(RatherError):
-    """The memory of a device does not hold what the run needs; tells where it goes, and what
-    needs less."""
+    """A device has too little memory; the message lists its use and what needs less."""
 
     exit_code = 8
 

@@ -1,4 +1,4 @@
-"""What every test relies on: one thread, one seed, no network, and the team's data where it is given."""
+"""What every test relies on: one thread, one seed, no network, and data if it is configured."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if not os.environ.get(
-    "RATHER_TEST_GPU"
-):  # make test-gpu; all others expect what a CPU does, on every machine
+# Only make test-gpu sets it; all other tests run on the CPU, on every machine.
+if not os.environ.get("RATHER_TEST_GPU"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
@@ -51,7 +50,7 @@ def team_data() -> Path:
     folder = Path(given).resolve()
     if not folder.is_dir():
         pytest.fail(
-            f"RATHER_TEST_DATA: {folder} is no folder; name the one with models/ and pairs/"
+            f"RATHER_TEST_DATA: {folder} is not a folder; set it to the one with models/ and pairs/"
         )
     return folder
 
@@ -105,7 +104,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many tests of pages were not run for want of a Chromium, and the command that installs one."""
+    """Report how many page tests were skipped without a Chromium, and how to install one."""
     missed = [
         report
         for report in terminalreporter.stats.get("skipped", [])

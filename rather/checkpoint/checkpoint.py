@@ -55,7 +55,7 @@ from rather.errors import CheckpointError, DiskError
 log = logging.getLogger(__name__)
 
 LATEST = "LATEST"
-SHARD_BYTES = 4 << 30  # of one file
+SHARD_BYTES = 4 << 30  # the largest size of one file
 POLL_SECONDS = 0.02  # between two checks for the parts that other writers add
 _SLACK = 1 << 20  # bytes for headers, state, manifest and folder entries
 
@@ -121,7 +121,7 @@ class Draft:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Rename the folder, once the block has filled it, to its final name; LATEST names it."""
+        """Once the block has filled the folder, rename it to its final name and update LATEST."""
         aside = self.run_dir / f".old-checkpoint-{self.step}"
         with self.removed_on_error():
             yield
@@ -159,7 +159,7 @@ class Draft:
 def write_groups(
     folder: Path, groups: Groups, *, rank: int | None = None
 ) -> dict[str, tuple[int, str]]:
-    """Write this process's tensors into a folder; `rank` keeps the files of several apart."""
+    """Write this process's tensors into a folder; file names contain the `rank`, if given."""
     own = "" if rank is None else f"{rank:05d}-"
     written = {}
     for group, tensors in groups.items():
@@ -172,7 +172,7 @@ def write_groups(
 
 
 def copy_to(path: Path, folder: Path) -> None:
-    """Copy a checkpoint to <folder>/checkpoint-<step> atomically; verify it by its manifest."""
+    """Copy a checkpoint to <folder>/checkpoint-<step> atomically, checked against its manifest."""
     step, files = read_manifest(path)
     draft = Draft(folder, step, sum(size for size, _ in files.values()))
     with draft.published():
@@ -236,7 +236,7 @@ def clean(run_dir: Path) -> None:
 
 
 def write_latest(run_dir: Path, name: str) -> None:
-    """Let LATEST name the newest checkpoint; a rollback has given up later ones."""
+    """Make LATEST name this checkpoint. After a rollback, later ones may still exist."""
     temporary = run_dir / f".tmp-checkpoint-{LATEST}-{os.getpid()}"
     _write(temporary, [f"{name}\n".encode()])
     os.replace(temporary, run_dir / LATEST)
@@ -244,10 +244,9 @@ def write_latest(run_dir: Path, name: str) -> None:
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write one new file; on return it is on the disk. Return its size and SHA-256.
+    """Write and sync one new file, and return its size and SHA-256.
 
-    The digest is computed from memory, not by reading back: a bad write must not get a matching
-    hash.
+    The digest is computed from memory, so that a bad write does not get a matching hash.
     """
     digest, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
@@ -325,7 +324,7 @@ def reopen(path: Path) -> Checkpoint:
 
 
 def read_state(path: Path, step: int, files: Written) -> Checkpoint:
-    """Return the checkpoint of a verified manifest."""
+    """Read state.json and return the checkpoint that a verified manifest describes."""
     try:
         state = json.loads((path / STATE).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -370,9 +369,8 @@ def latest_name(run_dir: Path) -> str:
 def prune(run_dir: Path, keep: int, spared: Path | None = None) -> None:
     """Delete all but the newest `keep` checkpoints (0 keeps all) and the one that is `spared`.
 
-    Nothing is deleted before a newer one has been fully verified; damaged ones newer than that do
-    not count. The one in LATEST always stays, and so does a symbolic link, which Rather never
-    creates.
+    Nothing is deleted before a newer checkpoint has been fully verified; damaged ones newer than
+    that do not count. The one in LATEST and symbolic links, which Rather never creates, stay.
     """
     found = candidates(run_dir)
     if keep == 0 or len(found) <= keep:

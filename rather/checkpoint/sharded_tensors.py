@@ -1,9 +1,7 @@
-"""Sharded tensors: which block of a tensor a rank holds, and any block of it read from any layout
-of files.
+"""Sharded tensors: the block that a rank holds, and reading any block from any file layout.
 
 A file of shards is plain safetensors; its header gives the whole shape and the offsets of each
-tensor that is not whole. Files are written as a stream, so that nothing has to be in memory at
-once.
+tensor that is not whole. Files are written as a stream, never assembled in memory.
 """
 
 from __future__ import annotations
@@ -208,8 +206,8 @@ def safetensors_file(
 class LocalShards(Mapping[str, Tensor]):
     """The shards of whole or stored tensors that belong to this rank.
 
-    `specs` are those of parameters; `<parameter>.<kind>` (a moment of the optimizer) is sharded as
-    its parameter.
+    `specs` are those of parameters; an optimizer moment, `<parameter>.<kind>`, is sharded like its
+    parameter.
     """
 
     def __init__(self, source: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> None:

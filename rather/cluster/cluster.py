@@ -1,5 +1,4 @@
-"""Cluster: the workers of one role on Ray. Its calls read like those of one worker; each has a
-deadline.
+"""Cluster: the workers of one role on Ray, called like a single worker, with deadlines.
 
 Token ids travel out, two floats per pair travel back. The first failure ends the call and all
 processes: the others would wait for the failed one in a collective.

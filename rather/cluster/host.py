@@ -1,5 +1,4 @@
-"""Host: the process of one device, with the workers of one or both roles. Ray starts it; no Ray in
-here.
+"""Host: the process of one device, with the workers of one or both roles. It imports no Ray.
 
 It imports torch only after its environment is set, answers with a value or a failure, and never
 outlives the driver.

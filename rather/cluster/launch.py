@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 class Roles:
     """Policy and reference, wherever they are. `close` leaves nothing behind.
 
-    Under torchrun every process is a driver: the main one decides and writes, and broadcasts to the
-    others.
+    Under torchrun every process is a driver: the main one decides, writes and broadcasts.
     """
 
     actor_train: Role

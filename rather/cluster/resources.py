@@ -1,5 +1,4 @@
-"""ResourceManager: nodes and devices -> processes, on a local Ray of its own or on an existing
-cluster.
+"""ResourceManager: nodes and devices -> processes, on a local Ray or an existing cluster.
 
 Device d is number d % num_gpus_per_node of node d // num_gpus_per_node. What is requested is
 compared with what the cluster has before anything is placed: Ray itself would wait for ever.

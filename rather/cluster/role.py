@@ -40,12 +40,12 @@ T = TypeVar("T")
 class RoleOnRanks:
     """A role whose model is divided over several ranks, on Ray or under torchrun."""
 
-    rooms: Sequence[Room]  # the memory that each rank found before any model was there
+    rooms: Sequence[Room]  # the free memory of each rank before any model was loaded
 
     # `_run(method, *args, batches=(), one=False, exchange=False)` calls a method on all ranks and
-    # returns their values. `batches` are dealt out, as a first argument. With `one`, the value of
-    # one rank is enough. Without `exchange`, a process of torchrun may return its own value alone,
-    # and need not wait for the others.
+    # returns their values. Each rank gets its share of `batches` as the first argument. With `one`,
+    # the value of one rank is enough. Without `exchange`, a torchrun process may return its own
+    # value alone, without waiting for the others.
     _run: Callable[..., list[Any]]
 
     def __init__(self, role: str, config: DPOConfig, kind: str, ledger: Ledger) -> None:
@@ -92,14 +92,14 @@ class RoleOnRanks:
         self._run("forget")
 
     def peak_memory(self) -> int:
-        """Return the bytes of the rank that used most."""
+        """Return the peak in bytes of the rank that used most."""
         return int(max(self._run("peak_memory")))
 
     def numbers(self) -> dict[str, Any]:
         return dict(self._run("numbers", one=True)[0])
 
     def write_state(self, folder: Path) -> None:
-        """Every rank writes its shards; the folder must be one that all machines see."""
+        """Let every rank write its shards; all machines must see the folder."""
         self._run("write_state", folder.absolute())
 
     def finish_writing(self) -> None:
@@ -116,7 +116,7 @@ class RoleOnRanks:
         self._run("mix_weights", weights.absolute(), share, exchange=True)
 
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
-        """All ranks write what they hold, and one makes the model of it, a tensor at a time."""
+        """Let all ranks write their shards, and one merge them into a model, tensor by tensor."""
         with shared_folder(folder) as shards:
             self.write_weights(shards, "model")
             args = (shards, tokenizer, folder.absolute(), card)
@@ -127,11 +127,10 @@ Role = ActorWorker | RoleOnRanks
 
 
 def shares(batches: Sequence[PairBatch], ranks: int) -> list[list[PairBatch]]:
-    """Deal micro-batches out, the same number to each rank, or one would wait for another in a
-    collective.
+    """Deal micro-batches out, the same number to each rank: unequal counts would deadlock.
 
-    Packing gives each rank its share. Only micro-batches whose log-probs are partly known come in
-    other numbers; what is missing then are copies without pairs.
+    Packing makes the number a multiple of the ranks, unless micro-batches whose log-probs are known
+    were removed; then empty copies of the smallest one fill the gaps.
     """
     smallest = min(batches, key=lambda batch: len(batch.ids_N))
     none = {name: getattr(smallest, name)[:0] for name in SCORED}
@@ -142,8 +141,10 @@ def shares(batches: Sequence[PairBatch], ranks: int) -> list[list[PairBatch]]:
 
 @contextmanager
 def shared_folder(folder: Path) -> Iterator[Path]:
-    """Make an empty folder next to `folder` for what ranks write together, and remove it. Under
-    torchrun all processes call this."""
+    """Yield an empty folder next to `folder` that all ranks can write to, then remove it.
+
+    Under torchrun all processes call this.
+    """
     made = folder.absolute().with_name(f".pieces-{folder.name}")
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     try:
@@ -160,7 +161,7 @@ def shared_folder(folder: Path) -> Iterator[Path]:
 
 
 def as_local(role: Role, feature: str) -> ActorWorker:
-    """Return the worker of a role that is in this process; `feature` names what needs that."""
+    """Return the worker of a role in this process; raise an error naming `feature` otherwise."""
     if not isinstance(role, ActorWorker):
         raise ConfigError(
             f"{feature} needs one device per policy; remove it, or start without torchrun and Ray."
@@ -183,7 +184,7 @@ def started_by_torchrun() -> bool:
 
 
 def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
-    """Join the other processes; device_mapping must name as many devices."""
+    """Join the process group; device_mapping must name one device per process."""
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if world != devices:
         raise ConfigError(
@@ -195,7 +196,8 @@ def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
     device = f"cuda:{local}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=60 + config.timeouts.longest)  # the watchdog comes first
+    # Longer than any deadline of the watchdog, so that the watchdog reports a hang first.
+    timeout = timedelta(seconds=60 + config.timeouts.longest)
     dist.init_process_group(backend_of(kind), timeout=timeout)
     closing.callback(dist.destroy_process_group)
     return RankInfo(rank, world, device)
@@ -247,7 +249,7 @@ def broadcast(value: Any) -> Any:
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks, in their order."""
+    """Return the values of all ranks, in rank order."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

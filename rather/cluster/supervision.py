@@ -1,9 +1,8 @@
 """What ends a run, what it survives, and how that is reported once.
 
-Only processes that died, connections that broke and deadlines that passed are worker failures that
-a run survives. Anything that a worker or the driver reports itself (a wrong config, bad data, a
-damaged checkpoint, NaN, no memory, an exception of the code) would happen again, and ends the run
-at once.
+A run survives worker failures: processes that died, connections that broke, deadlines that passed.
+Anything that a worker or the driver reports itself (a wrong config, bad data, a damaged checkpoint,
+NaN, no memory, an exception) would happen again, and ends the run at once.
 """
 
 from __future__ import annotations

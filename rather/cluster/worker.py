@@ -75,7 +75,7 @@ class ActorWorker:
         self.planned: Budget | None = None  # for training
         self.writer = Writer(role, self.member, config.checkpoint_config.async_save, self.log)
         self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
-        self.borrowed: ActorWorker | None = None  # it, if this role computes with its model
+        self.borrowed: ActorWorker | None = None  # the neighbour, if this role uses its model
         self.trainer: RankTrainer
         self.rows: int
 
@@ -92,7 +92,7 @@ class ActorWorker:
                     "PairLoss"
                 )
             return own_loss(loss)
-        # The driver reads reference and data for the config's objective, and knows no other.
+        # The driver prepares reference and data columns for the config's objective only.
         more = [
             *loss.token_columns - config.token_columns,
             *loss.pair_columns - config.pair_columns,
@@ -140,12 +140,12 @@ class ActorWorker:
 
     @property
     def is_divided(self) -> bool:
-        """Whether this rank uses the code for several ranks, as a mesh of one rank does too."""
+        """Return whether this rank uses the multi-rank code, as even a mesh of one rank does."""
         return bool(self.mesh.sizes) and not self.layout.canonical
 
     @property
     def _recompute(self) -> Recompute:
-        """Of a divided model nothing is rehearsed: all ranks would have to agree on what fits."""
+        """Return the recomputation if no measurement decides what fits, as for a divided model."""
         return self.layout.recompute or ("full" if self.on_gpu else "none")
 
     def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
@@ -180,8 +180,8 @@ class ActorWorker:
             extra += f"; {trained / 1e6:.4g}M of them are trained, in an adapter"
         if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
             extra += f"; {strategy} has nothing to divide on one device"
-        said = (self.role, name, weights / 1e6, dtype, self.device, extra)
-        self.log.info("%s: %s, %.4gM weights in %s on %s%s", *said)
+        facts = (self.role, name, weights / 1e6, dtype, self.device, extra)
+        self.log.info("%s: %s, %.4gM weights in %s on %s%s", *facts)
         return policy
 
     def _optimizer(self, policy: PolicyModel | Stages, total_steps: int) -> Optimizer:
@@ -199,14 +199,13 @@ class ActorWorker:
             optimizer: Optimizer = RowOptimizer(trained, self.mesh, training, **options)
         else:
             optimizer = Optimizer(policy.named_parameters(), training, **options)
-        policy.exact = {}  # the optimizer's masters now
+        policy.exact = {}  # the optimizer holds them as masters now
         return optimizer
 
     def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
-        """Return the tokens of a training micro-batch, as configured or as many as fit; arrange the
-        layers for them.
+        """Return the tokens of a training micro-batch, configured or measured; arrange the layers.
 
-        `make_room` is called if activations would have to be recomputed otherwise.
+        `make_room` is called before activations are recomputed; it returns whether it freed memory.
         """
         tokens = self.config.actor_train.max_tokens_per_microbatch_in_train
         policy, budget = self.trainer.policy, None
@@ -246,7 +245,7 @@ class ActorWorker:
         facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        """All arguments but the micro-batches of this rank are those of the whole step."""
+        """Train on this rank's micro-batches; the other arguments are those of the whole step."""
         try:
             return self.trainer.train_step(batches, reference, facts, limits)
         except torch.OutOfMemoryError as error:
@@ -256,7 +255,7 @@ class ActorWorker:
             raise
 
     def park(self) -> bool:
-        """Keep a frozen model on the host between its turns; False if it is there or cannot be."""
+        """Offload a frozen model between its turns; return whether that changed anything."""
         if parked := self.trainer.park():
             self.log.info("%s: waits on the host while the policy trains", self.role)
         return parked
@@ -268,7 +267,7 @@ class ActorWorker:
         self.release()
 
     def release(self) -> None:
-        """Return unused memory to the device, where another process waits for its turn."""
+        """Return unused memory to the device, for other processes."""
         if self.on_gpu:
             torch.cuda.empty_cache()
 
@@ -290,7 +289,7 @@ class ActorWorker:
         return {name: column[places.to(column.device)] for name, column in columns.items()}
 
     def _as_own_role(self) -> AbstractContextManager[None]:
-        """If this reference is the policy's model, put it into its first state meanwhile."""
+        """Return a context in which a model shared with the policy computes as the reference."""
         if not self.borrowed:
             return nullcontext()
         from rather.model.adapters import as_reference
@@ -324,7 +323,7 @@ class ActorWorker:
         return self.trainer.numbers()
 
     def write_state(self, folder: Path) -> None:
-        """Add this rank's shards to a checkpoint; of a reference that moves, its weights."""
+        """Add this rank's state to a checkpoint, or the weights of a moving reference."""
         if self.trainer.optimizer:
             self.writer.write(folder, self.trainer.state()[0])
         else:
@@ -368,7 +367,7 @@ class ActorWorker:
             export_model(policy, self.trainer.weights(), tokenizer, folder, card)
 
     def export(self, shards: Path, tokenizer: Any, folder: Path, card: str) -> None:
-        """Make a Hugging Face model of the shards that all ranks have written."""
+        """Export the shards that all ranks have written as a Hugging Face model."""
         found = stored(shards, "model")
         if self.source[1].has_adapter:
             export_adapter(self.causal_lm, found, self.source, tokenizer, folder, card)
@@ -380,8 +379,8 @@ class ActorWorker:
     def set_environment(self) -> None:
         """Set the environment; the allocator reads it once, at the first use of a GPU."""
         os.environ.update(self.config.envs(self.worker_config))
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
-            # Micro-batches differ in size.
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
+            # Micro-batches differ in size, which would fragment segments of a fixed size.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
     def _prepare_process(self) -> None:
@@ -405,7 +404,7 @@ class ActorWorker:
 def make_worker(
     role: str, config: DPOConfig, member: RankInfo, cls: type | str | None = None
 ) -> ActorWorker:
-    """Return the worker of a role. Its class is given as such or as a dotted path.
+    """Return the worker of a role. It may be given as a class or as a dotted path.
 
     The author of the config wrote the path and is trusted; nothing else ever sets it.
     """
@@ -427,10 +426,9 @@ def stored(folder: Path, group: str) -> ShardedFiles:
 
 
 class Writer:
-    """Writes what a rank adds to checkpoints, one write at a time, in a background thread if the
-    host has memory for a copy.
+    """Writes a rank's part of checkpoints, in the background if the host has memory for a copy.
 
-    The outcome is left in the folder as a note, for the driver to find.
+    There is one write at a time. It leaves a note with its outcome in the folder for the driver.
     """
 
     def __init__(self, role: str, member: RankInfo, wanted: str, log: logging.Logger) -> None:
@@ -441,7 +439,7 @@ class Writer:
         self._thread = threading.Thread()
 
     def write(self, folder: Path, groups: State) -> None:
-        """If this copies, `groups` is empty when it returns, and its tensors may change."""
+        """Write the groups. If they are copied, `groups` is emptied, and its tensors may change."""
         self.wait()
         if not self._copies(groups):
             self._write(folder, groups)
@@ -458,16 +456,16 @@ class Writer:
         try:
             written = checkpoint.write_groups(folder, groups, rank=self.rank)
             checkpoint.leave_note(folder, self.name, written)
-        except Exception as error:  # nobody above a thread would report it
+        except Exception as error:  # a thread has no caller that would report it
             reason = error.strerror if isinstance(error, OSError) else None
             reason = reason or repr(error)
             try:
-                checkpoint.remove_written(folder, self.rank)  # makes room for the note
+                checkpoint.remove_written(folder, self.rank)  # frees space for the note
                 checkpoint.leave_note(folder, self.name, {}, reason)
             except OSError as another:
-                if folder.exists():  # else the checkpoint was given up
-                    said = (folder, self.name, reason, another)
-                    self.log.warning("%s: %s has not written its part (%s), nor why (%s)", *said)
+                if folder.exists():  # else the checkpoint was abandoned
+                    facts = (folder, self.name, reason, another)
+                    self.log.warning("%s: %s has not written its part (%s), nor why (%s)", *facts)
 
     def _copies(self, groups: State) -> bool:
         if self.wanted == "auto":

@@ -1,8 +1,7 @@
-"""Registries of losses and data formats, and users' own files that add to them: `--import
-my_loss.py`.
+"""Registries of losses and data formats. `--import my_loss.py` adds to them.
 
-Only the command line names such files. A YAML, an override or a run folder cannot: they may come
-from strangers.
+Only the command line names such files. A YAML, an override or a run folder cannot, because it may
+be untrusted.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ REGISTRIES: list[Registry[Any]] = []
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' if a known word is similar, otherwise the list of known
-    words."""
+    """Return '; did you mean ...?' if a known word is similar, else the known words."""
     near = difflib.get_close_matches(word, known := list(known), n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
 
@@ -69,8 +67,7 @@ class Registry(Mapping[str, Entry]):
         return self._entries
 
     def find(self, name: str, key: str) -> Entry:
-        """Return the entry with this name, or raise a ConfigError that starts with the config
-        key."""
+        """Return the entry with this name, or raise a ConfigError about the config key."""
         if name not in self:
             raise ConfigError(f"{key}: unknown {self.kind} '{name}'{did_you_mean(name, self)}")
         return self[name]

@@ -1,5 +1,4 @@
-"""What must not be written: names that look like those of secrets, texts that look like one, and
-known values."""
+"""Redaction of secrets, found by the name of a key, by their form, or by a known value."""
 
 from __future__ import annotations
 

@@ -84,8 +84,7 @@ class ModelArgs(Section):
         return self.adapter_name_or_path is not None
 
     def of_other_weights(self) -> Self:
-        """Return a copy for other weights, without the settings that belong to these weights
-        alone."""
+        """Return a copy for other weights, without settings that belong to these weights."""
         own = {"revision", "adapter_name_or_path", "quantization", "lora_rank", "lora_target"}
         return self.model_copy(update=dict.fromkeys(own & type(self).model_fields.keys()))
 
@@ -203,8 +202,7 @@ class DataArgs(Section):
     """Folder of tokenised data; default: <output_dir>/.cache/data."""
 
     def locate(self, name: str) -> Path:
-        """Return the path of a file: relative names are looked up in dataset_dir, then from
-        here."""
+        """Return the path of a file: relative names are tried in dataset_dir, then here."""
         path = Path(name).expanduser()
         if not self.dataset_dir:
             return path
@@ -818,8 +816,7 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
         return self.system_envs | role.system_envs
 
     def threads(self, role: RoleConfig) -> int:
-        """Return the threads of a worker: sums of one thread and of several differ in their last
-        bit."""
+        """Return the threads of a worker; their number changes the last bit of sums."""
         return int(self.envs(role).get("OMP_NUM_THREADS", "1"))
 
     def data_cache_dir(self, data: DataArgs) -> Path:

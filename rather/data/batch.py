@@ -25,8 +25,7 @@ class TokenPair:
     """One preference pair as token ids. `prompt` is the exact common beginning of both sequences.
 
     `chosen_scored` and `rejected_scored` are half-open spans of scored tokens, counted from the
-    start of prompt + response (so that earlier assistant turns inside the prompt can be scored
-    too).
+    start of prompt + response, so that assistant turns inside the prompt can be scored too.
     """
 
     prompt: NDArray[np.int32]

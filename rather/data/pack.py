@@ -1,4 +1,4 @@
-"""Packs the pairs of one optimizer step into micro-batches; nothing is computed twice.
+"""Pack the pairs of one optimizer step into micro-batches that compute no token twice.
 
 Bins never cross an optimizer step, so the budget changes speed and memory, never the result. A
 pair is never split: one that is larger than the budget gets a bin of its own size.
@@ -34,9 +34,8 @@ def pack(
 ) -> list[PairBatch]:
     """Return the pairs of one step as micro-batches of at most `budget` tokens, `max_pairs` pairs.
 
-    With a ladder each is filled up to a multiple of it, the smallest that fits the step: few
-    sizes, each of which is compiled once. The number of batches is a multiple of `ranks`; the
-    missing ones have no pairs.
+    With a `ladder`, each is padded to a multiple of it, the smallest that fits the step: there are
+    few sizes to compile. The number of batches is a multiple of `ranks`; added ones have no pairs.
     """
     units = _units(pairs, budget, max_pairs or len(pairs))
     sizes, counts = [unit.tokens for unit in units], [len(unit.places) for unit in units]
@@ -58,30 +57,30 @@ def best_fit(
     opened: Numbers = (),
     further: int = 0,
 ) -> list[list[int]]:
-    """Put each unit, largest first, into the fullest bin with room; members stay in step order.
+    """Put each unit, largest first, into the fullest bin that fits; members stay in step order.
 
-    Bins have the sizes `opened`, then `further`; without `further`, return [] if the opened ones
-    do not suffice.
+    The first bins have the sizes `opened`, all others `further`. If `further` is 0 and the opened
+    bins do not suffice, return [].
     """
     members: list[list[int]] = [[] for _ in opened]
     pairs = [0] * len(opened)
-    rooms = sorted((room, i) for i, room in enumerate(opened))
+    gaps = sorted((gap, i) for i, gap in enumerate(opened))
     most = inf if max_pairs is None else max_pairs
     for unit in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        at = bisect_left(rooms, (sizes[unit], -1))
-        while at < len(rooms) and pairs[rooms[at][1]] + counts[unit] > most:
+        at = bisect_left(gaps, (sizes[unit], -1))
+        while at < len(gaps) and pairs[gaps[at][1]] + counts[unit] > most:
             at += 1
-        if at < len(rooms):
-            room, place = rooms.pop(at)
+        if at < len(gaps):
+            gap, bin_index = gaps.pop(at)
         elif further:
-            room, place = further, len(members)
+            gap, bin_index = further, len(members)
             members.append([])
             pairs.append(0)
         else:
             return []
-        members[place].append(unit)
-        pairs[place] += counts[unit]
-        insort(rooms, (room - sizes[unit], place))
+        members[bin_index].append(unit)
+        pairs[bin_index] += counts[unit]
+        insort(gaps, (gap - sizes[unit], bin_index))
     return [sorted(each) for each in members]
 
 
@@ -128,13 +127,13 @@ class _Unit:
 
     def __init__(self, pairs: Pairs, places: Numbers) -> None:
         self.places, self.prompt = places, pairs[places[0]].prompt
-        # Each branch: a response, and the earlier branch with which it shares so many tokens.
+        # Each branch: its response, an earlier branch, and how many tokens both begin with.
         self.branches: list[tuple[Tokens, int, int]] = []
         # The branch and the scored spans of each pair's chosen and rejected response.
         self.sides: list[tuple[int, tuple[Span, ...]]] = []
         self.tokens = len(self.prompt)
         known: dict[bytes, int] = {}
-        ordered: list[bytes] = []  # neighbours in this order have the longest common beginnings
+        ordered: list[bytes] = []  # neighbours in this order have the longest common prefixes
         for pair in (pairs[place] for place in places):
             for response, scored in (
                 (pair.chosen, pair.chosen_scored),
@@ -155,7 +154,7 @@ class _Unit:
 
 
 def _units(pairs: Pairs, budget: int, max_pairs: int) -> list[_Unit]:
-    """Return pairs by their prompts, in step order; what is too large is halved, but no pair is."""
+    """Group pairs by prompt, in step order; halve groups that are too large, but never a pair."""
     prompts: dict[bytes | int, list[int]] = {}
     for place, pair in enumerate(pairs):
         # Pairs without a prompt have nothing in common, so each is a unit of its own.
@@ -173,7 +172,7 @@ def _units(pairs: Pairs, budget: int, max_pairs: int) -> list[_Unit]:
 
 
 def common_tokens(one: Tokens, other: Tokens) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common prefix."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -5,9 +5,8 @@ alone. They are started with `subprocess` rather than `multiprocessing`, so that
 the user's main module again nor inherit threads, and they import neither torch nor transformers:
 a child is ready in half a second.
 
-A message is a JSON head and the Arrow table that belongs to it; nothing is pickled. The number of
-the current row is in a small shared file, so that the parent can name the row that killed its
-child.
+A message is a JSON head and the Arrow table that belongs to it; nothing is pickled. A small shared
+file holds the number of the current row, so that the parent can name a row that killed its child.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turn files into tokenised pairs and a report: built once, in memory that does not grow.
+"""Turn files into tokenised pairs and a report: built once, in bounded memory.
 
 The address of a set in the cache is a hash of everything that decides its tokens: the bytes of
 the files, the tokenizer, the template and the settings. What was built under an address is never
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VERSION = 4  # raise it whenever the same input would give other tokens
-SMALL_BYTES = 1 << 20  # below this a second process costs more than it brings
+SMALL_BYTES = 1 << 20  # below this a second process costs more than it saves
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "additional_chat_templates/*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "config.json",
 )  # fmt: skip
 RECIPE = ("score", "overlong", "separator", "special_tokens")  # settings of data_args
-AROUND, SHOWN, EXAMPLES = 6, 40, 3  # tokens around a difference, of it, differences kept
+AROUND, SHOWN, EXAMPLES = 6, 40, 3  # tokens around and in a difference; examples kept
 
 
 class BadRows(DataError):
@@ -96,7 +96,7 @@ def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
 
 
 def held_out(pairs: PairDataset, split: float | int, seed: int) -> tuple[PairDataset, PairDataset]:
-    """Return training and held-out pairs. Prompts are drawn, so that none is on both sides."""
+    """Return training and held-out pairs. Whole prompts are drawn, so none is on both sides."""
     prompts, prompt_of, sizes = np.unique(
         pairs.column("prompt_hash"), return_inverse=True, return_counts=True
     )
@@ -172,7 +172,7 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
 
 
 def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataArgs) -> TokenRecipe:
-    """Return how a tokenizer makes tokens of text under a config."""
+    """Return the recipe by which a tokenizer and a config turn text into tokens."""
     bos: int | None = tokenizer.bos_token_id
     # A saved tokenizer may still have truncation and padding switched on.
     bare = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
@@ -304,7 +304,7 @@ class _Builder:
     ) -> PromptCheck | None:
         """Compare pairs trained as plain text with what the tokenizer's template would give.
 
-        The template is rendered in a child process: only there it is limited in time and memory.
+        The template is rendered in a child process: only there are its time and memory limited.
         """
         found = PromptCheck("the tokenizer's own chat template")
         try:

@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 from rather.config.plugins import Registry
 from rather.data.batch import PairLogps
 
-# Past it exp() is cut off: its square, a slope of ipo, must stay finite in float32.
+# Exponents are clamped to it: in ipo's gradient exp() is squared and must stay finite in float32.
 LARGEST_EXPONENT = 40.0
 
 
@@ -77,12 +77,12 @@ def loss(**needs: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor
 
 
 def smoothed(margin: Tensor, wrong: float | Tensor) -> Tensor:
-    """-log sigmoid(margin), of which a share `wrong` counts the other way round."""
+    """Return -log sigmoid(margin), expected over labels that are wrong with chance `wrong`."""
     return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
 
 
 def chance_wrong(x: PairLogps, label_smoothing: float) -> float | Tensor:
-    """Of each label: one number for all, or the pair's own soft label."""
+    """Return the chance that a label is wrong: label_smoothing, or from the soft labels."""
     return 1 - x.extra["soft_label"] if "soft_label" in x.extra else label_smoothing
 
 
@@ -171,8 +171,8 @@ def sppo_hard(x: PairLogps, *, beta: float = 0.1) -> Tensor:
 def aot(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """AOT on pairs (2406.05882 eq. 9): sorted policy margins against sorted reference margins."""
     assert x.reference is not None
-    ahead = gap(x.policy).sort().values - gap(x.reference).sort().values
-    return smoothed(beta * ahead, label_smoothing)
+    margin = gap(x.policy).sort().values - gap(x.reference).sort().values
+    return smoothed(beta * margin, label_smoothing)
 
 
 @loss(whole_batch=True)
@@ -200,8 +200,8 @@ def apo_down(x: PairLogps, *, beta: float = 0.1) -> Tensor:
 def discopop(x: PairLogps, *, beta: float = 0.05, discopop_tau: float = 0.05) -> Tensor:
     """DiscoPOP (2406.08414 eq. 5): logistic and exponential loss, blended by the margin."""
     margin = beta * gap(log_ratios(x))
-    # The blend times exp(-margin) as one exponential: apart they are 0 * inf at large negative
-    # margins.
+    # One exponential for the blend times exp(-margin), which would be 0 * inf at large
+    # negative margins.
     exponential = torch.exp(
         (logsigmoid(margin / discopop_tau) - margin).clamp(max=LARGEST_EXPONENT)
     )

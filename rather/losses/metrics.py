@@ -1,6 +1,6 @@
 """Metrics as weighted sums: kept on the device, added over steps, divided once per log line.
 
-Weights are the pairs' own, so that no number depends on how pairs were batched.
+Each pair has its own weight, so that no number depends on how pairs were batched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rather.losses.objective import PairLoss
 
 @dataclass(frozen=True)
 class Scored:
-    """What the metrics of some pairs are computed from."""
+    """The inputs of the metrics of some pairs."""
 
     x: PairLogps
     losses: Tensor  # [P]
@@ -70,7 +70,7 @@ def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str,
 
 @dataclass
 class Window:
-    """Sums since the last log line. A checkpoint has them, so that a resume loses nothing."""
+    """Sums since the last log line. Checkpoints contain them, so a resume loses nothing."""
 
     sums: dict[str, float] = field(default_factory=dict)
     pairs: int = 0
@@ -96,11 +96,11 @@ class Window:
 
 
 def _correlation(mean: Mapping[str, float]) -> float:
-    """Return that of reward margin and length difference; 0 if one of them does not vary."""
+    """Return the correlation of reward margin and length difference; 0 if either is constant."""
     spread = 1.0
     for name, squares in (("_m", "_mm"), ("_d", "_dd")):
         variance = mean[squares] - mean[name] * mean[name]
-        # No more than what rounding leaves of the difference counts as 0.
+        # A variance no larger than its rounding error counts as 0.
         spread *= variance if variance > 1e-12 * mean[squares] else 0.0
     covariance = mean["_md"] - mean["_m"] * mean["_d"]
     return max(-1.0, min(1.0, covariance / math.sqrt(spread))) if spread > 0 else 0.0

@@ -1,6 +1,6 @@
 """The objective of a run: a weighted sum of losses with its modifiers.
 
-Every number and modifier that would have no effect is refused by name.
+A number or modifier that would have no effect is an error that names it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DIVERGENCES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "js": lambda ratio, _: math.log(2) + logsigmoid(ratio),
     "alpha": _alpha,
 }
-# Always per token, so that length_normalization: true says nothing.
+# These losses are always per token, so length_normalization: true changes nothing.
 AVERAGED = ("sigmoid_norm", "orpo", "simpo", "alphapo")
 # Modifier -> whether it is defined for a loss.
 TAKES: Mapping[str, Callable[[LossRule], bool]] = {
@@ -56,10 +56,10 @@ TAKES: Mapping[str, Callable[[LossRule], bool]] = {
 
 @dataclass(frozen=True)
 class Modifiers:
-    """What composes with the losses. The defaults change nothing."""
+    """Settings that combine with the losses. The defaults change nothing."""
 
-    rpo_alpha: float = 0.0  # RPO (2404.19733): plus so much chosen NLL, a mean over tokens
-    pref_ftx: float = 0.0  # plus so much chosen NLL, averaged within each answer first
+    rpo_alpha: float = 0.0  # RPO (2404.19733): weight of the chosen NLL, a mean over tokens
+    pref_ftx: float = 0.0  # weight of the chosen NLL, averaged within each answer first
     f_divergence_type: str = "reverse_kl"
     f_alpha_divergence_coef: float | None = None
     ld_alpha: float = 1.0  # LD-DPO (2409.06411): weight of tokens past the shorter answer's length
@@ -97,19 +97,19 @@ class PairLoss:
 
     @cached_property
     def token_columns(self) -> frozenset[str]:
-        """Columns besides the sums: log-probs within the shared length, log sum of squares."""
+        """Name columns besides the sums: log-probs within the shared length, log sum of squares."""
         wanted = {"shared": self.modifiers.ld_alpha != 1, "squares": self.modifiers.use_weighting}
         return frozenset(name for name, on in wanted.items() if on)
 
     @property
     def pair_columns(self) -> frozenset[str]:
-        """Columns of the data that it reads."""
+        """Return the names of the data columns that the losses read."""
         read = {name for term in self.terms for name in term.rule.extra}
         return frozenset(read | ({"soft_label"} if self.modifiers.soft_labels else set()))
 
     @cached_property
     def own_metrics(self) -> frozenset[str]:
-        """Names of metrics that mean something for these losses only."""
+        """Return the names of metrics that only these losses have."""
         names = {term.name for term in self.terms}
         wanted = {
             "odds_ratio": "orpo" in names,
@@ -147,7 +147,7 @@ class PairLoss:
         return total
 
     def rewards(self, x: PairLogps) -> Tensor:
-        """Return [P, 2] implicit rewards of the first loss that has a preference in it."""
+        """Return [P, 2] implicit rewards of the first preference loss."""
         term = next((t for t in self.terms if t.name != "sft"), self.terms[0])
         return term.beta * term.rule.rewards(self.effective(x))
 
@@ -196,8 +196,8 @@ def configure(
 ) -> PairLoss:
     """Return the objective of a run from what the user set; None and neutral values pass.
 
-    A number goes to every loss that has it; one that no loss has, and a modifier that is not
-    defined for a loss, are errors: all of them at once.
+    Numbers go to every loss that takes them. Numbers that no loss takes, and modifiers that a loss
+    does not support, are reported together in one ConfigError.
     """
     given = {name: value for name, value in numbers.items() if value is not None}
     terms = [
@@ -217,7 +217,7 @@ def own_loss(function: Callable[[PairLogps], Tensor]) -> PairLoss:
 
 
 def from_config(config: LossConfig) -> PairLoss:
-    """Return the objective of a config, with or without a reference as it says."""
+    """Return the objective of a config; its reference settings must agree with the loss."""
     objective = configure(
         config.loss_names, config.loss_numbers, config.loss_weights, config.loss_modifiers
     )
@@ -241,7 +241,7 @@ def from_config(config: LossConfig) -> PairLoss:
 
 
 def rule(name: str) -> LossRule:
-    """Return a loss by its name."""
+    """Return the loss with this name."""
     return LOSSES.find(name, "pref_loss")
 
 
@@ -264,7 +264,7 @@ def _number_problems(terms: Sequence[Term], given: Mapping[str, Any]) -> list[st
 
 
 def _is_neutral(key: str, value: Any, names: Sequence[str]) -> bool:
-    """Whether a number that none of the losses has says no more than what they do anyway."""
+    """Return whether a number that no loss takes only states what the losses do anyway."""
     if key == "length_normalization":
         return all(value is (name in AVERAGED) for name in names if name != "sft")
     return not value

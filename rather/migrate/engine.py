@@ -1,6 +1,4 @@
-"""The engine for all tools: rules set keys of Rather, its schema checks them, no key is lost
-silently.
-"""
+"""The engine for all tools: rules set keys, the schema checks them, none is lost silently."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ PLACES = {MODEL: "path/to/model", PAIRS: "path/to/pairs.jsonl"}
 
 @dataclass(frozen=True)
 class Peer:
-    """Another trainer: its keys, the defaults that differ from Rather's, and how to recognise its
-    files.
+    """Another trainer: its keys, its differing defaults, and how to recognise its files.
 
     `marks` and `words` are keys, and words of a command line, that only this tool has. `whole` are
     keys whose value is a mapping. `reader` reads a file whose values refer to others. `always` are

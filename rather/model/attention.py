@@ -4,8 +4,7 @@ Registered with transformers under the name `rather`, so the model files stay Hu
 CUDA in half precision runs one variable-length kernel; everything else (CPU, float32, soft-capped
 families) loops over segments.
 
-If ranks divide the tokens of a micro-batch, each gathers the keys and values of all for its own
-queries.
+If ranks divide the tokens of a micro-batch, each gathers all keys and values for its own queries.
 """
 
 from __future__ import annotations

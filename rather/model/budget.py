@@ -1,5 +1,4 @@
-"""Choose the tokens of a training micro-batch and its recomputation, so that a step fits the
-device.
+"""Choose micro-batch tokens and recomputation so that a training step fits the device.
 
 Measured, not computed: two small trial passes give the memory per token of this model, kernels and
 precision, and the largest micro-batch is tried before the first step. Neither choice changes a

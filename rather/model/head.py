@@ -6,8 +6,7 @@ forward keeps two numbers per row and backward recomputes the logits in chunks (
 Log-sum-exp and sums are in float32 (float64 stays float64). On CUDA two Triton kernels read the
 logits once each; elsewhere torch does the same.
 
-If ranks divide the vocabulary, each does this with its own words, and they exchange three numbers
-per row.
+If ranks divide the vocabulary, each does this for its part, and they exchange three numbers a row.
 """
 
 # mypy: disable-error-code="no-any-return"

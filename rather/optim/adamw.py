@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 BLOCK = 256  # weights that share the base exponents of their lean moments
-CHUNK = 1 << 22  # weights that are float32 at a time on the CPU; a multiple of BLOCK
+CHUNK = 1 << 22  # weights expanded to float32 at a time on the CPU; a multiple of BLOCK
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Update:
 class ParameterState:
     """One parameter with what AdamW keeps for it.
 
-    `moments` are saved by these names. `steps` counts the updates in which the parameter had a
-    gradient. `rest` is the signed remainder of a split parameter, which is the upper half of its
-    master, rounded, or the master of a wide float16 parameter. Exact halves are rounded up, for
-    rounding them to even would need 65537 remainders. A parameter that starts as the even
+    `moments` are saved under these names. `steps` counts the updates in which the parameter had a
+    gradient. `rest` of a wide float16 parameter is its master. A split parameter is the rounded
+    upper half of its master, and `rest` is the signed 16-bit remainder. Exact halves are rounded
+    up, because rounding to even would need 65537 remainders. A parameter that starts as the even
     neighbour of a half keeps its bits, and its master starts one float32 step lower.
     """
 
@@ -176,7 +176,7 @@ def _update_half(states: Sequence[ParameterState], update: Update) -> None:
 
 
 def _update_chunks(state: ParameterState, update: Update) -> None:
-    """Update on the CPU, where only a chunk of the weights is float32 at a time."""
+    """Update on the CPU, one chunk of float32 weights at a time."""
 
     def run_adamw(master: Tensor, gradient: Tensor, *moments: Tensor) -> None:
         scaled = gradient.float() * update.gradient_scale

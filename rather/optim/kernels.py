@@ -159,7 +159,7 @@ def _pointer(entry, TYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def _adamw(w, m, v, g, numbers):
-    """In the order of torch's fused kernel. `w * (1 - decay)` would round a small decay away."""
+    """Compute as torch's fused kernel does. `w * (1 - decay)` would round a small decay away."""
     step, correction, decay, beta1, rest1, beta2, rest2, eps, scale = numbers
     g = g * scale
     w = w - decay * w

@@ -157,8 +157,8 @@ class Optimizer:
     def moments(self) -> dict[str, Tensor]:
         """Return `<parameter>.exp_avg` and so on: with the masters, all that an update depends on.
 
-        Weights that never had a gradient have none; those that missed some updates also have
-        `<parameter>.step`.
+        A weight that never had a gradient has none. One that missed updates also has
+        `<parameter>.step`, the number of its own updates.
         """
         found: dict[str, Tensor] = {}
         for name, state in self._states.items():
@@ -172,7 +172,7 @@ class Optimizer:
     def load(
         self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], updates: int
     ) -> None:
-        # Lean moments have bases; a resumed run could not recover what they lack.
+        # Only lean moments have bases. An exact run could not recover the bits that they lack.
         then = any(key.endswith(".exp_avg_base") for key in moments)
         now = any(state.form == "lean" for state in self._states.values())
         if len(moments) and then != now:
@@ -229,7 +229,7 @@ def schedule(args: TrainingArgs, total_steps: int) -> Callable[[int], float]:
         "inverse_sqrt": inverse_sqrt,
         "wsd": wsd,
     }
-    # The names cosine_with_min_lr and constant_with_warmup change nothing: both work for all.
+    # The suffixes _with_min_lr and _with_warmup are ignored: every schedule supports both.
     shape = shapes[args.lr_scheduler_type.partition("_with_")[0]]
 
     def rate(updates: int) -> float:

@@ -26,16 +26,13 @@ def divide(
     compiled: bool = False,
     fill: Callable[[PolicyModel], None] | None = None,
 ) -> PolicyModel | Stages:
-    """Leave in a model what this rank holds of it. Collective.
+    """Reduce a model to the part that this rank holds. All ranks must call it.
 
-    Parameters that will be sharded and trained must be float32; `compute` is what they are used in.
-    Those of a model on the meta device are given their values by `fill`, part by part.
+    Parameters that will be sharded and trained must be float32; `compute` is their dtype in
+    forward and backward. `fill` loads the values of a model on the meta device, part by part.
     """
-    config, pipeline, by_sequence = (
-        policy.causal_lm.config,
-        layout.pipeline,
-        layout.sequence_parallel,
-    )
+    config, pipeline = policy.causal_lm.config, layout.pipeline
+    by_sequence = layout.sequence_parallel
     if layout.pp > 1 and compiled and pipeline.rule.splits_backward:
         raise ConfigError(
             f"compile: schedule '{layout.schedule}' runs the backward of inputs and weights apart, "

@@ -1,5 +1,4 @@
-"""determinism: canonical. Gradients are added in one order, so that 1, 2 and 4 ranks give the same
-bits.
+"""determinism: canonical. Gradients are added in one order: 1, 2 and 4 ranks give equal bits.
 
 The micro-batches of a step, whose number is a multiple of 4, go in turn to 4 lanes, and each rank
 has some of the lanes whole. A lane adds up its own gradients in order; lanes are added in pairs.
@@ -80,8 +79,7 @@ def in_pairs(lanes: list[Tensor]) -> Tensor:
 
 
 class RowOptimizer(Optimizer):
-    """zero1: weights and gradients are whole on each rank, moments only of this rank's rows of each
-    parameter.
+    """zero1: whole weights and gradients on each rank, moments of this rank's rows only.
 
     A rank updates its rows and gets those of the others. The norm is that of the whole gradient, as
     in one process.

@@ -1,5 +1,4 @@
-"""A Hugging Face folder or hub name -> a PolicyModel in eval mode, checked before anything is
-trained.
+"""Load a Hugging Face folder or hub name as a PolicyModel in eval mode, and check it.
 
 On several ranks no process ever holds a whole model: it is made without memory, divided, and each
 rank then reads its own slices of the files.
@@ -81,11 +80,9 @@ def takes_4_bits() -> bool:
 def load_policy(
     name: str, args: ModelArgs, device: str, *, exact: bool = False, start: Start = Start()
 ) -> PolicyModel:
-    """Load a model: dropout off, every weight present and finite, attention verified for this
-    family.
+    """Load a model: no dropout, all weights present and finite, attention verified.
 
-    With `exact`, weights that half precision would round are also kept exactly, as the optimizer's
-    start.
+    With `exact`, weights that half precision would round are also kept exactly, for the optimizer.
     """
     if not sys.stderr.isatty():
         disable_progress_bar()

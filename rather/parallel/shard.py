@@ -1,5 +1,4 @@
-"""Data parallelism: ddp, zero1, zero2, zero3 and hsdp are FSDP2 on a (replicas, shards) mesh with
-two flags.
+"""Data parallelism: ddp, zero1-3 and hsdp are FSDP2 on a (replicas, shards) mesh with flags.
 
 Decoder layers are the units; embedding, last norm and head are one group, that of the root, for the
 head is used inside the root's forward. Gradients are summed, never averaged: each micro-batch's

@@ -1,5 +1,4 @@
-"""Pipeline parallel: a model cut into stages, and a schedule of torch that sends micro-batches
-through them.
+"""Pipeline parallel: a model cut into stages, run by one of torch's schedules.
 
 Every rank holds all micro-batches of the step; what travels between stages are hidden states and,
 backwards, their gradients. The last stage has the head, the log-probs and the loss.
@@ -64,11 +63,9 @@ EVALUATED = 4
 
 
 class _Entrance(nn.Module):
-    """Returns what was sent, whatever its arguments: in place of the embedding and of the first
-    layer.
+    """Returns the received activations in place of the embedding and of the first layer.
 
-    In both places, because families scale or shift embeddings before the first layer (granite,
-    gpt2).
+    It replaces both, because some families scale or shift embeddings in between (granite, gpt2).
     """
 
     def __init__(self, inbox: list[Tensor], weight: nn.Parameter | None = None) -> None:
@@ -81,8 +78,7 @@ class _Entrance(nn.Module):
 
 
 class _PassThrough(nn.Module):
-    """A layer or norm of another stage. It stays in the list, because families look up settings by
-    layer index."""
+    """A layer or norm of another stage, kept because families look up settings by index."""
 
     def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         return hidden_states
@@ -230,20 +226,17 @@ class _Stage(PipelineStage):
                     hook(parameter)
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """Skip the check for the last stage, whose output has one row per pair. (torch 2.11 checks
-        it.)"""
+        """Skip torch 2.11's check for the last stage, whose output has one row per pair."""
         if not self.is_last:
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Drop connections between two stages on one rank, which gloo cannot make. (torch 2.11
-        requests them.)"""
+        """Drop connections within one rank, which torch 2.11 requests and gloo cannot make."""
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Hand gradients over between two stages on one rank, if there are any: torch does not
-        check."""
+        """Pass gradients between two stages on one rank; unlike torch, allow for none."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:

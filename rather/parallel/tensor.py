@@ -1,5 +1,4 @@
-"""Tensor parallel from transformers' own plan: the ranks of a group divide heads, MLP columns and
-the vocabulary.
+"""Tensor parallel by transformers' own plan: ranks divide heads, MLP columns, vocabulary.
 
 Parameters become plain local tensors, so that layers compile and shard as ever. A region begins
 where an attention or MLP module is entered and ends behind its row-wise linear: all that lies

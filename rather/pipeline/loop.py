@@ -55,7 +55,7 @@ class TrainingLoop:
     source: StepSource
     reference_stream: ReferenceStream
     evaluators: list[Evaluator]
-    # These parts are only there if the run was built from a config.
+    # Set only if the run was built from a config.
     data: Prepared
     evaluation: Evaluation | None = None
     answers: Answers | None = None
@@ -64,7 +64,7 @@ class TrainingLoop:
     _export: Callable[[Path], None] | None
 
     def _build_loop(self, identity: Mapping[str, Any]) -> None:
-        """Build the parts of the loop that both ways of construction share."""
+        """Build the parts that both constructors share."""
         config, roles, source = self.config, self.roles, self.source
         self.packing = Packing(config, roles.kind, roles.here)
         self.timeline = Timeline(in_turn=not roles.runs_ahead)
@@ -75,7 +75,7 @@ class TrainingLoop:
             config.on_nonfinite, config.max_nonfinite_steps, config.spike, source, self.incidents
         )
         self.progress = Progress()
-        self.position: Mapping[str, Any] | None = None  # of the source, after the last step
+        self.position: Mapping[str, Any] | None = None  # of `source`, after the last step
 
     @property
     def actor_train(self) -> Role:
@@ -90,7 +90,7 @@ class TrainingLoop:
         return self.source.total_steps
 
     def _train(self) -> Step | None:
-        """The loop. Train to the end, or return the step because of which the run rolls back."""
+        """Train to the end; return a step only if it makes the run roll back."""
         if self._ends_before_a_step():
             return None
         stream = self.reference_stream
@@ -107,7 +107,7 @@ class TrainingLoop:
         """Yield the steps that are left, packed ahead in a background thread."""
         if self.progress.stopped_early:
             return
-        if "train" not in self.packing.tokens:  # chosen by the memory that both models leave free
+        if "train" not in self.packing.tokens:  # planned once both models are loaded
             largest = int(self.data.train.tokens.max())
             parking = self.reference_stream.parking()
             self.packing.tokens["train"] = self.actor_train.plan(largest, parking)
@@ -117,7 +117,7 @@ class TrainingLoop:
             yield from ready
 
     def _train_step(self, step: Step, reference: Columns | None) -> StepResult:
-        """Take one optimizer step; if memory runs out, again with smaller micro-batches."""
+        """Take one optimizer step; if memory runs out, retry with smaller micro-batches."""
         limits = self.guard.limits(self.progress, step)
 
         def work(batches: Batches) -> StepResult:
@@ -126,10 +126,8 @@ class TrainingLoop:
 
         result = self.retry.run("train", step, work)
         if self.summary and step.number == 1 and reference and not result.nonfinite:
-            lengths, used_cache = (
-                PairFacts.of_step(step.policy).length,
-                self.reference_stream.used_cache,
-            )
+            lengths = PairFacts.of_step(step.policy).length
+            used_cache = self.reference_stream.used_cache
             logps = (lengths, result.policy, reference["sum"])
             check_step_zero(self.config, self.roles.kind, *logps, used_cache)
         return result
@@ -201,8 +199,8 @@ class TrainingLoop:
         self._log(record)
         self.page.log(evaluated=True)
         metric, patience = config.metric_for_best_model, config.early_stopping_patience
-        judged = config.save_best or patience
-        if judged and progress.judge(record, metric, patience) and config.save_best:
+        tracks_best = config.save_best or patience
+        if tracks_best and progress.judge(record, metric, patience) and config.save_best:
             self._save_best()
         if progress.stopped_early and result and progress.window.pairs:
             self._log_training(result)  # what the last log line did not contain
@@ -210,8 +208,7 @@ class TrainingLoop:
     def _ends_before_a_step(self) -> bool:
         """Do what is due before the next step, and return whether the run ends here.
 
-        That is a checkpoint to roll back to, and an evaluation: at step 0, or if a signal
-        interrupted it.
+        This may be a checkpoint to roll back to, and an initial or interrupted evaluation.
         """
         progress, numbers = self.progress, self.progress.unevaluated
         if self.answers:
@@ -253,7 +250,7 @@ class TrainingLoop:
             self.position = newest.state.get("position")
 
     def _forget_reference(self) -> None:
-        """The reference has moved: discard what evaluations know of it."""
+        """Discard what evaluations have cached of the reference, which has moved."""
         if self.evaluation:
             self.evaluation.forget_reference()
         if self.answers:
@@ -267,16 +264,16 @@ class TrainingLoop:
 
     def _read_requests(self) -> None:
         if self.run_dir and self.roles.is_main:
-            word = control.take_requests(self.run_dir, self.progress.step)
-            if word == control.STOP:
+            request = control.take_requests(self.run_dir, self.progress.step)
+            if request == control.STOP:
                 self.stop.end()
-            elif word:
+            elif request:
                 self.stop.save_now = True
 
-    # --- what is kept ---
+    # --- saving ---
 
     def save(self, *, last: bool = False) -> None:
-        """Save a checkpoint, complete or not at all. The last one is waited for."""
+        """Save a checkpoint atomically; if it is the `last`, wait until it is written."""
         if not self.saving:
             return
         self.stop.save_now = False

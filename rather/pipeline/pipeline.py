@@ -51,7 +51,7 @@ class DPOPipeline(TrainingLoop):
         if problems := [f"{key}: {text}" for key, text in missing(config)]:
             raise ConfigError(problems)
         check_installed(config.trackers)
-        self.objective = from_config(config)  # a wrong number should be found before any work
+        self.objective = from_config(config)  # reports a wrong number before any work
         self.run_dir, self.progress, self.stop = config.run_dir, Progress(), control.StopRequest()
         self.supervision = Supervision(
             config, Incidents(config.run_dir).add, lambda: self.progress.step, self._pause
@@ -82,12 +82,12 @@ class DPOPipeline(TrainingLoop):
 
         - `config`: only settings of the loop are read, such as logging_steps, save_steps and
           on_nonfinite. `run_dir` replaces output_dir and exp_name. Model and data sections are not
-          read, except to pack micro-batches again that run out of memory.
-        - `roles`: the models are loaded and stay the caller's: `initialize` and `plan` are never
-          called. `train_step` gets the micro-batches as the source packed them, so each driver of
-          a process group may bring its own pairs. Reference log-probs are not cached.
-        - `source`: yields the steps. The run ends after the step with `is_last`, or early.
-        - `identity`: what a resumed run must have in common with its checkpoint, by the field names
+          read, except to repack micro-batches that run out of memory.
+        - `roles`: the models are loaded and belong to the caller: `initialize` and `plan` are never
+          called. `train_step` gets the micro-batches as the source packed them, so each driver of a
+          process group may supply its own pairs. Reference log-probs are not cached.
+        - `source`: yields the steps. The run ends after the step with `is_last`, or earlier.
+        - `identity`: what must match between a resumed run and its checkpoint, by the field names
           of rather.pipeline.checks.GUARDS ("data", "loss", "seed", ...). JSON values only.
         - `evaluate`: returns metrics, which get the prefix "eval/". Called after steps with
           `ends_epoch`, after the last step, and every eval_steps; not before the first step.
@@ -95,9 +95,9 @@ class DPOPipeline(TrainingLoop):
         - `export`: writes the model to a folder; called on every driver, for save_best and after
           the last step. None: no model is exported.
         - `run_dir`: the folder for metrics, incidents and checkpoints. The run resumes from there;
-          a finished run returns at once. None: nothing is written, resumed or exported.
+          a finished run returns immediately. None: nothing is written, resumed or exported.
 
-        sync_ref_model and eval_prompts are not supported. Signals are left alone.
+        sync_ref_model and eval_prompts are not supported. No signal handlers are installed.
         """
         self = cls.__new__(cls)
         if run_dir is not None:
@@ -155,7 +155,7 @@ class DPOPipeline(TrainingLoop):
         self.summary = RunSummary(config, roles, source)
 
     def close(self) -> None:
-        """End the processes of the workers. `run` does so itself."""
+        """End the worker processes. `run` does this itself."""
         self.roles.close()
 
     def evaluate(self) -> Record:
@@ -168,8 +168,8 @@ class DPOPipeline(TrainingLoop):
     def run(self, stop: control.StopRequest | None = None) -> int:
         """Train, complete the run folder, end all workers, and return the exit code.
 
-        If workers are lost, training resumes from the last checkpoint with new ones. `stop`: the
-        caller handles signals and has locked the run folder.
+        If workers are lost, training resumes from the last checkpoint with new ones. If `stop`
+        is given, the caller handles signals and has locked the run folder.
         """
         with closing(self), ExitStack() as stack:
             if stop is None and self.run_dir:
@@ -233,7 +233,7 @@ class DPOPipeline(TrainingLoop):
             return self.stop.exit_code
 
     def _start(self, newest: Checkpoint | None) -> None:
-        """Load the models if need be, and the state of a checkpoint."""
+        """Load the models, unless the caller has, and the state of a checkpoint."""
         if not self.summary:
             self._restore(newest)
             return
@@ -275,9 +275,9 @@ class DPOPipeline(TrainingLoop):
         """Export the model and mark the run as finished, unless it was stopped."""
         step = self.progress.step
         self._summarize()
-        if known := self.reference_stream.logps:
+        if logps := self.reference_stream.logps:
             text = "reference log-probs: %d pairs from the cache, %d computed in %d forwards"
-            cost = known.counts
+            cost = logps.counts
             log.info(text, cost.pairs_from_cache, cost.pairs_computed, cost.forwards)
         if self._is_stopped():
             log.info("Stopped and saved at step %d; run the same command again to resume.", step)

@@ -116,8 +116,7 @@ class ReferenceStream:
     def with_reference(self, steps: Iterator[Step]) -> Generator[ReferenceStep, None, None]:
         """Yield each step with the reference log-probs of its pairs.
 
-        On devices of its own the reference works one step ahead, but never past a step after which
-        it moves.
+        On its own devices the reference works one step ahead, unless it moves in between.
         """
         if not self.roles.runs_ahead:
             yield from map(self._answer, steps)

@@ -1,7 +1,7 @@
 """Log-probs of responses on disk, in append-only files of checksummed blocks, and in memory.
 
-A block is one write: a header, then all keys and all sums. What a kill, a full disk or a flipped
-bit leaves of a block is skipped; its records count as unknown.
+A block is one write: a header, then all keys and all sums. A block that a kill, a full disk or a
+flipped bit has damaged is skipped; its records count as unknown.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Table:
         return len(self._sorted.high) + len(self._recent)
 
     def load(self, entries: Entries) -> None:
-        """Add many; a key that is there already stays as it is."""
+        """Add many entries; a key that exists keeps its value."""
         joined = Entries.concat([self._sorted, entries])
         # A stable sort: of equal keys, the one that was there first comes first.
         joined = joined.at(np.argsort(joined.high, kind="stable"))
@@ -154,7 +154,7 @@ class Table:
         return sums, kept
 
     def add(self, sums: Mapping[bytes, float]) -> None:
-        """Add what is in the run's own file; it replaces what is known from elsewhere."""
+        """Add values of the run's own file, which take precedence over those of other files."""
         for key, total in sums.items():
             self._recent.setdefault(key, total)
         if len(self._recent) >= RECENT:

@@ -65,7 +65,7 @@ class _Answer:
 
 
 class ReferenceLogps:
-    """Answers for the reference model. `compute` asks the model itself, and loads it if need be."""
+    """Returns reference log-probs, cached or computed. `compute` loads the model if needed."""
 
     def __init__(self, config: DPOConfig, objective: PairLoss, compute: Compute) -> None:
         self.config, self.compute = config, compute
@@ -74,19 +74,19 @@ class ReferenceLogps:
         self.needed = ["sum", "shared"] if needs_shared else ["sum"]
         self.stored = ["sum", "shared"] if config.reference.cache.per_token else self.needed
         self.counts = Counts()
-        self.folder: Path | None = None  # of the entries of this model
+        self.folder: Path | None = None  # the cache folder of this model
         self._table: Table | None = None
         self._own: BlockFile | None = None  # in the run folder
         # In the cache: one file per process, so that no lock is needed.
         self._segment: BlockFile | None = None
         self._answers: list[_Answer] = []
-        self._waiting: dict[bytes, float] = {}  # for room on the disk
+        self._waiting: dict[bytes, float] = {}  # values to write once the disk has space
         self._opened = False
 
-    # --- what is known ---
+    # --- cached values ---
 
     def open(self, own_file: Path | None = None) -> None:
-        """Read what is known of this model; `own_file`, with the values that the run used, wins."""
+        """Read the cached values of this model; `own_file`, with those the run has used, wins."""
         self._opened = True
         config, role = self.config, self.config.reference
         if config.sync_ref_model:
@@ -122,7 +122,7 @@ class ReferenceLogps:
         return None
 
     def _adapter(self) -> str:
-        """Return a digest of what else than the model's files decides the log-probs, or ""."""
+        """Return a digest of what decides the log-probs besides the model's files, or ""."""
         config, args = self.config, self.config.reference.model_args
         facts: list[Any] = []
         if args.adapter_name_or_path is not None:
@@ -138,7 +138,7 @@ class ReferenceLogps:
     def _read(self, file: BlockFile | None) -> Entries:
         if file is None:
             return NO_ENTRIES
-        # Without a file of its own, the run has nothing to copy into it.
+        # A run without a file of its own has nowhere to copy values to.
         entries, damaged = file.read(kept=self._own in (None, file))
         if damaged:
             lost = f"{damaged} bytes are damaged; the log-probs they held are computed again"
@@ -165,13 +165,13 @@ class ReferenceLogps:
         """Return the keys of "sum", chosen and rejected of each pair, then those of "shared"."""
         sums, shared = [], []
         for pair, lengths in zip(pairs, scored_lengths(pairs), strict=True):
-            begin = self._key.copy()
-            begin.update(pair.prompt.data)
+            prompt_key = self._key.copy()
+            prompt_key.update(pair.prompt.data)
             for response, scored in (
                 (pair.chosen, pair.chosen_scored),
                 (pair.rejected, pair.rejected_scored),
             ):
-                key = begin.copy()
+                key = prompt_key.copy()
                 key.update(response.data)
                 numbers = [number for span in scored for number in span]
                 # With the sizes, no two inputs are the same bytes.
@@ -211,7 +211,7 @@ class ReferenceLogps:
         return dict(zip(self.needed, values.view(len(self.stored), -1, 2), strict=False))
 
     def _compute(self, keys: Sequence[bytes], running: Sequence[PairBatch]) -> Tensor:
-        """Return the values of keys, NaN if they are of no running batch.
+        """Return the values of keys, NaN for those outside the running batches.
 
         A response that occurs twice has one value: that of its first micro-batch.
         """
@@ -237,16 +237,16 @@ class ReferenceLogps:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    # --- what is written ---
+    # --- writing ---
 
     def keep(self) -> None:
-        """Write every value that was used since the last call: first for this run, then for all."""
+        """Write all values used since the last call to the run's file, then to the shared cache."""
         answers, self._answers = self._answers, []
         for answer in answers:
             if answer.arrived:
                 answer.arrived.synchronize()
             values = answer.values.numpy()
-            # A value that is not finite comes from a passing fault and must not outlive it.
+            # A value that is not finite may come from a transient fault and must not be stored.
             is_used = np.isfinite(values) & ~answer.kept
             used, computed = (
                 {answer.keys[cell]: float(values[cell]) for cell in np.flatnonzero(wanted).tolist()}

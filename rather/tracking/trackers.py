@@ -59,8 +59,7 @@ def is_installed(package: str) -> bool:
 class TrackedRun:
     """A run as its trackers see it: names, settings, and what they received before a resume.
 
-    Tracker ids are in the run folder, not in the checkpoint, because other trackers do not make it
-    another run.
+    Tracker ids are in the run folder, not in the checkpoint: changing trackers keeps the run.
     """
 
     def __init__(self, config: DPOConfig, start_step: int) -> None:

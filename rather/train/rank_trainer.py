@@ -1,7 +1,7 @@
-"""RankTrainer: what one rank does with packed pairs: log-probs, a training step, its state.
+"""RankTrainer: log-probs, training steps and state of one rank.
 
-It knows no files and no loop. On several ranks each has its own micro-batches of the step; one
-collective sums up their numbers, and each number comes from one rank.
+It reads and writes no files. Each of several ranks has its own micro-batches of a step; one
+collective sums up their numbers, each of which only one rank contributes.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class StepResult:
 
 
 class WholeModelRunner:
-    """Sends micro-batches through a model that lies whole, or in shards, on its rank.
+    """Runs micro-batches through a model without pipeline stages, whole or sharded.
 
-    `backward` adds up the gradients of the objective of each, over dp and cp as well.
+    `backward` accumulates the gradients of the objective, also over dp and cp.
     """
 
     def __init__(self, policy: PolicyModel, stage: Stage = "ddp") -> None:
@@ -95,7 +95,7 @@ class WholeModelRunner:
 
 
 Sums = Mapping[str, Tensor]  # metrics of a micro-batch
-Runner = WholeModelRunner | Canonical | Stages  # in sequence, in a fixed order, or through stages
+Runner = WholeModelRunner | Canonical | Stages  # plain, in a fixed order, or through stages
 
 
 class RankTrainer:
@@ -120,7 +120,7 @@ class RankTrainer:
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
         self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
-        # Of ranks with the same pairs, one reports their numbers.
+        # Of several ranks with the same pairs, only the primary one reports numbers.
         self._is_primary = self.mesh.rank("cp") == self.mesh.rank("tp") == 0
 
     @property
@@ -134,7 +134,7 @@ class RankTrainer:
     def log_probs(self, batches: Sequence[PairBatch], pairs: int | None = None) -> Columns:
         """Return the columns that the loss needs, for all pairs in step order, on the device.
 
-        `pairs` is the number of pairs of all ranks; without it the ranks ask each other.
+        `pairs` is the number of pairs of all ranks; if it is None, the ranks agree on it.
         """
         with self.parked.on_device() if self.parked else nullcontext():
             parts = self.runner.columns(batches, self.loss.token_columns)
@@ -168,7 +168,7 @@ class RankTrainer:
         return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 
     def park(self) -> bool:
-        """Offload a frozen model between its turns; return False if it is there or cannot be."""
+        """Offload a frozen model between its turns; return whether that changed anything."""
         policy, on_gpu = self.policy, self.device.startswith("cuda")
         if self.parked or self.optimizer or self.mesh.sizes or not on_gpu:
             return False
@@ -221,7 +221,7 @@ class RankTrainer:
         return result
 
     def rehearse(self, batch: PairBatch) -> None:
-        """Run forward and backward to measure memory, without an update. `forget` ends it."""
+        """Run forward and backward to measure memory, without an update. Call `forget` then."""
         self.runner.backward([batch], (), lambda _batch, columns: columns["sum"].sum())
 
     def forget(self) -> None:
@@ -229,18 +229,18 @@ class RankTrainer:
         self._trained.zero_grad()
 
     def narrow_gradients(self) -> bool:
-        """Sum up gradients in the weights' own precision from now on; False if that is so now."""
+        """Sum gradients in the weights' own precision from now on; return whether that changed."""
         return self.optimizer is not None and self.optimizer.narrow_gradients()
 
-    # Records the gradient by the log-probs of a micro-batch, without waiting for the device.
     def _watch_gradient(self, sums: Tensor, places: Tensor, watched: Tensor) -> None:
+        """Record the gradient with respect to log-probs, without waiting for the device."""
         if sums.requires_grad:
             sums.register_hook(partial(watched.__setitem__, places))  # type: ignore[no-untyped-call]
 
     def _score(
         self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts
     ) -> Scored:
-        """Return losses and rewards of some pairs; `step` holds all that they are averaged with."""
+        """Return losses and rewards of some pairs; `step` holds the facts of all pairs."""
         x = facts.with_logps(policy, reference, step.mean_chosen_length)
         return Scored(x, self.loss(x), self.loss.rewards(x))
 
@@ -251,9 +251,10 @@ class RankTrainer:
         reference: Columns | None,
         total: float,
     ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
-        """Return metrics, and the gradient by every log-prob, of a loss over the whole batch.
+        """Return metrics, log-probs and the slope of each column for a loss over the whole batch.
 
-        A pass without gradients sees all pairs; these slopes then weight the ordinary pass.
+        A pass without gradients sees all pairs; the slopes, d loss / d log-prob, then weight the
+        ordinary pass.
         """
         columns = self.log_probs(batches, len(facts.weight))
         leaves = {name: column.requires_grad_() for name, column in columns.items()}
@@ -267,7 +268,7 @@ class RankTrainer:
         return sums, policy, dict(zip(leaves, slopes, strict=True))
 
     def _complete_gradients(self) -> None:
-        """Sum up gradients of which ranks of tp, or both ends of a pipeline, have a part each."""
+        """Sum partial gradients: over tp ranks, and over both ends of a pipeline."""
         gradient_of = self._trained.gradient
         parts = [p for p in map(gradient_of, sorted(self.policy.tp_partial)) if p is not None]
         if parts and (group := self.mesh.group("tp")):
@@ -282,7 +283,7 @@ class RankTrainer:
         batches: Sequence[PairBatch],
         losses: list[Tensor],
     ) -> StepResult:
-        """Return the result with where NaN or Inf was found."""
+        """Return the result with a report of where NaN or Inf was found."""
         lost, norms = lost_pairs(numbers, batches, losses), self._trained.norms(self._counted)
         return replace(result, nonfinite=nonfinite_report(lost, norms, alone=self._is_alone))
 
@@ -296,7 +297,7 @@ class RankTrainer:
     def _update(
         self, rows: Sequence[Sums], policy: Tensor, batches: int, limits: StepLimits | None
     ) -> StepResult:
-        """Clip and step, unless the numbers, the same on all ranks, demand to skip the step."""
+        """Clip and step, unless the numbers, which all ranks share, are a reason to skip it."""
         optimizer, scale = self._trained, self._trained.loss_scale
         values = torch.stack([torch.stack(list(row.values())) for row in rows])
         table = values.new_zeros(self._dp * batches, values.shape[1])  # dp ranks take turns
@@ -350,12 +351,12 @@ class RankTrainer:
 
     def weight_pieces(self) -> dict[str, Tensor | Shard]:
         """Return the weights that this rank stores, and the initial adapter if it is kept."""
-        begun = {
+        initial = {
             name: local(p.detach())
             for name, p in self.policy.named_parameters()
             if f".{START}." in name
         }
-        return self._pieces({**self.weights(), **begun} if begun else self.weights())
+        return self._pieces({**self.weights(), **initial} if initial else self.weights())
 
     def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
         """Move every weight by `share` of the way to `weights` (TR-DPO)."""
@@ -404,7 +405,7 @@ class RankTrainer:
     def _pieces(
         self, tensors: Mapping[str, Tensor], rows: Mapping[str, ShardSpec] | None = None
     ) -> dict[str, Tensor | Shard]:
-        """`rows`: where tensors are parts of parameters that lie whole on each rank."""
+        """Return what this rank stores; `rows` are the specs if parameters are not sharded."""
         if self._is_alone:
             return dict(tensors)
         own = rows or places(self.policy, self.mesh)
@@ -424,7 +425,7 @@ class RankTrainer:
 
 
 def device_of(policy: PolicyModel | Stages) -> str:
-    """Return the device on which it computes; shards may be elsewhere, buffers are not."""
+    """Return the compute device. Buffers are always on it; sharded parameters may not be."""
     return str(next(iter(policy.buffers()), next(policy.parameters())).device)
 
 
