@@ -61,25 +61,23 @@ class MemoryShortage(RatherError):
 
 
 class BatchTooLarge(MemoryShortage):
-    """A micro-batch of a role's only rank did not fit: nobody waits for that rank, and smaller
-    ones may do."""
+    """A micro-batch of a role's only rank did not fit; the call can be repeated with less."""
 
 
 class HangError(RatherError):
-    """A worker did not answer before the deadline; names the one that holds the others up."""
+    """A worker did not answer before the deadline; the message names the rank to blame."""
 
     exit_code = 7
 
 
 class DiskError(RatherError):
-    """A disk does not take what must be written: it has no room, or a folder may not be written."""
+    """The disk is full, or a path is not writable."""
 
     exit_code = 9
 
 
 class Ended(BaseException):
-    """A signal came before there was anything to save. No error, so that nobody who handles
-    errors takes it for one."""
+    """A signal came before there was anything to save. Not an Exception: handlers ignore it."""
 
     def __init__(self, signal: int, text: str) -> None:
         self.exit_code = 128 + signal

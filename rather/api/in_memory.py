@@ -112,7 +112,7 @@ class InMemorySteps:
     feed: Feed
     epochs: range
     accumulation: int
-    total_steps: int | None  # None if only the end of the pairs tells
+    total_steps: int | None  # None if it is unknown until the pairs end
     places: dict[int, tuple[int, int]] = field(default_factory=dict)  # step -> epoch, step of it
 
     def steps(self, done: int, position: Mapping[str, Any] | None) -> Iterator[Step]:

@@ -35,7 +35,7 @@ from rather.tracking.json_lines import JsonObject
 
 HITS = 20  # pairs listed at a time
 SEARCH_SECONDS = 1.5  # then the hits so far are returned, and the search can continue from there
-IDLE = 0.9  # share of a GPU's memory that is free when nobody uses it
+IDLE = 0.9  # a GPU with this share of its memory free is idle
 ROOM = 0.8  # share of the free host memory that models may take
 
 

@@ -75,7 +75,7 @@ def _started(pid: int) -> str | None:
 
 @dataclass(frozen=True)
 class CallResult:
-    """The value or the failure of a call, and what was logged meanwhile."""
+    """The value or the failure of a call, and what was logged during it."""
 
     value: Any = None
     failure: Failure | None = None

@@ -36,7 +36,7 @@ OBJECT_STORE = 256 << 20  # bytes of a local Ray: token ids and log-probs pass t
 STARTS = 2  # attempts to start a local Ray: on a busy machine its processes miss their deadlines
 TOKEN = "token"  # the file with the secret of a local Ray
 SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
-SNAPSHOTS = "snapshots"  # the threads in which processes answer while their work stands still
+SNAPSHOTS = "snapshots"  # threads that answer while the main work hangs
 ENDS = 1.0  # seconds in which a process that can do so ends
 RAY_KILLS = 6.0  # seconds after which Ray has ended a process that does not end by itself
 RAY_CHECKS, RAY_WAITS = 2.0, 12.0  # seconds without its server. After 60 Ray would end this process
@@ -323,7 +323,7 @@ class ResourceManager:
 
 
 def wait_elsewhere(seats: Sequence[Seat]) -> None:
-    """Give processes on other machines, where nobody looks, the time to end and free a device."""
+    """Wait for processes on other machines, which cannot be observed, to end."""
     if not all(seat.process.is_here for seat in seats):
         time.sleep(RAY_KILLS)
 

@@ -199,7 +199,7 @@ class Watchdog:
             else:
                 report({own.call: own})
                 print(own.stacks, file=sys.stderr, flush=True)
-        except dist.DistError:  # the store is gone, perhaps with the process that stands still
+        except dist.DistError:  # the store is gone, perhaps with the hanging process
             report({f"rank {os.environ['RANK']} of {self.world}": own})
         os._exit(HangError.exit_code)
 

@@ -7,14 +7,13 @@ import re
 from collections.abc import Iterable
 
 HIDDEN = "[hidden]"
-SHORTEST = (
-    8  # characters: to hide a shorter value wherever it stands would tear ordinary words apart
-)
+# Characters. Hiding shorter values everywhere would also hide parts of ordinary words.
+SHORTEST = 8
 
 SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 HARMLESS = re.compile(
     r"tokenizer|(?:num|max|special)_tokens|tokens_per|(?:pad|eos|bos|unk|mask)_token|^(?:chosen|rejected)_key$"
-    r"|(?:path|file|dir)$",  # says where a secret lies, not what it is
+    r"|(?:path|file|dir)$",  # says where a secret is, not what it is
     re.IGNORECASE,
 )
 _PATTERNS = re.compile(
@@ -37,13 +36,12 @@ def looks_secret(name: str) -> bool:
 
 
 def hide(values: Iterable[str]) -> None:
-    """From now on `redact` takes these out of every text."""
+    """Make `redact` remove these values from every text."""
     _hidden.update(value for value in values if len(value) >= SHORTEST)
 
 
 def redact(text: str) -> str:
-    """The text without what looks like a secret, was told to be one, or is the value of a
-    variable named like one."""
+    """Return the text without registered secrets, values of secret variables and lookalikes."""
     named = {
         value for name, value in os.environ.items() if looks_secret(name) and len(value) >= SHORTEST
     }

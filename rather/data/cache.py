@@ -57,7 +57,7 @@ class Cache:
         folder.mkdir(parents=True, exist_ok=True)
 
     def find_or_build(self, address: str, make: Callable[[Path], Json]) -> tuple[PairFile, Json]:
-        """Return file and report; if need be, let `make` write a file and return its report."""
+        """Return file and report; if they are missing, let `make` write the file."""
         path = self.folder / f"{address[:32]}.arrow"
         if found := _find(path):
             return found

@@ -48,7 +48,7 @@ def filled_up(batch: PairBatch, multiple: int) -> PairBatch:
 
 
 def filled_to(batch: PairBatch, tokens: int) -> PairBatch:
-    """Return the same pairs with so many tokens: fillers come last, and nobody scores them."""
+    """Return the same pairs, padded to this many tokens with unscored fillers at the end."""
     have = len(batch.ids_N)
     if have == tokens:
         return batch

@@ -284,7 +284,7 @@ def _refuse_bad_weights(name: str, causal_lm: Any, info: dict[str, Any]) -> None
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Create parameters on the meta device meanwhile; buffers are few, computed, and real."""
+    """Create parameters on the meta device in this block; the few buffers stay real."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -164,7 +164,7 @@ def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
         stage = Stage(copied, pipeline.layers_of(number, layers))
         names = {name for name, _ in stage.named_parameters()}
         stage.exact = {name: weights for name, weights in policy.exact.items() if name in names}
-        stage.training = policy.training  # its parts have theirs already
+        stage.training = policy.training  # its parts are set already
         stages.append(stage)
     return stages
 

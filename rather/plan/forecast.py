@@ -40,7 +40,7 @@ class PairSample:
     sample: Sequence[Sequence[TokenPair]]
     largest: int  # tokens of the largest pair
     data_bytes: int = 0
-    assumed: str = ""  # why there is no data to look at
+    assumed: str = ""  # why the data could not be read
 
 
 class Forecast:

@@ -131,5 +131,5 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        with suppress(OSError):  # nobody reads stderr any more; the file has the line
+        with suppress(OSError):  # stderr is closed; the file has the line
             print(level + self.format(record), file=sys.stderr, flush=True)

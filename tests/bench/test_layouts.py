@@ -1,4 +1,4 @@
-"""Layouts on ranks that are not there: their pieces are the model, and nobody holds its weights."""
+"""Layouts on simulated ranks: their shards make up the model, and no weights are allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside training: steps go on meanwhile, the bits are the same, a kill costs nothing."""
+"""Checkpoints are written in the background: same bits, and a kill costs one save at most."""
 
 from __future__ import annotations
 

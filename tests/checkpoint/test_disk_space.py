@@ -1,4 +1,4 @@
-"""A full disk costs a checkpoint, not the run, until it has cost too many or the last one."""
+"""A full disk costs a checkpoint, not the run, unless it costs too many or the last one."""
 
 from __future__ import annotations
 

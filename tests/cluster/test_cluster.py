@@ -1,4 +1,4 @@
-"""Roles on Ray: where they live, what they answer, and what is told when one fails."""
+"""Roles on Ray: where they run, what they return, and what is reported when one fails."""
 
 from __future__ import annotations
 

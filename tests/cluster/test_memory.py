@@ -1,5 +1,4 @@
-"""Memory that does not suffice on Ray: a role of one rank goes on in smaller pieces, with the same
-result."""
+"""Out of memory on Ray: a role of one rank uses smaller micro-batches, with the same result."""
 
 from __future__ import annotations
 

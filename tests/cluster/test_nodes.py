@@ -1,5 +1,4 @@
-"""Two Ray nodes on one machine: roles lie where they were told to, and a node too many is
-refused."""
+"""Two Ray nodes on one machine: roles run where configured, and a third node is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A local Ray is nobody else's: it listens on loopback, answers who knows its token, and writes no
-secret down."""
+"""A local Ray is private: it listens on loopback, requires its token, and logs no secret."""
 
 from __future__ import annotations
 

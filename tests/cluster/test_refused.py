@@ -1,4 +1,4 @@
-"""What cannot be is told before any process starts."""
+"""Impossible configurations are reported before any process starts."""
 
 from __future__ import annotations
 

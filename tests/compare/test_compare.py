@@ -1,4 +1,4 @@
-"""`rather compare-losses`: the numbers of each loss by itself, the right weights, a drawing that stands alone."""
+"""`rather compare-losses`: the numbers of each loss, the right weights, a standalone chart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An encoder behind a process gives what one beside us gives, and goes on after Ctrl-C."""
+"""An encoder in a child process gives the same results, and continues after Ctrl-C."""
 
 from __future__ import annotations
 

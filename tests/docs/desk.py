@@ -1,4 +1,4 @@
-"""What the commands of the docs find where they are run: a model, pairs, configs, runs, all of them tiny."""
+"""The folder in which the commands of the docs run: tiny models, pairs, configs and runs."""
 
 from __future__ import annotations
 

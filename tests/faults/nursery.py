@@ -1,4 +1,4 @@
-"""One warmed process that forks a child for every start of a run: an import of torch costs seconds, a fork none."""
+"""One warm process that forks a child for every start of a run, to import torch only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make soak`: random faults over many starts of the same command; every run must end as the one that nobody broke.
+"""`make soak`: random faults over many starts; each run must end like an uninterrupted one.
 
 python -m tests.faults.soak --minutes 60 --seed 7
 """

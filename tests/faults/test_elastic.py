@@ -1,4 +1,4 @@
-"""The same command, in one process, on two ranks, in one again: it goes on as if nothing had changed."""
+"""The same command in one process, on two ranks and in one again resumes unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs side by side: what they share, the ones that nobody broke, and a Ray that is started when first asked for."""
+"""Shared runs, uninterrupted reference runs, and a Ray that starts on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference cache on a CUDA device: what a second run reads, and that nobody waits for the device."""
+"""The reference cache on a CUDA device: a second run reads it, without device syncs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU that really runs out of memory: the run goes on in smaller micro-batches, with the same result."""
+"""A GPU that runs out of memory: the run continues with smaller micro-batches, same result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that were made to be ill, each with what must be found in it, and ten healthy ones."""
+"""Runs that were made unhealthy, each with the expected finding, and ten healthy ones."""
 
 from __future__ import annotations
 

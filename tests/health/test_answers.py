@@ -1,4 +1,4 @@
-"""eval_prompts: who answers, what is told of the answers, and that training does not notice."""
+"""eval_prompts: which model answers, the metrics, and that training is not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source files of the repository, parsed: what the tests of the house look at."""
+"""The parsed source files of the repository, for the tests in this folder."""
 
 from __future__ import annotations
 

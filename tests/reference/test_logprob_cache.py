@@ -1,6 +1,6 @@
-"""Blocks on disk: whole ones are found whatever happened around them, others are never used.
+"""Blocks on disk: complete ones are found despite damage around them, others never used.
 
-The table in memory.
+Also the table in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Items that are made before they are asked for: the same ones, in order, no more than allowed, errors included."""
+"""Prefetched items: the same ones, in order, no more than allowed, errors included."""
 
 from __future__ import annotations
 

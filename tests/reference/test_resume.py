@@ -1,4 +1,4 @@
-"""Killed at any moment over a half-filled cache, a run goes on to the same bits as one that was not."""
+"""Killed at any moment with a half-filled cache, a run resumes to the same bits."""
 
 from __future__ import annotations
 

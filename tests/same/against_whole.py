@@ -1,5 +1,4 @@
-"""One rank's part of a divided model beside the whole one: how far columns and gradients of every
-parameter differ."""
+"""Compare one rank's part of a divided model with the whole model: columns and gradients."""
 
 from __future__ import annotations
 

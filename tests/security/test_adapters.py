@@ -1,4 +1,4 @@
-"""An adapter is somebody else's as a model is; and one that nobody named is never put into a model."""
+"""An adapter is untrusted like a model; one that the config does not name is never loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is somebody else's, its hashes too: whoever can write files can write a manifest that fits them."""
+"""A checkpoint is untrusted, and so are its hashes: an attacker can write a fitting manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs and templates are somebody else's: nothing in them runs, names another file, or takes the machine with it."""
+"""Pairs and templates are untrusted: they run no code, open no files, exhaust no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model folder is somebody else's: weights, config, tokenizer and index run no code and lead nowhere else."""
+"""A model folder is untrusted: weights, config, tokenizer and index run no code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a step waits for its device, seen without one: tensors of the meta device have no numbers to wait for."""
+"""How often a step waits for its device, counted with tensors of the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss or gradient that is no number never reaches the weights; all ranks skip together, and its place is told."""
+"""NaN and Inf never reach the weights; all ranks skip together and report where they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DPOPipeline.from_parts: the loop over models in memory and steps that the caller packs, with and without a folder."""
+"""DPOPipeline.from_parts: models in memory and packed steps, with and without a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves to read beside its model stops no run, and looks at no GPU before its settings are there."""
+"""A failing run summary stops no run, and the environment is set before any GPU is used."""
 
 from __future__ import annotations
 

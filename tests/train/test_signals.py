@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in any phase end in a complete checkpoint, and the run that goes on ends with the same bits."""
+"""SIGTERM and SIGINT end in a complete checkpoint, and the resumed run has the same bits."""
 
 from __future__ import annotations
 

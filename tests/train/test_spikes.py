@@ -1,4 +1,4 @@
-"""The spike rule: what a spike is, and that a step that is one is told, skipped or gone back from."""
+"""The spike rule: what counts as a spike, and that it is logged, skipped or rolled back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that go on from another run's checkpoint, or from an earlier one of their own."""
+"""Runs that start from another run's checkpoint, or from an earlier one of their own."""
 
 from __future__ import annotations
 

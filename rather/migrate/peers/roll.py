@@ -1,4 +1,4 @@
-"""ROLL: its YAML is read by `rather train` as it is; the table tells what becomes of each key."""
+"""ROLL: its YAML is read by `rather train` as it is; the table shows what happens to each key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rather.migrate.rules import (
 
 
 class OwnKeys(Mapping[str, Rule]):
-    """Every key of our schema stays; what has no counterpart is told as the loader tells it."""
+    """Keep every key of Rather's schema; report other keys as the config loader does."""
 
     def __init__(self) -> None:
         self.aside, self.refused = compat.IGNORED, compat.REFUSED
