@@ -82,10 +82,10 @@ def _is_wide(item: pytest.Item) -> bool:
 # Tests that share costly processes run in one worker; elsewhere a file does.
 SHARING = {
     r"tests/cluster/|tests/faults/.*(on_ray|\[ray)": "ray",
-    r"tests/faults/": "nursery",
+    r"tests/faults/": "fork_server",
 }
 # Tests on Ray wait more than they compute: they start first, alongside tests of one process.
-ORDER = ("ray", "nursery", None)
+ORDER = ("ray", "fork_server", None)
 
 
 def _group(test: str) -> str | None:

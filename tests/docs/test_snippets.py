@@ -1,4 +1,4 @@
-"""Every shell, Python and YAML block of README and docs is executed, in a desk of tiny models and pairs.
+"""Every shell, Python and YAML block of README and docs is executed, in a workspace of tiny models and pairs.
 
 What cannot be executed here is listed in INSTEAD with the reason, and checked another way.
 """
@@ -21,7 +21,7 @@ from rather.config.load import config_from_dict, load_config
 from rather.data.formats import FORMATS
 from rather.losses.losses import LOSSES
 from rather.losses.objective import from_config
-from tests.docs.desk import make_base, make_runs, named, run, write_files
+from tests.docs.workspace import make_base, make_runs, named, run, write_files
 from tests.house.source import ROOT, text_files, where
 
 PAGES = [file for file in text_files() if file.suffix == ".md"]
@@ -145,12 +145,12 @@ def instead(command: str) -> Callable[[list[str]], None] | None:
     return next((way for pattern, (_, way) in INSTEAD.items() if re.match(pattern, command)), None)
 
 
-# --- the desk ---
+# --- the workspace ---
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("desk")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workspace")
     make_base(folder / "base")
     write_files(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -171,9 +171,9 @@ def only_own_entries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fresh(desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "desk"
-    shutil.copytree(desk, folder)
+def fresh(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "workspace"
+    shutil.copytree(workspace, folder)
     monkeypatch.chdir(folder)
     return folder
 

@@ -21,7 +21,7 @@ from rather.config.schema import DPOConfig
 from rather.losses.losses import sigmoid
 from rather.pipeline.pipeline import DPOPipeline
 from tests.faults import inject
-from tests.faults.nursery import LATE, nursery
+from tests.faults.fork_server import LATE, fork_server
 from tests.tiny import make_config
 
 STEPS = 6
@@ -85,7 +85,7 @@ class Run:
         with _environments(self.layout) as own:
             each = [{**self.environment, **process} for process in own]
             work = (self.folder, self.layout, self.changes, fault)
-            codes = nursery().run(train, work, each, logs)
+            codes = fork_server().run(train, work, each, logs)
         assert LATE not in codes, f"start {self.starts} did not end: {codes}\n{self.told()}"
         return codes
 

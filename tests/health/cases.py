@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.health.village import (
+from tests.health.tiny_runs import (
     RATE,
     Case,
     Row,

@@ -21,7 +21,7 @@ from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.model.generate import GeneratedAnswer
 from rather.pipeline.evaluation import ANSWERS, Answers, read_prompts, repetition
 from rather.pipeline.pipeline import DPOPipeline
-from tests.health.village import RATE, Case, Village, kind
+from tests.health.tiny_runs import RATE, Case, TinyRuns, kind
 from tests.tiny import make_config, metrics
 
 # Of float32 on every device, for answers are compared with those of a float32 model.
@@ -74,19 +74,19 @@ def state(config: DPOConfig, step: int) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def run(village: Village) -> DPOConfig:
-    return village.trained("answered", CASE)
+def run(tiny_runs: TinyRuns) -> DPOConfig:
+    return tiny_runs.trained("answered", CASE)
 
 
 def test_policy_and_reference_answer_the_same_prompts_at_each_evaluation(
-    village: Village, run: DPOConfig
+    tiny_runs: TinyRuns, run: DPOConfig
 ) -> None:
     assert run.eval_prompts is not None
     prompts = run.eval_prompts.prompts or []
     evaluated = [line["step"] for line in metrics(run) if "eval/loss" in line]
     assert [row["step"] for row in lines(run)] == [step for step in evaluated for _ in prompts]
     assert [row["prompt"] for row in lines(run, 4)] == prompts
-    base = by_hand(village.folder / "base", prompts)
+    base = by_hand(tiny_runs.folder / "base", prompts)
     assert (
         texts(run, 0, "policy") == texts(run, 0, "reference") == texts(run, 4, "reference") == base
     )
@@ -106,8 +106,8 @@ def test_metrics_are_means_over_the_logged_answers(run: DPOConfig) -> None:
     assert len(first["policy"].split()) == 5
 
 
-def test_answers_do_not_change_training(village: Village, run: DPOConfig) -> None:
-    plain = village.config("unanswered", CASE, eval_prompts=None)
+def test_answers_do_not_change_training(tiny_runs: TinyRuns, run: DPOConfig) -> None:
+    plain = tiny_runs.config("unanswered", CASE, eval_prompts=None)
     DPOPipeline(plain).run()
     assert not (plain.run_dir / ANSWERS).exists()
     for step in (2, 4):
@@ -125,9 +125,9 @@ def _timed(key: str) -> bool:
 
 
 def test_a_resumed_run_has_the_same_bits_and_no_duplicate_line(
-    village: Village, run: DPOConfig
+    tiny_runs: TinyRuns, run: DPOConfig
 ) -> None:
-    config = village.killed("answered", CASE, 2)
+    config = tiny_runs.killed("answered", CASE, 2)
     with (config.run_dir / ANSWERS).open("ab") as file:
         file.write(b'{"step": 4, "prompt": "\xc3')  # a kill tears letters, too
     DPOPipeline(config).run()
@@ -135,30 +135,30 @@ def test_a_resumed_run_has_the_same_bits_and_no_duplicate_line(
     assert lines(config) == lines(run)
 
 
-def test_without_a_reference_the_policy_is_compared_with_its_beginning(village: Village) -> None:
+def test_without_a_reference_the_policy_is_compared_with_its_beginning(tiny_runs: TinyRuns) -> None:
     """Also where the run goes on, and without held-out pairs."""
     case = replace(
         CASE,
         changes={**CASE.changes, "pref_loss": "simpo", "validation__data_args__file_name": None},
     )
-    whole = lines(village.trained("no-reference", case))
-    config = village.killed("no-reference", case, 2)
+    whole = lines(tiny_runs.trained("no-reference", case))
+    config = tiny_runs.killed("no-reference", case, 2)
     DPOPipeline(config).run()
     assert lines(config) == whole
     assert sorted({row["step"] for row in whole}) == [0, 1, 2, 3, 4]
     asked = [row["prompt"] for row in lines(config, 0)]
-    assert texts(config, 4, "reference") == by_hand(village.folder / "base", asked)
+    assert texts(config, 4, "reference") == by_hand(tiny_runs.folder / "base", asked)
     assert texts(config, 4, "policy") != texts(config, 4, "reference")
 
 
-def test_a_moving_reference_answers_again(village: Village) -> None:
+def test_a_moving_reference_answers_again(tiny_runs: TinyRuns) -> None:
     changes = {
         "sync_ref_model": True,
         "ref_model_mixup_alpha": 1.0,
         "ref_model_sync_steps": 2,
         "eval_steps": 2,
     }
-    config = village.config("moving", CASE, **changes)
+    config = tiny_runs.config("moving", CASE, **changes)
     DPOPipeline(config).run()
     assert texts(config, 4, "reference") == texts(config, 4, "policy"), (
         "it has just become the policy"
@@ -166,11 +166,11 @@ def test_a_moving_reference_answers_again(village: Village) -> None:
     assert texts(config, 4, "reference") != texts(config, 0, "reference")
 
 
-def test_with_an_adapter_the_reference_is_the_model_without_it(village: Village) -> None:
-    config = village.config("adapter", CASE, actor_train__model_args__lora_rank=4)
+def test_with_an_adapter_the_reference_is_the_model_without_it(tiny_runs: TinyRuns) -> None:
+    config = tiny_runs.config("adapter", CASE, actor_train__model_args__lora_rank=4)
     DPOPipeline(config).run()
     asked = [row["prompt"] for row in lines(config, 4)]
-    assert texts(config, 4, "reference") == by_hand(village.folder / "base", asked)
+    assert texts(config, 4, "reference") == by_hand(tiny_runs.folder / "base", asked)
     assert texts(config, 4, "policy") == by_hand(config.run_dir / "model", asked)
     assert texts(config, 4, "policy") != texts(config, 4, "reference")
 

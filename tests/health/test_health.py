@@ -29,7 +29,7 @@ from rather.tracking.health import (
     read_findings,
 )
 from tests.health.cases import FOUND_IN, HEALTHY, ILL
-from tests.health.village import Village
+from tests.health.tiny_runs import TinyRuns
 from tests.tiny import metrics
 
 WILD = "steps of a hundred times the rate"
@@ -43,8 +43,8 @@ def slug(name: str) -> str:
     return name.replace(" ", "-")
 
 
-def ill(village: Village, name: str) -> DPOConfig:
-    return village.trained(slug(name), ILL[name])
+def ill(tiny_runs: TinyRuns, name: str) -> DPOConfig:
+    return tiny_runs.trained(slug(name), ILL[name])
 
 
 # --- on real runs ---
@@ -57,8 +57,8 @@ def test_every_rule_has_a_run_that_was_made_for_it() -> None:
 
 
 @pytest.mark.parametrize("finding", FOUND_IN)
-def test_a_finding_appears_on_the_run_made_for_it(village: Village, finding: str) -> None:
-    config = ill(village, FOUND_IN[finding])
+def test_a_finding_appears_on_the_run_made_for_it(tiny_runs: TinyRuns, finding: str) -> None:
+    config = ill(tiny_runs, FOUND_IN[finding])
     found = {one.name: one for one in read_findings(config.run_dir)}
     assert finding in found, f"found were {sorted(found)}"
     one = found[finding]
@@ -69,8 +69,8 @@ def test_a_finding_appears_on_the_run_made_for_it(village: Village, finding: str
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_run_has_no_finding(village: Village, name: str) -> None:
-    config = village.trained(slug(name), HEALTHY[name])
+def test_a_healthy_run_has_no_finding(tiny_runs: TinyRuns, name: str) -> None:
+    config = tiny_runs.trained(slug(name), HEALTHY[name])
     assert names(config) == []
     assert not (config.run_dir / HEALTH).exists()
     report = json.loads((config.run_dir / "report.json").read_text())
@@ -80,9 +80,9 @@ def test_a_healthy_run_has_no_finding(village: Village, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ILL)
-def test_findings_follow_from_the_metrics_alone(village: Village, name: str) -> None:
+def test_findings_follow_from_the_metrics_alone(tiny_runs: TinyRuns, name: str) -> None:
     """A resumed run finds what was found before, and nothing else."""
-    config = ill(village, name)
+    config = ill(tiny_runs, name)
     health = Health(ILL[name].steps)
     again = [one for record in metrics(config) for one in health.look(record)]
     written = [one for one in read_findings(config.run_dir) if not one.name.startswith("data/")]
@@ -90,18 +90,18 @@ def test_findings_follow_from_the_metrics_alone(village: Village, name: str) -> 
     assert len({one.name for one in written}) == len(written)
 
 
-def test_findings_are_counted_in_the_report(village: Village) -> None:
-    config = ill(village, WILD)
+def test_findings_are_counted_in_the_report(tiny_runs: TinyRuns) -> None:
+    config = ill(tiny_runs, WILD)
     report = json.loads((config.run_dir / "report.json").read_text())
     assert report["health"] == counts(config.run_dir)
     assert report["health"]["serious"] >= 2
 
 
 def test_a_resumed_run_logs_no_finding_twice(
-    village: Village, caplog: pytest.LogCaptureFixture
+    tiny_runs: TinyRuns, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = ill(village, WILD)
-    config = village.killed(slug(WILD), ILL[WILD], 8)
+    whole = ill(tiny_runs, WILD)
+    config = tiny_runs.killed(slug(WILD), ILL[WILD], 8)
     assert read_findings(config.run_dir)[-1].step > 8, "something to be found again"
     caplog.clear()
     with caplog.at_level(logging.WARNING, "rather.tracking"):
@@ -269,8 +269,8 @@ def test_data_findings_come_from_the_report_of_the_data(tmp_path: Path) -> None:
 # --- the command ---
 
 
-def test_the_command_prints_the_worst_first(village: Village) -> None:
-    run_dir = ill(village, WILD).run_dir
+def test_the_command_prints_the_worst_first(tiny_runs: TinyRuns) -> None:
+    run_dir = ill(tiny_runs, WILD).run_dir
     table = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["health", str(run_dir)])
     assert table.exit_code == 0
     for one in read_findings(run_dir):
@@ -284,8 +284,8 @@ def test_the_command_prints_the_worst_first(village: Village) -> None:
     assert set(told[0]) == {"step", "name", "severity", "text", "number", "advice"}
 
 
-def test_the_command_on_a_healthy_run_and_on_no_run(village: Village, tmp_path: Path) -> None:
-    run_dir = village.trained("sigmoid", HEALTHY["sigmoid"]).run_dir
+def test_the_command_on_a_healthy_run_and_on_no_run(tiny_runs: TinyRuns, tmp_path: Path) -> None:
+    run_dir = tiny_runs.trained("sigmoid", HEALTHY["sigmoid"]).run_dir
     assert "No problems found." in CliRunner().invoke(app, ["health", str(run_dir)]).output
     assert json.loads(CliRunner().invoke(app, ["health", str(run_dir), "--json"]).output) == []
     refused = CliRunner().invoke(app, ["health", str(tmp_path)])

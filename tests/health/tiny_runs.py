@@ -31,7 +31,7 @@ KIND, GRUMPY, PROMPTS = (
 LENGTHS = (2, 3, 3, 4, 4, 5, 5, 5, 5, 5, 5, 6, 7, 8, 9, 10)
 BASE_STEPS, BASE_ROWS = 120, 32
 HELD_OUT = 104
-RATE = 3e-3  # at which the village learns well
+RATE = 3e-3  # at which the tiny model learns well
 
 
 def words(manner: int, length: int, draw: random.Random) -> str:
@@ -98,7 +98,7 @@ class Case:
     spoil: Callable[[list[Row]], list[Row]] = list
 
 
-class Village:
+class TinyRuns:
     """Trains cases in one folder, each of them once."""
 
     def __init__(self, folder: Path) -> None:

@@ -23,7 +23,7 @@ PATIENCE = (
 LATE = -1000  # the exit code of what had to be ended
 
 
-class Nursery:
+class ForkServer:
     """`run` calls a function in new processes, one for each of the environments, and returns their exit codes."""
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class Nursery:
 
 
 @cache
-def nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """That of the test session."""
-    made = Nursery()
+    made = ForkServer()
     atexit.register(made.close)
     return made
 

@@ -111,25 +111,25 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def write_files(desk: Path) -> None:
+def write_files(workspace: Path) -> None:
     for name, count, seed in (("pairs", 24, 0), ("held_out", 6, 1)):
         made = rows(count, seed)
-        (desk / f"{name}.json").write_text(json.dumps(made))
-        (desk / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    shutil.copy(desk / "pairs.json", desk / "my_pairs.json")
-    (desk / "dpo.yaml").write_text(CONFIG)
-    (desk / "my_run.yaml").write_text(CONFIG.replace("first", "my-first-run"))
+        (workspace / f"{name}.json").write_text(json.dumps(made))
+        (workspace / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    shutil.copy(workspace / "pairs.json", workspace / "my_pairs.json")
+    (workspace / "dpo.yaml").write_text(CONFIG)
+    (workspace / "my_run.yaml").write_text(CONFIG.replace("first", "my-first-run"))
     for name in ("trl.yaml", "recipe.yaml"):
-        (desk / name).write_text(TRL)
+        (workspace / name).write_text(TRL)
     for source, name in PEERS.items():
-        shutil.copy(ROOT / "tests" / "migrate" / "sources" / source, desk / name)
-    shutil.copytree(ROOT / "examples", desk / "examples")
-    for file in (desk / "examples").rglob("*.yaml"):
+        shutil.copy(ROOT / "tests" / "migrate" / "sources" / source, workspace / name)
+    shutil.copytree(ROOT / "examples", workspace / "examples")
+    for file in (workspace / "examples").rglob("*.yaml"):
         file.write_text(named(file.read_text()))
 
 
 def named(text: str) -> str:
-    """With the names of this desk."""
+    """Return the text with the names of files in this workspace."""
     for theirs, ours in NAMES.items():
         text = text.replace(theirs, ours)
     return text
@@ -143,10 +143,10 @@ def run(*words: str, stdin: str | None = None) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def make_runs(desk: Path) -> None:
-    """Two finished runs of one config, and one that trained an adapter. To be called in the desk."""
+def make_runs(workspace: Path) -> None:
+    """Make two finished runs of one config, and one that trained an adapter, in the workspace."""
     assert run("train", "my_run.yaml")[0] == 0
-    shutil.copytree(desk / "output" / "my-first-run", desk / "output" / "dpo")
+    shutil.copytree(workspace / "output" / "my-first-run", workspace / "output" / "dpo")
     assert run("train", "dpo.yaml", *LORA)[0] == 0
     for place in ("run/adapter", "tuned"):
-        shutil.copytree(desk / "output" / "lora" / "adapter", desk / place)
+        shutil.copytree(workspace / "output" / "lora" / "adapter", workspace / place)
