@@ -22,13 +22,14 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from rather.config.schema import ActorConfig
 from rather.data.json_rows import DropReason
 from rather.data.messages import Json, Turns
 from rather.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rather.config.schema import ActorConfig
 
 _TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 _START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
