@@ -53,7 +53,10 @@ STYLES = {  # of cells that are one of these words
 def writable(path: Path | None) -> Path | None:
     """Refuse an output file before any work is done for it."""
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise typer.BadParameter(f"{path}: cannot be written; name a file in an existing folder.")
+        typer.echo(
+            f"rather: {path}: cannot be written; name a file in an existing folder.", err=True
+        )
+        raise typer.Exit(2)
     return path
 
 
