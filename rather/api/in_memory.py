@@ -21,6 +21,7 @@ from rather.data.feed import Feed
 from rather.data.pack import pack
 from rather.errors import DataError
 from rather.model.attention import IMPLEMENTATION
+from rather.model.check import check_length
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
 from rather.pipeline.checks import refuse_columns
@@ -63,6 +64,12 @@ class InMemoryWorker(ActorWorker):
         rank, world = process_rank()
         super().__init__(config, role, RankInfo(rank, world, trainer.device))
         self.trainer = trainer
+        self.causal_lm = next(models_of(trainer.policy))
+
+    def _share(self, batches: Sequence[PairBatch]) -> StepShare:
+        longest = max((int(batch.positions_N.max()) for batch in batches), default=0) + 1
+        check_length(self.causal_lm.config, longest)
+        return StepShare.of(batches, self.trainer.mesh)
 
     def train_step(
         self,
@@ -71,7 +78,7 @@ class InMemoryWorker(ActorWorker):
         facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        share = StepShare.of(batches, self.trainer.mesh)
+        share = self._share(batches)
         if share.is_repeated:
             raise DataError(
                 "all ranks brought the same pairs; give each rank its own, for example with a "
@@ -85,7 +92,7 @@ class InMemoryWorker(ActorWorker):
         self, batches: Sequence[PairBatch], places: Tensor | None = None
     ) -> Columns:
         """Return the log-probs of the pairs of all dp ranks."""
-        share = StepShare.of(batches, self.trainer.mesh)
+        share = self._share(batches)
         with packed_attention(self.trainer.policy):
             return self.trainer.log_probs(share.batches, len(share.facts.weight))
 
@@ -176,10 +183,15 @@ def process_rank() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
 
 
+def models_of(policy: Any) -> Iterator[Any]:
+    """Yield the Hugging Face models in a policy or its stages."""
+    return (part.causal_lm for part in policy.modules() if isinstance(part, PolicyModel))
+
+
 @contextmanager
 def packed_attention(model: Any) -> Iterator[None]:
     """Let a model compute packed pairs; afterwards it has its own attention again."""
-    parts = [part.causal_lm for part in model.modules() if isinstance(part, PolicyModel)] or [model]
+    parts = [*models_of(model)] or [model]
     before = [part.config._attn_implementation for part in parts]
     try:
         for part in parts:

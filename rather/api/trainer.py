@@ -36,7 +36,7 @@ from rather.data.batch import Columns, PairLogps, TokenPair
 from rather.data.feed import Feed
 from rather.errors import ConfigError, DataError
 from rather.losses.objective import configure, from_config, rule
-from rather.model.check import check_model
+from rather.model.check import check_model, untrained_parts
 from rather.model.export import export_model, export_stored
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
@@ -167,6 +167,8 @@ class DPOTrainer:
         trains, mesh, runner = role == "actor_train", build_mesh(placing, str(model.device)), None
         if not trains:
             whole.requires_grad_(False)
+        if problems := [f"model: {part}" for part in untrained_parts(model.config)]:
+            raise ConfigError(problems)
         with packed_attention(model):
             check_model(whole)
             if mesh.sizes:

@@ -28,7 +28,7 @@ from rather.cluster.supervision import COMPUTING, Supervision, Watchdog
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
-from rather.model.sizes import division_problems
+from rather.model.sizes import model_problems
 
 if TYPE_CHECKING:
     from rather.cluster.resources import ResourceManager
@@ -106,7 +106,7 @@ def launch(
 ) -> Roles:
     """Start the roles of a run, without their models. Supervised, they may be replaced."""
     names = ["actor_train", *(["reference"] if with_reference else [])]
-    found = (each for name in names for each in division_problems(name, getattr(config, name)))
+    found = (each for name in names for each in model_problems(name, getattr(config, name)))
     if problems := list(found):
         raise ConfigError(problems)
     actor, reference = mappings(config)

@@ -252,18 +252,20 @@ def _numbers(objective: PairLoss | None, x: LogProbs) -> dict[str, Any]:
         scored = Scored(pairs, objective(pairs), objective.rewards(pairs))
         totals = weighted_sums(scored, weight, objective).items()
         numbers |= Window({name: float(total) for name, total in totals}).means()
-        numbers |= _preference("rewards", scored.rewards, weight)
+        numbers |= _preference("rewards", scored.rewards, weight, scored.ties)
     numbers |= _preference("logps", sums, weight)
     return numbers | _preference("logps_per_token", sums / x.facts.length, weight)
 
 
-def _preference(name: str, column: Tensor, weight: Tensor) -> dict[str, Any]:
+def _preference(
+    name: str, column: Tensor, weight: Tensor, ties: Tensor | None = None
+) -> dict[str, Any]:
     """Return weighted means of a number of both answers, and how often the chosen one is larger."""
 
     def mean(values: Tensor) -> float:
         return float(values @ weight / weight.sum())
 
-    margin = gap(column)
+    margin = gap(column) if ties is None else gap(column).masked_fill(ties, 0.0)
     effective = float(weight.sum() ** 2 / weight.square().sum())  # as many equally weighted pairs
     middle, accuracy = mean(margin), mean((margin > 0).double())
     variance = mean((margin - middle).square())

@@ -33,7 +33,14 @@ from rather.data.pool import ChunkResult, encode_chunks
 from rather.data.read import DataFile, chunks, find_sources
 from rather.data.report import TOO_LONG, Json, RowCounts, add_paths, as_lines, share_dropped
 from rather.data.show import bar
-from rather.data.template import ALIASES, TEMPLATES, choose_template, load_tokenizer, own_template
+from rather.data.template import (
+    ALIASES,
+    TEMPLATES,
+    choose_template,
+    load_tokenizer,
+    own_template,
+    read_template,
+)
 from rather.data.tokens import Ids, TokenRecipe
 from rather.errors import DataError
 
@@ -254,7 +261,8 @@ class _Builder:
         if template in TEMPLATES:
             template = TEMPLATES[template]
         elif template and path.is_file():
-            template = file_sha(path)
+            text, end = read_template(path)
+            template = file_sha(path) if end is None else text_sha(text) + end
         settings = {
             "version": VERSION,
             "files": files,

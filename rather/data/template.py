@@ -9,6 +9,7 @@ children need neither it nor torch.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -120,6 +121,7 @@ ALIASES = {
     "gemma2": "gemma",
     "gemma3": "gemma",
 }
+CONVERSATION = ("chat_template", "system_message", "end_of_assistant", "stop_ids")
 RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
@@ -156,6 +158,7 @@ class ChatTemplate:
     text: str
     variables: dict[str, str] = field(default_factory=dict)
     tool_text: str | None = None
+    end: str | None = None  # text that must follow an answer
 
     def check(self, *, compiles: bool = False) -> None:
         """Parse the template, or compile it, which needs a process with limits.
@@ -216,14 +219,38 @@ def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> C
                 f"data_args.template: {name!r} is neither a known template nor a file at {path}. "
                 f"Known are {', '.join(['native', 'none', *TEMPLATES])}."
             )
-        try:
-            text = TEMPLATES.get(name) or path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data_args.template: {path} cannot be read ({error}).") from error
-        chosen = ChatTemplate(name, text, _variables(tokenizer))
+        text, end = (TEMPLATES[name], None) if name in TEMPLATES else read_template(path)
+        chosen = ChatTemplate(name, text, _variables(tokenizer), end=end)
     if chosen:
         chosen.check()
     return chosen
+
+
+def read_template(path: Path) -> tuple[str, str | None]:
+    """Return the Jinja text of a file, and for JSON also what must follow an answer.
+
+    A file is Jinja, or JSON as ColossalChat has it. A system_message begins the conversations that
+    have no system turn.
+    """
+    try:
+        text = path.read_text("utf-8")
+        if not re.match(r'\s*{\s*["}]', text):
+            return text, None
+        given = json.loads(text)
+        if "chat_template" not in given or not given.keys() <= {*CONVERSATION}:
+            raise ValueError(f"its keys are {', '.join(given)}")
+        text, system, end = (str(given.get(key) or "") for key in CONVERSATION[:3])
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"data_args.template: {path} cannot be read ({error}). It must be a Jinja file, or JSON "
+            f"with {', '.join(CONVERSATION)}."
+        ) from error
+    if system:
+        turn = json.dumps({"role": "system", "content": system}, ensure_ascii=False)
+        # Jinja removes the line end after a tag, so that the text begins a line as in its file.
+        with_system = f"{{% set messages = [{turn}] + messages %}}"
+        text = f"{{% if messages[0].role != 'system' %}}{with_system}{{% endif %}}\n{text}"
+    return text, end
 
 
 def tokenizer_of(actor: ActorConfig) -> Any:

@@ -296,10 +296,21 @@ class Encoder:
 
     def _tail(self) -> Ids:
         """Return what the template writes after an answer: end-of-turn token, line end, ..."""
+        assert self.recipe.template
         try:
             rendered = [self._render(self._conversation(text), False) for text in "ab"]
         except DropReason:
             return []  # each row will report what is wrong
+        one, other = rendered
+        after, end = (
+            one[len(one) - common_length(one[::-1], other[::-1]) :],
+            self.recipe.template.end,
+        )
+        if end and end not in after:
+            raise DataError(
+                f"chat template {self.recipe.template.name}: writes {after!r} after an answer, "
+                f"without its end_of_assistant, {end!r}; correct one of them."
+            )
         first, second = self._ids(rendered)
         return first[len(first) - common_length(first[::-1], second[::-1]) :]
 

@@ -16,6 +16,8 @@ from rather.data.batch import PairLogps
 from rather.losses.losses import gap, log_odds_ratio, log_ratios, token_mean
 from rather.losses.objective import PairLoss
 
+ROUNDING = 1e-6  # relative, of a log-prob that was computed in another layout
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -25,13 +27,24 @@ class Scored:
     losses: Tensor  # [P]
     rewards: Tensor  # [P, 2]
 
+    @property
+    def ties(self) -> Tensor:
+        """[P]: rewards are equal, or both log-ratios are 0 within the rounding of log-probs."""
+        tied = self.rewards[:, 0] == self.rewards[:, 1]
+        return tied if self.x.reference is None else tied | ~differs(self.x).any(dim=1)
+
+
+def differs(x: PairLogps) -> Tensor:
+    """[P, 2]: policy and reference differ by more than the rounding of float32 log-probs."""
+    return log_ratios(x).abs() > ROUNDING * x.policy.abs()
+
 
 PER_PAIR: Mapping[str, Callable[[Scored], Tensor]] = {
     "loss": lambda s: s.losses,
     "rewards/chosen": lambda s: s.rewards[:, 0],
     "rewards/rejected": lambda s: s.rewards[:, 1],
-    "rewards/accuracies": lambda s: (s.rewards[:, 0] > s.rewards[:, 1]).double(),
-    "rewards/ties": lambda s: (s.rewards[:, 0] == s.rewards[:, 1]).double(),
+    "rewards/accuracies": lambda s: (~s.ties & (s.rewards[:, 0] > s.rewards[:, 1])).double(),
+    "rewards/ties": lambda s: s.ties.double(),
     "rewards/margins": lambda s: gap(s.rewards),
     "logps/chosen": lambda s: s.x.policy[:, 0],
     "logps/rejected": lambda s: s.x.policy[:, 1],
@@ -40,7 +53,7 @@ PER_PAIR: Mapping[str, Callable[[Scored], Tensor]] = {
     "lengths/rejected": lambda s: s.x.length[:, 1],
 }
 WITH_REFERENCE: Mapping[str, Callable[[Scored], Tensor]] = {
-    "logps/chosen_below_reference": lambda s: (log_ratios(s.x)[:, 0] < 0).double(),
+    "logps/chosen_below_reference": lambda s: (differs(s.x) & (log_ratios(s.x) < 0))[:, 0].double(),
     "kl": lambda s: log_ratios(s.x).mean(dim=1),  # exact for answers sampled from the policy
 }
 OF_A_LOSS: Mapping[str, Callable[[Scored], Tensor]] = {

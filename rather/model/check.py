@@ -9,8 +9,10 @@ this device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,9 @@ from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
+
+# Each text is logged once: policy and reference may be the same model, and the API checks each step.
+_warn = cache(logging.getLogger(__name__).warning)
 
 TOLERANCE = {
     torch.float64: 1e-4,
@@ -67,13 +72,13 @@ def check_model(policy: PolicyModel) -> None:
 
 
 def check_length(config: PretrainedConfig, tokens: int) -> None:
-    """Refuse sequences longer than the positions of a family.
+    """Refuse sequences longer than the positions of a family; warn if positions are rotary.
 
-    Rotary positions have no limit, except with longrope and dynamic scaling: their frequencies
-    depend on the longest sequence of a micro-batch, so packing would change log-probs.
+    With longrope and dynamic scaling, rotary frequencies depend on the longest sequence of a
+    micro-batch, so packing would change log-probs.
     """
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = positions = getattr(text, "max_position_embeddings", None)
     if rope := getattr(text, "rope_parameters", None):
         limits = {"longrope": rope.get("original_max_position_embeddings"), "dynamic": limit}
         limit = limits.get(rope.get("rope_type"))
@@ -81,6 +86,29 @@ def check_length(config: PretrainedConfig, tokens: int) -> None:
         raise ConfigError(
             f"sequence_length: {tokens} exceeds the {limit} positions on which '{text.model_type}' "
             f"can be trained; set it to at most {limit}"
+        )
+    if positions and tokens > positions:
+        _warn(
+            f"sequence_length: {tokens} exceeds max_position_embeddings of '{text.model_type}', "
+            f"{positions}; longer sequences have positions for which it was not made"
+        )
+
+
+def untrained_parts(config: PretrainedConfig) -> Iterator[str]:
+    """Yield the parts of a model that training would silently leave out; warn about experts."""
+    for part in ("vision_config", "audio_config"):
+        if getattr(config, part, None) is not None:
+            yield f"config.json has a {part}: only text is trained; use a text model"
+    routed = getattr(config.get_text_config(), "output_router_logits", None)
+    if routed:
+        yield (
+            "config.json has output_router_logits: true, but the load-balancing loss of experts is "
+            "not computed; set it to false to train without that loss"
+        )
+    if routed is not None:
+        _warn(
+            f"'{config.model_type}' is a mixture of experts: the load-balancing loss of its router "
+            "is not added"
         )
 
 

@@ -17,6 +17,7 @@ from rather.config.schema import ModelArgs, RoleConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
+from rather.model.check import untrained_parts
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.\d+\.")
 BY_HEADS = ("colwise", "rowwise")  # styles of transformers' plans that give each rank whole heads
@@ -125,13 +126,15 @@ def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torc
     return model.eval()
 
 
-def division_problems(name: str, role: RoleConfig) -> Iterator[str]:
-    """Yield one sentence for each size that is not divisible; loading reports a bad config."""
+def model_problems(name: str, role: RoleConfig) -> Iterator[str]:
+    """Yield why a model cannot be trained or divided as wanted; loading reports a bad config."""
     wanted = layout(role)
     try:
-        text = _config(role.model_path, role.model_args).get_text_config()
+        config = _config(role.model_path, role.model_args)
+        text = config.get_text_config()
     except Exception:  # a config.json may be anything
         return
+    yield from (f"{name}: {role.model_path}: {part}" for part in untrained_parts(config))
     plan = getattr(text, "base_model_tp_plan", None) or {}
     if any(style in BY_HEADS and "att" in module for module, style in plan.items()):
         for key in ("num_attention_heads", "num_key_value_heads"):

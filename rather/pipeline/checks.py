@@ -15,10 +15,11 @@ from torch import Tensor
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.role import Role
 from rather.config.schema import DPOConfig
+from rather.data.cache import Cache
 from rather.data.prepare import Prepared
 from rather.errors import CheckpointError, ConfigError, DataError
 from rather.losses.objective import PairLoss
-from rather.model.files import config_digest
+from rather.model.files import config_digest, model_digest, model_folder
 from rather.parallel.load import compute_dtype, same_weights
 
 log = logging.getLogger(__name__)
@@ -108,10 +109,14 @@ GUARDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("tokenizer", "chat template"),
         "actor_train.model_args.tokenizer_name_or_path and its files, global_template",
     ),
-    "model": (("model", "model config", "adapter"), "pretrain, actor_train.model_args"),
+    "model": (
+        ("model", "model config", "model weights", "adapter"),
+        "pretrain and its files, actor_train.model_args",
+    ),
     "reference": (
-        ("reference", "reference config", "synced reference"),
-        "reference.model_args.model_name_or_path and revision, sync_ref_model and its numbers",
+        ("reference", "reference config", "reference weights", "synced reference"),
+        "reference.model_args.model_name_or_path and its files, revision, sync_ref_model and its "
+        "numbers",
     ),
     "loss": (("loss",), "pref_loss, beta and the other keys of the loss"),
     "seed": (("seed",), "seed, actor_train.training_args.data_seed"),
@@ -137,6 +142,15 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
     roles = {"model": config.actor_train, "reference": config.reference}
     paths = {name: (role.model_path, role.model_args.revision) for name, role in roles.items()}
     digests = {f"{name} config": config_digest(*path) for name, path in paths.items()}
+    # Weights that are read again at each start: they are not in the checkpoint.
+    frozen = {
+        "model": roles["model"].model_args.has_adapter,
+        "reference": objective.needs_reference,
+    }
+    sha = Cache(config.data_cache_dir(config.actor_train.data_args)).sha
+    for name in (name for name, is_frozen in frozen.items() if is_frozen):
+        folder = model_folder(*paths[name])
+        digests[f"{name} weights"] = model_digest(folder, sha) if folder else None
     return {
         "data": {
             "pairs": data.train.fingerprint,

@@ -132,7 +132,8 @@ class DPOPipeline(TrainingLoop):
         if len(self.data.train) == 0:
             raise DataError("0 pairs to train on: every row was dropped, see the table above.")
         refuse_missing_columns(config, self.objective, self.data)
-        self.identity = identity_of(config, self.objective, self.data)
+        # Only the main driver reads it, and it hashes the weights.
+        self.identity = identity_of(config, self.objective, self.data) if roles.is_main else {}
         self.source = PreparedSteps.of(config, self.data)
 
     def _build(self) -> None:

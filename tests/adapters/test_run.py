@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,10 +25,13 @@ from rather.cluster.worker import ActorWorker, RankInfo
 from rather.commands.compare_losses import measure
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.data.pack import pack
+from rather.data.prepare import prepare
 from rather.errors import CheckpointError
+from rather.losses.objective import from_config
 from rather.model.check import two_pairs
 from rather.model.policy import PolicyModel, pair_columns
 from rather.parallel.load import load_policy
+from rather.pipeline.checks import identity_of, refuse_other_run
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import in_child, make_config, metrics
 
@@ -326,6 +331,31 @@ def test_killed_and_resumed_to_the_bit(shared: Path, variant: str) -> None:
         assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (one / file).read_bytes() == (other / file).read_bytes()
+
+
+def test_an_adapter_on_other_base_weights_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, "run", {})
+    trained(config)
+    file = tmp_path / "base" / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: weight * 1.01 for name, weight in weights.items()}, file, {"format": "pt"})
+    longer = config_of(tmp_path, "run", {}, max_steps=STEPS + 1)
+    with pytest.raises(CheckpointError) as refused:
+        DPOPipeline(longer).run()
+    for name in ("model", "reference"):
+        assert re.search(
+            rf"^  {name} weights: \w{{12}} then, \w{{12}} now$", str(refused.value), re.M
+        )
+    # A checkpoint of an older version does not know its base weights.
+    found = open_checkpoint(config.run_dir / f"checkpoint-{STEPS}")
+    identity = identity_of(longer, from_config(longer), prepare(longer))
+    for name in ("model weights", "reference weights"):
+        del found.state["identity"][name]
+    with caplog.at_level("INFO"):
+        refuse_other_run(found, identity, [])
+    assert caplog.text.count("weights: unknown then or now, taken as unchanged") == 2
 
 
 def test_a_checkpoint_of_another_adapter_is_refused(shared: Path) -> None:

@@ -25,8 +25,9 @@ from rather.data.collate import (
     pairs_of,
 )
 from rather.errors import ConfigError, DataError
+from rather.model import check
 from tests.padded import random_pairs
-from tests.tiny import make_model, make_pairs
+from tests.tiny import make_model, make_pairs, tiny_policy
 
 LENGTH = 128
 
@@ -379,3 +380,21 @@ def test_the_position_of_the_sampler_moves() -> None:
     assert list(again) == whole, "the next pass begins at the start"
     with pytest.raises(ValueError, match="start_index must be from 0 to 10"):
         again.set_start_index(11)
+
+
+def test_pairs_beyond_the_positions_are_refused() -> None:
+    """With dynamic scaling the log-probs of a pair would depend on its neighbours."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny_policy(rope_parameters=rope, max_position_embeddings=64).causal_lm
+    trainer = DPOTrainer(model, DPOConfig(max_steps=9), copy.deepcopy(model))
+    fits, long = (check.random_pairs(61, [(4, n, 6)]) for n in (60, 61))
+    trainer.training_step(model, iter([fits]), LENGTH)
+    for compute in (
+        lambda: trainer.training_step(model, iter([long]), LENGTH),
+        lambda: trainer.compute_reference_log_probs(
+            trainer.ref_worker.causal_lm, [long], LENGTH, 1
+        ),
+        lambda: trainer.evaluate([long]),
+    ):
+        with pytest.raises(ConfigError, match=r"65 exceeds the 64 positions .*'llama'"):
+            compute()

@@ -32,6 +32,7 @@ STATE = {
     "progress.window.skipped", "progress.history.losses", "progress.history.norms",
     "identity.data", "identity.tokenizer", "identity.chat template", "identity.model",
     "identity.reference", "identity.model config", "identity.reference config", "identity.loss",
+    "identity.reference weights",
     "identity.synced reference", "identity.seed", "identity.global batch", "identity.adapter",
     "identity.grouped responses", "identity.data.pairs", "identity.data.parts",
     "identity.chat template.name", "identity.chat template.sha256",
@@ -49,8 +50,8 @@ STATE = {
 GUARDED = {
     "data": ("data",),
     "tokenizer": ("tokenizer", "chat template"),
-    "model": ("model", "model config", "adapter"),
-    "reference": ("reference", "reference config", "synced reference"),
+    "model": ("model", "model config", "model weights", "adapter"),
+    "reference": ("reference", "reference config", "reference weights", "synced reference"),
     "loss": ("loss",),
     "seed": ("seed",),
     "batch": ("global batch", "grouped responses"),

@@ -407,3 +407,12 @@ def test_any_row_gives_pairs_or_a_counted_reason(columns: dict[str, str]) -> Non
         "empty_response",
         "identical_text",
     }
+
+
+@pytest.mark.parametrize("name", ["images", "image", "videos", "video", "audios", "audio"])
+def test_rows_with_pictures_or_sound_are_refused(name: str) -> None:
+    row = {"prompt": "q", **AB}
+    assert reason({**row, name: ["1.png"]}) == "bad_type"
+    assert reason({**row, name: "1.png"}) == "bad_type"
+    for empty in (None, [], ""):
+        assert one({**row, name: empty}) == one(row)

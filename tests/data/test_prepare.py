@@ -26,7 +26,7 @@ from rather.data import prepare as module
 from rather.data.formats import FORMATS
 from rather.data.prepare import BadRows, Prepared, held_out, prepare
 from rather.data.show import print_report, show_pairs
-from rather.data.template import load_tokenizer
+from rather.data.template import TEMPLATES, load_tokenizer, tokenizer_of
 from rather.errors import DataError
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, metrics
@@ -395,6 +395,57 @@ def test_messages_need_a_template(config: Config, write: Write, console: Console
     (path.parent / "bad.jinja").write_text("{% for %}")
     with pytest.raises(DataError, match=r"bad\.jinja"):
         prepare(config(path, data={"template": str(path.parent / "bad.jinja")}), console=console)
+
+
+def test_a_conversation_template_of_colossalchat(
+    config: Config, write: Write, console: Console
+) -> None:
+    """Its system_message begins a conversation that has none, in the exported tokenizer too."""
+    question = {"role": "user", "content": "Where is the bread?"}
+    system = {"role": "system", "content": 'You sell\n"bread" %} \U0001f600'}
+    rows = [
+        {"messages": messages, "chosen": "On the shelf.", "rejected": "No idea."}
+        for messages in ([question], [{"role": "system", "content": "Be brief."}, question])
+    ]
+    given = {
+        "chat_template": TEMPLATES["chatml"],
+        "system_message": system["content"],
+        "end_of_assistant": "<|im_end|>",
+        "stop_ids": [4],
+    }
+    setup = config(
+        write(rows), data={"template": str(write(json.dumps(given, indent=4), "tiny.json"))}
+    )
+    rows[0]["messages"] = [system, question]
+    wanted = prepare(config(write(rows, "whole.jsonl")), console=console).train
+    found = prepare(setup, console=console).train
+    assert [list(pair.prompt) for pair in found.take([0, 1])] == [
+        list(pair.prompt) for pair in wanted.take([0, 1])
+    ]
+    tokenizer = tokenizer_of(setup.actor_train)
+    assert tokenizer.apply_chat_template([question], tokenize=False) == (
+        tokenizer.apply_chat_template([system, question], tokenize=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{ "chat_template": "a", "roles": 1}', "its keys are chat_template, roles"),
+        ('{"system_message": "a"}', "its keys are system_message"),
+        ('{\n  "chat_template": "a",\n', "cannot be read"),
+        ("{}", "its keys are "),
+        (json.dumps({"chat_template": TEMPLATES["chatml"], "end_of_assistant": "</s>"}),
+         r"writes '<\|im_end\|>\\n' after an answer, without its end_of_assistant, '</s>'"),
+    ],
+    ids=["unknown key", "no template", "cut", "empty", "another end"],
+)  # fmt: skip
+def test_json_is_never_rendered_as_jinja(
+    config: Config, write: Write, console: Console, text: str, problem: str
+) -> None:
+    setup = config(write([GOOD]), data={"template": str(write(text, "conversation"))})
+    with pytest.raises(DataError, match=problem):
+        prepare(setup, console=console)
 
 
 def test_a_held_out_split_shares_no_prompt(config: Config, write: Write, console: Console) -> None:

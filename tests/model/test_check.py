@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
@@ -27,15 +30,17 @@ from transformers import (
     SmolLM3Config,
 )
 
+from rather import DPOTrainer
 from rather.config.schema import ModelArgs
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model import check
 from rather.model.attention import IMPLEMENTATION, segment_attention
-from rather.model.check import check_family, check_length, check_model
+from rather.model.check import check_family, check_length, check_model, untrained_parts
 from rather.model.policy import PolicyModel
 from rather.parallel.load import load_policy
-from tests.tiny import tiny_policy
+from rather.pipeline.pipeline import DPOPipeline
+from tests.tiny import make_config, tiny_policy
 
 LONG_ROPE = {  # as in Phi-3-mini-128k: one factor for each of the 48 rotary frequencies
     "rope_type": "longrope",
@@ -185,8 +190,50 @@ def test_sequences_beyond_the_positions_are_refused(config: PretrainedConfig, li
 @pytest.mark.parametrize(
     "name", ["llama", "llama 3.1", "gemma3 text", "gemma3 with images", "phi3"]
 )
-def test_rotary_positions_have_no_end(name: str) -> None:
-    check_length(FULL_SIZE[name], 10**6)
+def test_rotary_positions_have_no_end_but_a_warning(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = FULL_SIZE[name].get_text_config()
+    check._warn.cache_clear()
+    check_length(config, config.max_position_embeddings)
+    assert not caplog.messages
+    for _ in range(2):
+        check_length(config, 10**6)
+    assert caplog.messages == [
+        f"sequence_length: 1000000 exceeds max_position_embeddings of '{config.model_type}', "
+        f"{config.max_position_embeddings}; longer sequences have positions for which it was not "
+        "made"
+    ]
+
+
+def test_parts_that_are_not_trained(caplog: pytest.LogCaptureFixture) -> None:
+    check._warn.cache_clear()
+    assert not [*untrained_parts(LlamaConfig())]
+    [text] = untrained_parts(Gemma3Config())
+    assert "vision_config: only text is trained" in text
+    assert not caplog.messages
+    assert not [*untrained_parts(MixtralConfig())]
+    assert "'mixtral' is a mixture of experts" in caplog.text
+    [text] = untrained_parts(MixtralConfig(output_router_logits=True))
+    assert "output_router_logits: true" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"vision_config": {}}, "vision_config"), ({"output_router_logits": True}, "router_logits")],
+    ids=["vision", "router"],
+)
+def test_such_a_model_is_refused_before_rows_are_read(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    config, file = make_config(tmp_path, max_steps=1), tmp_path / "base" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    (tmp_path / "pairs.jsonl").write_text("no rows")
+    with pytest.raises(ConfigError, match=f"actor_train: .*base: config.json has .*{text}"):
+        DPOPipeline(config)
+    model = tiny_policy(**change).causal_lm
+    with pytest.raises(ConfigError, match=f"model: config.json has .*{text}"):
+        DPOTrainer(model, ref_model=copy.deepcopy(model))
 
 
 def test_random_numbers_of_the_run_are_not_touched() -> None:

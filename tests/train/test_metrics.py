@@ -143,3 +143,15 @@ def test_correlation_is_that_of_the_weighted_pairs_and_never_beyond_one() -> Non
 
 def test_overflowing_rewards_have_no_correlation() -> None:
     assert correlation([(1.0, 1e200, 1.0), (1.0, 3e200, 2.0), (1.0, 2e200, 2.0)]) == 0
+
+
+def test_differences_within_rounding_are_ties() -> None:
+    """Log-probs of the same weights differ by rounding if they were computed in another layout."""
+    off = torch.tensor([[3e-7, -2e-7], [-3e-7, 4e-7], [0.0, 1e-3], [1e-3, 0.0]]).double()
+    policy = torch.tensor(POLICY).double()
+    x = PairLogps(policy, policy + off * policy, torch.tensor(LENGTH).double())
+    scored = Scored(x, policy.sum(1), OBJECTIVE.rewards(x))
+    found = {name: metric(scored).tolist() for name, metric in (PER_PAIR | WITH_REFERENCE).items()}
+    assert found["rewards/ties"] == [1, 1, 0, 0]
+    assert found["rewards/accuracies"] == [0, 0, 0, 1]
+    assert found["logps/chosen_below_reference"] == [0, 0, 0, 0]

@@ -20,7 +20,7 @@ import difflib
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, NamedTuple
 
 from rather.config.plugins import Registry
@@ -29,6 +29,7 @@ from rather.data.messages import wrong_type
 
 Row = Mapping[str, Any]
 EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 RANGES = {"weight": (0, math.inf), "margin": (-math.inf, math.inf), "soft_label": (0, 1)}
 
 
@@ -89,6 +90,12 @@ def number_of(value: Any, where: str, low: float = -math.inf, high: float = math
 
 def extras_of(row: Row) -> dict[str, Any]:
     """Return what a row may say about its pairs in any format."""
+    for name in MEDIA:
+        value = row.get(name)
+        if value is not None and not (isinstance(value, Sized) and len(value) == 0):
+            raise DropReason(
+                "bad_type", f"the row has a column {name}, which is not read: only text is"
+            )
     given = {name: row[name] for name in EXTRAS if row.get(name) is not None}
     extras: dict[str, Any] = {
         name: number_of(given[name], name, *limits)
