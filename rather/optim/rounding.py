@@ -1,0 +1,95 @@
+"""Round float32 weights to bfloat16 so that small updates survive.
+
+A bfloat16 source lies on the bfloat16 grid, so rounding to the nearest value discards every update
+below half a step. Here each weight has a fixed threshold t in [0, 65535], and the rounded weight is
+`(bits of the float32 value + t) >> 16`. A weight on the grid stays where it is, and a tenth of a
+step moves one weight in ten. Nearest rounding is the same rule with t = 0x8000 for all weights.
+
+t is a hash of the parameter's name and of the weight's flat index in the whole tensor. It depends
+neither on the layout nor on the step, so every rank, kernel and file rounds alike. The hash is a
+file format: tests/optim/test_rounding.py holds its vectors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rather.checkpoint.sharded_tensors import ShardSpec
+
+NEAREST = 0x8000  # the threshold of nearest rounding; exact halves are rounded up
+FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
+EXPONENT = 0x7F80  # of a bfloat16; all ones in Inf and NaN
+
+
+def hash_key(name: str) -> tuple[int, int]:
+    """Return the two 32-bit keys of a parameter; wrappers in its name do not matter."""
+    name = name.removeprefix("causal_lm.").removeprefix("base_model.model.")
+    digest = hashlib.blake2b(name.replace(".base_layer.", ".").encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def place(spec: ShardSpec) -> tuple[int, int, int]:
+    """Return (run, stride, offset): local flat index i is i // run * stride + i % run + offset.
+
+    Rows of the first dimension and one further dimension may be cut.
+    """
+    cut = [dim for dim in range(1, len(spec.whole)) if spec.sizes[dim] != spec.whole[dim]]
+    assert len(cut) <= 1, spec
+    dim = cut[0] if cut else 0
+    strides = [prod(spec.whole[d + 1 :]) for d in range(len(spec.whole))]
+    offset = sum(o * s for o, s in zip(spec.offsets, strides, strict=True))
+    if not spec.whole:
+        return 1, 1, 0
+    return spec.sizes[dim] * strides[dim], spec.whole[dim] * strides[dim], offset
+
+
+def thresholds(
+    name: str,
+    spec: ShardSpec,
+    first: int = 0,
+    last: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return the thresholds of the weights `first` to `last` of a block, flat, as int32."""
+    run, stride, offset = place(spec)
+    last = prod(spec.sizes) if last is None else last
+    index = torch.arange(first, last, dtype=torch.int64, device=device)
+    if run != stride:
+        index = index // run * stride + index % run
+    index += offset
+    first_key, second_key = hash_key(name)
+    high = (index >> 32).int().mul_(_signed(FACTORS[2])) if prod(spec.whole) >> 32 else 0
+    bits = index.int().bitwise_xor_(_signed(first_key))  # int32 products wrap around
+    bits.mul_(_signed(FACTORS[0]))
+    bits.bitwise_xor_((bits >> 15).bitwise_and_((1 << 17) - 1))
+    bits.add_(_signed(second_key)).add_(high).mul_(_signed(FACTORS[1]))
+    bits.bitwise_xor_((bits >> 13).bitwise_and_((1 << 19) - 1)).mul_(_signed(FACTORS[2]))
+    return (bits >> 16).bitwise_and_(0xFFFF)
+
+
+def rounded(master: Tensor, threshold: Tensor | int) -> Tensor:
+    """Return a float32 tensor as bfloat16. Inf and NaN stay what they are."""
+    bits = master.contiguous().view(torch.int32)
+    threshold = threshold.view_as(bits) if isinstance(threshold, Tensor) else threshold
+    upper = (bits + threshold) >> 16
+    finite = (bits >> 16) & EXPONENT != EXPONENT
+    return torch.where(finite, upper, (bits >> 16) | (bits & 0xFFFF != 0)).short().view(
+        torch.bfloat16
+    )  # fmt: skip
+
+
+def exact(weight: Tensor, low: Tensor, threshold: Tensor | int) -> Tensor:
+    """Return the float32 value of a rounded weight whose 16 low bits are known."""
+    low = low.int() & 0xFFFF
+    carry = (low + threshold) >> 16
+    upper = weight.detach().view(torch.int16).int() - carry
+    return ((upper << 16) | low).view(torch.float32)
+
+
+def _signed(number: int) -> int:
+    """Return 32 bits as the signed number that torch expects."""
+    return (number & 0xFFFFFFFF) - ((number & 0x80000000) << 1)
