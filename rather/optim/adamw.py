@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from rather.optim.rounding import Rounding, exact, rounded
+
 BLOCK = 256  # weights that share the base exponents of their lean moments
 CHUNK = 1 << 22  # weights expanded to float32 at a time on the CPU; a multiple of BLOCK
 
@@ -61,10 +63,8 @@ class ParameterState:
     """One parameter with what AdamW keeps for it.
 
     `moments` are saved under these names. `steps` counts the updates in which the parameter had a
-    gradient. `rest` of a wide float16 parameter is its master. A split parameter is the rounded
-    upper half of its master, and `rest` is the signed 16-bit remainder. Exact halves are rounded
-    up, because rounding to even would need 65537 remainders. A parameter that starts as the even
-    neighbour of a half keeps its bits, and its master starts one float32 step lower.
+    gradient. `rest` is the lower 16 bits of the master of a split parameter, or the master of a
+    wide float16 parameter.
     """
 
     def __init__(
@@ -75,8 +75,10 @@ class ParameterState:
         *,
         lean: bool,
         start: Tensor | None,
+        rounding: Rounding,
     ) -> None:
         self.name, self.parameter, self.decay = name, parameter, decay
+        self.rounding = rounding
         self.steps = 0
         self.rest: Tensor | None = None
         self.moments: dict[str, Tensor] = {}
@@ -90,9 +92,14 @@ class ParameterState:
         if self.form == "split":
             self.rest = torch.zeros_like(parameter, dtype=torch.int16)
             if start is not None:
-                parameter.data.copy_(start)
-                exact = start.detach().to(parameter.device).contiguous().view(torch.int32)
-                self.rest.copy_((exact - _upper(parameter)).clamp_(-(1 << 15), (1 << 15) - 1))
+                self._split(start.detach())
+                if rounding.kind == "nearest":
+                    # torch rounds exact halves to even, and a reference is rounded by torch. The
+                    # master of such a half starts one float32 step lower.
+                    parameter.data.copy_(start)
+                    upper = parameter.data.view(torch.int16).int() << 16
+                    bits = start.detach().to(parameter.device).contiguous().view(torch.int32)
+                    self.rest.copy_((bits - upper).clamp_(-(1 << 15), (1 << 15) - 1))
         own, wide = local_part(parameter), torch.promote_types(parameter.dtype, torch.float32)
         for kind in ("exp_avg", "exp_avg_sq"):
             moment = torch.zeros_like(own, dtype=torch.uint8 if self.form == "lean" else wide)
@@ -127,12 +134,19 @@ class ParameterState:
             return self.parameter.detach().float()
         if self.rest is None:
             return local_part(self.parameter).detach()
-        return join(self.parameter, self.rest) if self.form == "split" else self.rest
+        if self.form == "wide":
+            return self.rest
+        return exact(self.parameter, self.rest, self.rounding.thresholds(self.name, self.parameter))
+
+    def _split(self, master: Tensor) -> None:
+        assert self.rest is not None
+        thresholds = self.rounding.thresholds(self.name, self.parameter)
+        split(master.to(self.parameter.device), self.parameter, self.rest, thresholds)
 
     def load(self, master: Tensor, moments: Mapping[str, Tensor], steps: int) -> None:
         """Load master and moments; a weight that never had a gradient has no moments."""
-        if self.form == "split" and self.rest is not None:
-            split(master.to(self.parameter.device).contiguous(), self.parameter, self.rest)
+        if self.form == "split":
+            self._split(master)
         else:
             local_part(self.parameter).copy_(master)
             if self.rest is not None:
@@ -185,10 +199,12 @@ def _update_chunks(state: ParameterState, update: Update) -> None:
     own = (state.parameter, _gradient(state))
     if state.rest is not None:
         tensors = _chunks(CHUNK, *own, state.rest, *state.moments.values())
-        for weight, gradient, remainder, *moments in tensors:
-            master = join(weight, remainder)
+        for number, (weight, gradient, rest, *moments) in enumerate(tensors):
+            span = (number * CHUNK, number * CHUNK + weight.numel())
+            thresholds = state.rounding.thresholds(state.name, state.parameter, *span)
+            master = exact(weight, rest, thresholds)
             run_adamw(master, gradient, *moments)
-            split(master, weight, remainder)
+            split(master, weight, rest, thresholds)
         return
     codes, base, codes_sq, base_sq = state.moments.values()
     generator = torch.Generator().manual_seed(update.noise_seed(state.name))
@@ -217,20 +233,10 @@ def _chunks(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 # --- bits ---
 
 
-def join(parameter: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 master of a split parameter."""
-    return _upper(parameter).add_(remainder).view(torch.float32)
-
-
-def split(master: Tensor, parameter: Tensor, remainder: Tensor) -> None:
-    """Write both halves of a float32 master."""
-    bits = master.view(torch.int32)
-    remainder.copy_(bits)  # its lower 16 bits, read as a signed number
-    parameter.detach().view(torch.int16).copy_((bits + 0x8000) >> 16)
-
-
-def _upper(parameter: Tensor) -> Tensor:
-    return parameter.detach().view(torch.int16).int() << 16
+def split(master: Tensor, parameter: Tensor, rest: Tensor, thresholds: Tensor | int) -> None:
+    """Write a float32 master as a rounded parameter and its lower 16 bits."""
+    rest.copy_(master.contiguous().view(torch.int32))  # as int16, which keeps the lower bits
+    parameter.detach().copy_(rounded(master, thresholds))
 
 
 def encode(

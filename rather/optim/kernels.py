@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rather.optim.rounding import hash_key, place, signed
+
 if TYPE_CHECKING:
     from rather.optim.adamw import ParameterState, Update
 
@@ -29,27 +31,34 @@ BLOCK = tl.constexpr(256)  # adamw.BLOCK
 def adamw(states: Sequence[ParameterState], update: Update) -> None:
     """Update parameters of one form in one launch: one for each would take longer than the work."""
     rows, numbers, gradients = [], [], []
+    lean = states[0].form == "lean"
     for state in states:
         assert state.gradient is not None
         gradients.append(state.gradient.contiguous())
         rest = [] if state.rest is None else [state.rest, state.rest]
         tensors = [state.parameter, gradients[-1], *state.moments.values(), *rest]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        rows.append([state.parameter.numel(), update.noise_seed(state.name), *addresses])
+        first, second = hash_key(state.name)
+        seed = update.noise_seed(state.name) if lean else signed(second) << 32 | first
+        where = place(state.rounding.place(state.name, state.parameter))
+        rows.append([state.parameter.numel(), seed, *addresses, *where])
         done = state.steps + 1
         step_size = update.lr / (1 - update.beta1**done)
         correction = math.sqrt(1 - update.beta2**done)
         numbers.append([step_size, correction, update.lr * state.decay])
     sizes, device = tuple(row[0] for row in rows), gradients[0].device
     assert max(sizes) < 1 << 31, "offsets are of 32 bits"
-    aligned = all(address % 16 == 0 for row in rows for address in row[2:])
+    aligned = all(address % 16 == 0 for row in rows for address in row[2:8])
+    sliced = any(run != stride for *_, run, stride, _ in rows)
+    far = sliced or any(row[0] + row[-1] > 1 << 31 for row in rows)
     table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
     each = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
     chunks = _chunks(sizes, device)
     with torch.cuda.device_of(table):
         _kernel[(len(chunks),)](
             table, each, chunks, update.beta1, 1 - update.beta1, update.beta2, 1 - update.beta2,
-            update.eps, update.gradient_scale, LEAN=states[0].form == "lean",
+            update.eps, update.gradient_scale, LEAN=lean,
+            DITHERED=states[0].rounding.kind == "dithered", SLICED=sliced, FAR=far,
             WIDE=gradients[0].dtype == torch.float32, ALIGN=16 if aligned else 1, CHUNK=CHUNK,
             TILE=TILE, num_warps=4,
         )  # fmt: skip
@@ -65,14 +74,17 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 @triton.jit
 def _kernel(
     table, each, chunks, beta1, rest1, beta2, rest2, eps, scale, LEAN: tl.constexpr,
-    WIDE: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    DITHERED: tl.constexpr, SLICED: tl.constexpr, FAR: tl.constexpr, WIDE: tl.constexpr,
+    ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A row of the table: size, seed, the addresses of parameter and gradient, and those of
-    exp_avg, exp_avg_sq, the remainder twice; if lean: exp_avg, its bases, exp_avg_sq, its bases.
+    exp_avg, exp_avg_sq, the low bits twice; if lean: exp_avg, its bases, exp_avg_sq, its bases;
+    then its place in the whole tensor (rounding.place). The seed is that of lean noise, or the two
+    keys of the thresholds.
     """
     row = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
-    entry = table + 8 * row
+    entry = table + 11 * row
     each += 3 * row
     numbers = (tl.load(each), tl.load(each + 1), tl.load(each + 2),
                beta1, rest1, beta2, rest2, eps, scale)  # fmt: skip
@@ -100,21 +112,49 @@ def _kernel(
                     _lean_tile(places, bases, None, None, random, numbers)
                 else:
                     _lean_tile(places, bases, at < size, block * BLOCK < size, random, numbers)
-            elif whole:
-                _split_tile(places, rest + at, None, numbers)
             else:
-                _split_tile(places, rest + at, at < size, numbers)
+                threshold = 0x8000
+                if DITHERED:
+                    threshold = _threshold(at, entry + 8, seed, SLICED, FAR)
+                if whole:
+                    _split_tile(places, rest + at, None, threshold, numbers)
+                else:
+                    _split_tile(places, rest + at, at < size, threshold, numbers)
 
 
 @triton.jit
-def _split_tile(places, lower, inside, numbers):
+def _threshold(at, place, seed, SLICED: tl.constexpr, FAR: tl.constexpr):
+    """Return what `rounding.thresholds` does, for local flat indices."""
+    index = at.to(tl.uint32)
+    more = (seed >> 32).to(tl.uint32)
+    if FAR:
+        index = at.to(tl.int64)
+        if SLICED:
+            run = tl.load(place)
+            index = index // run * tl.load(place + 1) + index % run
+        index += tl.load(place + 2)
+        more += (index >> 32).to(tl.uint32) * 0xC2B2AE35
+        index = index.to(tl.uint32)
+    else:
+        index += tl.load(place + 2).to(tl.uint32)
+    bits = (index ^ seed.to(tl.uint32)) * 0x9E3779B1
+    bits ^= bits >> 15
+    bits = (bits + more) * 0x85EBCA6B
+    bits ^= bits >> 13
+    return ((bits * 0xC2B2AE35) >> 16).to(tl.int32)
+
+
+@triton.jit
+def _split_tile(places, lower, inside, threshold, numbers):
     upper, gradient, exp_avg, exp_avg_sq = places
-    bits = (tl.load(upper, inside).to(tl.int32) << 16) + tl.load(lower, inside).to(tl.int32)
+    low = tl.load(lower, inside).to(tl.int32) & 0xFFFF
+    bits = ((tl.load(upper, inside).to(tl.int32) - ((low + threshold) >> 16)) << 16) | low
     w = bits.to(tl.float32, bitcast=True)
     g = tl.load(gradient, inside).to(tl.float32)
     w, m, v = _adamw(w, tl.load(exp_avg, inside), tl.load(exp_avg_sq, inside), g, numbers)
     bits = w.to(tl.int32, bitcast=True)
-    tl.store(upper, ((bits + 0x8000) >> 16).to(tl.int16), inside)
+    threshold = tl.where((bits & 0x7F800000) == 0x7F800000, 0, threshold)  # Inf and NaN stay
+    tl.store(upper, ((bits + threshold) >> 16).to(tl.int16), inside)
     tl.store(lower, bits.to(tl.int16), inside)
     tl.store(exp_avg, m, inside)
     tl.store(exp_avg_sq, v, inside)

@@ -21,6 +21,7 @@ from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
 from rather.optim.adamw import ParameterState, Update, local_part, update_parameters
+from rather.optim.rounding import Rounding
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Optimizer:
         lean: bool = False,
         compute: torch.dtype | None = None,
         seed: int = 0,
+        rounding: Rounding = Rounding(),
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.args, self.schedule, self.max_grad_norm = args, schedule, max_grad_norm
@@ -69,7 +71,7 @@ class Optimizer:
         self._states = {
             name: ParameterState(
                 name, p, args.weight_decay if p.ndim >= 2 else 0.0,  # not for norms and biases
-                lean=lean, start=(exact or {}).get(name),
+                lean=lean, start=(exact or {}).get(name), rounding=rounding,
             )
             for name, p in self.parameters.items()
         }  # fmt: skip

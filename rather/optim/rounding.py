@@ -13,7 +13,10 @@ file format: tests/optim/test_rounding.py holds its vectors.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -62,13 +65,38 @@ def thresholds(
         index = index // run * stride + index % run
     index += offset
     first_key, second_key = hash_key(name)
-    high = (index >> 32).int().mul_(_signed(FACTORS[2])) if prod(spec.whole) >> 32 else 0
-    bits = index.int().bitwise_xor_(_signed(first_key))  # int32 products wrap around
-    bits.mul_(_signed(FACTORS[0]))
+    high = (index >> 32).int().mul_(signed(FACTORS[2])) if prod(spec.whole) >> 32 else 0
+    bits = index.int().bitwise_xor_(signed(first_key))  # int32 products wrap around
+    bits.mul_(signed(FACTORS[0]))
     bits.bitwise_xor_((bits >> 15).bitwise_and_((1 << 17) - 1))
-    bits.add_(_signed(second_key)).add_(high).mul_(_signed(FACTORS[1]))
-    bits.bitwise_xor_((bits >> 13).bitwise_and_((1 << 19) - 1)).mul_(_signed(FACTORS[2]))
+    bits.add_(signed(second_key)).add_(high).mul_(signed(FACTORS[1]))
+    bits.bitwise_xor_((bits >> 13).bitwise_and_((1 << 19) - 1)).mul_(signed(FACTORS[2]))
     return (bits >> 16).bitwise_and_(0xFFFF)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How the weights of a model are rounded; `places` are the blocks that this rank holds."""
+
+    kind: Literal["dithered", "nearest"] = "nearest"
+    places: Mapping[str, ShardSpec] = field(default_factory=dict)
+
+    def place(self, name: str, weight: Tensor) -> ShardSpec:
+        return self.places.get(name) or ShardSpec.full(weight.shape)
+
+    def thresholds(
+        self, name: str, weight: Tensor, first: int = 0, last: int | None = None
+    ) -> Tensor | int:
+        """Return the thresholds of a weight, or of some of its values, in one dimension."""
+        if self.kind == "nearest":
+            return NEAREST
+        return thresholds(name, self.place(name, weight), first, last, weight.device)
+
+    def rounded(self, name: str, value: Tensor) -> Tensor:
+        """Return the value of a parameter in bfloat16; a tie of nearest rounding becomes even."""
+        if self.kind == "nearest":
+            return value.to(torch.bfloat16)
+        return rounded(value.float(), self.thresholds(name, value))
 
 
 def rounded(master: Tensor, threshold: Tensor | int) -> Tensor:
@@ -85,11 +113,12 @@ def rounded(master: Tensor, threshold: Tensor | int) -> Tensor:
 def exact(weight: Tensor, low: Tensor, threshold: Tensor | int) -> Tensor:
     """Return the float32 value of a rounded weight whose 16 low bits are known."""
     low = low.int() & 0xFFFF
+    threshold = threshold.view_as(low) if isinstance(threshold, Tensor) else threshold
     carry = (low + threshold) >> 16
     upper = weight.detach().view(torch.int16).int() - carry
     return ((upper << 16) | low).view(torch.float32)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """Return 32 bits as the signed number that torch expects."""
     return (number & 0xFFFFFFFF) - ((number & 0x80000000) << 1)

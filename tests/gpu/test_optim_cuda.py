@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.optim.adamw import decode
 from rather.optim.optimizer import Optimizer
+from rather.optim.rounding import Rounding, rounded, thresholds
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +43,8 @@ def weights(
 def optimizer_of(
     model: nn.Module, rate: float, max_grad_norm: float = 0.0, **changes: Any
 ) -> Optimizer:
-    options = {name: changes.pop(name) for name in {"lean", "seed"} & changes.keys()}
+    names = {"lean", "seed", "rounding"} & changes.keys()
+    options = {name: changes.pop(name) for name in names}
     args = TrainingArgs(learning_rate=1.0, **changes)
     return Optimizer(
         model.named_parameters(),
@@ -103,6 +106,57 @@ def test_a_parameter_is_the_rounded_image_of_its_master() -> None:
         halves = (master.view(torch.int32) & 0xFFFF) == 0x8000
         assert torch.equal(model[name][~halves], master.bfloat16()[~halves])
         assert (master != model[name].float()).any()
+
+
+PLACES = {
+    "sliced": ShardSpec((2000, 3000), (700, 1500), (300, 700)),
+    "far": ShardSpec((70000, 65536), (69990, 0), (2, 65536)),
+    "rows": ShardSpec((900, 700), (300, 0), (300, 700)),
+}
+
+
+@pytest.mark.parametrize("names", [["rows"], ["rows", "sliced", "far"]])
+def test_the_kernel_rounds_by_the_written_thresholds(names: list[str]) -> None:
+    model = weights([PLACES[name].sizes for name in names], torch.bfloat16)
+    model = nn.ParameterDict(dict(zip(names, model.values(), strict=True)))
+    before = {name: weight.detach().clone() for name, weight in model.items()}
+    optimizer = optimizer_of(model, 1e-6, rounding=Rounding("dithered", PLACES), **NUMBERS)
+    for step in range(3):
+        backward(model, step)
+        update(optimizer)
+    for name, master in optimizer.masters.items():
+        expected = rounded(master, thresholds(name, PLACES[name], device="cuda"))
+        assert torch.equal(model[name].detach(), expected)
+        assert 0.9 < kept(before[name], master, expected) < 1.1
+
+
+def kept(before: Tensor, master: Tensor, written: Tensor) -> float:
+    """Return the share of an update that the rounded weights hold."""
+    update, seen = (t.double() - before.double() for t in (master, written))
+    return float((update * seen).sum() / (update * update).sum())
+
+
+@pytest.mark.parametrize("size", [1 << 28])
+def test_thresholds_cost_little(size: int) -> None:
+    """At most 3 % more time for an update that is bound by memory."""
+    seconds = {}
+    for kind in ("nearest", "dithered"):
+        model = weights([(size,)], torch.bfloat16)
+        optimizer = optimizer_of(model, 1e-6, rounding=Rounding(kind), **NUMBERS)
+        backward(model, 0)
+        optimizer.step(1.0)
+        times = []
+        for _ in range(20):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            optimizer.step(1.0)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        seconds[kind] = sorted(times)[10]
+        del model, optimizer
+    print(f"update of {size >> 20}M weights: {seconds} ms")
+    assert seconds["dithered"] < 1.03 * seconds["nearest"]
 
 
 def moments_of(optimizer: Optimizer, name: str) -> tuple[Tensor, Tensor]:

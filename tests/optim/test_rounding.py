@@ -6,9 +6,12 @@ import struct
 
 import pytest
 import torch
+from torch import nn
 
 from rather.checkpoint.sharded_tensors import ShardSpec
-from rather.optim.rounding import NEAREST, exact, hash_key, rounded, thresholds
+from rather.config.schema import TrainingArgs
+from rather.optim.optimizer import Optimizer
+from rather.optim.rounding import NEAREST, Rounding, exact, hash_key, rounded, thresholds
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 VECTORS = {0: 17510, 1: 16193, 2: 61990, 1048576: 42234, 4294967301: 55718}
@@ -106,3 +109,30 @@ def test_nonfinite_values_stay() -> None:
         found = rounded(special, threshold)
         assert found[:2].tolist() == [float("inf"), -float("inf")]
         assert found[2:].isnan().all()
+
+
+def test_training_keeps_float32_masters_and_their_dithered_image() -> None:
+    torch.manual_seed(0)
+    start = (torch.randn(40, 7) * 0.02).bfloat16()
+    spec = ShardSpec((90, 14), (30, 7), (40, 7))  # a block of a larger weight
+    rounding = Rounding("dithered", {"weight": spec})
+    half, wide = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    args = TrainingArgs(learning_rate=1.0, weight_decay=0.1)
+    optimizers = [
+        Optimizer(
+            [("weight", p)], args, schedule=lambda _: 1e-6, max_grad_norm=0.0, rounding=rounding
+        )
+        for p in (half, wide)
+    ]
+    assert half.equal(start)
+    for _ in range(5):
+        gradient = torch.randn(40, 7).bfloat16()
+        for parameter, optimizer in zip((half, wide), optimizers, strict=True):
+            (parameter * gradient.to(parameter.dtype)).sum().backward()
+            optimizer.step(1.0)
+            optimizer.zero_grad()
+    assert optimizers[0].masters["weight"].equal(wide.detach())
+    assert half.detach().equal(rounded(wide.detach(), thresholds("weight", spec)))
+    large = start.abs() > 0.01  # half a step of these is more than all updates together
+    assert (half != start)[large].any()
+    assert not (wide.detach().bfloat16() != start)[large].any()
