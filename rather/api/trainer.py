@@ -9,6 +9,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -37,18 +38,20 @@ from rather.data.feed import Feed
 from rather.errors import ConfigError, DataError
 from rather.losses.objective import configure, from_config, rule
 from rather.model.check import check_model, untrained_parts
-from rather.model.export import export_model, export_stored
+from rather.model.export import FileCast, export_model, export_stored
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
+from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
 from rather.parallel.mesh import build_mesh
-from rather.parallel.shard import STAGES
+from rather.parallel.shard import STAGES, places, shard_rounding
 from rather.parallel.stages import Stages
 from rather.pipeline.checks import refuse_columns
 from rather.pipeline.evaluation import EvaluatedPart, metrics_of
 from rather.pipeline.guard import refuse_nonfinite
 from rather.pipeline.loop import Record
 from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.layout import with_rounding_of_run
 from rather.tracking.json_lines import read_records
 from rather.tracking.run import NoTracker, RunTracker
 from rather.tracking.trackers import check_installed
@@ -171,10 +174,15 @@ class DPOTrainer:
             raise ConfigError(problems)
         with packed_attention(model):
             check_model(whole)
+            whole.rounding = Rounding(self.config.rounding)
             if mesh.sizes:
                 compute = next(whole.parameters()).dtype
                 whole = whole.float() if trains else whole  # shards that are trained are float32
                 policy = divide(whole, mesh, placing, compute=compute)
+                policy.rounding = replace(
+                    shard_rounding(policy, self.config.rounding, compute),
+                    places=places(policy, mesh),
+                )
         if mesh.sizes and isinstance(policy, PolicyModel):
             runner = WholeModelRunner(policy, STAGES[placing.stage])
         trainer = RankTrainer(policy, self.loss, mesh=mesh, runner=runner, count_zeros=trains)
@@ -291,8 +299,9 @@ class DPOTrainer:
     def _make_optimizer(self, total_steps: int | None) -> Optimizer:
         """Return the optimizer; if none was given, it is made now."""
         if self.policy.optimizer is None:
-            named, rates = self.policy.policy.named_parameters(), self._rates(total_steps)
-            self.policy.optimizer = Optimizer(named, self.args, schedule=rates, **self._stepping)
+            policy, rates = self.policy.policy, self._rates(total_steps)
+            options = {**self._stepping, "schedule": rates, "rounding": policy.rounding}
+            self.policy.optimizer = Optimizer(policy.named_parameters(), self.args, **options)
         return self.policy.optimizer
 
     def _rates(self, total_steps: int | None) -> Callable[[int], float]:
@@ -377,6 +386,13 @@ class DPOTrainer:
         **settings: Any,
     ) -> list[Record]:
         """Run the pipeline; return all records of the run, also those before a resume."""
+        folder = Path(run_dir).expanduser().absolute() if run_dir else None
+        if folder:
+            place = {"output_dir": str(folder.parent), "exp_name": folder.name}
+            self.config = with_rounding_of_run(self.config.model_copy(update=place))
+            policy = self.policy.policy
+            if self.config.rounding == "nearest":
+                policy.rounding = replace(policy.rounding, kind="nearest", held=frozenset())
         optimizer = self._make_optimizer(source.total_steps)
         if not isinstance(optimizer, TorchOptimizer):  # each run has its own schedule
             begun, rates = optimizer.updates, self._rates(source.total_steps)
@@ -388,7 +404,6 @@ class DPOTrainer:
             on_record(record)
 
         fixed = {"logging_steps": 1, "track_with": None, **settings}
-        folder = Path(run_dir).expanduser().absolute() if run_dir else None
         DPOPipeline.from_parts(
             self.config.model_copy(update=fixed),
             self.roles,
@@ -398,6 +413,7 @@ class DPOTrainer:
                 "loss": self.loss.description(),
                 "seed": [self.config.seed, self.config.data_seed],
                 "global batch": [source.feed.size, source.accumulation, self.roles.drivers],
+                "rounding": self.config.rounding,
             },
             evaluate=evaluate,
             on_record=add,
@@ -453,7 +469,9 @@ class DPOTrainer:
             self.worker.write_weights(shards, "model")
             self.roles.max_over_drivers(0)  # all have written
             if self.roles.is_main:
-                export_stored(part.causal_lm, stored(shards, "model"), self.tokenizer, folder, card)
+                cast = FileCast(part.causal_lm.config.dtype, part.rounding)
+                files = stored(shards, "model")
+                export_stored(part.causal_lm, files, self.tokenizer, folder, card, cast)
             self.roles.max_over_drivers(0)  # exported
 
 

@@ -27,7 +27,7 @@ from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.losses.objective import from_config
 from rather.model.policy import PolicyModel
-from rather.parallel.load import compute_dtype, same_weights
+from rather.parallel.load import same_weights, stored_dtype
 from rather.plan.memory import known_shapes
 from rather.report.folder import CONFIG, FINISHED
 from rather.run_folder.model_source import Weights
@@ -156,7 +156,7 @@ class Session:
         source, count = sources["reference"], len(sources)
         shapes = known_shapes(source.model, source.args) or {}
         weights = sum(map(prod, shapes.values()))
-        needed = count * weights * compute_dtype(source.args, "cpu").itemsize
+        needed = count * weights * stored_dtype(source.args, "cpu").itemsize
         if self.device == "cpu" and needed > ROOM * free:
             raise ConfigError(
                 f"{count} models of {source.model} need {needed / 2**30:.1f} GiB of memory and "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from operator import add, sub
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -85,6 +85,14 @@ class Shard:
     spec: ShardSpec
 
 
+class Cast(Protocol):
+    """Converts blocks of tensors to one dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, name: str, value: Tensor, spec: ShardSpec) -> Tensor: ...
+
+
 class ShardedFiles(Mapping[str, Tensor]):
     """The tensors of some safetensors files, stored whole or as shards; each is read on access."""
 
@@ -118,6 +126,11 @@ class ShardedFiles(Mapping[str, Tensor]):
     def shape(self, name: str) -> Numbers:
         return next(iter(self._shards[name].values()))[1].whole
 
+    def dtype(self, name: str) -> torch.dtype:
+        file, spec = next(iter(self._shards[name].values()))
+        empty: Tensor = file.get_slice(name)[(slice(0, 0),) * len(spec.whole)]
+        return empty.dtype
+
     def read(self, name: str, wanted: ShardSpec) -> Tensor:
         """Return one block in memory of its own; nothing else is read."""
         if wanted.whole != self.shape(name):
@@ -125,13 +138,9 @@ class ShardedFiles(Mapping[str, Tensor]):
                 f"{name}: has the shape {self.shape(name)} in the files, expected {wanted.whole}."
             )
         shards = self._shards[name].values()
-        file, _ = next(iter(shards))
         if not wanted.whole:
-            return file.get_tensor(name).clone()  # type: ignore[no-any-return]
-        # Of the first file only the dtype is read.
-        block: Tensor = file.get_slice(name)[(slice(0, 0),) * len(wanted.whole)].new_empty(
-            wanted.sizes
-        )
+            return next(iter(shards))[0].get_tensor(name).clone()  # type: ignore[no-any-return]
+        block = torch.empty(wanted.sizes, dtype=self.dtype(name))
         filled = 0
         for file, stored in shards:
             if common := wanted.overlap(stored):
@@ -142,18 +151,18 @@ class ShardedFiles(Mapping[str, Tensor]):
             raise CheckpointError(f"{name}: some of its shards are missing from the files.")
         return block
 
-    def stream(self, name: str, dtype: torch.dtype) -> TensorStream:
+    def stream(self, name: str, cast: Cast) -> TensorStream:
         """Return a whole tensor in another dtype, some rows at a time."""
-        spec = ShardSpec.full(self.shape(name))
+        spec, dtype = ShardSpec.full(self.shape(name)), cast.dtype
         if not spec.whole:
-            return TensorStream.of(self[name].to(dtype))
+            return TensorStream(dtype, (), lambda: iter([cast(name, self[name], spec)]))
         count = spec.whole[0]
         rows = max(1, CHUNK // (4 * max(1, prod(spec.whole[1:]))))
 
         def parts() -> Iterator[Tensor]:
             for first in range(0, count, rows):
                 part = spec.narrow(0, first, min(rows, count - first))
-                yield self.read(name, part).to(dtype)
+                yield cast(name, self.read(name, part), part)
 
         return TensorStream(dtype, spec.whole, parts)
 

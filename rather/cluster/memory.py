@@ -24,7 +24,7 @@ from rather.data.batch import PairBatch
 from rather.errors import ConfigError, MemoryShortage
 from rather.losses.objective import from_config
 from rather.model.sizes import sizes_of
-from rather.parallel.load import compute_dtype
+from rather.parallel.load import stored_dtype
 from rather.parallel.shard import local
 from rather.plan.memory import LayerBytes, known_shapes, role_state
 
@@ -228,7 +228,7 @@ def _per_tokens(worker: ActorWorker, kind: str) -> dict[str, float]:
     if planned and planned.bytes_of_token:
         return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
     sizes, level = sizes_of(*worker.source), planned.recompute if planned else "none"
-    size, adapter = compute_dtype(args, kind).itemsize, args.has_adapter
+    size, adapter = stored_dtype(args, kind).itemsize, args.has_adapter
     layer = LayerBytes(sizes, kind, size, level, worker.compiled, adapter)
     kept = layer.kept if planned else 0.0
     each = kept * sizes.layers / shape.pp / shape.tp / shape.cp

@@ -30,6 +30,7 @@ from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.errors import ConfigError, DiskError
+from rather.model.export import Kept
 from rather.parallel.stages import SCORED
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
@@ -115,12 +116,13 @@ class RoleOnRanks:
     def mix_weights(self, weights: Path, share: float) -> None:
         self._run("mix_weights", weights.absolute(), share, exchange=True)
 
-    def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
+    def save_model(self, folder: Path, tokenizer: Any, card: str) -> Kept:
         """Let all ranks write their shards, and one merge them into a model, tensor by tensor."""
         with shared_folder(folder) as shards:
             self.write_weights(shards, "model")
             args = (shards, tokenizer, folder.absolute(), card)
-            self._run("export", *args, one=True, exchange=True)
+            kept: Kept = self._run("export", *args, one=True, exchange=True)[0]
+            return kept
 
 
 Role = ActorWorker | RoleOnRanks

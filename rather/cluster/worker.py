@@ -25,13 +25,21 @@ from rather.errors import ConfigError, DiskError, MemoryShortage
 from rather.losses.objective import PairLoss, from_config, own_loss
 from rather.model.budget import TOKENS, Budget, NoRoom, choose_budget
 from rather.model.check import check_length
-from rather.model.export import export_adapter, export_model, export_stored
+from rather.model.export import Kept, export_run
 from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.model.layers import Recompute, arrange_layers, plain_layers
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
+from rather.optim.rounding import Rounding
 from rather.parallel.canonical import Canonical, RowOptimizer
-from rather.parallel.load import Start, compute_dtype, device_of, load_divided, load_policy
+from rather.parallel.load import (
+    Start,
+    compute_dtype,
+    device_of,
+    load_divided,
+    load_policy,
+    stored_dtype,
+)
 from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
@@ -151,15 +159,17 @@ class ActorWorker:
     def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
         config, (name, args) = self.config, self.source
         start = Start(config.seed, trains and config.keeps_start)
-        self.compiled = config.compile == "on"
+        self.compiled, rounding = config.compile == "on", Rounding(config.rounding)
         policy: PolicyModel | Stages
         if self.is_divided:
             shape = replace(self.layout, recompute=self._recompute if trains else "none")
             options: dict[str, Any] = {"trains": trains, "compiled": self.compiled, "start": start}
+            options["rounding"] = rounding
             policy = load_divided(name, args, self.device, self.mesh, shape, **options)
         else:
             exact = trains and config.precision != "lean"
-            policy = load_policy(name, args, self.device, exact=exact, start=start)
+            options = {"exact": exact, "start": start, "rounding": rounding}
+            policy = load_policy(name, args, self.device, **options)
         weights = sum(p.numel() for p in policy.parameters())
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         if isinstance(policy, PolicyModel) and not self.is_divided:
@@ -172,9 +182,11 @@ class ActorWorker:
             elif self.layout.canonical:  # what fits may differ with the number of ranks
                 arrange_layers(policy, recompute=self._recompute, **options)
         part = next(module for module in policy.modules() if isinstance(module, PolicyModel))
-        self.causal_lm, self.rows = part.causal_lm, part.vocabulary_size
-        check_length(self.causal_lm.config, config.sequence_length)
+        self.part, self.rows = part, part.vocabulary_size
+        check_length(part.causal_lm.config, config.sequence_length)
         dtype = str(compute_dtype(args, self.device)).removeprefix("torch.")
+        if stored_dtype(args, self.device) != compute_dtype(args, self.device):
+            dtype += " (this CPU has no bf16 instructions: float32 products of rounded weights)"
         extra = "; layers are compiled in the first minutes" if self.compiled else ""
         if trains and trained < weights:
             extra += f"; {trained / 1e6:.4g}M of them are trained, in an adapter"
@@ -190,6 +202,7 @@ class ActorWorker:
             "schedule": schedule(training, total_steps),
             "max_grad_norm": self.config.max_grad_norm,
             "exact": policy.exact,
+            "rounding": policy.rounding,
             "lean": self.config.precision == "lean",
             "seed": self.config.seed,
             "compute": compute_dtype(self.source[1], self.device) if self.is_divided else None,
@@ -357,22 +370,16 @@ class ActorWorker:
         """Return the most bytes in use since loading began; on a GPU, since training began."""
         return self.peak.bytes
 
-    def save_model(self, folder: Path, tokenizer: Any, card: str) -> None:
-        policy = self.trainer.policy
-        assert isinstance(policy, PolicyModel)
+    def save_model(self, folder: Path, tokenizer: Any, card: str) -> Kept:
+        weights = self.trainer.weights()
         if self.source[1].has_adapter:
-            whole = {name: tensor_of(each) for name, each in self.trainer.weight_pieces().items()}
-            export_adapter(policy.causal_lm, whole, self.source, tokenizer, folder, card)
-        else:
-            export_model(policy, self.trainer.weights(), tokenizer, folder, card)
+            found = self.trainer.weight_pieces()
+            weights = {name: tensor_of(each) for name, each in found.items()}
+        return export_run(self.part, weights, self.source, tokenizer, folder, card)
 
-    def export(self, shards: Path, tokenizer: Any, folder: Path, card: str) -> None:
+    def export(self, shards: Path, tokenizer: Any, folder: Path, card: str) -> Kept:
         """Export the shards that all ranks have written as a Hugging Face model."""
-        found = stored(shards, "model")
-        if self.source[1].has_adapter:
-            export_adapter(self.causal_lm, found, self.source, tokenizer, folder, card)
-        else:
-            export_stored(self.causal_lm, found, tokenizer, folder, card)
+        return export_run(self.part, stored(shards, "model"), self.source, tokenizer, folder, card)
 
     # --- the process ---
 

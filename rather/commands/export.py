@@ -14,14 +14,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.schema import ModelArgs
 from rather.data.pack import pack
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError
 from rather.model.check import TOLERANCE, two_pairs
-from rather.model.export import merged_model, publish, whole_adapter, whole_model
-from rather.model.files import model_folder
+from rather.model.export import (
+    FileCast,
+    merged_model,
+    publish,
+    source_files,
+    whole_adapter,
+    whole_model,
+)
+from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
+from rather.optim.rounding import Rounding
 from rather.parallel.load import DTYPES, load_policy, takes_4_bits
 from rather.run_folder.model_source import here, weights_of
 
@@ -37,7 +46,15 @@ def parse_size(size: str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def export(name: str, out: Path, *, adapter: bool, dtype: str | None, size: str | None) -> str:
+def export(
+    name: str,
+    out: Path,
+    *,
+    adapter: bool = False,
+    dtype: str | None = None,
+    size: str | None = None,
+    rounding: Rounding = Rounding("dithered"),
+) -> str:
     """Write the folder `out`, complete or not at all; return how its log-probs compare.
 
     `adapter`: the adapter alone instead of merged; `dtype`: else that of the source; `size`: of
@@ -56,7 +73,8 @@ def export(name: str, out: Path, *, adapter: bool, dtype: str | None, size: str 
     if adapter and not has_adapter:
         raise ConfigError(f"--adapter: {name} has no adapter; export the model without it.")
     if has_adapter and not adapter and not source.checkpoint:
-        return merge(str(source.args.adapter_name_or_path), out, dtype=dtype, largest=largest)
+        path = str(source.args.adapter_name_or_path)
+        return merge(path, out, dtype=dtype, largest=largest, rounding=rounding)
     policy = source.load(here(), "fp32")
     before = fixed_log_probs(policy)
     args = ModelArgs(dtype="fp32")
@@ -68,23 +86,26 @@ def export(name: str, out: Path, *, adapter: bool, dtype: str | None, size: str 
         del policy
         if not adapter:
             try:
-                return merge(str(temporary), out, dtype=dtype, largest=largest)
+                path = str(temporary)
+                return merge(path, out, dtype=dtype, largest=largest, rounding=rounding)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         changes = {"adapter_name_or_path": str(temporary), "revision": source.args.revision}
         args = source.args.of_other_weights().model_copy(update={**changes, "dtype": "fp32"})
-        model, written = source.model, torch.float32
+        model, cast = source.model, FileCast(torch.float32, rounding)
     else:
         config = policy.causal_lm.config
-        config.dtype = written = DTYPES[dtype] if dtype else config.dtype
-        temporary = whole_model(policy, {}, source.tokenizer(), out, largest)
+        config.dtype = DTYPES[dtype] if dtype else config.dtype
+        began = source_files(source.model, source.args.revision) if source.checkpoint else None
+        cast = FileCast(config.dtype, rounding, began)
+        temporary = whole_model(policy, {}, source.tokenizer(), out, cast, largest)
         model = str(temporary)
         del policy
     folder = None if source.checkpoint else model_folder(source.model, source.args.revision)
     own = (folder or out) / "README.md"  # the source's card may name a licence
     card = own.read_text(encoding="utf-8") if own.is_file() else f"# {out.name}\n"
     card += f"\nExported from `{source.name}` by Rather: "
-    return _publish(before, (model, args), temporary, out, card, TOLERANCE[written])
+    return _publish(before, (model, args), temporary, out, card, cast, TOLERANCE[cast.dtype])
 
 
 def merge(
@@ -94,6 +115,7 @@ def merge(
     *,
     dtype: str | None = None,
     largest: int | None = None,
+    rounding: Rounding = Rounding("dithered"),
 ) -> str:
     """Write adapter and base as one model to `out`; return how its log-probs compare."""
     from rather.model.adapters import adapter_folder, base_of  # PEFT takes seconds to import
@@ -121,13 +143,15 @@ def merge(
     own = (folder / "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(*((str(folder), None) if own else (name, revision)), False)
     config = policy.causal_lm.config
-    config.dtype = written = DTYPES[dtype] if dtype else config.dtype
-    temporary = merged_model(policy.causal_lm, found, folder, tokenizer, out, largest)
+    config.dtype = DTYPES[dtype] if dtype else config.dtype
+    files = ShardedFiles(weight_files(found))
+    cast = FileCast(config.dtype, rounding, files)
+    temporary = merged_model(policy.causal_lm, files, folder, tokenizer, out, cast, largest)
     del policy
     card = f"# {out.name}\n\n`{name}` with the adapter `{folder}` merged by Rather: "
     merged = str(temporary), ModelArgs(dtype="fp32")
-    allowed = None if quantised else TOLERANCE[written]
-    return _publish(before, merged, temporary, out, card, allowed)
+    allowed = None if quantised else TOLERANCE[cast.dtype]
+    return _publish(before, merged, temporary, out, card, cast, allowed)
 
 
 def _publish(
@@ -136,6 +160,7 @@ def _publish(
     temporary: Path,
     out: Path,
     card: str,
+    cast: FileCast,
     allowed: float | None,
 ) -> str:
     """Open what was written, and publish it if its log-probs differ by rounding only.
@@ -155,6 +180,7 @@ def _publish(
     except BaseException:
         shutil.rmtree(temporary)
         raise
+    result += f"; {cast.kept}" if cast.kept.weights else ""
     publish(temporary, out, f"{card}{result}.\n")
     return result
 

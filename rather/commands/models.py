@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +22,15 @@ from rather.errors import ConfigError
 
 Model = Annotated[
     str, typer.Argument(help="A model folder, hub name, adapter, run folder or checkpoint.")
+]
+
+DtypeOption = Annotated[
+    Literal["bf16", "fp16", "fp32"] | None,
+    typer.Option(help="Precision; default: that of the source."),
+]
+RoundingOption = Annotated[
+    Literal["dithered", "nearest"],
+    typer.Option(help="Rounding to bf16: dithered keeps updates that nearest loses."),
 ]
 
 
@@ -100,18 +109,18 @@ def export_command(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Export the adapter alone, not merged.")
     ] = False,
-    dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None,
-        typer.Option(help="Precision; default: that of the source."),
-    ] = None,
+    dtype: DtypeOption = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Largest file, such as 500MB; default: 4GB.")
     ] = None,
+    rounding: RoundingOption = "dithered",
 ) -> None:
     """Write a model to a new folder, after comparing its log-probs with those of the source."""
     from rather.commands.export import export
+    from rather.optim.rounding import Rounding
 
-    typer.echo(f"{out}: {export(source, out, adapter=adapter, dtype=dtype, size=shard_size)}")
+    options: dict[str, Any] = {"adapter": adapter, "dtype": dtype, "size": shard_size}
+    typer.echo(f"{out}: {export(source, out, **options, rounding=Rounding(rounding))}")
 
 
 @command
@@ -121,11 +130,14 @@ def merge_command(
     base: Annotated[
         str | None, typer.Option(help="Base model, if not the one that the adapter names.")
     ] = None,
+    dtype: DtypeOption = None,
+    rounding: RoundingOption = "dithered",
 ) -> None:
     """Merge an adapter into its base model, after comparing log-probs before and after."""
     from rather.commands.export import merge
+    from rather.optim.rounding import Rounding
 
-    typer.echo(f"{out}: {merge(adapter, out, base)}")
+    typer.echo(f"{out}: {merge(adapter, out, base, dtype=dtype, rounding=Rounding(rounding))}")
 
 
 @command

@@ -526,6 +526,10 @@ class LossKeys(Section):
     precision: Literal["exact", "lean"] = "exact"
     """exact: float32 master weights and moments. lean: a third of the optimizer memory, bf16 only:
     stochastically rounded weights and 8-bit moments."""
+    rounding: Literal["dithered", "nearest"] = "dithered"
+    """How float32 master weights are rounded to bf16, in the forward pass and in files. dithered: a
+    fixed threshold for each weight, which keeps updates smaller than a bf16 step. nearest: loses
+    them."""
     train_batch_size: Count | None = None
     """Pairs per optimizer step over all devices; must match the sizes in
     actor_train.training_args."""

@@ -29,6 +29,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from rather.checkpoint.sharded_tensors import (
+    Cast,
     ShardedFiles,
     ShardSpec,
     TensorStream,
@@ -356,7 +357,7 @@ def write_adapter(
 # --- into the base ---
 
 
-def merge(base: ShardedFiles, adapter: Path, dtype: torch.dtype) -> dict[str, TensorStream]:
+def merge(base: ShardedFiles, adapter: Path, cast: Cast) -> dict[str, TensorStream]:
     """Return the base with an adapter merged in, computed in float32 as each weight is written."""
     config, saved = saved_config(adapter), _open_adapter(adapter, base)
 
@@ -366,18 +367,18 @@ def merge(base: ShardedFiles, adapter: Path, dtype: torch.dtype) -> dict[str, Te
         if config.use_dora:
             magnitude = saved[f"{module}.lora_magnitude_vector"].float()
             weight *= (magnitude / weight.norm(dim=1))[:, None]
-        yield weight.to(dtype)
+        yield cast(name, weight, ShardSpec.full(weight.shape))
 
     streams = {}
     for name in sorted(base):
         module = _PEFT + name.removesuffix(".weight")
         if _PEFT + name in saved:
-            streams[name] = saved.stream(_PEFT + name, dtype)
+            streams[name] = saved.stream(_PEFT + name, cast)
         elif f"{module}.lora_A.weight" in saved:
             parts = partial(merged, name, module)
-            streams[name] = TensorStream(dtype, base.shape(name), parts)
+            streams[name] = TensorStream(cast.dtype, base.shape(name), parts)
         else:
-            streams[name] = base.stream(name, dtype)
+            streams[name] = base.stream(name, cast)
     return streams
 
 

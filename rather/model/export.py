@@ -7,42 +7,133 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from torch import Tensor
 
-from rather.checkpoint.sharded_tensors import ShardedFiles, TensorStream, safetensors_file
+from rather.checkpoint.sharded_tensors import (
+    ShardedFiles,
+    ShardSpec,
+    TensorStream,
+    safetensors_file,
+)
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import DiskError
 from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
+from rather.optim.rounding import Rounding, plain_name
 
 LARGEST_FILE = 4_000_000_000  # bytes, transformers' "4GB"
 
 
+@dataclass
+class Kept:
+    """How much of an update the weights in a file keep. Sums over the weights of the model."""
+
+    dot: float = 0.0  # of the written change and the true one
+    square: float = 0.0  # of the true change
+    changed: int = 0  # float32 weights that differ from the source
+    written: int = 0  # weights in the file that differ from the source
+    weights: int = 0
+
+    @property
+    def share(self) -> float | None:
+        """The projection of the written change on the true one; None if nothing changed."""
+        return self.dot / self.square if self.square else None
+
+    def __str__(self) -> str:
+        if not self.weights:
+            return "the change of the weights is unknown: their source is not here"
+        if self.share is None:
+            return "the weights did not change"
+        return (
+            f"the file keeps {self.share:.2%} of the update; it changes "
+            f"{self.written / self.weights:.2%} of the weights ({self.changed / self.weights:.2%} "
+            "in float32)"
+        )
+
+
+class FileCast:
+    """Rounds weights to the dtype of a file, and compares them with the files of the source."""
+
+    def __init__(
+        self, dtype: torch.dtype, rounding: Rounding, source: ShardedFiles | None = None
+    ) -> None:
+        self.dtype, self.rounding, self.source, self.kept = dtype, rounding, source, Kept()
+
+    def __call__(self, name: str, value: Tensor, spec: ShardSpec | None = None) -> Tensor:
+        name, spec = plain_name(name), spec or ShardSpec.full(value.shape)
+        cast = self.rounding.cast(name, value, self.dtype, spec)
+        if self.source is not None and name in self.source:
+            before = self.source.read(name, spec).to(value.device).float()
+            true, written, kept = value.float() - before, cast.float() - before, self.kept
+            kept.dot += float((true * written).sum(dtype=torch.float64))
+            kept.square += float(true.square().sum(dtype=torch.float64))
+            kept.changed += int(true.count_nonzero())
+            kept.written += int(written.count_nonzero())
+            kept.weights += true.numel()
+        return cast
+
+
+def source_files(name: str, revision: str | None = None) -> ShardedFiles | None:
+    """Return the weights that a run started from; None if they are not on this machine."""
+    folder = model_folder(name, revision)
+    return ShardedFiles(weight_files(folder)) if folder and folder.exists() else None
+
+
+def export_run(
+    policy: PolicyModel,
+    weights: Mapping[str, Tensor],
+    source: tuple[str, ModelArgs],
+    tokenizer: Any,
+    folder: Path,
+    card: str,
+) -> Kept:
+    """Export the weights of a run, whole or as shards in files; with an adapter also that."""
+    place, (name, args) = (tokenizer, folder, card), source
+    if args.has_adapter:
+        return export_adapter(policy.causal_lm, weights, source, *place, policy.rounding)
+    began = source_files(name, args.revision)
+    if not isinstance(weights, ShardedFiles):
+        return export_model(policy, weights, *place, began)
+    cast = FileCast(policy.causal_lm.config.dtype, policy.rounding, began)
+    return export_stored(policy.causal_lm, weights, *place, cast)
+
+
 def export_model(
-    policy: PolicyModel, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, card: str
-) -> None:
+    policy: PolicyModel,
+    weights: Mapping[str, Tensor],
+    tokenizer: Any,
+    folder: Path,
+    card: str,
+    source: ShardedFiles | None = None,
+) -> Kept:
     """Export `weights` (with the policy's names) in the dtype of the source model, atomically."""
-    publish(whole_model(policy, weights, tokenizer, folder), folder, card)
+    cast = FileCast(policy.causal_lm.config.dtype, policy.rounding, source)
+    temporary = whole_model(policy, weights, tokenizer, folder, cast)
+    publish(temporary, folder, _with_share(card, cast.kept))
+    return cast.kept
 
 
 def export_stored(
-    model: Any, stored: ShardedFiles, tokenizer: Any, folder: Path, card: str
-) -> None:
+    model: Any, stored: ShardedFiles, tokenizer: Any, folder: Path, card: str, cast: FileCast
+) -> Kept:
     """Export weights that several ranks have written to files; `model` gives only its configs.
 
     They are streamed: at most some rows of one weight are in memory.
     """
-    dtype = model.config.dtype
     weights = {
-        name.removeprefix("causal_lm."): stored.stream(name, dtype) for name in sorted(stored)
+        name.removeprefix("causal_lm."): stored.stream(name, cast) for name in sorted(stored)
     }
-    publish(_write_model(model, weights, tokenizer, folder), folder, card)
+    temporary = _write_model(model, weights, tokenizer, folder)
+    publish(temporary, folder, _with_share(card, cast.kept))
+    return cast.kept
 
 
 def export_adapter(
@@ -52,14 +143,22 @@ def export_adapter(
     tokenizer: Any,
     folder: Path,
     card: str,
-) -> None:
+    rounding: Rounding,
+) -> Kept:
     """Export the adapter for PEFT next to `folder`, and the merged model in `folder`."""
     name, args = source
-    base = model_folder(name, args.revision)
+    base = source_files(name, args.revision)
     assert base is not None
     adapter = folder.with_name(folder.name.replace("model", "adapter"))  # best_model: best_adapter
     publish(whole_adapter(model, weights, source, tokenizer, adapter), adapter, card)
-    publish(merged_model(model, base, adapter, tokenizer, folder), folder, card)
+    cast = FileCast(model.config.dtype, rounding, base)
+    temporary = merged_model(model, base, adapter, tokenizer, folder, cast)
+    publish(temporary, folder, _with_share(card, cast.kept))
+    return cast.kept
+
+
+def _with_share(card: str, kept: Kept) -> str:
+    return f"{card}\nOf the training, {kept}.\n" if kept.share else card
 
 
 def whole_model(
@@ -67,6 +166,7 @@ def whole_model(
     weights: Mapping[str, Tensor],
     tokenizer: Any,
     folder: Path,
+    cast: FileCast,
     largest: int | None = None,
 ) -> Path:
     """Write a model that `publish` renames to `folder`, in files of at most so many bytes."""
@@ -75,7 +175,7 @@ def whole_model(
     with _new_folder(folder, tokenizer) as temporary:
         model.generation_config = type(own[1])()  # save_pretrained refuses many valid ones
         try:
-            state = _state(policy, weights)
+            state = _state(policy, weights, cast)
             limit = largest or LARGEST_FILE
             model.save_pretrained(temporary, state_dict=state, max_shard_size=limit)
         finally:  # save_pretrained sets the dtype to that of the training
@@ -84,11 +184,11 @@ def whole_model(
     return temporary
 
 
-def _state(policy: PolicyModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _state(policy: PolicyModel, weights: Mapping[str, Tensor], cast: FileCast) -> dict[str, Tensor]:
     """Return the state dict of the Hugging Face model; tied weights stay one tensor."""
     model = policy.causal_lm
     trained = {
-        id(parameter): weights.get(name, parameter).detach().to(model.config.dtype).cpu()
+        id(parameter): cast(name, weights.get(name, parameter).detach()).cpu()
         for name, parameter in policy.named_parameters()
     }
     named = model.named_parameters(remove_duplicate=False)
@@ -111,13 +211,18 @@ def whole_adapter(
 
 
 def merged_model(
-    model: Any, base: Path, adapter: Path, tokenizer: Any, folder: Path, largest: int | None = None
+    model: Any,
+    base: ShardedFiles,
+    adapter: Path,
+    tokenizer: Any,
+    folder: Path,
+    cast: FileCast,
+    largest: int | None = None,
 ) -> Path:
     """Write a base with an adapter merged in; `publish` renames it to `folder`."""
     from rather.model.adapters import merge
 
-    weights = merge(ShardedFiles(weight_files(base)), adapter, model.config.dtype)
-    return _write_model(model, weights, tokenizer, folder, largest)
+    return _write_model(model, merge(base, adapter, cast), tokenizer, folder, largest)
 
 
 def _write_model(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rather.data.batch import PairBatch
 from rather.model.collectives import Group, enter, gather, leave
 from rather.model.head import Words, token_logps
+from rather.optim.rounding import Rounding
 
 START = "reference"  # in the parameter names of an adapter's frozen start
 
@@ -26,6 +27,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.exact: dict[str, Tensor] = {}  # float32 source weights, if this model rounds them
+        self.rounding = Rounding()
         # The part of the whole model on this rank. For parameters sharded over tp: the dimension,
         # and its full size; parameters that are not sharded, but whose gradient is a term of a sum
         # over tp; parameters that another pipeline stage also holds, and counts.

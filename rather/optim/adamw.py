@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from rather.optim.rounding import Rounding, exact, rounded
+from rather.optim.rounding import Rounding, exact, low_bits, rounded
 
 BLOCK = 256  # weights that share the base exponents of their lean moments
 CHUNK = 1 << 22  # weights expanded to float32 at a time on the CPU; a multiple of BLOCK
@@ -82,25 +82,25 @@ class ParameterState:
         self.steps = 0
         self.rest: Tensor | None = None
         self.moments: dict[str, Tensor] = {}
-        self.form: Literal["wide", "split", "lean"] = "lean" if lean else "split"
-        if parameter.dtype != torch.bfloat16:
-            self.form = "wide"
-            if parameter.dtype == torch.float16:
-                self.rest = (parameter if start is None else start).detach().float()
-        else:
+        self.form: Literal["wide", "split", "lean"] = "wide"
+        if rounding.applies(name, parameter):
+            self.form = "lean" if lean else "split"
+        elif parameter.dtype == torch.float16:
+            self.rest = (parameter if start is None else start).detach().float()
+        if parameter.dtype == torch.bfloat16:
             parameter.data = parameter.data.contiguous()
+        own = self.local
         if self.form == "split":
-            self.rest = torch.zeros_like(parameter, dtype=torch.int16)
-            if start is not None:
-                self._split(start.detach())
-                if rounding.kind == "nearest":
-                    # torch rounds exact halves to even, and a reference is rounded by torch. The
-                    # master of such a half starts one float32 step lower.
-                    parameter.data.copy_(start)
-                    upper = parameter.data.view(torch.int16).int() << 16
-                    bits = start.detach().to(parameter.device).contiguous().view(torch.int32)
-                    self.rest.copy_((bits - upper).clamp_(-(1 << 15), (1 << 15) - 1))
-        own, wide = local_part(parameter), torch.promote_types(parameter.dtype, torch.float32)
+            begin = own.float() if start is None else start.detach().to(own.device)
+            self.rest = rounding.split(name, own, begin)
+            if rounding.kind == "nearest":
+                # torch rounds exact halves to even, and a reference is rounded by torch. The
+                # master of such a half starts one float32 step lower.
+                own.copy_(begin.bfloat16())
+                upper = own.bfloat16().view(torch.int16).int() << 16
+                bits = begin.contiguous().view(torch.int32) - upper
+                self.rest = bits.clamp_(-(1 << 15), (1 << 15) - 1).short()
+        wide = torch.promote_types(parameter.dtype, torch.float32)
         for kind in ("exp_avg", "exp_avg_sq"):
             moment = torch.zeros_like(own, dtype=torch.uint8 if self.form == "lean" else wide)
             self.moments[kind] = moment
@@ -108,7 +108,8 @@ class ParameterState:
                 blocks = -(-own.numel() // BLOCK)
                 self.moments[f"{kind}_base"] = own.new_zeros(blocks, dtype=torch.int16)
         self._sum: Tensor | None = None
-        self.sums_wide = self.form == "split" or parameter.dtype == torch.float16
+        self.sums_wide = parameter.dtype == torch.float16
+        self.sums_wide |= self.form == "split" and parameter.dtype == torch.bfloat16
         if self.sums_wide:
             # A weak reference: the garbage collector does not see what hooks hold.
             this = weakref.ref(self)
@@ -121,6 +122,11 @@ class ParameterState:
             self.hook = parameter.register_post_accumulate_grad_hook(add_to_sum)  # type: ignore[no-untyped-call]
 
     @property
+    def local(self) -> Tensor:
+        """The part of the parameter on this rank; FSDP2 replaces it when it pads shards."""
+        return local_part(self.parameter).detach()
+
+    @property
     def gradient(self) -> Tensor | None:
         grad = self._sum if self.sums_wide else self.parameter.grad
         return None if grad is None else local_part(grad)
@@ -131,24 +137,19 @@ class ParameterState:
     def master(self) -> Tensor:
         """Return the weights as exactly as they are known, in float32."""
         if self.form == "lean":
-            return self.parameter.detach().float()
+            return self.local.float()
         if self.rest is None:
-            return local_part(self.parameter).detach()
+            return self.local
         if self.form == "wide":
             return self.rest
-        return exact(self.parameter, self.rest, self.rounding.thresholds(self.name, self.parameter))
-
-    def _split(self, master: Tensor) -> None:
-        assert self.rest is not None
-        thresholds = self.rounding.thresholds(self.name, self.parameter)
-        split(master.to(self.parameter.device), self.parameter, self.rest, thresholds)
+        return self.rounding.exact(self.name, self.local, self.rest)
 
     def load(self, master: Tensor, moments: Mapping[str, Tensor], steps: int) -> None:
         """Load master and moments; a weight that never had a gradient has no moments."""
         if self.form == "split":
-            self._split(master)
+            self.rest = self.rounding.split(self.name, self.local, master)
         else:
-            local_part(self.parameter).copy_(master)
+            self.local.copy_(master)
             if self.rest is not None:
                 self.rest.copy_(master)
         self.steps = steps
@@ -158,7 +159,7 @@ class ParameterState:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that is on this rank: all of it, or its shard."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def update_parameters(states: Sequence[ParameterState], update: Update) -> None:
@@ -175,17 +176,12 @@ def update_parameters(states: Sequence[ParameterState], update: Update) -> None:
         if state.rest is not None:
             state.parameter.copy_(state.rest)
     half = [state for state in states if state.form != "wide"]
-    if half:
-        _update_half(half, update)
-
-
-def _update_half(states: Sequence[ParameterState], update: Update) -> None:
-    if states[0].parameter.is_cuda:
+    if half and half[0].local.is_cuda:
         from rather.optim import kernels
 
-        kernels.adamw(states, update)
+        kernels.adamw(half, update)
         return
-    for state in states:
+    for state in half:
         _update_chunks(state, update)
 
 
@@ -196,15 +192,16 @@ def _update_chunks(state: ParameterState, update: Update) -> None:
         scaled = gradient.float() * update.gradient_scale
         update.adamw([state], [master], [scaled], *([moment] for moment in moments))
 
-    own = (state.parameter, _gradient(state))
+    own = (state.local, _gradient(state))
     if state.rest is not None:
         tensors = _chunks(CHUNK, *own, state.rest, *state.moments.values())
         for number, (weight, gradient, rest, *moments) in enumerate(tensors):
             span = (number * CHUNK, number * CHUNK + weight.numel())
-            thresholds = state.rounding.thresholds(state.name, state.parameter, *span)
+            thresholds = state.rounding.thresholds(state.name, state.local, *span)
             master = exact(weight, rest, thresholds)
             run_adamw(master, gradient, *moments)
-            split(master, weight, rest, thresholds)
+            weight.copy_(rounded(master, thresholds))
+            rest.copy_(low_bits(master))
         return
     codes, base, codes_sq, base_sq = state.moments.values()
     generator = torch.Generator().manual_seed(update.noise_seed(state.name))
@@ -215,7 +212,7 @@ def _update_chunks(state: ParameterState, update: Update) -> None:
         exp_avg, exp_avg_sq = decode(mean, mean_base, signed=True), decode(square, square_base)
         run_adamw(wide, gradient, exp_avg, exp_avg_sq)
         noise = torch.empty(weight.shape, dtype=torch.int64).random_(generator=generator)
-        weight.view(torch.int16).copy_((wide.view(torch.int32) + (noise & 0xFFFF).int()) >> 16)
+        weight.copy_(rounded(wide, (noise & 0xFFFF).int()))
         encode(exp_avg, (noise >> 16 & 0xFFFFF).int(), mean, mean_base, signed=True)
         encode(exp_avg_sq, (noise >> 36 & 0xFFFFF).int(), square, square_base)
 
@@ -231,12 +228,6 @@ def _chunks(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 # --- bits ---
-
-
-def split(master: Tensor, parameter: Tensor, rest: Tensor, thresholds: Tensor | int) -> None:
-    """Write a float32 master as a rounded parameter and its lower 16 bits."""
-    rest.copy_(master.contiguous().view(torch.int32))  # as int16, which keeps the lower bits
-    parameter.detach().copy_(rounded(master, thresholds))
 
 
 def encode(

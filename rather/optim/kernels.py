@@ -29,19 +29,24 @@ BLOCK = tl.constexpr(256)  # adamw.BLOCK
 
 
 def adamw(states: Sequence[ParameterState], update: Update) -> None:
-    """Update parameters of one form in one launch: one for each would take longer than the work."""
+    """Update parameters of one form and dtype in one launch: one for each would take longer."""
+    dtypes = {state.parameter.dtype for state in states}
+    if len(dtypes) > 1:
+        for dtype in dtypes:
+            adamw([state for state in states if state.parameter.dtype == dtype], update)
+        return
     rows, numbers, gradients = [], [], []
     lean = states[0].form == "lean"
     for state in states:
         assert state.gradient is not None
         gradients.append(state.gradient.contiguous())
         rest = [] if state.rest is None else [state.rest, state.rest]
-        tensors = [state.parameter, gradients[-1], *state.moments.values(), *rest]
+        tensors = [state.local, gradients[-1], *state.moments.values(), *rest]
         addresses = [tensor.data_ptr() for tensor in tensors]
         first, second = hash_key(state.name)
         seed = update.noise_seed(state.name) if lean else signed(second) << 32 | first
-        where = place(state.rounding.place(state.name, state.parameter))
-        rows.append([state.parameter.numel(), seed, *addresses, *where])
+        where = place(state.rounding.place(state.name, state.local))
+        rows.append([state.local.numel(), seed, *addresses, *where])
         done = state.steps + 1
         step_size = update.lr / (1 - update.beta1**done)
         correction = math.sqrt(1 - update.beta2**done)
@@ -59,6 +64,7 @@ def adamw(states: Sequence[ParameterState], update: Update) -> None:
             table, each, chunks, update.beta1, 1 - update.beta1, update.beta2, 1 - update.beta2,
             update.eps, update.gradient_scale, LEAN=lean,
             DITHERED=states[0].rounding.kind == "dithered", SLICED=sliced, FAR=far,
+            HELD=states[0].parameter.dtype == torch.float32,
             WIDE=gradients[0].dtype == torch.float32, ALIGN=16 if aligned else 1, CHUNK=CHUNK,
             TILE=TILE, num_warps=4,
         )  # fmt: skip
@@ -74,8 +80,8 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 @triton.jit
 def _kernel(
     table, each, chunks, beta1, rest1, beta2, rest2, eps, scale, LEAN: tl.constexpr,
-    DITHERED: tl.constexpr, SLICED: tl.constexpr, FAR: tl.constexpr, WIDE: tl.constexpr,
-    ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    DITHERED: tl.constexpr, SLICED: tl.constexpr, FAR: tl.constexpr, HELD: tl.constexpr,
+    WIDE: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A row of the table: size, seed, the addresses of parameter and gradient, and those of
     exp_avg, exp_avg_sq, the low bits twice; if lean: exp_avg, its bases, exp_avg_sq, its bases;
@@ -89,7 +95,7 @@ def _kernel(
     numbers = (tl.load(each), tl.load(each + 1), tl.load(each + 2),
                beta1, rest1, beta2, rest2, eps, scale)  # fmt: skip
     size, seed = tl.load(entry).to(tl.int32), tl.load(entry + 1)
-    weight = _pointer(entry + 2, tl.int16, ALIGN)
+    weight = _pointer(entry + 2, tl.int32 if HELD else tl.int16, ALIGN)
     gradient = _pointer(entry + 3, tl.float32 if WIDE else tl.bfloat16, ALIGN)
     exp_avg = _pointer(entry + 4, tl.uint8 if LEAN else tl.float32, ALIGN)
     exp_avg_sq = _pointer(entry + (6 if LEAN else 5), tl.uint8 if LEAN else tl.float32, ALIGN)
@@ -109,17 +115,18 @@ def _kernel(
             if LEAN:
                 bases = (rest + block, rest_sq + block)
                 if whole:  # a mask would forbid wide loads
-                    _lean_tile(places, bases, None, None, random, numbers)
+                    _lean_tile(places, bases, None, None, random, numbers, HELD)
                 else:
-                    _lean_tile(places, bases, at < size, block * BLOCK < size, random, numbers)
+                    inside = at < size
+                    _lean_tile(places, bases, inside, block * BLOCK < size, random, numbers, HELD)
             else:
                 threshold = 0x8000
                 if DITHERED:
                     threshold = _threshold(at, entry + 8, seed, SLICED, FAR)
                 if whole:
-                    _split_tile(places, rest + at, None, threshold, numbers)
+                    _split_tile(places, rest + at, None, threshold, numbers, HELD)
                 else:
-                    _split_tile(places, rest + at, at < size, threshold, numbers)
+                    _split_tile(places, rest + at, at < size, threshold, numbers, HELD)
 
 
 @triton.jit
@@ -145,25 +152,27 @@ def _threshold(at, place, seed, SLICED: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
-def _split_tile(places, lower, inside, threshold, numbers):
+def _split_tile(places, lower, inside, threshold, numbers, HELD: tl.constexpr):
     upper, gradient, exp_avg, exp_avg_sq = places
     low = tl.load(lower, inside).to(tl.int32) & 0xFFFF
-    bits = ((tl.load(upper, inside).to(tl.int32) - ((low + threshold) >> 16)) << 16) | low
+    bits = tl.load(upper, inside).to(tl.int32)
+    bits = bits >> 16 if HELD else bits
+    bits = ((bits - ((low + threshold) >> 16)) << 16) | low
     w = bits.to(tl.float32, bitcast=True)
     g = tl.load(gradient, inside).to(tl.float32)
     w, m, v = _adamw(w, tl.load(exp_avg, inside), tl.load(exp_avg_sq, inside), g, numbers)
     bits = w.to(tl.int32, bitcast=True)
     threshold = tl.where((bits & 0x7F800000) == 0x7F800000, 0, threshold)  # Inf and NaN stay
-    tl.store(upper, ((bits + threshold) >> 16).to(tl.int16), inside)
+    _store(upper, (bits + threshold) >> 16, inside, HELD)
     tl.store(lower, bits.to(tl.int16), inside)
     tl.store(exp_avg, m, inside)
     tl.store(exp_avg_sq, v, inside)
 
 
 @triton.jit
-def _lean_tile(places, bases, inside, block_inside, random, numbers):
+def _lean_tile(places, bases, inside, block_inside, random, numbers, HELD: tl.constexpr):
     weight, gradient, exp_avg, exp_avg_sq = places
-    w = (_ints(weight, inside) << 16).to(tl.float32, bitcast=True)
+    w = (_ints(weight, inside) << (0 if HELD else 16)).to(tl.float32, bitcast=True)
     code = _ints(exp_avg, inside)
     size = ((code & 127) + _ints(bases[0], block_inside)[:, None]) << 20
     m = tl.where((code & 127) == 0, 0.0, (size | ((code & 128) << 24)).to(tl.float32, bitcast=True))
@@ -173,7 +182,7 @@ def _lean_tile(places, bases, inside, block_inside, random, numbers):
     w, m, v = _adamw(w, m, v, g.to(tl.float32), numbers)
     noise, more = random[0].to(tl.int32, bitcast=True), random[1].to(tl.int32, bitcast=True)
     sixteen = ((noise >> 20) & 0xFFF) | ((more >> 16) & 0xF000)  # what the other two leave
-    tl.store(weight, ((w.to(tl.int32, bitcast=True) + sixteen) >> 16).to(tl.int16), inside)
+    _store(weight, (w.to(tl.int32, bitcast=True) + sixteen) >> 16, inside, HELD)
     bits = m.to(tl.int32, bitcast=True)
     rounded = ((bits & 0x7FFFFFFF) + (noise & 0xFFFFF)) >> 20
     lowest = tl.maximum(tl.max(rounded, 1) - 127, 0)
@@ -184,6 +193,12 @@ def _lean_tile(places, bases, inside, block_inside, random, numbers):
     lowest = tl.maximum(tl.max(rounded, 1) - 255, 0)
     tl.store(exp_avg_sq, tl.maximum(rounded - lowest[:, None], 0).to(tl.uint8), inside)
     tl.store(bases[1], lowest.to(tl.int16), block_inside)
+
+
+@triton.jit
+def _store(place, upper, inside, HELD: tl.constexpr):
+    """Store the upper 16 bits of weights: as bfloat16, or as float32 with zeros below."""
+    tl.store(place, upper << 16 if HELD else upper.to(tl.int16), inside)
 
 
 @triton.jit

@@ -13,7 +13,8 @@ file format: tests/optim/test_rounding.py holds its vectors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -26,12 +27,19 @@ from rather.checkpoint.sharded_tensors import ShardSpec
 NEAREST = 0x8000  # the threshold of nearest rounding; exact halves are rounded up
 FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 EXPONENT = 0x7F80  # of a bfloat16; all ones in Inf and NaN
+CHUNK = 1 << 24  # weights whose thresholds are in memory at a time
+# What wrappers add to the name of a parameter of the model itself.
+WRAPPERS = re.compile(r"^(causal_lm\.)?(base_model\.model\.)?|(base_layer|modules_to_save\.\w+)\.")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter in the model itself, without what wrappers add."""
+    return WRAPPERS.sub("", name)
 
 
 def hash_key(name: str) -> tuple[int, int]:
-    """Return the two 32-bit keys of a parameter; wrappers in its name do not matter."""
-    name = name.removeprefix("causal_lm.").removeprefix("base_model.model.")
-    digest = hashlib.blake2b(name.replace(".base_layer.", ".").encode(), digest_size=8).digest()
+    """Return the two 32-bit keys of a parameter."""
+    digest = hashlib.blake2b(plain_name(name).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
@@ -76,10 +84,19 @@ def thresholds(
 
 @dataclass(frozen=True)
 class Rounding:
-    """How the weights of a model are rounded; `places` are the blocks that this rank holds."""
+    """How the weights of a model are rounded to bfloat16.
+
+    `places` are the blocks that this rank holds of divided parameters. `held` are the float32
+    parameters that hold bfloat16 values: shards, which are gathered in bfloat16, and all weights on
+    a CPU that computes in float32 instead.
+    """
 
     kind: Literal["dithered", "nearest"] = "nearest"
     places: Mapping[str, ShardSpec] = field(default_factory=dict)
+    held: Set[str] = frozenset()
+
+    def applies(self, name: str, weight: Tensor) -> bool:
+        return weight.dtype == torch.bfloat16 or name in self.held
 
     def place(self, name: str, weight: Tensor) -> ShardSpec:
         return self.places.get(name) or ShardSpec.full(weight.shape)
@@ -92,30 +109,67 @@ class Rounding:
             return NEAREST
         return thresholds(name, self.place(name, weight), first, last, weight.device)
 
-    def rounded(self, name: str, value: Tensor) -> Tensor:
+    def rounded(self, name: str, value: Tensor, spec: ShardSpec | None = None) -> Tensor:
         """Return the value of a parameter in bfloat16; a tie of nearest rounding becomes even."""
-        if self.kind == "nearest":
+        if self.kind == "nearest" or value.dtype == torch.bfloat16:
             return value.to(torch.bfloat16)
-        return rounded(value.float(), self.thresholds(name, value))
+        return self._in_chunks(rounded, name, spec or self.place(name, value), value)
+
+    def cast(
+        self, name: str, value: Tensor, dtype: torch.dtype, spec: ShardSpec | None = None
+    ) -> Tensor:
+        """Return the value of a parameter in any dtype; only bfloat16 has thresholds."""
+        return self.rounded(name, value, spec) if dtype == torch.bfloat16 else value.to(dtype)
+
+    def fill(self, name: str, weight: Tensor, value: Tensor) -> None:
+        """Write a value to a frozen weight."""
+        is_rounded = self.applies(name, weight)
+        weight.copy_(self.rounded(name, value.to(weight.device)) if is_rounded else value)
+
+    def split(self, name: str, weight: Tensor, master: Tensor) -> Tensor:
+        """Write a float32 master to a weight, rounded; return its lower 16 bits."""
+        master = master.to(weight.device)
+        weight.copy_(self._in_chunks(rounded, name, self.place(name, weight), master))
+        return low_bits(master)
+
+    def exact(self, name: str, weight: Tensor, low: Tensor) -> Tensor:
+        """Return the float32 master of a rounded weight."""
+        return self._in_chunks(exact, name, self.place(name, weight), weight, low)
+
+    def _in_chunks(
+        self, function: Callable[..., Tensor], name: str, spec: ShardSpec, *tensors: Tensor
+    ) -> Tensor:
+        """Return a function of tensors and thresholds: those of all weights may not fit."""
+        if self.kind == "nearest":
+            return function(*tensors, NEAREST)
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        count, device = flat[0].numel(), flat[0].device
+        parts = []
+        for first in range(0, max(count, 1), CHUNK):
+            last = min(first + CHUNK, count)
+            own = thresholds(name, spec, first, last, device)
+            parts.append(function(*(tensor[first:last] for tensor in flat), own))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(tensors[0].shape)
 
 
 def rounded(master: Tensor, threshold: Tensor | int) -> Tensor:
     """Return a float32 tensor as bfloat16. Inf and NaN stay what they are."""
-    bits = master.contiguous().view(torch.int32)
-    threshold = threshold.view_as(bits) if isinstance(threshold, Tensor) else threshold
+    bits = master.float().contiguous().view(torch.int32)
     upper = (bits + threshold) >> 16
     finite = (bits >> 16) & EXPONENT != EXPONENT
-    return torch.where(finite, upper, (bits >> 16) | (bits & 0xFFFF != 0)).short().view(
-        torch.bfloat16
-    )  # fmt: skip
+    kept = (bits >> 16) | (bits & 0xFFFF != 0)
+    return torch.where(finite, upper, kept).short().view(torch.bfloat16)
+
+
+def low_bits(master: Tensor) -> Tensor:
+    return master.contiguous().view(torch.int32).short()
 
 
 def exact(weight: Tensor, low: Tensor, threshold: Tensor | int) -> Tensor:
     """Return the float32 value of a rounded weight whose 16 low bits are known."""
     low = low.int() & 0xFFFF
-    threshold = threshold.view_as(low) if isinstance(threshold, Tensor) else threshold
     carry = (low + threshold) >> 16
-    upper = weight.detach().view(torch.int16).int() - carry
+    upper = weight.detach().bfloat16().view(torch.int16).int() - carry
     return ((upper << 16) | low).view(torch.float32)
 
 

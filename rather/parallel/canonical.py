@@ -35,7 +35,8 @@ class Canonical:
             raise ConfigError(
                 "determinism: canonical is for ddp and zero1 on 1, 2 or 4 devices; set it to null"
             )
-        if any(p.requires_grad and p.dtype != torch.float32 for p in policy.parameters()):
+        half = any(p.requires_grad and p.dtype != torch.float32 for p in policy.parameters())
+        if half or policy.rounding.held:
             raise ConfigError(
                 "determinism: canonical adds up float32 gradients; set model_args.dtype to fp32"
             )

@@ -6,9 +6,13 @@ rank then reads its own slices of the files.
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +33,10 @@ from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
 from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
+from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
 from rather.parallel.mesh import Mesh
-from rather.parallel.shard import places
+from rather.parallel.shard import places, shard_rounding
 from rather.parallel.stages import Stages
 
 # Keys of a config.json with which transformers would fetch kernels, or read other files.
@@ -42,6 +47,9 @@ REFUSED = {
     "file",
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CPU_WITH_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # flags in /proc/cpuinfo
+
+log = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):
@@ -68,6 +76,36 @@ def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
     return DTYPES[args.dtype or ("bf16" if device.startswith("cuda") else "fp32")]
 
 
+@cache
+def cpu_has_bf16() -> bool:
+    """Return whether this CPU multiplies bfloat16 numbers; without, torch is 70 times slower."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and bool(CPU_WITH_BF16.intersection(info.read_text("utf-8").split()))
+
+
+def stored_dtype(args: ModelArgs, device: str) -> torch.dtype:
+    """Return the dtype that parameters are stored and multiplied in.
+
+    A CPU without bfloat16 instructions multiplies float32 numbers that are rounded to bfloat16.
+    """
+    compute = compute_dtype(args, device)
+    slow = compute == torch.bfloat16 and device == "cpu" and not cpu_has_bf16()
+    return torch.float32 if slow else compute
+
+
+def precision_name(role: RoleConfig, device: str, rounding: str) -> str:
+    """Return a name of everything about precision that decides a frozen model's log-probs."""
+    args, compute = role.model_args, compute_dtype(role.model_args, device)
+    name = str(compute).removeprefix("torch.")
+    if stored_dtype(args, device) != compute:
+        name += "-in-float32"
+    folder = model_folder(role.model_path, args.revision)
+    if compute == torch.bfloat16 and rounding == "dithered" and folder:
+        stored = ShardedFiles(weight_files(folder))
+        name += "-dithered" if {stored.dtype(key) for key in stored} != {compute} else ""
+    return name
+
+
 def same_weights(a: str, b: str) -> bool:
     """Return whether two names mean the same folder or hub model."""
     return a == b or (Path(a).exists() and Path(a).resolve() == Path(b).resolve())
@@ -78,7 +116,13 @@ def takes_4_bits() -> bool:
 
 
 def load_policy(
-    name: str, args: ModelArgs, device: str, *, exact: bool = False, start: Start = Start()
+    name: str,
+    args: ModelArgs,
+    device: str,
+    *,
+    exact: bool = False,
+    start: Start = Start(),
+    rounding: Rounding = Rounding(),
 ) -> PolicyModel:
     """Load a model: no dropout, all weights present and finite, attention verified.
 
@@ -88,8 +132,10 @@ def load_policy(
         disable_progress_bar()
     common, config, _ = _config(name, args)
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
+    stored_in = stored_dtype(args, device)
     exact = exact and compute != torch.float32
-    rounded = exact and source_dtype != compute and not args.has_adapter
+    rounds = compute == torch.bfloat16 and source_dtype != compute and not args.quantization
+    rounds |= exact and source_dtype != compute and not args.has_adapter
     if args.quantization:
         if not takes_4_bits():
             raise ConfigError(
@@ -101,14 +147,14 @@ def load_policy(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=compute,
+            bnb_4bit_compute_dtype=stored_in,
         )
     with _opening(name, "weights"):
         if is_local(name):
             weight_files(Path(name).expanduser())
         loaded: Any = AutoModelForCausalLM.from_pretrained(  # the revision is in `common`  # nosec B615
             name,
-            dtype=torch.float32 if rounded else compute,
+            dtype=torch.float32 if rounds else compute,
             attn_implementation=IMPLEMENTATION,
             use_safetensors=True,  # other formats unpickle
             output_loading_info=True,
@@ -118,11 +164,22 @@ def load_policy(
         files = weight_files(model_folder(name, args.revision)) if args.has_adapter else []
         stored = ShardedFiles(files)
     causal_lm, info = loaded
-    causal_lm = causal_lm if args.quantization else causal_lm.to(device)
     _refuse_bad_weights(name, causal_lm, info)
+    kept: dict[str, Tensor] = {}  # the float32 weights
+    wide = re.compile("|".join(causal_lm._keep_in_fp32_modules_strict or ["$^"]))
+    for key, parameter in causal_lm.named_parameters() if rounds else ():
+        if wide.search(key):
+            continue
+        value = parameter.detach().to(device)  # one at a time: a whole float32 model may not fit
+        if exact and not args.has_adapter:
+            kept[f"causal_lm.{key}"] = value
+        parameter.data = rounding.cast(key, value, compute)
+    # `.to(dtype)` would round the rotary buffers as well.
+    causal_lm = causal_lm if args.quantization else causal_lm.to(device)
     causal_lm.config.dtype = source_dtype
     source = _adapt(causal_lm, stored, args, start) if args.has_adapter else None
     policy = PolicyModel(causal_lm).eval()  # no dropout in policy or reference
+    policy.rounding, policy.exact = rounding, kept
     if source:  # PiSSA also takes from the base what it moves into the adapter
         changed = (".base_layer.weight",) if source.changes_base else ()
         names = [
@@ -131,10 +188,11 @@ def load_policy(
             if ".lora_" in key or ".modules_to_save." in key or key.endswith(changed)
         ]
         _fill(name, policy, Mesh(), source, device, names, dtype=compute, exact=exact)
-    if rounded:
-        policy.exact = {key: parameter.detach() for key, parameter in policy.named_parameters()}
-        for parameter in policy.parameters():  # `.to` would round the rotary buffers as well
-            parameter.data = parameter.data.to(compute)
+    if stored_in != compute:
+        half = {key: p for key, p in policy.named_parameters() if p.dtype == compute}
+        for parameter in half.values():
+            parameter.data = parameter.data.to(stored_in)
+        policy.rounding = replace(rounding, held=frozenset(half))
     check_model(policy)
     return policy
 
@@ -149,6 +207,7 @@ def load_divided(
     trains: bool,
     compiled: bool = False,
     start: Start = Start(),
+    rounding: Rounding = Rounding(),
 ) -> PolicyModel | Stages:
     """Load what this rank holds of a model; trained shards are float32. Collective."""
     if args.quantization:
@@ -162,7 +221,7 @@ def load_divided(
             "compared with its own padded forward on the whole model only; train it on one "
             "device, or choose another family."
         )
-    source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
+    source_dtype, compute = config.dtype or torch.float32, stored_dtype(args, device)
     dtype = torch.float32 if trains and mesh.sums_gradients else compute
     folder = model_folder(name, args.revision)
     with _opening(name, "weights"), _parameters_without_memory():
@@ -192,7 +251,11 @@ def load_divided(
         parameter.requires_grad_(trains and parameter.requires_grad)
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(compute)
-    return divide(policy, mesh, layout, compute=compute, compiled=compiled, fill=fill)
+    wanted = compute_dtype(args, device)
+    policy.rounding = shard_rounding(policy, rounding.kind, wanted, always=wanted != compute)
+    part = divide(policy, mesh, layout, compute=compute, compiled=compiled, fill=fill)
+    part.rounding = replace(policy.rounding, places=places(part, mesh))
+    return part
 
 
 def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
@@ -244,9 +307,14 @@ def _fill(
         if names is not None and long_name not in names:
             continue
         value = _read(name, stored, long_name.removeprefix("causal_lm."), own[long_name])
-        if exact and parameter.requires_grad:
+        trained, wanted = parameter.requires_grad, dtype or parameter.dtype
+        if exact and trained:
             policy.exact[long_name] = value.float().to(device)
-        value = value.to(device, dtype or parameter.dtype)
+        value = value.to(device)
+        # The optimizer rounds the float32 parameters that it trains.
+        if wanted == torch.bfloat16 or (long_name in policy.rounding.held and not trained):
+            value = policy.rounding.rounded(long_name, value, own[long_name])
+        value = value.to(wanted)
         if isinstance(parameter, DTensor):  # from_local would leave the host
             whole: Any = torch.empty_like(parameter, dtype=value.dtype, device=device)
             whole.to_local().copy_(value)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.model.layers import layers_of
 from rather.model.policy import PolicyModel
+from rather.optim.rounding import Rounding
 from rather.parallel.mesh import Mesh
 from rather.parallel.stages import Stages
 from rather.parallel.tensor import part
@@ -61,6 +62,22 @@ def shard(
     for unit in units(policy):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def shard_rounding(
+    policy: PolicyModel | Stages,
+    kind: Literal["dithered", "nearest"],
+    compute: torch.dtype,
+    *,
+    always: bool = False,
+) -> Rounding:
+    """Return how float32 parameters are rounded to `compute`.
+
+    Shards need it only if they are dithered: FSDP2 casts them to the nearest value itself.
+    """
+    rounds = compute == torch.bfloat16 and (kind == "dithered" or always)
+    held = [name for name, p in policy.named_parameters() if p.dtype == torch.float32 and rounds]
+    return Rounding(kind, held=frozenset(held))
 
 
 def units(policy: PolicyModel) -> list[FSDPModule]:

@@ -164,6 +164,7 @@ def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
         stage = Stage(copied, pipeline.layers_of(number, layers))
         names = {name for name, _ in stage.named_parameters()}
         stage.exact = {name: weights for name, weights in policy.exact.items() if name in names}
+        stage.rounding = policy.rounding
         stage.training = policy.training  # its parts are set already
         stages.append(stage)
     return stages
@@ -263,6 +264,7 @@ class Stages(nn.Module):
         self._columns: dict[int, dict[str, Tensor]] = {}
         # What a trainer reads from a policy.
         self.exact: dict[str, Tensor] = {}
+        self.rounding = stages[0].rounding
         self.tp_dims: dict[str, int] = {}
         self.tp_sizes: dict[str, int] = {}
         self.tp_partial: set[str] = set()

@@ -110,8 +110,8 @@ GUARDS: dict[str, tuple[tuple[str, ...], str]] = {
         "actor_train.model_args.tokenizer_name_or_path and its files, global_template",
     ),
     "model": (
-        ("model", "model config", "model weights", "adapter"),
-        "pretrain and its files, actor_train.model_args",
+        ("model", "model config", "model weights", "adapter", "rounding"),
+        "pretrain and its files, actor_train.model_args, rounding",
     ),
     "reference": (
         ("reference", "reference config", "reference weights", "synced reference"),
@@ -166,6 +166,7 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         "global batch": config.global_batch(),
         "adapter": config.actor_train.model_args.adapter_settings,
         "grouped responses": True if grouped else None,
+        "rounding": config.rounding,
     }
 
 
@@ -174,7 +175,7 @@ def refuse_other_run(newest: Checkpoint, now: Mapping[str, Any], allowed: Sequen
     for key, kind in STATE_OF_A_RUN.items():
         if not isinstance(newest.state.get(key), kind):
             raise CheckpointError(f"{newest.path}: its state has no {key}; no run has saved it.")
-    then, refused = newest.state["identity"], []
+    then, refused = {"rounding": "nearest", **newest.state["identity"]}, []  # older runs have none
     for name, (fields, keys) in GUARDS.items():
         found = [line for field in fields for line in _changes(field, then, now)]
         if found and name in allowed:

@@ -35,6 +35,7 @@ from rather.run_folder.layout import (
     mark_unfinished,
     metrics_position,
     trace_file,
+    with_rounding_of_run,
 )
 from rather.tracking.run import NoTracker, RunTracker
 from rather.tracking.trackers import check_installed
@@ -47,7 +48,7 @@ class DPOPipeline(TrainingLoop):
 
     def __init__(self, pipeline_config: DPOConfig) -> None:
         """Start the roles that the config describes, and prepare its data files."""
-        self.config = config = pipeline_config
+        self.config = config = with_rounding_of_run(pipeline_config)
         if problems := [f"{key}: {text}" for key, text in missing(config)]:
             raise ConfigError(problems)
         check_installed(config.trackers)
@@ -270,7 +271,8 @@ class DPOPipeline(TrainingLoop):
     def _export_model(self, folder: Path) -> None:
         pairs, with_reference = len(self.data.train), self.reference is not None
         card = model_card(self.config, self.progress.step, pairs, with_reference=with_reference)
-        self.actor_train.save_model(folder, self.tokenizer, card)
+        kept = self.actor_train.save_model(folder, self.tokenizer, card)
+        log.info("%s: %s", folder, kept)
 
     def _end(self) -> None:
         """Export the model and mark the run as finished, unless it was stopped."""

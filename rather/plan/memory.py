@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs, RoleConfig, as_list
 from rather.config.strategies import layout
@@ -25,7 +27,7 @@ from rather.model.head import CHUNK_BYTES, KEEP_BYTES
 from rather.model.layers import LEVELS, Recompute
 from rather.model.sizes import Shapes, Sizes, sizes_of
 from rather.optim.adamw import BLOCK
-from rather.parallel.load import compute_dtype
+from rather.parallel.load import compute_dtype, stored_dtype
 
 if TYPE_CHECKING:
     from rather.data.batch import PairBatch, TokenPair
@@ -100,14 +102,16 @@ def role_state(
     narrow: bool = False,
 ) -> RoleState:
     """Return the state of a role. `narrow`: gradients are summed in bfloat16, as a last resort."""
-    found, compute = layout(role), compute_dtype(args, kind).itemsize
+    found, compute = layout(role), stored_dtype(args, kind).itemsize
+    is_rounded = compute_dtype(args, kind) == torch.bfloat16  # and has the low bits of a master
     # In a step zero1 and zero2 hold all weights, zero1 also all gradients; those that are summed in
     # lanes are counted elsewhere.
     gathered = compute * (0, 1 if found.canonical else 2, 1, 0)[found.stage]
     if not role.trains:
-        each = WeightBytes(compute)
-    elif compute == 4 or found.dp * found.cp > 1:  # shards are float32 masters
-        each = WeightBytes(4, 4, 0, 8)
+        each = WeightBytes(compute, 0, 2 if is_rounded and config.sync_ref_model else 0)
+    elif compute == 4 or found.dp * found.cp > 1:  # shards are float32
+        low = is_rounded and (compute == 4 or config.rounding == "dithered")
+        each = WeightBytes(4, 4, 2 if low else 0, 8)
     elif args.dtype == "fp16":  # has a whole master
         each = WeightBytes(2, 4, 4, 8)
     elif config.precision == "lean":
@@ -277,7 +281,7 @@ class MemoryForecast:
     ) -> None:
         self.config, self.sizes, self.device, self.kind = config, sizes, device, device.kind
         self.layout, self.args = layout(config.actor_train), config.actor_train.model_args
-        self.compute, self.compiled = compute_dtype(self.args, self.kind).itemsize, compiled
+        self.compute, self.compiled = stored_dtype(self.args, self.kind).itemsize, compiled
         self.with_reference = reference and from_config(config).needs_reference
         self.reference_bytes = 0.0  # of a device of its own, or shared with the policy
         if self.with_reference and not config.reference_is_policy:

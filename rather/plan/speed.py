@@ -23,7 +23,7 @@ from rather.model.budget import LADDER
 from rather.model.layers import Recompute, arrange_layers
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.sizes import few_layers
-from rather.parallel.load import compute_dtype
+from rather.parallel.load import stored_dtype
 
 if TYPE_CHECKING:
     from rather.model.sizes import Sizes
@@ -192,7 +192,7 @@ def measured_speed(
     own = batch.to(kind)
     trained, forward = {}, {}
     for layers in (FEW, MORE):
-        policy = PolicyModel(few_layers(name, args, layers, kind, compute_dtype(args, kind)))
+        policy = PolicyModel(few_layers(name, args, layers, kind, stored_dtype(args, kind)))
         arrange_layers(policy, recompute=chosen.recompute)
         trained[layers] = _seconds(partial(_train, policy, own), kind)
         with torch.no_grad():

@@ -33,7 +33,7 @@ from rather.data.cache import Cache, text_sha
 from rather.errors import ConfigError
 from rather.losses.objective import PairLoss
 from rather.model.files import model_digest, model_folder
-from rather.parallel.load import compute_dtype, device_of
+from rather.parallel.load import device_of, precision_name
 from rather.reference.logprob_cache import NO_ENTRIES, BlockFile, Entries, Flags, Floats, Table
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ReferenceLogps:
         elif role.worker_cls is not None:
             log.info("reference.worker_cls: what a worker of your own computes is not cached")
         elif role.cache.enabled and (digest := self._digest()):
-            dtype = str(compute_dtype(role.model_args, self.device)).removeprefix("torch.")
+            dtype = precision_name(role, self.device, config.rounding)
             adapter = self._adapter()
             identity = f"{digest} {adapter} {dtype} {SCORER}"
             self._key = blake2b(identity.encode(), digest_size=16)

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
-from rather.errors import ConfigError, DiskError
+from rather.errors import CheckpointError, ConfigError, DiskError
 from rather.run_folder import control
 from rather.tracking.json_lines import strict_json
 from rather.tracking.trackers import TRACKER_IDS
@@ -120,6 +120,21 @@ def checkpoint_to_resume(config: DPOConfig) -> Checkpoint | None:
         text = "checkpoint_config.verify: size: only names, sizes and state of %s are verified"
         log.warning(text, newest.path)
     return newest
+
+
+def with_rounding_of_run(config: DPOConfig) -> DPOConfig:
+    """Return the config with `rounding: nearest` if it resumes a run from before that key."""
+    if config.overwrite or "rounding" in config.model_fields_set:
+        return config
+    named = named_checkpoint(config)
+    for path in [named] if named else checkpoint.candidates(config.run_dir):
+        with suppress(CheckpointError):
+            found = checkpoint.open_checkpoint(path, full=False)
+            if "rounding" in found.state.get("identity", {}):
+                return config
+            log.info("rounding: nearest, as when %s was saved; it has no such key", path)
+            return config.model_copy(update={"rounding": "nearest"})
+    return config
 
 
 def named_checkpoint(config: DPOConfig) -> Path | None:

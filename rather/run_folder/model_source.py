@@ -18,6 +18,7 @@ from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
 from rather.model.files import model_folder
 from rather.model.policy import PolicyModel
+from rather.optim.rounding import Rounding
 from rather.parallel.load import Start, load_policy
 
 RESULTS = ("model", "best_model", "adapter", "best_adapter")
@@ -39,7 +40,8 @@ class Weights:
         """Load the frozen model, with the checks that a run does."""
         args = self.args.model_copy(update={"dtype": dtype}) if dtype else self.args
         start = Start(self.run.seed, self.run.keeps_start) if self.run else Start()
-        policy = load_policy(self.model, args, device, start=start)
+        rounding = Rounding(self.run.rounding if self.run else "dithered")
+        policy = load_policy(self.model, args, device, start=start, rounding=rounding)
         if self.checkpoint:
             load_weights(policy, self.checkpoint, self.group)
         return policy.requires_grad_(False)
@@ -146,4 +148,4 @@ def load_weights(policy: PolicyModel, found: Checkpoint, group: str = "model") -
             )
     with torch.no_grad():
         for name in saved:
-            parameters[name].copy_(saved[name])
+            policy.rounding.fill(name, parameters[name], saved[name])

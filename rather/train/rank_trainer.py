@@ -114,6 +114,7 @@ class RankTrainer:
         self.policy, self.loss, self.optimizer = policy, loss, optimizer
         self.mesh, self.count_zeros = mesh or Mesh(), count_zeros
         self.parked: HostOffloaded | None = None
+        self._low_bits: dict[str, Tensor] = {}  # of a moving reference: what rounding leaves out
         self.device = device_of(policy)
         own = policy if isinstance(policy, Stages) else WholeModelRunner(policy)
         self.runner: Runner = runner or own
@@ -347,7 +348,14 @@ class RankTrainer:
         """Return this rank's exact weights of the policy; each is computed on access."""
         if self.optimizer:
             return self.optimizer.masters
-        return {name: local(p.detach()) for name, p in self.policy.named_parameters()}
+        return {name: self._weight(name, p) for name, p in self.policy.named_parameters()}
+
+    def _weight(self, name: str, parameter: Tensor) -> Tensor:
+        """Return a frozen weight; in float32 and on the host if it has moved."""
+        own = local(parameter.detach())
+        if (low := self._low_bits.get(name)) is None:
+            return own
+        return self.policy.rounding.exact(name, own, low).cpu()
 
     def weight_pieces(self) -> dict[str, Tensor | Shard]:
         """Return the weights that this rank stores, and the initial adapter if it is kept."""
@@ -366,7 +374,12 @@ class RankTrainer:
                 if self.optimizer and not parameter.requires_grad:
                     continue
                 part = local(parameter)
-                part.copy_(torch.lerp(part.float(), own[name].to(part.device).float(), share))
+                before, after = self._weight(name, parameter), own[name].to(part.device)
+                mixed = torch.lerp(before.to(part.device).float(), after.float(), share)
+                if self.policy.rounding.applies(name, part):
+                    self._low_bits[name] = self.policy.rounding.split(name, part, mixed)
+                else:
+                    part.copy_(mixed)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
         """Return everything a later step depends on: this rank's shards by group, and numbers."""

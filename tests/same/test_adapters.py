@@ -24,7 +24,7 @@ from rather.data.pack import pack
 from rather.data.template import load_tokenizer
 from rather.model.adapters import as_reference
 from rather.model.policy import PolicyModel
-from rather.parallel.load import Start, load_divided, load_policy
+from rather.parallel.load import Start, load_divided, load_policy, stored_dtype
 from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
@@ -162,12 +162,13 @@ def test_frozen_shards_stay_in_the_precision_they_are_computed_in(folder: str) -
     args = ActorModelArgs(lora_rank=3, dtype="bf16")
     policy = load_policy(folder, args, "cpu", start=Start(5))
     expected = train(make_trainer(SETUP, policy=policy), SETUP).losses
-    # bfloat16 is what is computed in: float32 misses the first loss by 3e-3.
-    assert alone(folder, (), False)[0].losses[0] != pytest.approx(expected[0], rel=1e-3)
+    dtype = stored_dtype(args, "cpu")
+    close = 2e-5 if dtype == torch.float32 else 3e-4  # a CPU without bfloat16 only rounds weights
+    assert alone(folder, (), False)[0].losses[0] != pytest.approx(expected[0], rel=3 * close)
     for frozen, trained, losses in pool(2).run(in_half, folder, {"dp": 2, "shard": 2, "stage": 3}):
-        assert frozen == {torch.bfloat16}
+        assert frozen == {dtype}
         assert trained == {torch.float32}
-        assert losses[0] == pytest.approx(expected[0], rel=3e-4)
+        assert losses[0] == pytest.approx(expected[0], rel=close)
         assert losses == pytest.approx(expected, rel=2e-3)
 
 

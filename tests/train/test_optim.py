@@ -14,9 +14,9 @@ from transformers import get_scheduler
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
 from rather.optim import adamw
-from rather.optim.adamw import decode, encode, split
+from rather.optim.adamw import decode, encode
 from rather.optim.optimizer import LossScale, Optimizer, schedule
-from rather.optim.rounding import NEAREST, exact
+from rather.optim.rounding import Rounding
 
 TOTAL, PEAK = 37, 3e-4
 
@@ -258,12 +258,10 @@ def any_floats(count: int) -> Tensor:
 
 def test_a_bfloat16_number_and_its_remainder_are_a_float32_number() -> None:
     values = any_floats(99_999)
-    upper, lower = (
-        torch.zeros_like(values, dtype=torch.bfloat16),
-        torch.zeros_like(values, dtype=torch.int16),
-    )
-    split(values, upper, lower, NEAREST)
-    assert torch.equal(exact(upper, lower, NEAREST).view(torch.int32), values.view(torch.int32))
+    upper, nearest = torch.zeros_like(values, dtype=torch.bfloat16), Rounding()
+    lower = nearest.split("w", upper, values)
+    master = nearest.exact("w", upper, lower)
+    assert torch.equal(master.view(torch.int32), values.view(torch.int32))
     halves = (values.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(upper[~halves], values.bfloat16()[~halves])
 

@@ -1,0 +1,193 @@
+"""One checkpoint gives the same bfloat16 weights in every layout: those of the exported file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from rather.checkpoint.sharded_tensors import Shard
+from rather.config.schema import ActorModelArgs, ModelArgs
+from rather.config.strategies import Layout
+from rather.model.export import FileCast, whole_model
+from rather.model.policy import PolicyModel
+from rather.optim.rounding import Rounding, rounded, thresholds
+from rather.parallel.load import Start, load_divided, load_policy
+from rather.parallel.mesh import Mesh, build_mesh
+from rather.parallel.shard import STAGES, local, places, units
+from rather.train.rank_trainer import RankTrainer, WholeModelRunner
+from tests.cells import cells
+from tests.same.canonical import Setup, make_policy, make_trainer, train
+from tests.same.pool import pool
+
+DITHERED = Rounding("dithered")
+SETUP = Setup(steps=3, layers=2, lr=1e-6)
+LAYOUTS = {
+    "dp2": Layout(2),
+    "zero1": Layout(2, stage=1, shard=2),
+    "zero3": Layout(2, stage=3, shard=2),
+    "tp2": Layout(1, tp=2),
+    "pp2": Layout(1, pp=2),
+    "cp2": Layout(1, cp=2),
+    "hsdp": Layout(4, stage=3, shard=2),
+    "zero3 tp2": Layout(2, stage=3, shard=2, tp=2),
+    "uneven": Layout(3, stage=3, shard=3),
+    "host": Layout(2, stage=3, shard=2, host=True),
+}
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source in bfloat16 or float32."""
+    made: Path = tmp_path_factory.mktemp(request.param)
+    dtype = getattr(torch, request.param)
+    make_policy(SETUP).causal_lm.to(dtype).save_pretrained(made)
+    return made
+
+
+def load(folder: Path, layout: Layout | None, **changes: Any) -> tuple[Any, Mesh]:
+    args = ModelArgs(dtype="bf16")
+    if layout is None:
+        trains = changes.pop("trains", True)
+        return load_policy(str(folder), args, "cpu", exact=trains, rounding=DITHERED), Mesh()
+    mesh = build_mesh(layout, "cpu")
+    changes = {"trains": True, "rounding": DITHERED, **changes}
+    return load_divided(str(folder), args, "cpu", mesh, layout, **changes), mesh
+
+
+def trainer_of(folder: Path, layout: Layout | None) -> RankTrainer:
+    policy, mesh = load(folder, layout)
+    stage = STAGES[layout.stage if layout else 0]
+    runner = WholeModelRunner(policy, stage) if isinstance(policy, PolicyModel) else None
+    return make_trainer(SETUP, mesh, policy, runner)
+
+
+def forward_weights(policy: Any, mesh: Mesh) -> dict[str, Shard]:
+    """Return what this rank multiplies with; of sharded weights the gathered ones."""
+    if not isinstance(policy, FSDPModule):
+        own = places(policy, mesh)
+        return {n: Shard(p.detach().bfloat16(), own[n]) for n, p in policy.named_parameters()}
+    own = places(policy, mesh)
+    for unit in units(policy):
+        unit.unshard()
+    found = {}
+    for name, p in policy.named_parameters():
+        spec = own[name]
+        rows = spec.narrow(0, -spec.offsets[0], p.shape[0])  # gathered along the first dimension
+        if name in policy.tp_dims and policy.tp_dims[name] == 0:
+            size = policy.tp_sizes[name] // mesh.size("tp")
+            rows = spec.narrow(0, mesh.rank("tp") * size - spec.offsets[0], p.shape[0])
+        assert p.dtype in (torch.bfloat16, torch.float32)
+        found[name] = Shard(p.detach().bfloat16().clone(), rows)
+    for unit in units(policy):
+        unit.reshard()
+    return found
+
+
+def after_training(folder: Path, layout: Layout, state: Any) -> tuple[Any, Any, Any]:
+    """Return the weights after loading a state; after more steps; and the masters then."""
+    trainer = trainer_of(folder, layout)
+    trainer.load_state(*state)
+    loaded = forward_weights(trainer.policy, trainer.mesh)
+    train(trainer, SETUP, 1)
+    trained = forward_weights(trainer.policy, trainer.mesh)
+    own = places(trainer.policy, trainer.mesh)
+    masters = {
+        name: Shard(local(master).clone(), own[name]) for name, master in trainer.weights().items()
+    }
+    return loaded, trained, masters
+
+
+@pytest.mark.parametrize("name", cells(LAYOUTS, keep=("zero3", "tp2", "pp2", "cp2")))
+def test_every_layout_computes_with_the_weights_of_the_file(
+    folder: Path, name: str, tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    alone = trainer_of(folder, None)
+    train(alone, SETUP, 0, 1)
+    groups, numbers = alone.state()
+    whole = {key: {n: t.clone() for n, t in group.items()} for key, group in groups.items()}
+    policy = alone.policy
+    assert isinstance(policy, PolicyModel)
+    policy.causal_lm.config.dtype = torch.bfloat16
+    cast = FileCast(torch.bfloat16, DITHERED)
+    written = whole_model(policy, alone.weights(), _Tokenizer(), tmp_path / "model", cast)
+    file = load_file(written / "model.safetensors")
+    ranks = layout.dp * layout.tp * layout.pp * layout.cp
+    for loaded, trained, masters in pool(ranks).run(
+        after_training, folder, layout, (whole, numbers)
+    ):
+        for key, shard in loaded.items():
+            part = file[key.removeprefix("causal_lm.")][shard.spec.slices]
+            assert shard.tensor.equal(part), key
+        for key, shard in masters.items():
+            if shard.tensor.numel():
+                expected = rounded(shard.tensor.reshape(-1), thresholds(key, shard.spec))
+                expected = expected.view(shard.tensor.shape)
+                found = trained[key]
+                part = found.tensor[shard.spec.relative_to(found.spec.offsets)]
+                assert part.equal(expected), key
+
+
+class _Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        """Write nothing."""
+
+
+def frozen_weights(folder: Path, layout: Layout) -> dict[str, Shard]:
+    policy, mesh = load(folder, layout, trains=False)
+    own = places(policy, mesh)
+    return {n: Shard(local(p.detach()).clone(), own[n]) for n, p in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("name", cells(LAYOUTS, keep=("zero3", "tp2")))
+def test_policy_and_reference_begin_with_the_same_bits(folder: Path, name: str) -> None:
+    source = load_file(folder / "model.safetensors")
+    policy = trainer_of(folder, None).policy
+    expected = {n: p.detach().bfloat16() for n, p in policy.named_parameters()}
+    for key, weight in expected.items():
+        value = source[key.removeprefix("causal_lm.")]
+        assert weight.equal(value if value.dtype == torch.bfloat16 else _dithered(key, value))
+    frozen, _ = load(folder, None, trains=False)
+    for key, parameter in frozen.named_parameters():
+        assert parameter.detach().bfloat16().equal(expected[key])
+    layout = LAYOUTS[name]
+    ranks = layout.dp * layout.tp * layout.pp * layout.cp
+    for found in pool(ranks).run(frozen_weights, folder, layout):
+        for key, shard in found.items():
+            assert shard.tensor.bfloat16().equal(expected[key][shard.spec.slices])
+
+
+def _dithered(name: str, value: Tensor) -> Tensor:
+    flat = rounded(value.reshape(-1), thresholds(name, DITHERED.place(name, value)))
+    return flat.view(value.shape)
+
+
+def test_a_moving_reference_keeps_its_low_bits(folder: Path) -> None:
+    """Without them, updates below half a step would never move it."""
+    moving = RankTrainer(load(folder, None, trains=False)[0], make_trainer(SETUP).loss)
+    began = {name: weight.float().clone() for name, weight in moving.weights().items()}
+    target = {name: weight * (1 + 2e-4) for name, weight in began.items()}
+    for _ in range(5):
+        moving.mix_weights(target, 0.5)
+    for name, weight in moving.weights().items():
+        way = (weight.double() - began[name]).sum() / (target[name].double() - began[name]).sum()
+        assert way == pytest.approx(1 - 0.5**5, abs=0.02), name
+    again = RankTrainer(load(folder, None, trains=False)[0], moving.loss)
+    again.mix_weights(moving.weights(), 1.0)  # as a checkpoint is restored
+    for name, weight in again.weights().items():
+        assert weight.equal(moving.weights()[name])
+
+
+def test_an_adapter_and_its_base_are_rounded_alike(folder: Path) -> None:
+    plain = load_policy(str(folder), ModelArgs(dtype="bf16"), "cpu", rounding=DITHERED)
+    args = ActorModelArgs(lora_rank=2, dtype="bf16")
+    policy = load_policy(str(folder), args, "cpu", exact=True, start=Start(3), rounding=DITHERED)
+    base = {n.replace(".base_layer.", "."): p for n, p in policy.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        assert base[name].equal(parameter), name
