@@ -1,0 +1,133 @@
+"""The quality benchmark on a tiny model: its scorer, its parts, its checks, and the page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.house.source import ROOT
+from tests.tiny import make_model, make_pairs
+
+sys.path.insert(0, str(ROOT / "bench"))  # a script's own folder is where it finds `common`
+
+import quality
+from quality import Numbers, Scorer, Settings
+
+
+def test_the_scorer_agrees_with_rather(tmp_path: Path) -> None:
+    """Padded rows through plain transformers, packed ones through Rather: the same log-probs."""
+    from rather.config.schema import ModelArgs
+    from rather.data.pack import pack
+    from rather.data.prepare import prepare
+    from rather.losses.objective import configure
+    from rather.parallel.load import load_policy
+    from rather.train.rank_trainer import RankTrainer
+    from tests.tiny import make_config
+
+    model = make_model(tmp_path / "base", dtype=torch.bfloat16)
+    pairs = quality.token_pairs(model, make_pairs(tmp_path / "pairs.jsonl", 9))
+    scorer = Scorer(model, pairs, "cpu")
+    found = scorer.log_probs(scorer.weights(), rows=4)
+    lines = map(json.dumps, map(quality.row_of, pairs))
+    (tmp_path / "tokens.jsonl").write_text("\n".join(lines))
+    config = make_config(
+        tmp_path,
+        actor_train__data_args__file_name=str(tmp_path / "tokens.jsonl"),
+        validation__data_args__file_name=None,
+    )
+    data = prepare(config).train
+    policy = load_policy(str(model), ModelArgs(dtype="fp32"), "cpu").requires_grad_(False)
+    trainer = RankTrainer(policy, configure(["sigmoid"], {"beta": quality.BETA}))
+    own = trainer.log_probs(pack(data.take(range(len(pairs))), 64))["sum"]
+    torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-4)
+    assert len({round(value, 3) for value in found.flatten().tolist()}) > len(pairs)
+
+
+def test_quick_runs_in_parts_and_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path / "base", dtype=torch.bfloat16)
+    make_pairs(tmp_path / "pairs.jsonl", 40)
+    given = f"--quick --model {tmp_path}/base --pairs {tmp_path}/pairs.jsonl --rates 1e-6"
+    words = [*given.split(), "--out", str(tmp_path / "out")]
+    files = [tmp_path / f"part{part}.json" for part in (1, 2)]
+    for part, file in enumerate(files, 1):
+        run = [*words, "--only", "ours", "--part", f"{part}/2", "--json", str(file)]
+        assert quality.main(run) == 0
+    merge = ["--quick", "--merge", *map(str, files), "--json", str(tmp_path / "all.json")]
+    assert quality.main(merge) == 0
+    assert "FAIL: 1e-06: held-out loss" in capsys.readouterr().out  # TRL was not run
+    _, _, rows = quality.read(tmp_path / "all.json")
+    assert {(row["forward"], row["file"]) for row in rows} == {
+        (forward, file) for forward in quality.FORWARDS for file in quality.FORWARDS
+    }
+    # At such a rate the update is far below a bf16 step.
+    kept = {(row["forward"], row["file"]): row["kept"] for row in rows}
+    assert all(kept[forward, "float32"] == 1 for forward in quality.FORWARDS)
+    assert all(kept[forward, "nearest"] < 0.5 for forward in quality.FORWARDS)
+    assert all(0.7 < kept[forward, "dithered"] < 1.3 for forward in quality.FORWARDS)
+    errors = {row["file"]: row["error"] for row in rows}
+    assert errors["float32"] == 0 < errors["nearest"]
+    before = files[0].read_bytes()
+    again = [*words, "--only", "ours", "--part", "1/2", "--json", str(files[0])]
+    assert quality.main(again) == 0
+    assert files[0].read_bytes() == before  # nothing was left to do
+    with pytest.raises(SystemExit, match="other settings"):
+        quality.main([*again, "--steps", "2"])
+
+
+def test_other_keys_round_otherwise(tmp_path: Path) -> None:
+    masters = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
+    first, same, other = (quality.rounded("dithered", masters, key)["w"] for key in (0, 0, 1))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert quality.kept_share({"w": torch.zeros(64, 64)}, masters, {"w": other}) == pytest.approx(
+        1, abs=1e-3
+    )
+
+
+def rows_of(margin: float, kept: float, loss: float) -> list[dict[str, Any]]:
+    """Two seeds at one rate. TRL's loss is 0.6 or 0.62; masters have a margin of 1."""
+    rows = []
+    for seed in range(2):
+        own = {"rate": 1e-6, "seed": seed, "key": 0, "file_key": 0, "train_margin": 0.0}
+        scores = {"accuracy": 1.0, "error": 0.0, "loss": loss, "kept": kept, "margin": margin}
+        dithered = {**own, "forward": "dithered"}
+        rows.append({**dithered, **scores, "file": "dithered"})
+        rows.append({**dithered, **scores, "file": "float32", "margin": 1.0})
+        rows.append({**dithered, **scores, "file": "nearest", "margin": 0.1})
+        for file in ("float32", "nearest"):
+            rows.append(
+                {**own, **scores, "forward": "TRL", "file": file, "loss": 0.6 + 0.02 * seed}
+            )
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("margin", "kept", "loss", "failed"),
+    [
+        (0.95, 1.005, 0.62, []),
+        (0.85, 1.0, 0.61, ["margin"]),
+        (1.15, 1.0, 0.61, ["margin"]),
+        (1.0, 0.98, 0.61, ["share"]),
+        (1.0, 1.02, 0.61, ["share"]),
+        (1.0, 1.0, 0.63, ["loss", "loss"]),
+    ],
+)
+def test_each_check_can_fail(margin: float, kept: float, loss: float, failed: list[str]) -> None:
+    settings = Settings("tiny", (1e-6,), 2, 1, 3, 4, 8)
+    rows = rows_of(margin, kept, loss)
+    found = [text for passed, text in quality.checks(settings, rows) if not passed]
+    assert len(found) == len(failed)
+    assert all(word in text for word, text in zip(failed, found, strict=True))
+    assert Numbers(rows, 1e-6, "TRL", "nearest", "loss").text(2) == "0.61 ± 0.01"
+
+
+def test_the_page_shows_the_result() -> None:
+    text = quality.PAGE.read_text("utf-8")
+    assert quality.filled(text) == text
