@@ -530,6 +530,26 @@ class Numbers:
         return f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
 
 
+SUMMARY = (
+    "learning rate",
+    "float32 masters",
+    "exported bf16 file",
+    "share kept",
+    "rounded to nearest",
+    "share kept",
+    "TRL, as saved",
+    "TRL, served in bf16",
+)
+COLUMNS = (
+    "forward",
+    "file",
+    "held-out margin",
+    "held-out loss",
+    "accuracy",
+    "log-prob error",
+    "share kept",
+    "training margin",
+)
 DIGITS = {"margin": 4, "loss": 4, "accuracy": 3, "error": 3, "kept": 3}
 FILES = {
     **{(forward, file): (forward, file) for forward in FORWARDS for file in FORWARDS},
@@ -546,25 +566,43 @@ def markdown(settings: Settings, machines: Sequence[Mapping[str, Any]], rows: li
     )
     lines = [
         f"{settings.model}, {settings.steps} steps of {settings.batch} pairs, "
-        f"{settings.held_out} held-out pairs, {settings.seeds} seeds x {settings.keys} sets of "
-        f"thresholds ({where}). Each number: mean ± standard deviation over runs. The log-prob "
-        f"error is against the float32 weights of the same run, in nats per answer. The training "
+        f"{settings.held_out} held-out pairs ({where}).",
+        f"Mean ± standard deviation over runs; seeds: {settings.seeds}, sets of thresholds: "
+        f"{settings.keys}.",
+        "Held-out margin after training with dithered weights, and of TRL:",
+        "",
+        *table(SUMMARY, [summary(rows, rate) for rate in settings.rates]),
+        "",
+        "All combinations. The log-prob error is against the float32 weights of the same run, in "
+        "nats per answer. The training",
         f"margin is that of the last {LAST} steps, as the forward pass saw it.",
     ]
     for rate in settings.rates:
-        lines += ["", f"**Learning rate {rate:g}**", ""]
-        lines.append(
-            "| forward | file | held-out margin | held-out loss | accuracy | log-prob error | "
-            "share kept | training margin |"
-        )
-        lines.append("|---|---|---|---|---|---|---|---|")
-        for (forward, file), names in FILES.items():
-            number = functools.partial(Numbers, rows, rate, forward, file)
-            if number("margin").values:
-                cells = [number(name).text(digits) for name, digits in DIGITS.items()]
-                shown = number("train_margin").text(4) if file == "float32" else ""
-                lines.append(f"| {' | '.join([*names, *cells, shown])} |")
+        lines += ["", f"Learning rate {rate:g}:", ""]
+        lines += table(COLUMNS, details(rows, rate))
     return "\n".join(lines) + "\n"
+
+
+def table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    names = list(names)
+    return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)]
+
+
+def summary(rows: list[Row], rate: float) -> list[str]:
+    number = functools.partial(Numbers, rows, rate)
+    cells = [f"{rate:g}", number("dithered", "float32", "margin").text(4)]
+    for file in ("dithered", "nearest"):
+        cells.append(number("dithered", file, "margin").text(4))
+        cells.append(number("dithered", file, "kept").text(3))
+    return cells + [number("TRL", file, "margin").text(4) for file in ("float32", "nearest")]
+
+
+def details(rows: list[Row], rate: float) -> Iterator[list[str]]:
+    for (forward, file), names in FILES.items():
+        number = functools.partial(Numbers, rows, rate, forward, file)
+        if number("margin").values:
+            cells = [number(name).text(digits) for name, digits in DIGITS.items()]
+            yield [*names, *cells, number("train_margin").text(4) if file == "float32" else ""]
 
 
 def checks(settings: Settings, rows: list[Row]) -> list[tuple[bool, str]]:
