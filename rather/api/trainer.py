@@ -505,4 +505,4 @@ def tracker_in(log_dir: str | Path | None, config: DPOConfig, *, use_wandb: bool
     check_installed(names)
     places = {"output_dir": parent, "logging_dir": parent, "exp_name": folder.name}
     own = config.model_copy(update={**places, "track_with": names})
-    return RunTracker(own, total_steps=0, start_step=0, metrics_position=None, quiet=True)
+    return RunTracker(own, total_steps=0, start_step=0, quiet=True)

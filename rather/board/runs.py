@@ -13,8 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import yaml
-
+from rather.files import own, parse_yaml, yaml_text
 from rather.report.folder import (
     ANSWERS,
     CONFIG,
@@ -37,7 +36,6 @@ EVENTS = (INCIDENTS, HEALTH, ANSWERS)
 MARKS = {METRICS, control.LOCK, FINISHED, "LATEST", DATA_REPORT}  # one of them makes a run folder
 DEPTH = 4  # folders between the given one and a run
 LISTED = re.compile(r"^(?:pretrain|pref_loss|loss_type|ipo):.*(?:\n[ -].*)*", re.MULTILINE)
-LARGEST_CONFIG = 1 << 20  # bytes, the limit of `rather train` as well
 POINTS = 1000  # of a drawn line
 MOST_KEPT = 20_000_000  # points of all runs in memory, 16 bytes each
 LAST_EVENTS = 500  # lines shown of each file of EVENTS
@@ -225,23 +223,17 @@ def read_config(path: Path) -> JsonObject:
 
 def _config_text(path: Path) -> str:
     try:
-        if (path / CONFIG).stat().st_size > LARGEST_CONFIG:
-            raise FolderProblem(f"{CONFIG} is larger than a config can be")
-        return (path / CONFIG).read_text(encoding="utf-8")
+        return yaml_text(path / CONFIG, own)
     except FileNotFoundError:
         return ""
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise FolderProblem(f"{CONFIG} cannot be read as text") from error
 
 
 def _settings(text: str) -> JsonObject:
     try:
-        # Aliases can expand to billions of values; no run writes them. The C loader overflows its
-        # stack on deep lists.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise FolderProblem(f"{CONFIG} contains aliases")
-        found = yaml.safe_load(text) if text else {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        found = parse_yaml(text) if text else {}
+    except ValueError as error:
         raise FolderProblem(f"{CONFIG} is not YAML") from error
     if not isinstance(found, dict):
         raise FolderProblem(f"{CONFIG} contains no settings")

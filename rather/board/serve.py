@@ -21,6 +21,7 @@ from urllib.parse import parse_qs
 from rather.board.inspector import Inspector, Question
 from rather.board.runs import FolderProblem, RunList, differences, digest, read_config
 from rather.errors import ConfigError
+from rather.files import own, read_bytes
 from rather.report.folder import REPORT_PAGE
 from rather.report.page import as_json, page, plotly_bundle
 
@@ -224,8 +225,8 @@ def _pair(board: Board, query: Query) -> Any:
 
 def _report(board: Board, query: Query) -> Reply:
     try:
-        text = (board.one(query) / REPORT_PAGE).read_bytes()
-    except OSError as error:
+        text = read_bytes(board.one(query) / REPORT_PAGE, opener=own)
+    except (OSError, ValueError) as error:
         raise RequestRefused(404, f"The run has no {REPORT_PAGE} that can be read.") from error
     return Reply(text, "text/html", {"Content-Security-Policy": ALONE})
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rather.checkpoint import checkpoint
 from rather.cluster.memory import free_memory
-from rather.config.load import load
+from rather.config.load import load_found
 from rather.config.redaction import hide
 from rather.config.show import secret_values
 from rather.data.batch import PairFacts
@@ -25,6 +25,7 @@ from rather.data.prepare import prepare
 from rather.data.show import SIDES, token_texts
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
+from rather.files import own, read_bytes
 from rather.losses.objective import from_config
 from rather.model.policy import PolicyModel
 from rather.parallel.load import same_weights, stored_dtype
@@ -46,14 +47,8 @@ class Session:
         self.run_dir, self.doing = run_dir, "opening the run"
         if not (run_dir / CONFIG).is_file():
             raise ConfigError(f"{run_dir}: has no {CONFIG}, so its data and models are unknown.")
-        self.config = load(run_dir / CONFIG)
+        self.config = load_found(run_dir / CONFIG)
         hide(secret_values(self.config.model_dump()))
-        for name in ("actor_train", "reference"):
-            if getattr(self.config, name).model_args.trust_remote_code:
-                raise ConfigError(
-                    f"{name}.model_args.trust_remote_code: the board does not run code that came "
-                    "with a model, so the pairs of this run cannot be shown."
-                )
         self.objective = from_config(self.config)
 
     def close(self) -> None:
@@ -133,7 +128,7 @@ class Session:
             frozen = replace(frozen, name=name, checkpoint=newest, group="reference")
         folder, finished = self.run_dir / "model", self.run_dir / FINISHED
         if finished.exists() and folder.is_dir():
-            step = finished.read_text(encoding="utf-8", errors="replace").strip()[:20]
+            step = read_bytes(finished, 20, own).decode("utf-8", "replace").strip()
             after = Weights(f"model/ of step {step}", str(folder), "", args.of_other_weights())
         elif newest:
             after = replace(before, name=newest.path.name, checkpoint=newest)

@@ -51,6 +51,7 @@ from rather.checkpoint.sharded_tensors import (
     split_by_size,
 )
 from rather.errors import CheckpointError, DiskError
+from rather.files import own, read_bytes, read_json, write_own
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ def copy_to(path: Path, folder: Path) -> None:
     draft = Draft(folder, step, sum(size for size, _ in files.values()))
     with draft.published():
         for name in (*files, MANIFEST):
-            with open(path / name, "rb") as source:
+            with open(path / name, "rb", opener=own) as source:
                 written = _write(draft.folder / name, iter(partial(source.read, CHUNK), b""))
             if written != files.get(name, written):
                 raise CheckpointError(f"{path / name}: is damaged and was not copied.")
@@ -189,7 +190,7 @@ def copy_to(path: Path, folder: Path) -> None:
 def leave_note(folder: Path, writer: str, written: Written, trouble: str = "") -> None:
     """Record what one of several writers has added to a checkpoint, or why it could not."""
     temporary = folder / f".{writer}.note"
-    temporary.write_text(json.dumps({"written": written, "trouble": trouble}), encoding="utf-8")
+    write_own(temporary, json.dumps({"written": written, "trouble": trouble}))
     os.rename(temporary, folder / f"{writer}.note")
 
 
@@ -214,7 +215,7 @@ def collect_parts(
             if is_over() or time.monotonic() > deadline:
                 raise OSError(errno.ETIMEDOUT, f"{writer} has not written its part")
             time.sleep(POLL_SECONDS)
-        content = json.loads(note.read_bytes())
+        content = read_json(note, own)
         if content["trouble"]:
             raise OSError(errno.EIO, f"{writer}: {content['trouble']}")
         written |= content["written"]
@@ -326,8 +327,8 @@ def reopen(path: Path) -> Checkpoint:
 def read_state(path: Path, step: int, files: Written) -> Checkpoint:
     """Read state.json and return the checkpoint that a verified manifest describes."""
     try:
-        state = json.loads((path / STATE).read_bytes())
-    except (ValueError, RecursionError) as error:
+        state = read_json(path / STATE, own)
+    except ValueError as error:
         raise CheckpointError(f"{path / STATE}: is not JSON ({error}).") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE}: holds a {type(state).__name__}, not an object.")
@@ -361,8 +362,8 @@ def _step(path: Path) -> int:
 
 def latest_name(run_dir: Path) -> str:
     try:
-        return (run_dir / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+        return read_bytes(run_dir / LATEST, 300, own).decode("utf-8", "replace").strip()
+    except (OSError, ValueError):
         return ""
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rather.errors import CheckpointError
+from rather.files import own, parse_json, read_bytes
 
 SCHEMA = 1
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -69,7 +70,7 @@ def damages(path: Path, files: Written, *, full: bool = True) -> Iterator[tuple[
 
 
 def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=own) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -83,20 +84,20 @@ def read_manifest(path: Path) -> tuple[int, Written]:
         raise CheckpointError(f"{path}: is not a checkpoint folder (.../checkpoint-<step>).")
     if not manifest.is_file():
         raise CheckpointError(f"{manifest}: is missing, so the checkpoint is incomplete.")
-    raw = manifest.read_bytes()
+    raw = read_bytes(manifest, opener=own)
     body = raw[: -len(_own_digest(b""))]
     if body + _own_digest(body) != raw:
         raise CheckpointError(
             f"{manifest}: the manifest itself is damaged: its own digest does not match."
         )
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
         schema, step = content["schema"], int(content["step"])
         files = {
             name: (int(entry["size"]), str(entry["sha256"]))
             for name, entry in content["files"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{manifest}: is not a checkpoint manifest ({error!r}).") from error
     if schema != SCHEMA:
         raise CheckpointError(

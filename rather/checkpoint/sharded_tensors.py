@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rather.errors import CheckpointError
+from rather.files import parse_json
 
 HEADER_KEY = "pieces"  # in the metadata of a safetensors file: JSON, name -> [whole shape, offsets]
 Numbers = tuple[int, ...]
@@ -107,7 +108,7 @@ class ShardedFiles(Mapping[str, Tensor]):
                 ) from error
 
     def _add(self, file: Any) -> None:
-        header = json.loads((file.metadata() or {}).get(HEADER_KEY, "{}"))
+        header = parse_json((file.metadata() or {}).get(HEADER_KEY, "{}"))
         for name in file.keys():  # noqa: SIM118  the file is not a mapping
             sizes = tuple(file.get_slice(name).get_shape())
             whole, offsets = map(tuple, header.get(name, (sizes, (0,) * len(sizes))))

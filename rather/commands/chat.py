@@ -38,8 +38,8 @@ class Speaker:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     @staticmethod
-    def load(name: str, system: str | None = None) -> Speaker:
-        weights = weights_of(name)
+    def load(name: str, system: str | None = None, *, trust: bool = False) -> Speaker:
+        weights = weights_of(name, trust_remote_code=trust)
         tokenizer = weights.tokenizer()
         encoder = encoder_of(recipe_of(tokenizer, DPOConfig(), TrainDataArgs()), name)
         speaker = Speaker(name, weights.load(here()).causal_lm, tokenizer, encoder)
@@ -89,11 +89,17 @@ class Speaker:
 
 
 def chat(
-    models: Sequence[str], prompt: str | None, system: str | None, decoding: Decoding, seed: int
+    models: Sequence[str],
+    prompt: str | None,
+    system: str | None,
+    decoding: Decoding,
+    seed: int,
+    *,
+    trust: bool = False,
 ) -> None:
     """Print the answers to one prompt, or to questions until /quit or the end of the input."""
     torch.manual_seed(seed)
-    speakers = [Speaker.load(name, system) for name in models]
+    speakers = [Speaker.load(name, system, trust=trust) for name in models]
 
     def ask(text: str) -> None:
         for speaker in speakers:

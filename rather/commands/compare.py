@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import typer
 
-from rather.board.runs import read_config
+from rather.board.runs import FolderProblem, read_config
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.commands.terminal import print_table
+from rather.errors import ConfigError
 from rather.model.files import weight_files
 from rather.report.folder import Folder
 
@@ -45,7 +46,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     return {
         "runs": [str(a), str(b)],
         "steps": [run.step for run in runs],
-        "config": differences(read_config(a), read_config(b)),
+        "config": differences(settings_of(a), settings_of(b)),
         "environment": differences(*environments),
         "metrics": metrics,
         "only_in_one": only,
@@ -53,6 +54,13 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         "weights": weights,
         "equal": bool(equal and weights and weights["equal"]),
     }
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    try:
+        return read_config(run)
+    except FolderProblem as problem:
+        raise ConfigError(f"{run}: {problem}.") from problem
 
 
 def curves_of(folder: Folder) -> dict[str, Curve]:

@@ -58,7 +58,8 @@ def measure(config: DPOConfig, model: str | None = None, most: int = 512) -> Log
             f"{config.run_dir}: has no weights. Untrained, policy and reference are equal and "
             "every loss is a constant: train first, or pass weights with --model."
         )
-    policy = weights_of(model or str(newest.path if newest else config.run_dir))
+    name = model or str(newest.path if newest else config.run_dir)
+    policy = weights_of(name, trust_remote_code=config.actor_train.model_args.trust_remote_code)
     role = config.reference
     reference = Weights("reference", role.model_path, role.tokenizer_path, role.model_args)
     if config.sync_ref_model and policy.checkpoint:

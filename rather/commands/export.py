@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from rather.config.schema import ModelArgs
 from rather.data.pack import pack
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError
+from rather.files import read_bytes, refuse_outside
 from rather.model.check import TOLERANCE, two_pairs
 from rather.model.export import (
     FileCast,
@@ -54,30 +57,32 @@ def export(
     dtype: str | None = None,
     size: str | None = None,
     rounding: Rounding = Rounding("dithered"),
+    trust: bool = False,
 ) -> str:
     """Write the folder `out`, complete or not at all; return how its log-probs compare.
 
     `adapter`: the adapter alone instead of merged; `dtype`: else that of the source; `size`: of
-    the largest file.
+    the largest file; `trust`: code of the model may run.
     """
     _refuse_existing(out)
     largest = parse_size(size) if size else None
+    how: dict[str, Any] = {"dtype": dtype, "largest": largest, "rounding": rounding}
+    merged = partial(merge, out=out, trust=trust, **how)
     if adapter and (dtype or size):
         raise ConfigError(
             "--dtype and --shard-size do not apply to --adapter: it is one float32 file."
         )
     own = Path(name).expanduser() / "adapter"  # next to the model that it was merged into
     found = adapter and (own / "adapter_config.json").is_file()
-    source = weights_of(str(own) if found else name)
+    source = weights_of(str(own) if found else name, trust_remote_code=trust)
     has_adapter = source.args.has_adapter
     if adapter and not has_adapter:
         raise ConfigError(f"--adapter: {name} has no adapter; export the model without it.")
     if has_adapter and not adapter and not source.checkpoint:
-        path = str(source.args.adapter_name_or_path)
-        return merge(path, out, dtype=dtype, largest=largest, rounding=rounding)
+        return merged(str(source.args.adapter_name_or_path))
     policy = source.load(here(), "fp32")
     before = fixed_log_probs(policy)
-    args = ModelArgs(dtype="fp32")
+    args = ModelArgs(dtype="fp32", trust_remote_code=trust)
     if has_adapter:
         target = out if adapter else out.with_name(f"{out.name}-adapter")
         weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
@@ -86,8 +91,7 @@ def export(
         del policy
         if not adapter:
             try:
-                path = str(temporary)
-                return merge(path, out, dtype=dtype, largest=largest, rounding=rounding)
+                return merged(str(temporary))
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         changes = {"adapter_name_or_path": str(temporary), "revision": source.args.revision}
@@ -101,9 +105,12 @@ def export(
         temporary = whole_model(policy, {}, source.tokenizer(), out, cast, largest)
         model = str(temporary)
         del policy
-    folder = None if source.checkpoint else model_folder(source.model, source.args.revision)
-    own = (folder or out) / "README.md"  # the source's card may name a licence
-    card = own.read_text(encoding="utf-8") if own.is_file() else f"# {out.name}\n"
+    home = None if source.checkpoint else model_folder(source.model, source.args.revision)
+    own = (home or out) / "README.md"  # the source's card may name a licence
+    card = f"# {out.name}\n"
+    if home and own.is_file():
+        refuse_outside(home, own)
+        card = read_bytes(own).decode("utf-8", "replace")
     card += f"\nExported from `{source.name}` by Rather: "
     return _publish(before, (model, args), temporary, out, card, cast, TOLERANCE[cast.dtype])
 
@@ -116,6 +123,7 @@ def merge(
     dtype: str | None = None,
     largest: int | None = None,
     rounding: Rounding = Rounding("dithered"),
+    trust: bool = False,
 ) -> str:
     """Write adapter and base as one model to `out`; return how its log-probs compare."""
     from rather.model.adapters import adapter_folder, base_of  # PEFT takes seconds to import
@@ -137,11 +145,12 @@ def merge(
         revision=revision,
         quantization=quantised,
         dtype=None if quantised else "fp32",
+        trust_remote_code=trust,
     )
     policy = load_policy(name, args, here())
     before = fixed_log_probs(policy)
     own = (folder / "tokenizer_config.json").exists()
-    tokenizer = load_tokenizer(*((str(folder), None) if own else (name, revision)), False)
+    tokenizer = load_tokenizer(*((str(folder), None) if own else (name, revision)), trust)
     config = policy.causal_lm.config
     config.dtype = DTYPES[dtype] if dtype else config.dtype
     files = ShardedFiles(weight_files(found))
@@ -149,7 +158,7 @@ def merge(
     temporary = merged_model(policy.causal_lm, files, folder, tokenizer, out, cast, largest)
     del policy
     card = f"# {out.name}\n\n`{name}` with the adapter `{folder}` merged by Rather: "
-    merged = str(temporary), ModelArgs(dtype="fp32")
+    merged = str(temporary), ModelArgs(dtype="fp32", trust_remote_code=trust)
     allowed = None if quantised else TOLERANCE[cast.dtype]
     return _publish(before, merged, temporary, out, card, cast, allowed)
 

@@ -32,6 +32,10 @@ RoundingOption = Annotated[
     Literal["dithered", "nearest"],
     typer.Option(help="Rounding to bf16: dithered keeps updates that nearest loses."),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the Python files that come with the model."),
+]
 
 
 @command
@@ -52,6 +56,7 @@ def score_command(
             help="Also write the numbers of each pair to this JSONL file.", callback=writable
         ),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Score pairs with a model: how often, and by how much, it prefers the chosen answers.
 
@@ -61,7 +66,7 @@ def score_command(
     """
     from rather.commands.score import print_scores, score
 
-    numbers = score(model, pairs, overrides or [], reference, by or [], out)
+    numbers = score(model, pairs, overrides or [], reference, by or [], out, trust=trust)
     print_json(numbers) if as_json else print_scores(numbers)
 
 
@@ -86,6 +91,7 @@ def chat_command(
     seed: Annotated[
         int | None, typer.Option(help="Seed for sampling; default: 0.", min=0, max=2**32 - 1)
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Chat with a model in the terminal, with its chat template. Greedy without a temperature.
 
@@ -99,7 +105,8 @@ def chat_command(
     from rather.model.generate import Decoding
 
     decoding = Decoding(max_new_tokens, temperature, top_p or 1.0)
-    chat([model, beside] if beside else [model], prompt, system, decoding, seed or 0)
+    names = [model, beside] if beside else [model]
+    chat(names, prompt, system, decoding, seed or 0, trust=trust)
 
 
 @command
@@ -114,13 +121,15 @@ def export_command(
         str | None, typer.Option(help="Largest file, such as 500MB; default: 4GB.")
     ] = None,
     rounding: RoundingOption = "dithered",
+    trust: Trust = False,
 ) -> None:
     """Write a model to a new folder, after comparing its log-probs with those of the source."""
     from rather.commands.export import export
     from rather.optim.rounding import Rounding
 
     options: dict[str, Any] = {"adapter": adapter, "dtype": dtype, "size": shard_size}
-    typer.echo(f"{out}: {export(source, out, **options, rounding=Rounding(rounding))}")
+    options |= {"rounding": Rounding(rounding), "trust": trust}
+    typer.echo(f"{out}: {export(source, out, **options)}")
 
 
 @command
@@ -132,12 +141,14 @@ def merge_command(
     ] = None,
     dtype: DtypeOption = None,
     rounding: RoundingOption = "dithered",
+    trust: Trust = False,
 ) -> None:
     """Merge an adapter into its base model, after comparing log-probs before and after."""
     from rather.commands.export import merge
     from rather.optim.rounding import Rounding
 
-    typer.echo(f"{out}: {merge(adapter, out, base, dtype=dtype, rounding=Rounding(rounding))}")
+    options: dict[str, Any] = {"dtype": dtype, "rounding": Rounding(rounding), "trust": trust}
+    typer.echo(f"{out}: {merge(adapter, out, base, **options)}")
 
 
 @command

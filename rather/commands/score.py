@@ -84,9 +84,12 @@ def score(
     reference: str | None,
     by: Sequence[str],
     out: Path | None,
+    *,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Return the numbers of all pairs and of each slice; write those of each pair to `out`."""
-    policy, other = weights_of(model), weights_of(reference) if reference else None
+    policy = weights_of(model, trust_remote_code=trust)
+    other = weights_of(reference, trust_remote_code=trust) if reference else None
     config = settings_for(policy, pairs, overrides)
     objective = _objective(config, policy, other)
     console = Console(stderr=True)

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import typer
-import yaml
 
 from rather.board.runs import FolderProblem, read_config
 from rather.cluster.launch import mappings
@@ -44,6 +43,7 @@ from rather.config.load import dump_yaml
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, RatherError
+from rather.files import own, parse_yaml, read_bytes, write_own
 from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report.folder import METRICS, Folder
@@ -111,7 +111,7 @@ class Sweep:
         """Write the state, complete or not at all."""
         temporary = self.folder / f".{STATE}-{os.getpid()}"
         runs = {run.name: run.as_json() for run in self.runs}
-        temporary.write_text(strict_json({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+        write_own(temporary, strict_json({"runs": runs}, indent=1) + "\n")
         os.replace(temporary, self.folder / STATE)
 
     def run(self) -> None:
@@ -183,9 +183,7 @@ def plan_sweep(file: Path, overrides: Sequence[str], *, overwrite: bool = False)
             before = read_config(run.config.run_dir)
         except FolderProblem:  # cut off
             before = {}
-        found = (
-            differences(before, flatten(yaml.safe_load(dump_yaml(run.config)))) if before else {}
-        )
+        found = differences(before, flatten(parse_yaml(dump_yaml(run.config)))) if before else {}
         changed += [f"  {label}.{key}: {a!r} before, {b!r} now" for key, (a, b) in found.items()]
     if changed and not overwrite:
         lines = "\n".join(changed)
@@ -280,7 +278,7 @@ def run_children(
             while waiting and free:
                 (run, arguments), devices = waiting.pop(), free.pop(0)
                 run.console.parent.mkdir(parents=True, exist_ok=True)
-                with run.console.open("wb") as out:
+                with open(run.console, "wb", opener=own) as out:
                     # In its own session: Ctrl-C in the terminal reaches it only through the sweep.
                     child = subprocess.Popen(
                         [sys.executable, *tied, *arguments], stdout=out, stderr=out,
@@ -302,7 +300,7 @@ def run_children(
 
 def last_message(console: Path) -> str:
     """Return the error that a process printed last."""
-    lines = console.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_bytes(console, opener=own).decode("utf-8", "replace").splitlines()
     said = [line for line in lines if line.startswith("rather: ")] or lines[-1:] or [""]
     return f"{said[-1].removeprefix('rather: ')} ({console})"
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.manifest import MANIFEST, damages, read_manifest
 from rather.errors import CheckpointError, ConfigError
+from rather.files import own, parse_json, read_bytes
 from rather.reference.logprob_cache import BlockFile
 from rather.reference.logps import SEGMENTS
 from rather.report.folder import METRICS
 from rather.run_folder.layout import REFERENCE_LOG
 
+LARGEST_METRICS = 1 << 34  # bytes
 Damage = tuple[Path, str]  # a file and what is wrong with it; "" if it is good
 
 
@@ -44,9 +46,10 @@ def _check_run(run_dir: Path, *, full: bool) -> Iterator[Damage]:
     if (run_dir / REFERENCE_LOG).exists():
         yield _check_log_probs(run_dir / REFERENCE_LOG)
     try:
-        yield run_dir / METRICS, _metrics_damage((run_dir / METRICS).read_bytes(), good)
-    except OSError as error:
-        yield run_dir / METRICS, f"cannot be read ({error.strerror})"
+        data = read_bytes(run_dir / METRICS, LARGEST_METRICS, own)
+        yield run_dir / METRICS, _metrics_damage(data, good)
+    except (OSError, ValueError) as error:
+        yield run_dir / METRICS, f"cannot be read ({getattr(error, 'strerror', error)})"
 
 
 def _check_checkpoint(path: Path, *, full: bool) -> Iterator[Damage]:
@@ -76,13 +79,16 @@ def _metrics_damage(data: bytes, good: Sequence[Path]) -> str:
     """Every line must be a complete record, and a line must end where each checkpoint says."""
     for number, line in enumerate(data.splitlines(keepends=True), 1):
         try:
-            is_complete = "step" in json.loads(line) and line.endswith(b"\n")
-        except (ValueError, RecursionError, TypeError):
+            is_complete = "step" in parse_json(line) and line.endswith(b"\n")
+        except (ValueError, TypeError):
             is_complete = False
         if not is_complete:
             return f"line {number} is not a complete record"
     for path in good:
-        position = checkpoint.reopen(path).state.get("metrics_bytes", 0)
+        state = checkpoint.reopen(path).state
+        position, saved = state.get("metrics_bytes", 0), state.get("metrics_sha256")
         if position and data[position - 1 : position] != b"\n":
             return f"no line ends at byte {position:,}, where {path.name} was saved"
+        if saved not in (None, sha256(data[:position]).hexdigest()):
+            return f"its first {position:,} bytes have changed since {path.name} was saved"
     return ""

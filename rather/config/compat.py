@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rather import files
 from rather.config.values import section_problems
 from rather.errors import ConfigError
 
@@ -237,7 +237,7 @@ def deepspeed_problems(details: Mapping[str, Any]) -> Problems:
 def read_json(file: str) -> dict[str, Any]:
     """Return the object in a JSON file, or raise a ConfigError that says why it is unusable."""
     try:
-        values = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        values = files.read_json(Path(file).expanduser())
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror})") from None
     except ValueError as error:

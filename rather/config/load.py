@@ -11,32 +11,37 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from rather.config import paths
 from rather.config.compat import Names, roll_keys
 from rather.config.keys import nearest, suggestion, table
+from rather.config.redaction import looks_secret
 from rather.config.schema import FOR_A_RUN, DPOConfig
 from rather.config.show import public_values
 from rather.errors import ConfigError
+from rather.files import BoundedLoader, Opener, own, parse_yaml, regular, yaml_text
 
-MOST_BYTES = 1_000_000
-MOST_VALUES = 20_000  # a config has some hundred; an alias bomb has 10^9
 COMMAND_LINE = "command line"
-UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError)
+UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
+MOST_INSERTED = 10_000_000  # characters that ${...} may insert
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +52,17 @@ class ShippedGroups(SearchPathPlugin):
         search_path.append("rather", f"file://{Path(__file__).parent / 'groups' / 'config'}")
 
 
+class BoundedFiles(FileConfigSource):
+    """Reads the files of a defaults list, like the config itself, within limits."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        if self.is_config(config_path):
+            _tree(Path(self.path) / self._normalize_file_name(config_path))
+        return super().load_config(config_path)
+
+
 Plugins.instance().register(ShippedGroups)
+SourcesRegistry.instance().types["file"] = BoundedFiles
 
 
 def load_config(
@@ -66,8 +81,57 @@ def load_config(
 def load(path: str | Path, overrides: Iterable[str] = ()) -> DPOConfig:
     """Return the config of a YAML file without looking for the files that it names."""
     path = Path(path).expanduser()
-    sources = {key: f"{path.name}:{line}" for key, line in _key_lines(path).items()}
-    composed = _compose(path, overrides, sources)
+    sources = _key_lines(path)
+    return _validated(path, _compose(path, overrides, sources), sources)
+
+
+def load_found(path: Path, *, trust_remote_code: bool = False) -> DPOConfig:
+    """Return the config.yaml of a run folder, which is data and not the user's own config.
+
+    Nothing in it switches on remote code, a class to import, an environment variable or Hydra, and
+    it reads no secret from the environment.
+    """
+    sources = _key_lines(path, own)
+    values = parse_yaml(yaml_text(path, own))
+    sections = [values, *(each for each in values.values() if isinstance(each, dict))]
+    for section in sections:
+        section.pop("worker_cls", None)
+        section.pop("system_envs", None)
+        if isinstance(args := section.get("model_args"), dict):
+            args.pop("trust_remote_code", None)
+            args |= {"trust_remote_code": True} if trust_remote_code else {}
+    secret = [
+        names
+        for names, leaf in _leaves(values)
+        if "oc.env" in str(leaf) and any(map(looks_secret, re.findall(r"\w+", str(leaf))))
+    ]
+    return _validated(path, OmegaConf.create(_without(values, secret)), sources)
+
+
+@contextmanager
+def _limited_insertions() -> Iterator[None]:
+    """Refuse ${...} that insert one another until they fill the memory."""
+    resolve, left = Container._resolve_node_interpolation, MOST_INSERTED
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        node = resolve(*args, **kwargs)
+        value = node._value()
+        left -= 1_000 + (len(value) if isinstance(value, str) else 0)
+        if left < 0:
+            raise ValueError("its ${...} insert too much text; write the values themselves")
+        return node
+
+    Container._resolve_node_interpolation = count  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Container._resolve_node_interpolation = resolve  # type: ignore[method-assign]
+
+
+@_limited_insertions()
+def _validated(path: Path, composed: DictConfig, sources: dict[str, str]) -> DPOConfig:
+    """Fill in ${...} and return the config, or raise one ConfigError with all problems."""
     raw = _plain(composed)
     if "exp_name" not in raw:
         raw["exp_name"] = composed.exp_name = path.stem
@@ -95,10 +159,11 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> DPOConfig:
     return config
 
 
+@_limited_insertions()
 def composed_values(path: Path) -> dict[str, Any]:
     """Return the values of a file, its defaults list and ${...} filled in, before validation."""
     try:
-        return _plain(_compose(path, [], {}), resolve=True)
+        return _plain(_compose(path, [], _key_lines(path)), resolve=True)
     except UNREADABLE as error:
         raise ConfigError(f"{path.name}: {_in_short(error)}") from None
 
@@ -199,31 +264,29 @@ def _leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
         yield names, value
 
 
-def _key_lines(path: Path) -> dict[str, int]:
-    """Return key path -> line, counted from 1, or raise a ConfigError if it cannot be a config."""
+def _key_lines(path: Path, opener: Opener = regular) -> dict[str, str]:
+    """Return key path -> `dpo.yaml:31`, or raise a ConfigError if it cannot be a config."""
     if not path.is_file():
         raise ConfigError(f"{path}: is not a file ({path.absolute()}){paths.nearest_names(path)}")
     if path.suffix != ".yaml":
         raise ConfigError(f"{path}: a config file is named *.yaml; rename it to {path.stem}.yaml")
-    if path.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"{path}: more than {MOST_BYTES:,} bytes. Is it a data file?")
-    lines: dict[str, int] = {}
+    node = _tree(path, opener)
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path}: the file must hold keys and values, such as `pretrain: ...`")
+    sources = {key: f"{path.name}:{line}" for key, line in _nodes(node, "")}
+    if place := sources.get("hydra.searchpath"):
+        raise ConfigError(
+            f"hydra.searchpath ({place}): a config cannot add folders or packages to search; "
+            "remove it"
+        )
+    return sources
+
+
+def _tree(path: Path, opener: Opener = regular) -> yaml.Node | None:
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(
-                f"{path}: the file must hold keys and values, such as `pretrain: ...`"
-            )
-        for count, (key, line) in enumerate(_nodes(node, "")):
-            lines[key] = line
-            if count > MOST_VALUES:
-                raise RecursionError
-    except RecursionError:
-        text = f"nested too deeply, or its aliases unfold to more than {MOST_VALUES:,} values"
-        raise ConfigError(f"{path}: {text}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return BoundedLoader(yaml_text(path, opener)).get_single_node()
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(_unreadable(path, error)) from None
-    return lines
 
 
 def _nodes(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int]]:
@@ -270,9 +333,8 @@ def _compose(path: Path, overrides: Iterable[str], sources: dict[str, str]) -> D
                 str(path.parent.resolve()), job_name="rather", version_base="1.3"
             ),
         ):
-            # Every file of ROLL lacks `_self_`, and names search paths that need not exist.
+            # Every file of ROLL lacks `_self_`.
             warnings.filterwarnings("ignore", "In '.*': Defaults list is missing")
-            warnings.filterwarnings("ignore", "provider=hydra.searchpath")
             composed = compose(path.stem, own)
         OmegaConf.set_struct(composed, False)
         for key, value in values.items():
@@ -303,7 +365,8 @@ def _unreadable(path: Path, error: Exception) -> str:
     """Return why a file cannot be read, with the line if the error knows it."""
     mark = getattr(error, "problem_mark", None)
     where = f"{path.name}:{mark.line + 1}" if mark else path.name
-    return f"{where}: {getattr(error, 'problem', None) or _in_short(error)}"
+    reason = getattr(error, "problem", None) or getattr(error, "strerror", None)
+    return f"{where}: {reason or _in_short(error)}"
 
 
 def _in_short(error: BaseException) -> str:

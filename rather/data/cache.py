@@ -18,6 +18,7 @@ import pyarrow as pa
 from rather.data.messages import Json
 from rather.data.pairs import SCHEMA, PairFile
 from rather.errors import DiskError
+from rather.files import own, read_json, regular
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Cache:
         status = path.stat()
         stamp = [status.st_size, status.st_mtime_ns, status.st_ino]
         try:
-            known = json.loads(memory.read_text("utf-8"))
+            known = read_json(memory)
         except (OSError, ValueError):
             known = {}
         if known.get(str(path), [None])[0] != stamp:
@@ -100,7 +101,7 @@ class Cache:
 def _find(path: Path) -> tuple[PairFile, Json] | None:
     """Return what was built, or None if it must be built, because it is damaged or older."""
     try:
-        entry = json.loads(path.with_suffix(".json").read_text("utf-8"))
+        entry = read_json(path.with_suffix(".json"))
         if entry["sha256"] == _sha(path, entry["report"]):
             file = PairFile(path)  # an older file has fewer columns
             return (file, entry["report"]) if file.table.schema == SCHEMA else None
@@ -114,7 +115,7 @@ def _find(path: Path) -> tuple[PairFile, Json] | None:
 
 def _write(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    with temporary.open("w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=own) as file:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())
@@ -128,7 +129,7 @@ def _sha(tokens: Path, report: Json) -> str:
 
 def file_sha(path: Path) -> str:
     """Return the SHA-256 of a file's content."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -19,6 +19,8 @@ from rather.errors import DataError
 MAX_ROW_BYTES = 64 << 20
 MAX_DEPTH = 200
 BLOCK_BYTES = 1 << 20
+SUSPICIOUS = 128 << 20  # unpacked bytes from which gzip data is a bomb ...
+MOST_UNPACKED = 200  # ... if it has become this many times larger
 
 
 class DropReason(Exception):
@@ -75,6 +77,11 @@ def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str)
             block = block.removeprefix(codecs.BOM_UTF8)
         yield block
         read += len(raw)
+        if read > SUSPICIOUS and read > MOST_UNPACKED * path.stat().st_size:
+            raise DataError(
+                f"{path}: unpacks to more than {MOST_UNPACKED} times its size; unpack it yourself "
+                "(gzip -d) if this is right."
+            )
     raise fault
 
 

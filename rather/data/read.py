@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from rather.data.json_rows import DropReason, RawRow, read_blocks, split_lines, split_values
 from rather.errors import DataError
+from rather.files import read_json, regular
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -87,7 +88,7 @@ def _arrow_files(folder: Path) -> list[Path]:
     state = folder / "state.json"
     if state.is_file():  # the folder may also hold cached results of other work
         try:
-            listed = json.loads(state.read_text("utf-8"))["_data_files"]
+            listed = read_json(state)["_data_files"]
             files = [folder / Path(entry["filename"]).name for entry in listed]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -112,12 +113,12 @@ def _arrow_files(folder: Path) -> list[Path]:
 def _detect_kind(path: Path) -> DataFile:
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: not a regular file; copy its content to one.")
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         head = file.read(4096)
-    if gzipped := head.startswith(b"\x1f\x8b"):
-        with gzip.open(path) as unpacked:
+        if gzipped := head.startswith(b"\x1f\x8b"):
+            file.seek(0)
             try:
-                head = unpacked.read(4096)
+                head = gzip.GzipFile(fileobj=file).read(4096)
             except (EOFError, gzip.BadGzipFile, zlib.error):
                 head = b""  # the reader meets the same fault and counts it
     packed = next((m for m in PACKED if head.startswith(m) or head[TAR] == m), None)
@@ -146,7 +147,7 @@ def chunks(source: DataFile, index: int, encoding: str = "utf-8") -> Iterator[Ch
         yield from _table_chunks(source, index)
         return
     total = max(1, source.path.stat().st_size)
-    with source.path.open("rb") as raw:
+    with open(source.path, "rb", opener=regular) as raw:
         file = gzip.GzipFile(fileobj=raw) if source.gzipped else raw
         blocks = read_blocks(file, source.path, encoding)
         level = {"json": 1, "objects": 0}.get(source.kind)
@@ -176,14 +177,36 @@ def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
                 mapped.seek(0)
                 batches = pa.ipc.open_stream(mapped)
             for batch in batches:
+                batch.validate()
                 for start in range(0, batch.num_rows, CHUNK_ROWS):
-                    part = batch.slice(start, CHUNK_ROWS)
-                    yield Chunk(index, table=as_message(part), first=first, done=first / rows)
-                    first += part.num_rows
+                    for part in _validated(batch.slice(start, CHUNK_ROWS)):
+                        if isinstance(part, DropReason):
+                            yield Chunk(index, (RawRow(first, part),), done=first / rows)
+                            first += 1
+                        else:
+                            message = as_message(part)
+                            yield Chunk(index, table=message, first=first, done=first / rows)
+                            first += part.num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{source.path}: damaged {source.kind} file after row {first - 1} ({error})."
         ) from error
+
+
+def _validated(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | DropReason]:
+    """Yield rows whose offsets and texts are good; other offsets are followed into any memory."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if batch.num_rows > 1:  # text that is not UTF-8 costs its row only
+            for i in range(batch.num_rows):
+                yield from _validated(batch.slice(i, 1))
+        elif "UTF8" in str(error):
+            yield DropReason("bad_encoding", f"a text of the table is not UTF-8 ({error})")
+        else:
+            raise
+    else:
+        yield batch
 
 
 def as_message(batch: pa.RecordBatch) -> bytes:
@@ -252,7 +275,7 @@ def parsed_rows(chunk: Chunk) -> Iterator[tuple[int, Row | DropReason]]:
 def _table_rows(batch: pa.RecordBatch) -> list[Row | DropReason]:
     try:
         return list(batch.to_pylist())
-    except UnicodeDecodeError as error:  # strings of a table are not checked when it is written
+    except (ValueError, OverflowError, pa.ArrowException) as error:  # such as a date in year 0
         if batch.num_rows == 1:
-            return [DropReason("bad_encoding", f"a text of the table is not UTF-8 ({error})")]
+            return [DropReason("bad_type", f"Python cannot hold a value of the row ({error})")]
         return [row for i in range(batch.num_rows) for row in _table_rows(batch.slice(i, 1))]

@@ -26,6 +26,7 @@ import jinja2.sandbox
 from rather.data.json_rows import DropReason
 from rather.data.messages import Json, Turns
 from rather.errors import DataError
+from rather.files import inspect_folder, parse_json, yaml_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,6 +136,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     try:
+        inspect_folder(Path(path).expanduser())
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -233,14 +235,14 @@ def read_template(path: Path) -> tuple[str, str | None]:
     have no system turn.
     """
     try:
-        text = path.read_text("utf-8")
+        text = yaml_text(path)
         if not re.match(r'\s*{\s*["}]', text):
             return text, None
-        given = json.loads(text)
+        given = parse_json(text)
         if "chat_template" not in given or not given.keys() <= {*CONVERSATION}:
             raise ValueError(f"its keys are {', '.join(given)}")
         text, system, end = (str(given.get(key) or "") for key in CONVERSATION[:3])
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(
             f"data_args.template: {path} cannot be read ({error}). It must be a Jinja file, or JSON "
             f"with {', '.join(CONVERSATION)}."

@@ -170,6 +170,9 @@ def _row(peer: Peer, key: str, value: Any, given: Given) -> Row:
     """Apply the rule of a key. A text under a name like hub_token is neither shown nor written."""
     row = _ruled(peer, key, value, given)
     paths = row.outcome.values
+    if any(path.endswith((".trust_remote_code", ".worker_cls")) for path in paths) and value:
+        note = "it runs Python code of others and is not copied; add it yourself if you trust them"
+        return Row(key, value, Outcome(IMPOSSIBLE, note=note))
     public = bool(paths) and not any(map(looks_secret, paths))
     if not (looks_secret(key) and isinstance(value, str)) or public:
         return row

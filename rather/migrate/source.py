@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -10,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rather.errors import ConfigError
+from rather.files import MOST_DIGITS, parse_json, parse_yaml, yaml_text
 
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d++\.?\d*+|\.\d++)([eE][+-]?\d++)?")
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 FILES = (".yaml", ".yml", ".json")
 # Of launchers: how many processes a node runs, and how many nodes.
@@ -99,20 +97,20 @@ def plain(value: Any) -> Any:
         return value
     if value.lower() in WORDS:
         return WORDS[value.lower()]
-    if NUMBER.fullmatch(value):
+    if len(value) <= MOST_DIGITS and NUMBER.fullmatch(value):
         return int(value) if value.lstrip("+-").isdigit() else float(value)
     if value[:1] in "[{" and value[-1:] in "]}":
         try:
-            return with_powers(yaml.safe_load(value))
-        except yaml.YAMLError:
+            return with_powers(parse_yaml(value))
+        except ValueError:
             return value
     return value
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return yaml_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: cannot be read ({error}); pass a YAML, JSON or text file."
         ) from None
@@ -120,8 +118,8 @@ def _text(path: Path) -> str:
 
 def _mapping(text: str, path: Path) -> dict[str, Any]:
     try:
-        values = with_powers(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        values = with_powers(parse_json(text) if path.suffix == ".json" else parse_yaml(text))
+    except ValueError as error:
         raise ConfigError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from None
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path}: contains no keys and values.")

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ from rather.config.paths import is_local
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.values import PISSA
 from rather.errors import CheckpointError, ConfigError
-from rather.model.files import model_folder, refuse_outside
+from rather.files import inspect_folder, read_json, refuse_outside, regular
+from rather.model.files import model_folder
 from rather.model.layers import layers_of
 from rather.model.policy import START
 
@@ -93,8 +94,7 @@ def adapter_folder(name: str) -> Path:
             f"adapter_name_or_path: {name} is not a PEFT adapter; use a folder with {CONFIG} and "
             f"{WEIGHTS}, or the hub name of one"
         )
-    refuse_outside(folder, CONFIG)
-    refuse_outside(folder, WEIGHTS)
+    inspect_folder(folder)
     return folder
 
 
@@ -124,10 +124,10 @@ def base_of(folder: Path) -> tuple[str | None, str | None, Any]:
 
 
 def _values(folder: Path, name: str) -> dict[str, Any]:
-    refuse_outside(folder, name)
+    refuse_outside(folder, folder / name)
     try:
-        values = json.loads((folder / name).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = read_json(folder / name)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / name}: cannot be read ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{folder / name}: is not the config of an adapter")
@@ -135,7 +135,11 @@ def _values(folder: Path, name: str) -> dict[str, Any]:
 
 
 def adapter_digest(folder: Path) -> str:
-    return sha256(b"".join((folder / name).read_bytes() for name in (CONFIG, WEIGHTS))).hexdigest()
+    digest = sha256()
+    for name in (CONFIG, WEIGHTS):
+        with open(folder / name, "rb", opener=regular) as file:
+            file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 # --- into a model ---

@@ -147,7 +147,11 @@ def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
         small = _shrunken(config.get_text_config(), kv_heads)
         # The config's own choice may be a kernel from a hub.
         twin = AutoModelForCausalLM.from_config(
-            small, dtype=torch.float32, attn_implementation="eager"
+            small,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            # Without an answer transformers asks on the console. A config of remote code is trusted.
+            trust_remote_code=type(config).__module__.startswith("transformers_modules."),
         ).eval()
         for parameter in twin.parameters():
             if parameter.ndim > 1:

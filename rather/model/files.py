@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 from rather.config.paths import is_local
 from rather.data.cache import text_sha
 from rather.errors import ConfigError
+from rather.files import read_json, refuse_outside
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -48,7 +49,7 @@ def weight_files(folder: Path | None) -> list[Path]:
     names, index = [WEIGHTS], folder / INDEX
     if not (folder / WEIGHTS).exists() and index.exists():
         try:
-            listed = json.loads(index.read_text("utf-8"))["weight_map"]
+            listed = read_json(index)["weight_map"]
             names = sorted(set(map(str, listed.values())))
         except Exception as error:  # a stranger's file may be anything
             raise ConfigError(f"{index}: is not an index of weight files ({error!r})") from error
@@ -57,19 +58,8 @@ def weight_files(folder: Path | None) -> list[Path]:
             raise ConfigError(
                 f"{index}: lists {name!r}; only .safetensors files next to it are read"
             )
-        refuse_outside(folder, name)
+        refuse_outside(folder, folder / name)
     return [folder / name for name in names]
-
-
-def refuse_outside(folder: Path, name: str) -> None:
-    """Refuse a link out of the folder, except from snapshots/<commit> to blobs of a hub cache."""
-    target, homes = (folder / name).resolve(), [folder.resolve()]
-    if homes[0].parent.name == "snapshots":
-        homes.append(homes[0].parent.parent / "blobs")
-    if target.parent not in homes:
-        raise ConfigError(
-            f"{folder / name}: is a link to {target}, outside of its folder; copy the file into it"
-        )
 
 
 def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:
@@ -104,4 +94,4 @@ def _forward_fields(folder: Path) -> object:
             return config
         return {key: select(value) for key, value in config.items() if key not in NOT_IN_A_FORWARD}
 
-    return select(json.loads((folder / "config.json").read_text("utf-8")))
+    return select(read_json(folder / "config.json"))

@@ -16,6 +16,7 @@ from rather.config.paths import is_local
 from rather.config.schema import ModelArgs, RoleConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
+from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import untrained_parts
 
@@ -153,5 +154,6 @@ def model_problems(name: str, role: RoleConfig) -> Iterator[str]:
 
 def _config(name: str, args: ModelArgs, **options: bool) -> Any:
     path = str(Path(name).expanduser()) if is_local(name) else name
+    inspect_folder(Path(path))
     options["trust_remote_code"] = args.trust_remote_code
     return AutoConfig.from_pretrained(path, revision=args.revision, **options)  # nosec B615

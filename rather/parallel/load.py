@@ -29,6 +29,7 @@ from rather.config.paths import is_local
 from rather.config.schema import ModelArgs, RoleConfig
 from rather.config.strategies import Layout
 from rather.errors import ConfigError
+from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
 from rather.model.files import model_folder, weight_files
@@ -264,6 +265,7 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
         "revision": args.revision,
         "trust_remote_code": args.trust_remote_code,
     }
+    inspect_folder(Path(name).expanduser())
     with _opening(name, "config"):
         # transformers would silently apply an adapter next to a model, or in its place.
         if found := find_adapter_config_file(name, revision=args.revision):
@@ -377,4 +379,6 @@ def _opening(name: str, what: str) -> Iterator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         said = " ".join(line.strip() for line in lines[:2])
+        if "trust_remote_code" in str(error):
+            said += " If you trust it: --trust-remote-code, or model_args.trust_remote_code."
         raise ConfigError(f"model '{name}': its {what} cannot be opened: {said}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from rather.data.pool import encoder_of
 from rather.data.prepare import recipe_of
 from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
+from rather.files import own, parse_json, read_bytes
 from rather.losses.metrics import Window
 from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
@@ -209,7 +209,7 @@ class Answers:
     def _write(self, path: Path, rows: Sequence[dict[str, Any]]) -> bool:
         """Write lines; if the disk is full the texts are lost and the run continues."""
         try:
-            with path.open("a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", opener=own) as file:
                 file.writelines(strict_json(row) + "\n" for row in rows)
         except OSError as error:
             log.warning("%s: cannot be written (%s)", path, error.strerror)
@@ -223,8 +223,9 @@ def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:
         return list(asked.prompts or [])
     path = config.actor_train.data_args.locate(asked.file)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_bytes(path).decode("utf-8")
+        lines = [line for line in content.split("\n") if line.strip()]
+    except (OSError, ValueError) as error:
         raise DataError(f"eval_prompts.file: {path} cannot be read ({error}).") from error
     if not lines:
         raise DataError(f"eval_prompts.file: {path} has no prompt in it.")
@@ -233,7 +234,7 @@ def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:
     prompts: list[str] = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         text = row.get("prompt") if isinstance(row, dict) else row
@@ -255,9 +256,10 @@ def repetition(ids: Sequence[int]) -> float:
 def _lines(file: Path) -> list[dict[str, Any]]:
     """Return the records up to the first line that a kill has torn, perhaps within a letter."""
     found = []
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+    text = read_bytes(file, opener=own).decode("utf-8", "replace")
+    for line in text.split("\n")[:-1]:
         try:
-            found.append(json.loads(line))
+            found.append(parse_json(line))
         except ValueError:
             break
     return found

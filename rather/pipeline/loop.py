@@ -31,6 +31,7 @@ from rather.report.write import LiveReport
 from rather.run_folder import control
 from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import metrics_position
+from rather.tracking.json_lines import MetricsPosition
 from rather.tracking.run import NoTracker
 from rather.train.rank_trainer import StepResult
 
@@ -286,8 +287,8 @@ class TrainingLoop:
                 self.saving.wait(last=True)
         self._summarize()
 
-    def _sync_files(self) -> int:
-        """Write what a checkpoint relies on to the disk; return the length of metrics.jsonl."""
+    def _sync_files(self) -> MetricsPosition:
+        """Write what a checkpoint relies on to the disk; return the position in metrics.jsonl."""
         if self.reference_stream.logps:
             self.reference_stream.logps.sync()
         return self.tracker.position()

@@ -30,7 +30,7 @@ from rather.plan.forecast import checkpoint_bytes
 from rather.plan.memory import known_shapes
 from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import FINISHED, checkpoint_to_resume, named_checkpoint
-from rather.tracking.json_lines import current_name
+from rather.tracking.json_lines import MetricsPosition, current_name
 from rather.train.nonfinite import StepLimits
 
 log = logging.getLogger(__name__)
@@ -182,11 +182,13 @@ class Saving:
 
     # --- saving ---
 
-    def save(self, state: Mapping[str, Any], step: int, sync_files: Callable[[], int]) -> None:
+    def save(
+        self, state: Mapping[str, Any], step: int, sync_files: Callable[[], MetricsPosition]
+    ) -> None:
         """Save a checkpoint of the state as it is now.
 
         `state` is what the loop knows. `sync_files` writes the files that the checkpoint relies on
-        to the disk, and returns the length of metrics.jsonl. If the disk is full the run continues
+        to the disk, and returns the position in metrics.jsonl. If the disk is full the run continues
         without this checkpoint, and the next save that is due tries again.
         """
         self.wait()
@@ -195,7 +197,7 @@ class Saving:
             try:
                 draft = checkpoint.Draft(self.run_dir, step, self._bytes)
                 with draft.removed_on_error():
-                    stored = {**state, "metrics_bytes": sync_files()}
+                    stored = {**state, **sync_files()._asdict()}
                     stored |= {"identity": self.identity, "schedule": self._schedule()}
             except DiskError as error:
                 draft = None

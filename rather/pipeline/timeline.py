@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from rather.files import own
 from rather.pipeline.steps import ReferenceStep, Step
 
 log = logging.getLogger(__name__)
@@ -142,9 +143,10 @@ class Trace:
 
     def __init__(self, file: Path) -> None:
         self._clock = time.time() - time.perf_counter()  # events of all starts on one axis
-        self._file = FileIO(file, "a+")
+        self._file = FileIO(file, "a+", opener=own)
         self._turn = threading.Lock()  # pairs and reference have threads of their own
-        kept = file.read_bytes().rfind(b"\n") + 1  # a kill may have torn the last line
+        self._file.seek(0)
+        kept = self._file.readall().rfind(b"\n") + 1  # a kill may have torn the last line
         self._file.truncate(kept)
         if not kept:
             self._file.write(b"[\n")

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rather.files import own
+
 MAGIC = b"RATHRLP1"
 # Magic, number of records, 0, size and checksum of the payload; then the checksum of these.
 HEADER = struct.Struct("<8sIIQI")
@@ -63,7 +65,7 @@ class BlockFile:
     @cached_property
     def _descriptor(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        return own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
     def append(self, sums: Mapping[bytes, float]) -> None:
         """Write one block."""
@@ -84,7 +86,7 @@ class BlockFile:
         found, damaged = [NO_ENTRIES], self.path.stat().st_size if self.path.exists() else 0
         if not damaged:
             return NO_ENTRIES, 0
-        with self.path.open("rb") as file:
+        with open(self.path, "rb", opener=own) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with data:
             at = data.find(MAGIC)

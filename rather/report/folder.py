@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rather.config.redaction import redact
 from rather.errors import ConfigError
+from rather.files import own
 from rather.tracking.json_lines import (
     JsonLines,
     JsonObject,
@@ -37,7 +38,7 @@ BETWEEN = "\n\0\n"  # occurs in no text, and no pattern of a secret reaches acro
 
 def newest_records(path: Path, most: int = 1 << 16) -> tuple[list[JsonObject], int]:
     """Return the records in the last bytes of a file, newest first, and the damaged lines."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=own) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - most))
         lines = file.read(most).split(b"\n")

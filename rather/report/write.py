@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from rather.files import write_own
 from rather.report.folder import REPORT_PAGE, Folder
 from rather.report.page import NO_PLOTLY, has_plotly
 from rather.report.sections import report_page
@@ -59,8 +60,7 @@ def write_report(run_dir: Path, out: Path | None = None, *, state: str) -> Path:
     # `rather report` and the run may write at the same time.
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        # Texts may contain lone surrogates, which UTF-8 cannot encode.
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
+        write_own(unfinished, text)
         os.replace(unfinished, out)
     finally:
         unfinished.unlink(missing_ok=True)

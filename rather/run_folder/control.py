@@ -26,11 +26,13 @@ from pathlib import Path
 from uuid import uuid4
 
 from rather.errors import ConfigError, Ended, WorkerError
+from rather.files import own, read_bytes
 
 log = logging.getLogger(__name__)
 
 LOCK, CONTROL, TAKEN = ".lock", ".control", ".taken"
 STOP, SAVE = "stop", "save"
+LONGEST_NAME = 300  # characters of who holds a lock
 TRIES = 5  # to lock a folder: a shell that only looks who holds it locks it for a moment
 POLL_SECONDS = 0.2  # between two checks of the one who asked
 
@@ -39,7 +41,7 @@ POLL_SECONDS = 0.2  # between two checks of the one who asked
 def lock(run_dir: Path) -> Iterator[None]:
     """Lock a run folder for this process. The kernel releases the lock when the process dies."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / LOCK, "a+", encoding="utf-8") as file:
+    with open(run_dir / LOCK, "a+", encoding="utf-8", opener=own) as file:
         for left in reversed(range(TRIES)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,7 +50,8 @@ def lock(run_dir: Path) -> Iterator[None]:
                 if not left:
                     file.seek(0)
                     raise ConfigError(
-                        f"output_dir/exp_name: {run_dir} is in use by {file.read().strip()}; "
+                        f"output_dir/exp_name: {run_dir} is in use by "
+                        f"{file.read(LONGEST_NAME).strip()}; "
                         "wait for it, stop it (rather stop), or choose another exp_name."
                     ) from error
                 time.sleep(0.02)
@@ -88,11 +91,11 @@ def take_requests(run_dir: Path, step: int) -> str | None:
 def holder(run_dir: Path) -> str | None:
     """Return who holds the lock of a run folder ("process <pid> on <host>"), or None."""
     try:
-        file = open(run_dir / LOCK, encoding="utf-8")  # noqa: SIM115 - closed below
+        file = open(run_dir / LOCK, encoding="utf-8", errors="replace", opener=own)  # noqa: SIM115
     except OSError:
         return None
     with file:
-        owner = file.read().strip()
+        owner = file.read(LONGEST_NAME).strip()
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -152,7 +155,7 @@ def latest(run_dir: Path) -> tuple[int, int] | None:
     """Return the step of the newest checkpoint, and when LATEST was written."""
     file = run_dir / "LATEST"
     with suppress(OSError, ValueError):
-        step = int(file.read_text(encoding="utf-8").rpartition("-")[2])
+        step = int(read_bytes(file, LONGEST_NAME, own).rpartition(b"-")[2])
         return step, file.stat().st_mtime_ns
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -16,8 +15,9 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import CheckpointError, ConfigError, DiskError
+from rather.files import own, parse_json, write_own
 from rather.run_folder import control
-from rather.tracking.json_lines import strict_json
+from rather.tracking.json_lines import LONGEST_LINE, LOST_METRICS, MetricsPosition, strict_json
 from rather.tracking.trackers import TRACKER_IDS
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,14 @@ STARTS = "starts.jsonl"
 REPORT_PAGE = "report.html"
 # The step of the exported model: written after the export, removed before training.
 FINISHED = ".finished"
-OWN_NAMES = (
-    "metrics.jsonl", "config.yaml", DATA_REPORT, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*",
-    "LATEST", "model", "best_model", "adapter", "best_adapter", REFERENCE_LOG, RUN_REPORT, TRACE,
+OWN_FILES = (
+    "metrics.jsonl", "config.yaml", DATA_REPORT, "LATEST", REFERENCE_LOG, RUN_REPORT, TRACE,
     TRACKER_IDS, FINISHED, "incidents.jsonl", PLAN, STARTS, REPORT_PAGE,
-    "health.jsonl", "answers.jsonl",
+    "health.jsonl", "answers.jsonl", LOST_METRICS,
+)  # fmt: skip
+OWN_NAMES = (
+    *OWN_FILES, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*",
+    "model", "best_model", "adapter", "best_adapter",
 )  # fmt: skip
 LOGS = ("*.log", "events.out.*")  # in the run folder if logging_dir and output_dir are the same
 MOUNTS = Path("/proc/self/mounts")
@@ -62,6 +65,12 @@ def claim(config: DPOConfig) -> None:
         raise ConfigError(
             f"output_dir: {run_dir} cannot be created ({error.strerror}); choose another folder"
         ) from error
+    for file in (run_dir / name for name in (*OWN_FILES, control.LOCK)):
+        if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
+            raise ConfigError(
+                f"output_dir/exp_name: {file} is a link or not a regular file, and a run writes "
+                "to no others; remove it, or choose another exp_name"
+            )
     if not os.access(run_dir, os.W_OK | os.X_OK):
         raise ConfigError(
             f"output_dir: {run_dir} is not writable; choose another one or change its permissions"
@@ -145,19 +154,23 @@ def named_checkpoint(config: DPOConfig) -> Path | None:
     return Path(given).expanduser().resolve()
 
 
-def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> int:
-    """Return the bytes of metrics.jsonl at the checkpoint; 0 for a checkpoint of another run."""
+def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> MetricsPosition:
+    """Return the position in metrics.jsonl at the checkpoint; 0 for one of another run."""
     if newest is None:
-        return 0
+        return MetricsPosition()
     folder, file = newest.path.parent.resolve(), config.run_dir / "metrics.jsonl"
     is_own = folder == config.run_dir.resolve()
     if folder == config.checkpoint_copy_dir.resolve() and file.exists():
         try:  # a copy elsewhere belongs to these metrics, unless they begin later
-            with file.open(encoding="utf-8", errors="replace") as lines:
-                is_own = is_own or json.loads(lines.readline())["step"] <= newest.step
+            with open(file, "rb", opener=own) as lines:
+                first = parse_json(lines.readline(LONGEST_LINE))
+            is_own = is_own or first["step"] <= newest.step
         except (ValueError, KeyError, TypeError):  # not a line that Rather wrote
             pass
-    return int(newest.state["metrics_bytes"]) if is_own else 0
+    state = newest.state
+    if not is_own:
+        return MetricsPosition()
+    return MetricsPosition(int(state["metrics_bytes"]), state.get("metrics_sha256"))
 
 
 def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:
@@ -171,7 +184,8 @@ def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:
         return file
     other = newest.path.parent / REFERENCE_LOG
     if other.exists() and other.resolve() != file.resolve():
-        shutil.copyfile(other, file)
+        with open(other, "rb", opener=own) as log_probs, open(file, "wb", opener=own) as copy:
+            shutil.copyfileobj(log_probs, copy)
     return file
 
 
@@ -189,7 +203,7 @@ def write_config(config: DPOConfig) -> None:
     resumable = config.model_copy(update={"overwrite": False})  # training with this file resumes
     file = config.run_dir / "config.yaml"
     try:
-        file.write_text(dump_yaml(resumable), encoding="utf-8")
+        write_own(file, dump_yaml(resumable))
     except OSError as error:
         raise DiskError(f"{file}: cannot be written ({error.strerror}).") from error
 
@@ -198,7 +212,7 @@ def write_run_report(run_dir: Path, report: Mapping[str, Any], name: str = RUN_R
     """Write a report; nothing depends on it, so a full disk loses the report, not the run."""
     try:
         text = strict_json(report, indent=1) + "\n"
-        (run_dir / name).write_text(text, encoding="utf-8")
+        write_own(run_dir / name, text)
     except OSError as error:
         log.warning("%s: cannot be written (%s)", run_dir / name, error.strerror)
 
@@ -208,7 +222,7 @@ def mark_unfinished(run_dir: Path) -> None:
 
 
 def mark_finished(run_dir: Path, step: int) -> None:
-    (run_dir / FINISHED).write_text(f"{step}\n", encoding="utf-8")
+    write_own(run_dir / FINISHED, f"{step}\n")
 
 
 def _own_files(run_dir: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
-from rather.config.load import load
+from rather.config.load import load_found
 from rather.config.paths import is_local, nearest_names
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
 from rather.data.template import load_tokenizer, tokenizer_of
@@ -50,26 +50,31 @@ class Weights:
         """Load the tokenizer, with the chat template of the training if it is known."""
         if self.run:
             return tokenizer_of(self.run.actor_train)
-        return load_tokenizer(self.tokenizer_path)
+        return load_tokenizer(self.tokenizer_path, trust_remote_code=self.args.trust_remote_code)
 
 
-def weights_of(name: str) -> Weights:
-    """Resolve a name; a run folder means its result, or its newest checkpoint without one."""
+def weights_of(name: str, *, trust_remote_code: bool = False) -> Weights:
+    """Resolve a name; a run folder means its result, or its newest checkpoint without one.
+
+    What a run folder says about `trust_remote_code` never counts.
+    """
+    trust = ActorModelArgs(trust_remote_code=trust_remote_code)
     if not is_local(name):
         _refuse_unreachable(name)
-        return Weights(name, name, name)
+        return Weights(name, name, name, trust)
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"{name}: no such folder{nearest_names(folder)}")
     if checkpoint.has_checkpoint_name(folder):
-        return _of_checkpoint(name, checkpoint.open_checkpoint(folder))
+        return _of_checkpoint(name, checkpoint.open_checkpoint(folder), trust)
     if (folder / "adapter_config.json").is_file():
-        return _of_adapter(name, folder)
+        return _of_adapter(name, folder, trust)
     for model in (folder, folder / "model"):
         if (model / "config.json").is_file():
-            return Weights(name, str(model), str(model), ActorModelArgs(dtype=_dtype_of_run(model)))
+            args = trust.model_copy(update={"dtype": _dtype_of_run(model)})
+            return Weights(name, str(model), str(model), args)
     if newest := checkpoint.newest_good(folder):
-        return _of_checkpoint(name, newest)
+        return _of_checkpoint(name, newest, trust)
     raise ConfigError(
         f"{name}: contains neither a model (config.json), an adapter (adapter_config.json) nor a "
         "run with a checkpoint; use such a folder, or a hub model"
@@ -93,7 +98,7 @@ def here() -> str:
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
-def _of_adapter(name: str, folder: Path) -> Weights:
+def _of_adapter(name: str, folder: Path, trust: ActorModelArgs) -> Weights:
     from rather.model.adapters import base_of  # PEFT takes seconds to import
 
     if (folder / "config.json").is_file():
@@ -108,9 +113,8 @@ def _of_adapter(name: str, folder: Path) -> Weights:
             f"{name}: its base model {base} was not found; run `rather merge --base` first"
         )
     tokenizer = folder if (folder / "tokenizer_config.json").is_file() else found
-    args = ActorModelArgs(
-        adapter_name_or_path=str(folder), revision=revision, dtype=_dtype_of_run(folder)
-    )
+    own = {"adapter_name_or_path": str(folder), "revision": revision}
+    args = trust.model_copy(update=own | {"dtype": _dtype_of_run(folder)})
     return Weights(name, base, str(tokenizer), args)
 
 
@@ -120,16 +124,16 @@ def _dtype_of_run(result: Path) -> Literal["bf16", "fp16", "fp32"] | None:
     files = all((run / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
     if result.name not in RESULTS or not files:
         return None
-    return load(run / "config.yaml").actor_train.model_args.dtype
+    return load_found(run / "config.yaml").actor_train.model_args.dtype
 
 
-def _of_checkpoint(name: str, found: Checkpoint) -> Weights:
+def _of_checkpoint(name: str, found: Checkpoint, trust: ActorModelArgs) -> Weights:
     file = found.path.parent / "config.yaml"
     if not file.is_file():
         raise CheckpointError(
             f"{name}: {file} is missing; it says which model the checkpoint belongs to."
         )
-    run = load(file)
+    run = load_found(file, trust_remote_code=trust.trust_remote_code)
     actor = run.actor_train
     return Weights(name, actor.model_path, actor.tokenizer_path, actor.model_args, found, run)
 

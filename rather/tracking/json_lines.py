@@ -1,10 +1,12 @@
 """JSON files of a run folder: strict JSON for other programs, JSONL to append to and to follow.
 
-metrics.jsonl is the record of a run. Checkpoints store its length: no line is lost or doubled.
+metrics.jsonl is the record of a run. Checkpoints store its length and digest: no line is lost,
+doubled or changed unnoticed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -12,9 +14,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rather.errors import CheckpointError, DiskError
+from rather.errors import DiskError
+from rather.files import own, parse_json, read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ JsonObject = dict[str, Any]
 # These characters end a line for str.splitlines and JavaScript, but not for JSON.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 LONGEST_LINE = 4 << 20  # bytes
+LOST_METRICS = "metrics.lost.jsonl"  # a metrics.jsonl that did not fit its checkpoint
 REMEMBERED = 256  # bytes before the position, to notice a file that was cut and written again
 
 
@@ -55,7 +59,7 @@ def flatten(values: Mapping[Any, Any], prefix: str = "") -> JsonObject:
 def append_line(file: Path, record: Mapping[str, Any]) -> None:
     """Append one record; a kill may have left half a line, after which it starts a new line."""
     line = f"{strict_json(record)}\n".encode()
-    with file.open("ab+") as out:
+    with open(file, "ab+", opener=own) as out:
         if out.tell():
             out.seek(-1, 2)
             line = line if out.read(1) == b"\n" else b"\n" + line
@@ -63,16 +67,16 @@ def append_line(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def parse_object(text: bytes) -> JsonObject | None:
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text)
+    with suppress(ValueError):
+        found = parse_json(text)
         return found if isinstance(found, dict) else None
     return None
 
 
 def read_object(file: Path) -> JsonObject:
     """Return the object in a JSON file; {} if there is none."""
-    with suppress(OSError):
-        return parse_object(file.read_bytes()) or {}
+    with suppress(OSError, ValueError):
+        return parse_object(read_bytes(file, opener=own)) or {}
     return {}
 
 
@@ -88,7 +92,7 @@ class JsonLines:
     def was_cut(self) -> bool:
         """Return whether the bytes before the position are no longer those that were read."""
         try:
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=own) as file:
                 file.seek(self.position - len(self._before))
                 return file.read(len(self._before)) != self._before
         except OSError:
@@ -96,7 +100,7 @@ class JsonLines:
 
     def new(self) -> Iterator[JsonObject]:
         """Yield the records of all complete lines since the last call."""
-        with self.path.open("rb") as file:
+        with open(self.path, "rb", opener=own) as file:
             file.seek(self.position)
             # A longer line is read in pieces: otherwise each call would read it again.
             while (line := file.readline(LONGEST_LINE)).endswith(b"\n") or len(
@@ -119,6 +123,13 @@ def read_lines(path: Path) -> tuple[list[JsonObject], int]:
         return [], int(not isinstance(error, FileNotFoundError))
 
 
+class MetricsPosition(NamedTuple):
+    """The length of metrics.jsonl at a checkpoint, and the SHA-256 of that many bytes."""
+
+    metrics_bytes: int = 0
+    metrics_sha256: str | None = None  # None in checkpoints of earlier versions
+
+
 class MetricsFile:
     """Appends one JSON object per line; after each call the file holds whole lines only.
 
@@ -128,8 +139,19 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._unwritten = path, b""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._open()
+
+    def _open(self) -> None:
+        self._descriptor = own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._descriptor).st_size
+        self._digest = self._hash(self._size)
+
+    def _hash(self, size: int) -> Any:
+        digest, place = hashlib.sha256(), 0
+        while part := os.pread(self._descriptor, min(LONGEST_LINE, size - place), place):
+            digest.update(part)
+            place += len(part)
+        return digest
 
     def append(self, record: Record) -> None:
         already_failing = bool(self._unwritten)
@@ -141,8 +163,8 @@ class MetricsFile:
                 text = "%s: cannot be written (%s); new lines are kept in memory."
                 log.warning(text, self.path, error.strerror)
 
-    def position(self) -> int:
-        """Return the length of the file, with every line on the disk."""
+    def position(self) -> MetricsPosition:
+        """Return length and digest of the file, with every line on the disk."""
         try:
             self._write()
             os.fsync(self._descriptor)
@@ -151,20 +173,28 @@ class MetricsFile:
                 f"{self.path}: cannot be written ({error.strerror}); {len(self._unwritten):,} "
                 "bytes of metrics wait for room on the disk."
             ) from error
-        return self._size
+        return MetricsPosition(self._size, self._digest.hexdigest())
 
-    def truncate(self, position: int) -> None:
-        """Cut the file to its length at a checkpoint; the run writes the later lines again."""
-        ends_line = not position or os.pread(self._descriptor, 1, position - 1) == b"\n"
-        if self._size < position or not ends_line:
-            raise CheckpointError(
-                f"{self.path}: has {self._size:,} bytes, but the checkpoint was saved when a line "
-                f"ended at {position:,}: the file was cut or changed since. Restore it, or start "
-                "from scratch with --overwrite or another exp_name."
-            )
-        os.ftruncate(self._descriptor, position)
+    def truncate(self, position: MetricsPosition) -> None:
+        """Cut the file to its length at a checkpoint; the run writes the later lines again.
+
+        A file that is not the one of the checkpoint is set aside: it costs the log, not the run.
+        """
+        size, saved = position
+        ends_line = not size or os.pread(self._descriptor, 1, size - 1) == b"\n"
+        digest = self._hash(size)
+        self._unwritten = b""
+        if self._size < size or not ends_line or saved not in (None, digest.hexdigest()):
+            lost = self.path.with_name(LOST_METRICS)
+            text = "%s: is not the file that the checkpoint was saved with: it was cut, changed or "
+            text += "removed. It is now %s, and a new file begins with the next step."
+            log.warning(text, self.path, lost.name)
+            os.close(self._descriptor)
+            os.replace(self.path, lost)
+            return self._open()
+        os.ftruncate(self._descriptor, size)
         os.fsync(self._descriptor)
-        self._size, self._unwritten = position, b""
+        self._size, self._digest = size, digest
 
     def close(self) -> None:
         try:
@@ -182,6 +212,7 @@ class MetricsFile:
         except OSError:
             os.ftruncate(self._descriptor, self._size)
             raise
+        self._digest.update(self._unwritten)
         self._size += done
         self._unwritten = b""
 

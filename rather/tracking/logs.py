@@ -9,10 +9,12 @@ import threading
 import traceback
 from contextlib import ExitStack, suppress
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 
 from rather.config.redaction import redact
 from rather.errors import ConfigError, RatherError
+from rather.files import own
 
 _ROOT = logging.getLogger("rather")
 _files: dict[Path, _LogFile] = {}
@@ -103,6 +105,10 @@ class _LogFile(logging.FileHandler):
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.setFormatter(_Redacting(f"%(asctime)s [{origin}] %(levelname)s %(name)s: %(message)s"))
         self._failing = False
+
+    def _open(self) -> TextIOWrapper:
+        mode, how = self.mode, {"encoding": self.encoding, "errors": self.errors}
+        return open(self.baseFilename, mode, opener=own, **how)  # type: ignore[call-overload,no-any-return]
 
     def write_crash(self, error: BaseException) -> None:
         """Write one line for an error of Rather, and a traceback for any other."""

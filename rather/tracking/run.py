@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from rather.tracking.health import HealthWatch
-from rather.tracking.json_lines import MetricsFile, Record
+from rather.tracking.json_lines import MetricsFile, MetricsPosition, Record
 from rather.tracking.trackers import TRACKERS, TrackedRun, Tracker
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 class NoTracker:
     """Ignores every record: for processes other than the main one, and runs without a folder."""
 
-    def go_back(self, metrics_position: int, start_step: int) -> None: ...
+    def go_back(self, metrics_position: MetricsPosition, start_step: int) -> None: ...
 
     def log(self, record: Record) -> None: ...
 
-    def position(self) -> int:
-        return 0
+    def position(self) -> MetricsPosition:
+        return MetricsPosition()
 
     def close(self, *, failed: bool = False) -> None: ...
 
@@ -51,7 +51,7 @@ class RunTracker(NoTracker):
         *,
         total_steps: int,
         start_step: int,
-        metrics_position: int | None,
+        metrics_position: MetricsPosition = MetricsPosition(),
         quiet: bool = False,
     ) -> None:
         """Start tracking after `start_step` steps.
@@ -62,9 +62,9 @@ class RunTracker(NoTracker):
         self._metrics = MetricsFile(config.run_dir / "metrics.jsonl")
         self._config, self._total_steps, self._quiet = config, total_steps, quiet
         self._trackers: dict[str, Tracker] = {}
-        self.go_back(metrics_position or 0, start_step)
+        self.go_back(metrics_position, start_step)
 
-    def go_back(self, metrics_position: int, start_step: int) -> None:
+    def go_back(self, metrics_position: MetricsPosition, start_step: int) -> None:
         """Return to the state of a checkpoint; later records will be logged again."""
         self._close_trackers(failed=False)
         self._metrics.truncate(metrics_position)
@@ -87,8 +87,8 @@ class RunTracker(NoTracker):
         for name, tracker in list(self._trackers.items()):
             self._attempt(name, partial(tracker.log, int(record["step"]), record))
 
-    def position(self) -> int:
-        """Return the length of metrics.jsonl, with every line on the disk, for a checkpoint."""
+    def position(self) -> MetricsPosition:
+        """Return the position in metrics.jsonl, with every line on the disk, for a checkpoint."""
         return self._metrics.position()
 
     def close(self, *, failed: bool = False) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rather.config.show import public_values
 from rather.errors import ConfigError
+from rather.files import write_own
 from rather.tracking.json_lines import Record, flatten, read_object, read_records
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class TrackedRun:
         """Store the id of this run, by default the known one or a new one, and return it."""
         self.ids[tracker] = run_id or self.ids.get(tracker) or secrets.token_hex(8)
         text = json.dumps(self.ids, indent=1) + "\n"
-        (self.run_dir / TRACKER_IDS).write_text(text, encoding="utf-8")
+        write_own(self.run_dir / TRACKER_IDS, text)
         return str(self.ids[tracker])
 
     def records(self, first: int) -> Iterator[Record]:

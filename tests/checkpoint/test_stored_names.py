@@ -24,7 +24,7 @@ from rather.run_folder import control, incidents, layout
 from tests.checkpoint.runs import config_of, train
 
 STATE = {
-    "progress", "metrics_bytes", "identity", "schedule", "trainer",
+    "progress", "metrics_bytes", "metrics_sha256", "identity", "schedule", "trainer",
     "progress.step", "progress.window", "progress.best", "progress.best_step",
     "progress.stale_evaluations", "progress.stopped_early", "progress.unevaluated",
     "progress.nonfinite", "progress.rollbacks", "progress.history",

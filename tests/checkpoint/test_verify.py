@@ -60,6 +60,13 @@ def test_quick_does_not_read_tensors(run: Path) -> None:
     assert verify(str(run)).exit_code == 4
 
 
+def change_a_digit(metrics: Path) -> None:
+    """The line stays a record."""
+    text = metrics.read_text()
+    metrics.write_text(text.replace('"step": 1,', '"step": 7,', 1))
+    assert metrics.read_text() != text
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -67,6 +74,7 @@ def test_quick_does_not_read_tensors(run: Path) -> None:
         (lambda run: os.truncate(run / "metrics.jsonl", 50), "line 1 is not a complete record"),
         (lambda run: (run / "metrics.jsonl").write_text(""), "where checkpoint-6 was saved"),
         (lambda run: (run / "metrics.jsonl").unlink(), "cannot be read (No such file or directory)"),
+        (lambda run: change_a_digit(run / "metrics.jsonl"), "have changed since checkpoint-"),
         (lambda run: flip_bit(run / "reference.log"), "bytes; their log-probs are computed again"),
     ],
 )  # fmt: skip

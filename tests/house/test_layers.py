@@ -29,6 +29,7 @@ FLOORS = [
     {"data", "tracking"},
     {"checkpoint"},
     {"config", "faults", "recipes"},
+    {"files"},
     {"errors"},
 ]
 

@@ -56,6 +56,30 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def finished(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real run of one step."""
+    folder = tmp_path_factory.mktemp("finished")
+    file = folder / "dpo.yaml"
+    file.write_text(
+        f"pretrain: {good}/base\nactor_train: {{data_args: {{file_name: {good}/pairs.jsonl}}}}\n"
+    )
+    settings = [
+        "exp_name=run",
+        f"output_dir={folder}",
+        f"logging_dir={folder}/logs",
+        "track_with=null",
+    ]
+    sizes = [
+        "max_steps=1",
+        "sequence_length=64",
+        "actor_train.training_args.per_device_train_batch_size=8",
+    ]
+    done = rather("train", file, *settings, *sizes)
+    assert done.exit_code == 0, done.output
+    return folder / "run"
+
+
 @pytest.fixture
 def model(good: Path, tmp_path: Path) -> Path:
     """A copy of the model, to be spoilt."""

@@ -17,33 +17,9 @@ from tests.security.conftest import Bait, rather
 Config = Callable[..., Path]
 
 
-@pytest.fixture(scope="module")
-def finished(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a real run."""
-    folder = tmp_path_factory.mktemp("finished")
-    yaml = folder / "dpo.yaml"
-    yaml.write_text(
-        f"pretrain: {good}/base\nactor_train: {{data_args: {{file_name: {good}/pairs.jsonl}}}}\n"
-    )
-    settings = [
-        "exp_name=run",
-        f"output_dir={folder}",
-        f"logging_dir={folder}/logs",
-        "track_with=null",
-    ]
-    sizes = [
-        "max_steps=1",
-        "sequence_length=64",
-        "actor_train.training_args.per_device_train_batch_size=8",
-    ]
-    done = rather("train", yaml, *settings, *sizes)
-    assert done.exit_code == 0, done.output
-    return folder / "run" / "checkpoint-1"
-
-
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "given" / "checkpoint-1"))
+    return Path(shutil.copytree(finished / "checkpoint-1", tmp_path / "given" / "checkpoint-1"))
 
 
 def hashed(folder: Path, *more: str) -> Path:

@@ -7,13 +7,14 @@ import json
 import math
 import os
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rather.errors import CheckpointError, DiskError
-from rather.tracking.json_lines import MetricsFile, json_line
+from rather.errors import DiskError
+from rather.tracking.json_lines import MetricsFile, MetricsPosition, json_line
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -51,7 +52,8 @@ def test_lines_are_there_at_once_in_the_order_of_their_fields(tmp_path: Path) ->
     assert (
         file.path.read_text() == '{"step": 1, "loss": 0.30000000000000004, "a": 1}\n{"step": 2}\n'
     )
-    assert file.position() == file.path.stat().st_size
+    digest = sha256(file.path.read_bytes()).hexdigest()
+    assert file.position() == (file.path.stat().st_size, digest)
     file.close()
 
 
@@ -70,18 +72,40 @@ def test_a_resume_cuts_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     assert lines(file.path) == [{"step": 1}, {"step": 2}]
 
 
-@pytest.mark.parametrize("change", ["shorter", "other lines", "gone"])
-def test_a_file_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path, change: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    text = '{"step": 1}\n{"step": 2}\n'
-    changed = {"shorter": text[:-1], "other lines": '{"step": 1, "edited": true}\n', "gone": ""}
-    path.write_text(changed[change])
-    before = path.read_text()
-    with pytest.raises(
-        CheckpointError, match=r"metrics\.jsonl: has .* saved when a line ended at 24"
-    ):
-        MetricsFile(path).truncate(len(text))
-    assert path.read_text() == before
+CHANGES = {
+    "shorter": '{"step": 1}\n{"step": 2}',
+    "other lines": '{"step": 1, "edited": true}\n',
+    "gone": "",
+    "a flipped bit": '{"step": 1}\n{"step": 3}\n',
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_does_not_fit_the_checkpoint_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1})
+    file.append({"step": 2})
+    saved = file.position()
+    file.close()
+    file.path.write_text(CHANGES[change])
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.truncate(saved)
+    assert "it was cut, changed or removed. It is now metrics.lost.jsonl" in caplog.text
+    assert (tmp_path / "metrics.lost.jsonl").read_text() == CHANGES[change]
+    file.append({"step": 3})
+    assert lines(file.path) == [{"step": 3}]
+    assert file.position().metrics_sha256 == sha256(file.path.read_bytes()).hexdigest()
+    file.close()
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_digest(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.truncate(MetricsPosition(12))
+    assert lines(file.path) == [{"step": 1}]
+    file.close()
 
 
 def test_values_that_json_lacks_are_named(tmp_path: Path) -> None:
@@ -118,6 +142,8 @@ def test_a_full_disk_costs_no_line(
     with pytest.raises(DiskError, match="wait for room on the disk"):
         file.position()
     full_disk(None)
-    assert file.position() == file.path.stat().st_size
+    size, digest = file.position()
+    assert size == file.path.stat().st_size
+    assert digest == sha256(file.path.read_bytes()).hexdigest()
     assert lines(file.path) == [{"step": step} for step in (1, 2, 3, 4)]
     file.close()

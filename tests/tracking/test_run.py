@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig
+from rather.tracking.json_lines import MetricsPosition
 from rather.tracking.run import ProgressView, RunTracker
 from rather.tracking.trackers import TRACKERS, TensorBoard
 
@@ -42,7 +43,7 @@ def config_in(folder: Path, **more: Any) -> DPOConfig:
     return config_from_dict({**places, "pretrain": "model", "actor_train": data, **more})
 
 
-def run(config: DPOConfig, start: int = 0, position: int | None = None) -> RunTracker:
+def run(config: DPOConfig, start: int = 0, position: MetricsPosition = MetricsPosition()) -> RunTracker:
     return RunTracker(
         config, total_steps=200, start_step=start, metrics_position=position, quiet=True
     )
@@ -267,7 +268,7 @@ def test_a_closed_pipe_does_not_stop_the_run(
 
         monkeypatch.setattr(sys, "stdout", Pipe())
         config = config_in(tmp_path, track_with=None)
-        with RunTracker(config, total_steps=200, start_step=0, metrics_position=None) as tracker:
+        with RunTracker(config, total_steps=200, start_step=0) as tracker:
             for _ in range(3):
                 tracker.log(TRAIN)
         monkeypatch.undo()

@@ -1,0 +1,175 @@
+"""Open and read files that others may have made: regular files, within limits of size and depth.
+
+Files that a run owns are never links. Inside a model or adapter folder a link may lead only to
+another file of that folder, or of its hub cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rather.errors import ConfigError
+
+MOST_BYTES = 1_000_000  # of YAML
+MOST_JSON_BYTES = 256 << 20  # the largest tokenizer.json has a tenth of it
+MOST_VALUES = 20_000  # a config has some hundred; an alias bomb has 10^9
+MOST_DEPTH = 100
+MOST_DIGITS = 4_300  # Python's own limit; YAML's 1:00:00 would be computed
+MOST_LAYERS = 10_000
+Opener = Callable[[str, int], int]
+LAYERS = re.compile(r"(.+_)?layers?")
+VOCABULARIES = {"tokenizer.json", "vocab.json"}  # large, and not read by recursion
+# What transformers, tokenizers and PEFT open in a folder.
+OPENED = {".json", ".safetensors", ".jinja", ".model", ".txt", ".py"}
+
+
+def regular(path: str | Path, flags: int) -> int:
+    """Open a regular file, or a link to one; an `opener` for `open`. A pipe is not waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "is not a regular file", str(path))
+
+
+def own(path: str | Path, flags: int) -> int:
+    """Open a file that a run owns, which is never a link; an `opener` for `open`."""
+    try:
+        return regular(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "is a symbolic link"
+        raise
+
+
+def read_bytes(path: Path, most: int = MOST_JSON_BYTES, opener: Opener = regular) -> bytes:
+    """Return the content of a file; raise ValueError if it is larger than `most`."""
+    with open(path, "rb", opener=opener) as file:
+        data = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+    if len(data) > most:
+        raise ValueError(f"more than {most:,} bytes. Is it a data file?")
+    return data
+
+
+def write_own(path: Path, text: str) -> None:
+    """Write a text file that a run owns."""
+    with open(path, "w", encoding="utf-8", errors="replace", opener=own) as file:
+        file.write(text)
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text; raise ValueError, also for values nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"more than {MOST_DEPTH} values inside each other") from None
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"more than {MOST_DEPTH} values inside each other")
+
+
+def read_json(path: Path, opener: Opener = regular) -> Any:
+    """Return the value in a JSON file; raise OSError or ValueError."""
+    return parse_json(read_bytes(path, opener=opener))
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """Reads YAML within limits: depth, digits, and values after aliases are unfolded."""
+
+    def __init__(self, text: str | bytes) -> None:
+        super().__init__(text)
+        self._depth = self._values = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        mark, before = self.peek_event().start_mark, self._values  # type: ignore[no-untyped-call]
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            self._refuse("nested too deeply", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        # An alias to something around it has no size yet, and no end.
+        self._values += self._sizes.get(id(node), MOST_VALUES) if is_alias else 1
+        if not is_alias:
+            self._sizes[id(node)] = self._values - before
+        if self._values > MOST_VALUES:
+            self._refuse(f"its aliases unfold to more than {MOST_VALUES:,} values", mark)
+        if node and node.tag.endswith((":int", ":float")) and len(node.value) > MOST_DIGITS:
+            self._refuse(f"a number of more than {MOST_DIGITS:,} digits", mark)
+        return node
+
+    def _refuse(self, problem: str, mark: Any) -> None:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def yaml_text(path: Path, opener: Opener = regular) -> str:
+    """Return the text of a YAML file; raise OSError or ValueError."""
+    return read_bytes(path, MOST_BYTES, opener).decode("utf-8")
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the values of a YAML text; raise ValueError."""
+    try:
+        return BoundedLoader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"line {line}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+# --- folders of models and adapters ---
+
+
+def refuse_outside(folder: Path, path: Path) -> None:
+    """Refuse a link out of the folder, except from snapshots/<commit> to blobs of a hub cache."""
+    target, homes = path.resolve(), [folder.resolve()]
+    if homes[0].parent.name == "snapshots":
+        homes.append(homes[0].parent.parent / "blobs")
+    if not any(map(target.is_relative_to, homes)):
+        raise ConfigError(
+            f"{path}: is a link to {target}, outside of its folder; copy the file into it"
+        )
+
+
+def inspect_folder(folder: Path) -> None:
+    """Check type, place, size and depth of every file that a library may open in a folder."""
+    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
+        if path.suffix not in OPENED:
+            continue
+        refuse_outside(folder, path)
+        try:
+            with open(path, "rb", opener=regular) as file:
+                size = os.fstat(file.fileno()).st_size
+            if path.suffix != ".safetensors" and size > MOST_JSON_BYTES:
+                raise ValueError(f"more than {MOST_JSON_BYTES:,} bytes")
+            if path.suffix == ".json" and path.name not in VOCABULARIES:
+                _refuse_many_layers(read_json(path))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{path}: cannot be read ({reason})") from error
+
+
+def _refuse_many_layers(values: Any) -> None:
+    for key, value in values.items() if isinstance(values, dict) else ():
+        _refuse_many_layers(value)
+        if isinstance(value, int) and value > MOST_LAYERS and LAYERS.fullmatch(key):
+            raise ValueError(f"{key}: {value} is more than {MOST_LAYERS:,}")

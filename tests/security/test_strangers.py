@@ -1,0 +1,297 @@
+"""Folders of strangers, given to every command: nothing in them runs, nothing outside is written.
+
+A stranger's run, model, adapter and dataset try to run code by every means that they have. Each
+registered command has a case in COMMANDS; one without a case fails.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer.main
+import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from rather.board.serve import ROUTES, Board, RequestRefused
+from rather.cli import app
+from rather.config.load import load_found
+from rather.errors import ConfigError
+from rather.run_folder.layout import OWN_FILES
+from tests.security.conftest import Bait, rather
+
+CODE = {
+    "auto_map": {
+        "AutoConfig": "evil.EvilConfig",
+        "AutoModelForCausalLM": "evil.EvilModel",
+        "AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"],
+    },
+    "model_type": "evil",
+}
+CLASSES = """
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+class EvilConfig(LlamaConfig):
+    model_type = "evil"
+
+class EvilModel(LlamaForCausalLM):
+    config_class = EvilConfig
+
+class EvilTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+KINDS = ("run", "linked", "model", "adapter", "data")
+EACH = [["{yaml:" + kind + "}"] for kind in KINDS]
+FOLDERS = [["{run}"], ["{linked}"]]
+SOURCES = [["{run}"], ["{run}/checkpoint-1"], ["{linked}"], ["{model}"], ["{adapter}"]]
+COMMANDS: dict[str, list[list[str]]] = {
+    "train": [*EACH, *FOLDERS],
+    "sweep": [[*words, "beta=0.1,0.2"] for words in EACH],
+    "eval": [[*words, "--model", "{" + kind + "}"] for words in EACH[:1] for kind in KINDS],
+    "demo": [["--out", "{run}"], ["--out", "{linked}"]],
+    "data": [*EACH, ["{yaml:data}", "--save", "{linked}"]],
+    "plan": EACH,
+    "doctor": EACH,
+    "migrate": [
+        ["{run}/config.yaml", "--from", "roll", "--out", "new.yaml"],
+        ["{model}/config.json", "--from", "trl", "--out", "new2.yaml"],
+    ],
+    "board": [["{run}", "--no-browser"], ["{linked}", "--no-browser"]],
+    "health": FOLDERS,
+    "report": FOLDERS,
+    "compare": [["{run}", "{linked}"], ["{run}", "{run}"]],
+    "stop": [*FOLDERS, ["{yaml:run}"]],
+    "save-now": [*FOLDERS, ["{yaml:run}"]],
+    "verify": [*FOLDERS, ["{run}/checkpoint-1"]],
+    "chat": [[*words, "--prompt", "w1"] for words in SOURCES],
+    "score": [*([*words, "{data}"] for words in SOURCES), ["{good}", "{data}"]],
+    "export": [
+        *([*words, f"out-{place}"] for place, words in enumerate(SOURCES)),
+        ["{adapter}", "out-adapter", "--adapter"],
+    ],
+    "merge": [
+        ["{adapter}", "--out", "merged-1"],
+        ["{adapter}", "--base", "{model}", "--out", "merged-2"],
+    ],
+    "compare-losses": [[*words, "--model", "{run}"] for words in EACH],
+    "config show": EACH,
+    "config explain": [["beta", *words] for words in EACH],
+    "config schema": [[]],  # these have no input
+    "config reference": [[]],
+    "recipes list": [[]],
+    "recipes show": [["dpo"]],
+    "recipes copy": [["dpo", "{linked}/link.yaml"]],
+}
+
+
+def registered(group: Any = None, before: str = "") -> Iterator[str]:
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from registered(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file): sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+class Strangers:
+    """The folders of strangers, and the user's own YAML files that name them."""
+
+    def __init__(self, home: Path, good: Path, finished: Path, python: str) -> None:
+        self.home, self.python = home, python
+        self.outside = home / "outside"
+        self.outside.mkdir()
+        self.folders = {name: home / "strangers" / name for name in KINDS} | {"good": good / "base"}
+        self.model(good)
+        self.adapter(good)
+        self.run(finished)
+        self.data(good)
+        self.yamls(good)
+
+    def code(self, folder: Path) -> None:
+        """What Python or a library might import there."""
+        for name in ("evil", "sitecustomize", "conftest", "pairs", "__init__"):
+            (folder / f"{name}.py").write_text(self.python + CLASSES)
+        torch.save({"x": Bait(self.home / "code-ran-here")}, folder / "pytorch_model.bin")
+
+    def model(self, good: Path) -> None:
+        folder = Path(shutil.copytree(good / "base", self.folders["model"]))
+        self.code(folder)
+        for name in ("config.json", "tokenizer_config.json"):
+            values = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps(values | CODE))
+
+    def adapter(self, good: Path) -> None:
+        base: Any = AutoModelForCausalLM.from_pretrained(good / "base")
+        folder = self.folders["adapter"]
+        get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+        values = json.loads((folder / "adapter_config.json").read_text())
+        own = {"base_model_name_or_path": str(self.folders["model"]), "auto_mapping": CODE}
+        (folder / "adapter_config.json").write_text(json.dumps(values | own))
+        self.code(folder)
+
+    def run(self, finished: Path) -> None:
+        folder = Path(shutil.copytree(finished, self.folders["run"]))
+        self.code(folder)
+        values = yaml.safe_load((folder / "config.yaml").read_text())
+        values["pretrain"] = values["actor_train"]["model_args"]["model_name_or_path"] = str(
+            self.folders["model"]
+        )
+        values["system_envs"] = {"PYTHONSTARTUP": str(folder / "evil.py")}
+        for role in ("actor_train", "reference"):
+            values[role]["model_args"]["trust_remote_code"] = True
+            values[role]["worker_cls"] = "evil.EvilModel"
+        (folder / "config.yaml").write_text(yaml.safe_dump(values))
+        shutil.rmtree(folder / "model")  # its checkpoint is used
+        linked = Path(shutil.copytree(finished, self.folders["linked"]))
+        for name in (*OWN_FILES, ".lock", "link.yaml"):
+            (self.outside / name).write_text("mine\n")
+            (linked / name).unlink(missing_ok=True)
+            (linked / name).symlink_to(self.outside / name)
+        shutil.rmtree(linked / "model")
+        (linked / "model").symlink_to(self.outside)
+
+    def data(self, good: Path) -> None:
+        folder = self.folders["data"]
+        folder.mkdir()
+        self.code(folder)
+        shutil.copy(good / "pairs.jsonl", folder / "pairs.arrow")
+        (folder / "state.json").write_text('{"_data_files": [{"filename": "../model/evil.py"}]}')
+
+    def yamls(self, good: Path) -> None:
+        for kind, folder in self.folders.items():
+            values: dict[str, Any] = {
+                "exp_name": "mine",
+                "output_dir": str(self.home / "own"),
+                "logging_dir": str(self.home / "own" / "logs"),
+                "pretrain": str(good / "base"),
+                "sequence_length": 64,
+                "max_steps": 1,
+                "track_with": None,
+                "actor_train": {
+                    "data_args": {
+                        "file_name": str(good / "pairs.jsonl"),
+                        "cache_dir": str(good / "cache"),
+                    },
+                    "training_args": {"per_device_train_batch_size": 8},
+                },
+                "validation": {"data_args": {"file_name": str(good / "pairs.jsonl")}},
+            }
+            if kind in ("run", "linked"):
+                values |= {
+                    "exp_name": folder.name,
+                    "output_dir": str(folder.parent),
+                    "max_steps": 2,
+                }
+            elif kind == "model":
+                values["pretrain"] = str(folder)
+            elif kind == "adapter":
+                values["actor_train"]["model_args"] = {"adapter_name_or_path": str(folder)}
+            elif kind == "data":
+                values["actor_train"]["data_args"]["file_name"] = str(folder)
+            (self.home / f"{kind}.yaml").write_text(yaml.safe_dump(values))
+
+    def words(self, words: list[str]) -> list[str]:
+        texts = {f"{{{name}}}": str(folder) for name, folder in self.folders.items()}
+        texts |= {f"{{yaml:{name}}}": str(self.home / f"{name}.yaml") for name in self.folders}
+        for text, value in texts.items():
+            words = [word.replace(text, value) for word in words]
+        return words
+
+
+@pytest.fixture
+def strangers(
+    tmp_path: Path,
+    good: Path,
+    finished: Path,
+    marker: Path,
+    python: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Strangers:
+    found = Strangers(tmp_path, good, finished, python)
+    for folder in ("run", "data"):
+        monkeypatch.syspath_prepend(str(found.folders[folder]))  # even if Python would find it
+    monkeypatch.setattr(Board, "serve_forever", ask_everything)
+    return found
+
+
+def ask_everything(board: Board) -> None:
+    ids = [row["id"] for row in board.runs.rows()]
+    for answer in ROUTES.values():
+        try:
+            answer(board, {"run": ids[:1], "runs": ids, "metric": ["loss"]})
+        except RequestRefused:
+            continue
+
+
+def test_every_registered_command_has_a_case() -> None:
+    assert set(registered()) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_of_a_stranger_runs_or_writes_outside(
+    strangers: Strangers, command: str, subtests: Any
+) -> None:
+    before = digests(strangers.outside)
+    for words in COMMANDS[command]:
+        with subtests.test(words=" ".join(words)):
+            done = rather(*command.split(), *strangers.words(words))
+            assert done.exception is None or isinstance(done.exception, SystemExit), words
+            assert done.exit_code in (*range(10), 130), (words, done.output)
+            assert "Traceback" not in done.output, words
+    assert digests(strangers.outside) == before
+
+
+def test_what_the_folders_hold_would_run_if_it_were_trusted(
+    strangers: Strangers, marker: Path
+) -> None:
+    """Else the tests above could not fail. --trust-remote-code never asks on the console."""
+    source, words = strangers.folders["run"], ["--trust-remote-code"]
+    for command in (["chat", source, "--prompt", "w1"], ["export", source, "trusted"]):
+        done = rather(*command, *words)
+        assert done.exit_code == 0, (done.output, done.exception)
+        assert "Do you wish to run" not in done.output
+        assert marker.exists(), command
+        marker.unlink()
+
+
+def test_a_found_config_switches_nothing_on(
+    strangers: Strangers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "canary-0001")
+    file = strangers.folders["run"] / "config.yaml"
+    values = yaml.safe_load(file.read_text())
+    values["exp_name"] = "${oc.env:MY_TOKEN}"
+    file.write_text(yaml.safe_dump(values))
+    config = load_found(file)
+    assert config.exp_name == "config"  # the name of the file: the secret was not read
+    assert config.system_envs == {}
+    for role in (config.actor_train, config.reference):
+        assert not role.model_args.trust_remote_code
+        assert "evil" not in str(role.worker_cls)
+    for more in ("defaults: [evil]\n", "hydra: {run: {dir: .}}\n"):
+        file.write_text(yaml.safe_dump(values) + more)
+        with pytest.raises(ConfigError, match="unknown key"):
+            load_found(file)
+
+
+def test_migrate_does_not_copy_trust(tmp_path: Path) -> None:
+    source = tmp_path / "trl.yaml"
+    source.write_text("model_name_or_path: a/b\nbeta: 0.1\ntrust_remote_code: true\n")
+    done = rather("migrate", source, "--from", "trl", "--out", tmp_path / "dpo.yaml")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "dpo.yaml").read_text()
+    assert "trust_remote_code" not in yaml.safe_load(text).get("actor_train", {}).get(
+        "model_args", {}
+    )
+    assert "not possible: trust_remote_code = true; it runs Python code" in text
