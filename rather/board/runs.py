@@ -234,7 +234,7 @@ def _settings(text: str) -> JsonObject:
     try:
         found = parse_yaml(text) if text else {}
     except ValueError as error:
-        raise FolderProblem(f"{CONFIG} is not YAML") from error
+        raise FolderProblem(f"{CONFIG} is not YAML ({error})") from error
     if not isinstance(found, dict):
         raise FolderProblem(f"{CONFIG} contains no settings")
     return flatten(found)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,8 +64,10 @@ def export(
     """
     _refuse_existing(out)
     largest = parse_size(size) if size else None
-    how: dict[str, Any] = {"dtype": dtype, "largest": largest, "rounding": rounding}
-    merged = partial(merge, out=out, trust=trust, **how)
+
+    def merged(path: str) -> str:
+        return merge(path, out, dtype=dtype, largest=largest, rounding=rounding, trust=trust)
+
     if adapter and (dtype or size):
         raise ConfigError(
             "--dtype and --shard-size do not apply to --adapter: it is one float32 file."

@@ -24,6 +24,7 @@ from rather.data.prepare import prepare
 from rather.data.read import chunks, find_sources, parsed_rows
 from rather.data.show import print_report
 from rather.errors import ConfigError, DataError, MemoryShortage
+from rather.files import own
 from rather.losses.losses import gap
 from rather.losses.metrics import Scored, Window, weighted_sums
 from rather.losses.objective import PairLoss, from_config
@@ -109,7 +110,7 @@ def score(
     if out:
         files = [entry["path"] for entry in data.report["train"]["files"]]
         temporary = out.with_name(f".tmp-{out.name}")
-        with temporary.open("w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", opener=own) as file:
             for i, numbers in enumerate(_lines(objective, x)):
                 line = {"file": files[places[i][0]], "number": places[i][1]}
                 line |= {"id": pair_set.take([i])[0].id, **numbers}

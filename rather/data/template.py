@@ -135,8 +135,8 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    inspect_folder(Path(path).expanduser())
     try:
-        inspect_folder(Path(path).expanduser())
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )

@@ -139,7 +139,8 @@ def with_rounding_of_run(config: DPOConfig) -> DPOConfig:
     for path in [named] if named else checkpoint.candidates(config.run_dir):
         with suppress(CheckpointError):
             found = checkpoint.open_checkpoint(path, full=False)
-            if "rounding" in found.state.get("identity", {}):
+            identity = found.state.get("identity")
+            if not isinstance(identity, dict) or "rounding" in identity:
                 return config
             log.info("rounding: nearest, as when %s was saved; it has no such key", path)
             return config.model_copy(update={"rounding": "nearest"})

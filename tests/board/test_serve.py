@@ -226,7 +226,9 @@ def test_a_folder_that_cannot_be_shown_gets_an_error_reply(
     row = rows(board)["run"]
     assert asked(board, f"/api/run?run={row['id']}")["config"]["since"] == "2030-01-02"
     (run / "incidents.jsonl").write_text('{"a": ' + "[" * 700 + "]" * 700 + "}\n")
-    assert rows(board)["run"]["incidents"] == 1
+    assert rows(board)["run"]["incidents"] == 0
+    problems = asked(board, f"/api/run?run={row['id']}")["problems"]
+    assert problems == ["incidents.jsonl: 1 damaged lines are left out"]
 
     def fails(_: Path) -> None:
         raise RecursionError
@@ -307,6 +309,8 @@ def damage(folder: Path) -> None:
         "no yaml": b"a: [",
         "list": b"- a\n",
         "bomb": BOMB,
+        "nested": b"pretrain: " + b"[" * 5000,
+        "digits": b"pretrain: " + b"9" * 5000,
     }.items():
         (write_run(folder / name) / "config.yaml").write_bytes(content)
     (write_run(folder / "garbage") / "metrics.jsonl").write_bytes(b"\x00\xff{]\n[1]\n")
@@ -320,9 +324,14 @@ def damage(folder: Path) -> None:
     (write_run(folder / "deep") / "incidents.jsonl").write_text("[" * 100_000 + "\n{\n")
     (folder / "empty").mkdir()
     (folder / "empty" / ".lock").touch()
+    for name in ("config.yaml", "metrics.jsonl", "incidents.jsonl", ".lock", "LATEST"):
+        (write_run(folder / f"pipe {name}") / name).unlink(missing_ok=True)
+        os.mkfifo(folder / f"pipe {name}" / name)
 
 
-BOMB = b"pretrain: [&a [x, x], &b [*a, *a], &c [*b, *b], *c, *c]\n"
+BOMB = b"pretrain: [&a0 [x, x]%s]\n" % b"".join(
+    b", &a%d [*a%d, *a%d]" % (i, i - 1, i - 1) for i in range(1, 40)
+)
 
 
 def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None:
@@ -331,6 +340,8 @@ def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None
     board = serve(tmp_path)
     found = rows(board)
     named = {"binary": "cannot be read as text", "no yaml": "is not YAML", "list": "contains no settings", "bomb": "aliases",
+             "nested": "nested too deeply", "digits": "a number of more than 4,300 digits",
+             "pipe config.yaml": "cannot be read as text", "pipe metrics.jsonl": "is not a regular file",
              "garbage": "2 of its last lines are damaged", "folder": "cannot be read"}  # fmt: skip
     for name, problem in named.items():
         assert found[name]["state"] == "damaged", name
@@ -343,9 +354,10 @@ def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None
         asked(board, f"/api/differences?run={row['id']}&run={found['good']['id']}")
         assert get(board, f"/api/pair?run={row['id']}&index=0")[0].status == 200
         assert curves["damaged"] == {"garbage": 2, "strange": 2}.get(name, 0)
-        assert bool(told["problems"]) == (name in {"binary", "no yaml", "list", "bomb", "deep"}), (
-            name
-        )
+        assert bool(told["problems"]) == (
+            name in {"binary", "no yaml", "list", "bomb", "deep", "nested", "digits"}
+            or name in {"pipe config.yaml", "pipe incidents.jsonl"}
+        ), name
 
 
 # --- while a run writes ---

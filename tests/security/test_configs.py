@@ -64,8 +64,8 @@ HOSTILE = {  # what is written from line 3 on, and what is said to it
         f"hydra.launcher.{TARGET.format(line=3)}",
     ),
     "a searched path": (
-        "hydra: {searchpath: ['pkg://evil']}\ndefaults: [evil]\n",
-        "Could not load 'evil'",
+        "hydra: {searchpath: ['pkg://evil']}\n",
+        "hydra.searchpath (dpo.yaml:3): a config cannot add folders or packages to search",
     ),
     "a name that is a path": (
         "exp_name: ../../code-ran-here\n",

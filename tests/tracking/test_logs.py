@@ -16,6 +16,7 @@ import pytest
 
 from rather.config.redaction import redact
 from rather.errors import ConfigError, DataError
+from rather.tracking import logs
 from rather.tracking.logs import close_logging, setup_logging, worker_log
 
 ROOT = Path(sys.modules[setup_logging.__module__].__file__ or "").parents[2]
@@ -166,8 +167,10 @@ def test_an_exception_passing_the_close_is_written_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
-def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "driver.log").symlink_to("/dev/full")
+def test_a_full_disk_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "own", lambda *_: os.open("/dev/full", os.O_WRONLY))
     setup_logging(tmp_path)
     for _ in range(3):
         log.info("a line")

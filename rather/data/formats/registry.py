@@ -17,7 +17,6 @@ Prompts and answers are text or lists of messages. It may raise `DropReason`.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sized
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 from rather.config.plugins import Registry
 from rather.data.json_rows import DropReason
 from rather.data.messages import wrong_type
+from rather.files import parse_json
 
 Row = Mapping[str, Any]
 EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
@@ -111,7 +111,7 @@ def extras_of(row: Row) -> dict[str, Any]:
         if value := given.get(name):
             if isinstance(value, str):  # tables often have nested values as JSON text
                 try:
-                    value = json.loads(value)
+                    value = parse_json(value)
                 except ValueError as error:
                     detail = f"{name} is text but not JSON ({error})"
                     raise DropReason("bad_type", detail) from error
