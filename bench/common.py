@@ -393,7 +393,13 @@ class Ours:
 
 
 def ours(
-    shape: Shape, device: str, *, reference: bool = True, lean: bool = False, compiled: bool = False
+    shape: Shape,
+    device: str,
+    *,
+    reference: bool = True,
+    lean: bool = False,
+    compiled: bool = False,
+    rounding: str = "dithered",
 ) -> Ours:
     """Our engine as the workers build it, with random weights instead of a folder's. `plan` comes next."""
     from rather.config.schema import TrainingArgs
@@ -402,6 +408,7 @@ def ours(
     from rather.model.layers import arrange_layers
     from rather.model.policy import PolicyModel
     from rather.optim.optimizer import Optimizer, schedule
+    from rather.optim.rounding import Rounding
     from rather.train.rank_trainer import RankTrainer
 
     torch.set_flush_denormal(True)
@@ -415,9 +422,9 @@ def ours(
         arrange_layers(frozen.policy, compiled=compiled)
     training = TrainingArgs()
     rate = schedule(training, total_steps=1000)
-    optimizer = Optimizer(
-        policy.named_parameters(), training, schedule=rate, max_grad_norm=1.0, lean=lean
-    )
+    options: dict[str, Any] = {"schedule": rate, "max_grad_norm": 1.0, "lean": lean}
+    options["rounding"] = Rounding(rounding)  # type: ignore[arg-type]
+    optimizer = Optimizer(policy.named_parameters(), training, **options)
     return Ours(RankTrainer(policy, loss, optimizer), frozen, compiled=compiled)
 
 

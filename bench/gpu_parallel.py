@@ -54,6 +54,7 @@ from rather.losses.objective import configure
 from rather.model.budget import LADDER
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer
+from rather.optim.rounding import Rounding
 from rather.parallel.load import DTYPES, load_divided, load_policy
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import STAGES
@@ -137,6 +138,7 @@ class Work:
     device: str
     dtype: str
     budget: int = BUDGET
+    rounding: Rounding = Rounding("dithered")
     known: Sequence[Columns] = ()
 
     @property
@@ -153,14 +155,16 @@ class Work:
 
 def plain_trainer(work: Work) -> RankTrainer:
     """As a worker alone builds it."""
-    policy = load_policy(str(work.folder), work.args, work.device, exact=True)
+    options = {"exact": True, "rounding": work.rounding}
+    policy = load_policy(str(work.folder), work.args, work.device, **options)
     return RankTrainer(policy, _loss(), _optimizer(policy))
 
 
 def trainer_of(way: Way, work: Work) -> RankTrainer:
     """As a worker among several builds it."""
     mesh = way.mesh(work.device)
-    divided = load_divided(str(work.folder), work.args, work.device, mesh, way.layout, trains=True)
+    options = {"trains": True, "rounding": work.rounding}
+    divided = load_divided(str(work.folder), work.args, work.device, mesh, way.layout, **options)
     whole = isinstance(divided, PolicyModel)
     if "tp" in way.axes and whole:
         check_split(divided.causal_lm.config, mesh, sequence_parallel=way.layout.sequence_parallel)
@@ -182,6 +186,7 @@ def _optimizer(policy: Any, compute: torch.dtype | None = None) -> Optimizer:
         schedule=lambda _: RATE,
         max_grad_norm=1.0,
         exact=policy.exact,
+        rounding=policy.rounding,
         compute=compute,
     )
 
@@ -321,6 +326,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="what it computes in; else bf16, on a CPU fp32"
     )
+    parser.add_argument("--rounding", choices=("dithered", "nearest"), default="dithered")
     parser.add_argument("--json", type=Path, help="also write the results")
     args = parser.parse_args()
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
@@ -334,7 +340,8 @@ def prepared(args: argparse.Namespace, folder: Path, device: str) -> Work:
     steps = make_steps(
         "ultrafeedback", shape.vocabulary, steps=args.steps, pairs=args.pairs, scale=SCALE
     )
-    work = Work(folder, [pairs_of(step) for step in steps], device, args.dtype)
+    pairs, rounding = [pairs_of(step) for step in steps], Rounding(args.rounding)
+    work = Work(folder, pairs, device, args.dtype, rounding=rounding)
     return replace(work, known=reference_of(work))
 
 

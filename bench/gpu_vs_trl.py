@@ -102,6 +102,7 @@ def arguments() -> argparse.Namespace:
         "--profile", action="store_true", help="where the time of one of our steps goes"
     )
     parser.add_argument("--lean", action="store_true", help="ours with precision: lean")
+    parser.add_argument("--rounding", choices=("dithered", "nearest"), default="dithered")
     parser.add_argument(
         "--offload", action="store_true", help="our reference on the host, as reference.offload: on"
     )
@@ -168,9 +169,8 @@ def prepared(
     """An engine with its micro-batches planned for these pairs and the memory that is free now."""
     if engine is None:
         compiled, online = not args.eager, reference == "online"
-        engine = ours(
-            SHAPES[args.model], "cuda", reference=online, lean=args.lean, compiled=compiled
-        )
+        options = {"lean": args.lean, "compiled": compiled, "rounding": args.rounding}
+        engine = ours(SHAPES[args.model], "cuda", reference=online, **options)
     if args.offload and engine.reference:
         engine.reference.park()
     engine.plan(steps, tokens=args.budget, recompute=args.recompute)

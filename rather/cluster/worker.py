@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import Shard, ShardedFiles, tensor_of
-from rather.cluster.memory import GIB, Peak, explanation, free_memory, largest, sentence
-from rather.config.schema import DPOConfig, RoleConfig
+from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
+from rather.cluster.memory import Peak, explanation, free_memory, largest, sentence
+from rather.cluster.writer import Writer
+from rather.config.schema import DPOConfig, ModelArgs, RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.errors import ConfigError, DiskError, MemoryShortage
@@ -46,8 +46,6 @@ from rather.parallel.stages import Stages
 from rather.plan.speed import worth_compiling
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import RankTrainer, Runner, StepResult, WholeModelRunner
-
-State = dict[str, dict[str, Tensor | Shard]]
 
 RECOMPUTED = {
     "none": "kept",
@@ -81,7 +79,9 @@ class ActorWorker:
         self.on_gpu = self.device.startswith("cuda")
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
         self.planned: Budget | None = None  # for training
-        self.writer = Writer(role, self.member, config.checkpoint_config.async_save, self.log)
+        self.writer = Writer(
+            role, self.member.rank, self.member.world, config.checkpoint_config.async_save, self.log
+        )
         self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
         self.borrowed: ActorWorker | None = None  # the neighbour, if this role uses its model
         self.trainer: RankTrainer
@@ -381,6 +381,23 @@ class ActorWorker:
         """Export the shards that all ranks have written as a Hugging Face model."""
         return export_run(self.part, stored(shards, "model"), self.source, tokenizer, folder, card)
 
+    def can_compare(self) -> bool:
+        """Return whether an exported model differs from this one, and fits next to it."""
+        model, dtypes = self.part, {p.dtype for p in self.part.parameters()}
+        half = model.causal_lm.config.dtype != torch.float32
+        differs = half and not model.rounding.held and model.causal_lm.config.dtype not in dtypes
+        free = torch.cuda.mem_get_info()[0] if self.on_gpu else free_memory()
+        return (
+            differs
+            and not self.is_divided
+            and free > 8 * sum(p.numel() for p in model.parameters())
+        )
+
+    def file_log_probs(self, folder: Path, batches: Sequence[PairBatch]) -> Columns:
+        """Return the columns of these pairs with the weights of an exported model."""
+        policy = load_policy(str(folder), ModelArgs(dtype="fp32"), self.device)
+        return RankTrainer(policy.requires_grad_(False), self.trainer.loss).log_probs(batches)
+
     # --- the process ---
 
     def set_environment(self) -> None:
@@ -430,68 +447,3 @@ def make_worker(
 def stored(folder: Path, group: str) -> ShardedFiles:
     """Return the tensors that all ranks have written to a folder under one name."""
     return ShardedFiles(sorted(folder.glob(f"{group}-*.safetensors")))
-
-
-class Writer:
-    """Writes a rank's part of checkpoints, in the background if the host has memory for a copy.
-
-    There is one write at a time. It leaves a note with its outcome in the folder for the driver.
-    """
-
-    def __init__(self, role: str, member: RankInfo, wanted: str, log: logging.Logger) -> None:
-        """`wanted` is checkpoint_config.async_save."""
-        self.name, self.ranks, self.log = f"{role}-{member.rank:05d}", member.world, log
-        self.rank = member.rank if member.world > 1 else None
-        self.wanted = wanted
-        self._thread = threading.Thread()
-
-    def write(self, folder: Path, groups: State) -> None:
-        """Write the groups. If they are copied, `groups` is emptied, and its tensors may change."""
-        self.wait()
-        if not self._copies(groups):
-            self._write(folder, groups)
-            return
-        copies = {name: _copy(tensors) for name, tensors in groups.items()}
-        self._thread = threading.Thread(target=self._write, args=(folder, copies), daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _write(self, folder: Path, groups: State) -> None:
-        try:
-            written = checkpoint.write_groups(folder, groups, rank=self.rank)
-            checkpoint.leave_note(folder, self.name, written)
-        except Exception as error:  # a thread has no caller that would report it
-            reason = error.strerror if isinstance(error, OSError) else None
-            reason = reason or repr(error)
-            try:
-                checkpoint.remove_written(folder, self.rank)  # frees space for the note
-                checkpoint.leave_note(folder, self.name, {}, reason)
-            except OSError as another:
-                if folder.exists():  # else the checkpoint was abandoned
-                    facts = (folder, self.name, reason, another)
-                    self.log.warning("%s: %s has not written its part (%s), nor why (%s)", *facts)
-
-    def _copies(self, groups: State) -> bool:
-        if self.wanted == "auto":
-            tensors = [tensor_of(each) for group in groups.values() for each in group.values()]
-            needed, free = self.ranks * sum(tensor.nbytes for tensor in tensors), free_memory()
-            self.wanted = "on" if needed + GIB <= free else "off"
-            self.log.info(
-                "async_save: auto is %s; a copy of the state takes %.3g of %.3g GiB",
-                *(self.wanted, needed / GIB, free / GIB),
-            )
-        return self.wanted == "on"
-
-
-def _copy(tensors: dict[str, Tensor | Shard]) -> dict[str, Tensor | Shard]:
-    """Copy tensors to the host, and release each original at once."""
-    found: dict[str, Tensor | Shard] = {}
-    for name in list(tensors):
-        shard = tensors.pop(name)
-        tensor = tensor_of(shard).detach()
-        copy = tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
-        found[name] = Shard(copy, shard.spec) if isinstance(shard, Shard) else copy
-    return found

@@ -12,6 +12,7 @@ import torch
 
 from rather.cluster.launch import Roles
 from rather.cluster.role import Role, as_local
+from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, EvalPrompts
 from rather.data.batch import Columns, PairFacts
 from rather.data.formats import TextPair
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 ANSWERS = "answers.jsonl"
 METRICS = "eval/answers/"
+COMPARED = 64  # held-out pairs that are computed with the exported model
 AT_ONCE = 16  # prompts; fewer if memory runs out
 RUN = 4  # tokens: repetition is the share of such runs that came before in the same answer
 
@@ -75,6 +77,24 @@ class Evaluation:
     def forget_reference(self) -> None:
         """Discard the reference log-probs: the reference has changed."""
         self._reference.clear()
+
+    def compare_file(self, folder: Path) -> tuple[int, float, float] | None:
+        """Return the mean margin of some held-out pairs in memory, and with an exported model.
+
+        None if it cannot be measured, or if the file has the weights that were trained with.
+        """
+        worker = self.policy
+        if not (self.sets and isinstance(worker, ActorWorker) and worker.can_compare()):
+            return None
+        dataset = next(iter(self.sets.values()))
+        step = self.retry.packing.step(dataset.take(range(min(COMPARED, len(dataset)))), 0)
+        facts, known = PairFacts.of_step(step.policy), self.reference.columns(step)
+        found = [worker.compute_log_probs(step.policy), worker.file_log_probs(folder, step.policy)]
+        margins = [
+            metrics_of([(facts, columns, known)], worker.score)["rewards/margins"]
+            for columns in found
+        ]
+        return len(facts.weight), margins[0], margins[1]
 
     def _parts(
         self, known: list[Columns | None], dataset: PairDataset, number: int, stopped: Stopped

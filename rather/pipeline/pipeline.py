@@ -273,6 +273,10 @@ class DPOPipeline(TrainingLoop):
         card = model_card(self.config, self.progress.step, pairs, with_reference=with_reference)
         kept = self.actor_train.save_model(folder, self.tokenizer, card)
         log.info("%s: %s", folder, kept)
+        assert self.evaluation is not None
+        if margins := self.evaluation.compare_file(folder):
+            text = "held-out margin of %d pairs: %.4g in training, %.4g with this model"
+            log.info(text, *margins)
 
     def _end(self) -> None:
         """Export the model and mark the run as finished, unless it was stopped."""

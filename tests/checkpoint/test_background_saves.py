@@ -14,8 +14,8 @@ import torch
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import Shard, ShardSpec
-from rather.cluster import worker
-from rather.cluster.worker import ActorWorker, RankInfo
+from rather.cluster import writer
+from rather.cluster.worker import ActorWorker
 from rather.errors import DiskError, NonFiniteError
 from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import assert_same, config_of, fill_disk, steps
@@ -97,7 +97,7 @@ def test_auto_depends_on_host_memory(
     free: int,
     way: str,
 ) -> None:
-    monkeypatch.setattr(worker, "free_memory", lambda: free)
+    monkeypatch.setattr(writer, "free_memory", lambda: free)
     config = config_of(folder, f"auto-{way}")
     with caplog.at_level(logging.INFO):
         assert DPOPipeline(config).run() == 0
@@ -194,10 +194,8 @@ def two_writers(draft: checkpoint.Draft, way: str) -> checkpoint.Written:
     """Each writes half of a tensor, which is changed as soon as the writer has taken it."""
     for rank in range(2):
         half = torch.full((4,), float(rank))
-        writer = worker.Writer("actor_train", RankInfo(rank, 2), way, logging.getLogger("test"))
-        writer.write(
-            draft.folder, {"model": {"w": Shard(half, ShardSpec((8,), (4 * rank,), (4,)))}}
-        )
+        own = writer.Writer("actor_train", rank, 2, way, logging.getLogger("test"))
+        own.write(draft.folder, {"model": {"w": Shard(half, ShardSpec((8,), (4 * rank,), (4,)))}})
         half.fill_(9.0)
     return checkpoint.collect_parts(
         draft.folder, ["actor_train-00000", "actor_train-00001"], LONG, lambda: False
