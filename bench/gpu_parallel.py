@@ -138,7 +138,7 @@ class Work:
     device: str
     dtype: str
     budget: int = BUDGET
-    rounding: Rounding = Rounding("dithered")
+    rounding: Rounding = field(default_factory=Rounding)
     known: Sequence[Columns] = ()
 
     @property

@@ -12,7 +12,7 @@ from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.optim.adamw import decode
 from rather.optim.optimizer import Optimizer
-from rather.optim.rounding import Rounding, rounded, thresholds
+from rather.optim.rounding import Rounding
 
 pytestmark = pytest.mark.gpu
 
@@ -115,18 +115,20 @@ PLACES = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["half", "held"])
 @pytest.mark.parametrize("names", [["rows"], ["rows", "sliced", "far"]])
-def test_the_kernel_rounds_by_the_written_thresholds(names: list[str]) -> None:
-    model = weights([PLACES[name].sizes for name in names], torch.bfloat16)
+def test_the_kernel_rounds_by_the_written_thresholds(names: list[str], dtype: torch.dtype) -> None:
+    rounding = Rounding("dithered", PLACES, held=frozenset(names))
+    model = weights([PLACES[name].sizes for name in names], torch.bfloat16).to(dtype)
     model = nn.ParameterDict(dict(zip(names, model.values(), strict=True)))
     before = {name: weight.detach().clone() for name, weight in model.items()}
-    optimizer = optimizer_of(model, 1e-6, rounding=Rounding("dithered", PLACES), **NUMBERS)
+    optimizer = optimizer_of(model, 1e-6, rounding=rounding, **NUMBERS)
     for step in range(3):
         backward(model, step)
         update(optimizer)
     for name, master in optimizer.masters.items():
-        expected = rounded(master, thresholds(name, PLACES[name], device="cuda"))
-        assert torch.equal(model[name].detach(), expected)
+        expected = rounding.rounded(name, master)
+        assert torch.equal(model[name].detach(), expected.to(dtype))
         assert 0.9 < kept(before[name], master, expected) < 1.1
 
 
