@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(
         "adamw: masters lose their lower 16 bits",
         "rather/optim/adamw.py",
-        "remainder.copy_(bits)  # its lower 16 bits",
-        "remainder.zero_()  # its lower 16 bits",
+        "rest.copy_(low_bits(master))",
+        "rest.zero_()",
         ("tests/train/test_optim.py::test_split_masters_have_the_bits_of_float32_training",),
     ),
     Mutation(

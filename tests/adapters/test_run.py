@@ -30,6 +30,7 @@ from rather.errors import CheckpointError
 from rather.losses.objective import from_config
 from rather.model.check import two_pairs
 from rather.model.policy import PolicyModel, pair_columns
+from rather.optim.rounding import Rounding
 from rather.parallel.load import load_policy
 from rather.pipeline.checks import identity_of, refuse_other_run
 from rather.pipeline.pipeline import DPOPipeline
@@ -102,7 +103,8 @@ def test_from_the_base_to_the_merged_model(shared: Path, name: str) -> None:
     pipeline = trained(config)
     exact = name != "bf16"
     args = ModelArgs(dtype=config.actor_train.model_args.dtype)
-    base = load_policy(config.actor_train.model_path, args, "cpu")
+    rounding = Rounding(config.rounding)
+    base = load_policy(config.actor_train.model_path, args, "cpu", rounding=rounding)
     # Before any training the policy is the reference, and the reference is the base, also after training.
     lines = metrics(config)
     first = next(line for line in lines if "loss" in line)

@@ -11,6 +11,8 @@ from torch import Tensor
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import LocalShards, Shard, ShardedFiles, ShardSpec
 from rather.errors import CheckpointError
+from rather.model.export import FileCast
+from rather.optim.rounding import Rounding
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).view(7, 6)
 
@@ -84,7 +86,8 @@ def test_a_stream_is_the_whole_tensor_in_another_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rather.checkpoint.sharded_tensors.CHUNK", 50)  # two rows at a time
-    stream = stored(tmp_path, grid([2, 5], [3])).stream("weight", torch.bfloat16)
+    cast = FileCast(torch.bfloat16, Rounding())
+    stream = stored(tmp_path, grid([2, 5], [3])).stream("weight", cast)
     parts = list(stream.parts())
     assert [len(part) for part in parts] == [2, 2, 2, 1]
     assert torch.equal(torch.cat(parts), WHOLE.bfloat16())

@@ -34,7 +34,7 @@ STATE = {
     "identity.reference", "identity.model config", "identity.reference config", "identity.loss",
     "identity.reference weights",
     "identity.synced reference", "identity.seed", "identity.global batch", "identity.adapter",
-    "identity.grouped responses", "identity.data.pairs", "identity.data.parts",
+    "identity.grouped responses", "identity.rounding", "identity.data.pairs", "identity.data.parts",
     "identity.chat template.name", "identity.chat template.sha256",
     "identity.loss.losses", "identity.loss.rpo_alpha", "identity.loss.pref_ftx",
     "identity.loss.f_divergence_type", "identity.loss.f_alpha_divergence_coef",
@@ -50,7 +50,7 @@ STATE = {
 GUARDED = {
     "data": ("data",),
     "tokenizer": ("tokenizer", "chat template"),
-    "model": ("model", "model config", "model weights", "adapter"),
+    "model": ("model", "model config", "model weights", "adapter", "rounding"),
     "reference": ("reference", "reference config", "reference weights", "synced reference"),
     "loss": ("loss",),
     "seed": ("seed",),

@@ -135,7 +135,7 @@ def test_sizes_come_from_the_config_alone(tiny: Sizes) -> None:
         ({"actor_train.model_args.dtype": "fp16"}, "cuda", (2, 4, 4, 8)),
         ({"actor_train.device_mapping": [0, 1, 2, 3],
           "actor_train.strategy_args.strategy_name": "zero3"}, "cuda",
-         (1, 1, 0, 2)),
+         (1, 1, 0.5, 2)),
         ({"actor_train.device_mapping": [0, 1], "actor_train.strategy_args.tp_size": 2}, "cuda",
          (1, 2, 1, 4)),
     ],
