@@ -138,7 +138,7 @@ class DPOTrainer:
 
         def on_record(record: Record) -> None:
             nonlocal epoch
-            part = "train" if "loss" in record else "eval"
+            part = "train" if "lr" in record else "eval"
             named = {f"{part}/{name}": value for name, value in _renamed(record).items()}
             tracker.log({"step": record["step"], **named})
             if part == "train":
@@ -160,7 +160,7 @@ class DPOTrainer:
                 source, evaluate if eval_preference_dataloader is not None else None, on_record,
                 self.save_dir, save_steps=self.save_interval or None,
             )  # fmt: skip
-        history = [_renamed(record) for record in records if "loss" in record]
+        history = [_renamed(record) for record in records if "lr" in record]
         if history:
             self._save(self.max_epochs - 1, len(history))
         return history

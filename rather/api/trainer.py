@@ -366,7 +366,7 @@ class DPOTrainer:
             )
         history: list[dict[str, float]] = []
         for record in map(self._fit_record, records):
-            if "loss" in record:
+            if "lr" in record:
                 history.append(record)
             else:
                 history[-1] |= record

@@ -90,6 +90,8 @@ def has_display() -> bool:
 def health_command(run: RunFolder, as_json: AsJson = False) -> None:
     """Show problems detected during training, with the metric behind each and what to do."""
     from rather.tracking.health import SEVERITIES, read_findings
+    from rather.tracking.json_lines import read_object
+    from rather.tracking.outcome import outcome_text
 
     if not (run / "metrics.jsonl").is_file():
         raise ConfigError(
@@ -98,7 +100,10 @@ def health_command(run: RunFolder, as_json: AsJson = False) -> None:
     found = sorted(read_findings(run), key=lambda one: SEVERITIES.index(one.severity))
     if as_json:
         print_json([asdict(one) for one in found])
-    elif found:
+        return
+    if outcome := outcome_text(read_object(run / "report.json")):
+        typer.echo(f"Outcome: {outcome}.")
+    if found:
         rows = [
             (one.step, one.severity, one.name, f"{one.number:.4g}", f"{one.text} {one.advice}")
             for one in found

@@ -98,12 +98,11 @@ class Window:
         self.skipped += skipped
 
     def means(self) -> dict[str, float]:
-        weight = self.sums["weight"]
-        mean = {
-            name: total / weight if weight else math.nan
-            for name, total in self.sums.items()
-            if name != "weight"
-        }
+        """Return the mean of each metric; nothing if no pair has weight."""
+        weight = self.sums.get("weight")
+        if not weight:
+            return {}
+        mean = {name: total / weight for name, total in self.sums.items() if name != "weight"}
         shown = {name: value for name, value in mean.items() if name not in MOMENTS}
         return shown | {"rewards/length_correlation": _correlation(mean)}
 

@@ -47,6 +47,12 @@ class Kept:
         """The projection of the written change on the true one; None if nothing changed."""
         return self.dot / self.square if self.square else None
 
+    def as_json(self) -> dict[str, float]:
+        """Return what is known, under the names of rather.tracking.outcome."""
+        counts = {"changed_masters": self.changed, "changed_file": self.written}
+        known = {name: count / self.weights for name, count in counts.items() if self.weights}
+        return known if self.share is None else known | {"kept_share": self.share}
+
     def __str__(self) -> str:
         if not self.weights:
             return "the change of the weights is unknown: their source is not here"

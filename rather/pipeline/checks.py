@@ -29,9 +29,14 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
 def refuse_missing_columns(config: DPOConfig, objective: PairLoss, data: Prepared) -> None:
-    """Refuse a run whose loss needs columns that some pairs do not have."""
+    """Refuse a run whose loss needs columns that some pairs do not have, or without any weight."""
     for name, dataset in {"training": data.train, **data.evals}.items():
         refuse_columns(config, objective, name or "evaluation", dataset.column)
+        if dataset.column("weight").any():
+            continue
+        if dataset is data.train:
+            raise DataError("0 usable pairs: all training pairs have weight 0; raise the weights.")
+        log.warning("%s pairs: all have weight 0, so they have no metrics", name or "held-out")
 
 
 def refuse_columns(

@@ -72,7 +72,10 @@ class Guard:
             text = f"step {step.number}: {result}"
             refuse_nonfinite(text, self.on_nonfinite, progress.nonfinite, self.most)
             return self.on_nonfinite != "rollback"
-        if result.skip_reason != "overflow":
+        if result.skip_reason == "no_weight" and "no_weight" not in progress.skipped:
+            text = "step %d: all its pairs have weight 0; such steps are skipped and counted"
+            log.warning(text, step.number)
+        if result.skip_reason not in ("overflow", "no_weight"):
             progress.nonfinite = 0
         if self.spike is None:
             return True

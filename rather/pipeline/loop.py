@@ -62,7 +62,7 @@ class TrainingLoop:
     answers: Answers | None = None
     summary: RunSummary | None = None
     _on_record: Callable[[Record], None] | None = None
-    _export: Callable[[Path], None] | None
+    _export: Callable[[Path], Mapping[str, float] | None] | None
 
     def _build_loop(self, identity: Mapping[str, Any]) -> None:
         """Build the parts that both constructors share."""
@@ -77,6 +77,7 @@ class TrainingLoop:
         )
         self.progress = Progress()
         self.position: Mapping[str, Any] | None = None  # of `source`, after the last step
+        self.changes: Mapping[str, float] = {}  # of the weights, as the export found them
 
     @property
     def actor_train(self) -> Role:
@@ -138,8 +139,9 @@ class TrainingLoop:
         config, number, ends = self.config, step.number, step.is_last
         self.progress.step, self.position = number, step.position
         self.timeline.finish_step(step)
+        self.progress.count(result, config.actor_train.training_args.weight_decay)
         # NaN would spoil the means of the whole log line; `skipped_iter` counts these steps.
-        sums = dict.fromkeys(result.sums, 0.0) if result.nonfinite else result.sums
+        sums = {} if result.nonfinite else result.sums
         counts = {"pairs": len(step.pairs), "tokens": step.tokens, "skipped": result.skipped}
         self.progress.window.add(sums, **counts)
         if config.sync_ref_model and is_due(number, config.ref_model_sync_steps):  # TR-DPO
@@ -163,7 +165,8 @@ class TrainingLoop:
 
     def _log_training(self, result: StepResult) -> None:
         window = self.progress.window
-        record = {**window.means(), "grad_norm": result.grad_norm, "lr": result.lr}
+        means = window.means() or Window(result.sums).means()  # none: those of the last step
+        record = {**means, "grad_norm": result.grad_norm, "lr": result.lr}
         record |= {"pairs": window.pairs, "tokens": window.tokens}
         if result.zeros_in_grad is not None:
             record["num_zeros_in_grad"] = result.zeros_in_grad
@@ -295,7 +298,11 @@ class TrainingLoop:
 
     def _summarize(self) -> None:
         if self.summary:
-            self.summary.report(self.progress.step, self.timeline, self.reference_stream)
+            self.summary.report(self.outcome(), self.timeline, self.reference_stream)
+
+    def outcome(self) -> Record:
+        """Return what the run has changed so far, as rather.tracking.outcome describes it."""
+        return {**self.progress.outcome(), **self.changes}
 
     def _save_best(self) -> None:
         """Export the best model; if the disk is full, the run continues without it."""

@@ -16,7 +16,7 @@ from rather.config.checks import device_problems, missing
 from rather.config.schema import DPOConfig
 from rather.data.prepare import prepare
 from rather.data.template import tokenizer_of
-from rather.errors import ConfigError, DataError, Ended, HangError, WorkerLost
+from rather.errors import ConfigError, DataError, Ended, HangError, NonFiniteError, WorkerLost
 from rather.losses.objective import from_config
 from rather.model.export import model_card
 from rather.pipeline.checks import identity_of, refuse_foreign_tokens, refuse_missing_columns
@@ -37,6 +37,8 @@ from rather.run_folder.layout import (
     trace_file,
     with_rounding_of_run,
 )
+from rather.tracking.health import record_end
+from rather.tracking.outcome import outcome_text
 from rather.tracking.run import NoTracker, RunTracker
 from rather.tracking.trackers import check_installed
 
@@ -76,7 +78,7 @@ class DPOPipeline(TrainingLoop):
         identity: Mapping[str, Any],
         evaluate: Callable[[], Record] | None = None,
         on_record: Callable[[Record], None] | None = None,
-        export: Callable[[Path], None] | None = None,
+        export: Callable[[Path], Mapping[str, float] | None] | None = None,
         run_dir: Path | None = None,
     ) -> DPOPipeline:
         """Build a pipeline over models in memory and steps that the caller packs. `run` trains it.
@@ -94,7 +96,8 @@ class DPOPipeline(TrainingLoop):
           `ends_epoch`, after the last step, and every eval_steps; not before the first step.
         - `on_record`: called with each record, after it was written to metrics.jsonl.
         - `export`: writes the model to a folder; called on every driver, for save_best and after
-          the last step. None: no model is exported.
+          the last step. It may return the shares that rather.tracking.outcome describes. None: no
+          model is exported.
         - `run_dir`: the folder for metrics, incidents and checkpoints. The run resumes from there;
           a finished run returns immediately. None: nothing is written, resumed or exported.
 
@@ -228,10 +231,15 @@ class DPOPipeline(TrainingLoop):
                         metrics_position=metrics_position(config, newest),
                         quiet=not self.summary,
                     )
-                with self.tracker, self.timeline.drawn(trace):
-                    while step := self._train():
-                        self._roll_back(step)
-                self._end()
+                try:
+                    with self.tracker, self.timeline.drawn(trace):
+                        while step := self._train():
+                            self._roll_back(step)
+                    self._end()
+                except Exception as error:
+                    if not isinstance(error, WorkerLost | HangError):  # `run` may start it again
+                        self._report_outcome(error)
+                    raise
             return self.stop.exit_code
 
     def _start(self, newest: Checkpoint | None) -> None:
@@ -268,7 +276,7 @@ class DPOPipeline(TrainingLoop):
             self.answers.begin(self.tokenizer, resumes=newest is not None)
         self._restore(newest)
 
-    def _export_model(self, folder: Path) -> None:
+    def _export_model(self, folder: Path) -> Mapping[str, float]:
         pairs, with_reference = len(self.data.train), self.reference is not None
         card = model_card(self.config, self.progress.step, pairs, with_reference=with_reference)
         kept = self.actor_train.save_model(folder, self.tokenizer, card)
@@ -277,6 +285,7 @@ class DPOPipeline(TrainingLoop):
         if margins := self.evaluation.compare_file(folder):
             text = "held-out margin of %d pairs: %.4g in training, %.4g with this model"
             log.info(text, *margins)
+        return kept.as_json()
 
     def _end(self) -> None:
         """Export the model and mark the run as finished, unless it was stopped."""
@@ -289,10 +298,21 @@ class DPOPipeline(TrainingLoop):
         if self._is_stopped():
             log.info("Stopped and saved at step %d; run the same command again to resume.", step)
             return
+        self.progress.refuse_no_update()
         if self.run_dir and self._export:
-            self._export(self.run_dir / "model")
+            self.changes = self._export(self.run_dir / "model") or {}
             log.info("The trained model is in %s.", self.run_dir / "model")
+        self._report_outcome()
         if self.run_dir and self.roles.is_main:
             mark_finished(self.run_dir, step)
         if self._is_stopped():
             log.info("The run had finished when it was asked to stop; nothing is left to do.")
+
+    def _report_outcome(self, error: Exception | None = None) -> None:
+        """Log what the run has changed; add it to report.json, and problems to health.jsonl."""
+        found = self.outcome()
+        log.info("Outcome: %s.", outcome_text(found))
+        if self.run_dir and self.roles.is_main:
+            record_end(self.run_dir, found, error)
+        if error is None or isinstance(error, NonFiniteError | DataError):  # workers still answer
+            self._summarize()

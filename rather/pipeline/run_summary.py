@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -78,13 +78,15 @@ class RunSummary:
             write_run_report(self.run_dir, self.plan, PLAN)
         record_start(self.config, self.roles.kind, step, self.source.total_steps)
 
-    def report(self, step: int, timeline: Timeline, stream: ReferenceStream) -> None:
-        """Write what this start of the run took, and how wrong the forecast was."""
+    def report(
+        self, outcome: Mapping[str, Any], timeline: Timeline, stream: ReferenceStream
+    ) -> None:
+        """Write what the run has changed, what this start took, and how wrong the forecast was."""
         if not self.roles.is_main:
             return
         with _failure_logged(RUN_REPORT):
             times, logps = timeline.total.report(in_turn=timeline.in_turn), stream.logps
-            report = {"steps": step, **times, "reference": logps and logps.report()}
+            report = {**outcome, **times, "reference": logps and logps.report()}
             write_run_report(self.run_dir, {**report, "health": counts(self.run_dir)})
             if not (plan := self.plan):
                 return

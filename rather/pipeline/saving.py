@@ -23,7 +23,15 @@ from rather.checkpoint.manifest import Written
 from rather.cluster.launch import Roles, mappings
 from rather.cluster.role import Role
 from rather.config.schema import DPOConfig, SpikeArgs
-from rather.errors import CheckpointError, ConfigError, DiskError, HangError, WorkerError
+from rather.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DiskError,
+    HangError,
+    NonFiniteError,
+    WorkerError,
+)
 from rather.losses.metrics import Window
 from rather.pipeline.checks import refuse_other_run
 from rather.plan.forecast import checkpoint_bytes
@@ -31,7 +39,9 @@ from rather.plan.memory import known_shapes
 from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import FINISHED, checkpoint_to_resume, named_checkpoint
 from rather.tracking.json_lines import MetricsPosition, current_name
+from rather.tracking.outcome import skipped_text
 from rather.train.nonfinite import StepLimits
+from rather.train.rank_trainer import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +90,40 @@ class Progress:
     nonfinite: int = 0  # consecutive steps with a NaN or Inf in loss or gradient
     rollbacks: list[list[int]] = field(default_factory=list)  # [returned to step, because of step]
     history: SpikeHistory = field(default_factory=SpikeHistory)
+    skipped: dict[str, int] = field(default_factory=dict)  # steps by reason
+    idle: int = 0  # updates that could not change a weight
 
     @staticmethod
-    def of(saved: Mapping[str, Any]) -> Progress:
+    def of(saved: Mapping[str, Any], updates: int) -> Progress:
         window = Window(**saved["window"])
         window.sums = {current_name(name): total for name, total in window.sums.items()}
         history = SpikeHistory(**saved.get("history", {}))
-        return Progress(**{**saved, "window": window, "history": history})
+        older = {"skipped": {"unknown": max(0, saved["step"] - updates)}}  # did not count them
+        return Progress(**{**older, **saved, "window": window, "history": history})
+
+    def count(self, result: StepResult, weight_decay: float) -> None:
+        """Count a step that is done: why it was skipped, or that it could change nothing."""
+        reason = "rollback" if self.step in self.steps_to_skip else result.skip_reason
+        if reason:
+            self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        elif not result.lr or not (result.grad_norm or weight_decay):
+            self.idle += 1
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what rather.tracking.outcome describes, as far as it needs no weights."""
+        skipped = sum(self.skipped.values())
+        counts = {"steps": self.step, "updates": self.step - skipped, "skipped_steps": skipped}
+        return {**counts, "skip_reasons": self.skipped, "idle_updates": self.idle}
+
+    def refuse_no_update(self) -> None:
+        """Raise an error if every step of a finished run was skipped."""
+        found = self.outcome()
+        if found["updates"] or not self.step:
+            return
+        text = f"no update was made: {skipped_text(found)}. No model was exported."
+        if self.skipped.keys() <= {"no_weight"}:
+            raise DataError(f"0 usable pairs: {text} Give pairs a weight above 0.")
+        raise NonFiniteError(f"{text} Look at incidents.jsonl, or train in bf16 or fp32.")
 
     @property
     def steps_to_skip(self) -> set[int]:
@@ -178,7 +215,7 @@ class Saving:
             if before.get(key) != value:
                 log.info("%s was %s until now and is %s from here on", key, before.get(key), value)
         log.info("resuming %s from step %d of %s", newest.path, newest.step, self.total_steps)
-        return Progress.of(newest.state["progress"])
+        return Progress.of(newest.state["progress"], newest.state["trainer"]["updates"])
 
     # --- saving ---
 

@@ -22,6 +22,7 @@ from rather.report.folder import (
 )
 from rather.report.page import LEVELS, chart, escape, lines, page, plotly_bundle, slug, table
 from rather.tracking.json_lines import JsonObject
+from rather.tracking.outcome import outcome_text
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +135,11 @@ def _grid(parts: Iterable[str]) -> str:
 
 
 def health(run: Folder) -> str:
+    outcome = outcome_text(run.times)
+    cards = f"<p>Outcome: {escape(outcome)}.</p>" if outcome else ""
     if not run.health:
-        return "<p>No problems found.</p>"
-    order, cards = list(LEVELS), ""
+        return f"{cards}<p>No problems found.</p>"
+    order = list(LEVELS)
     for one in sorted(run.health, key=lambda one: [*order, one["severity"]].index(one["severity"])):
         fields = {name: escape(one[name]) for name in ("step", "name", "text", "advice")}
         severity = escape(one["severity"])

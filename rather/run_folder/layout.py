@@ -210,10 +210,11 @@ def write_config(config: DPOConfig) -> None:
 
 
 def write_run_report(run_dir: Path, report: Mapping[str, Any], name: str = RUN_REPORT) -> None:
-    """Write a report; nothing depends on it, so a full disk loses the report, not the run."""
+    """Write a report atomically; a full disk loses it, not the run, which does not need it."""
+    unfinished = run_dir / f".{name}.part"
     try:
-        text = strict_json(report, indent=1) + "\n"
-        write_own(run_dir / name, text)
+        write_own(unfinished, strict_json(report, indent=1) + "\n")
+        os.replace(unfinished, run_dir / name)
     except OSError as error:
         log.warning("%s: cannot be written (%s)", run_dir / name, error.strerror)
 

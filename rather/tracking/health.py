@@ -14,7 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
+from rather.config.redaction import redact
 from rather.tracking.json_lines import append_line, current_name, read_lines, read_object
+from rather.tracking.outcome import is_unchanged, percent, skipped_text
 from rather.tracking.trackers import Tracker
 
 log = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ class Health:
         }
         self.step = int(record["step"])
         if "pairs" in line:
-            self.first = self.first or line
+            self.first = self.first if "loss" in self.first else line
             self.recent.add(line)
         losses = [name for name in line if name.startswith("eval/") and name.endswith("/loss")]
         for prefix in (name.removesuffix("loss") for name in losses):
@@ -128,10 +130,7 @@ class Health:
         for name, rule in RULES.items():
             if name not in self.known and (values := rule.find(self)):
                 self.known.add(name)
-                text, number = rule.text.format(**values), values["number"]
-                found.append(
-                    HealthFinding(self.step, name, rule.severity, text, number, rule.advice)
-                )
+                found.append(rule.finding(self.step, name, values))
         return found
 
     def changes(
@@ -161,6 +160,10 @@ class HealthRule:
 
     def __call__(self, find: Find) -> None:
         self.find, RULES[find.__name__] = find, self
+
+    def finding(self, step: int, name: str, values: Found) -> HealthFinding:
+        text = self.text.format(**values)
+        return HealthFinding(step, name, self.severity, text, values["number"], self.advice)
 
 
 RULES: dict[str, HealthRule] = {}
@@ -341,7 +344,7 @@ class HealthWatch(Tracker):
     def __init__(self, run_dir: Path, total_steps: int, start_step: int) -> None:
         self.file = run_dir / HEALTH
         before = read_findings(run_dir) if start_step else []
-        kept = [one for one in before if one.step <= start_step]
+        kept = [one for one in before if one.step <= start_step and one.name not in AT_END]
         self.health = Health(total_steps, known={one.name for one in kept})
         kept += [one for one in data_findings(run_dir) if one.name not in self.health.known]
         # Do not log again what the log has already: findings after the checkpoint come back, and
@@ -362,6 +365,57 @@ class HealthWatch(Tracker):
 
     def close(self, *, failed: bool = False) -> None:
         """Do nothing: every line is in the file already."""
+
+
+# --- the end of a run ---
+
+SKIPPED = 0.1  # of the steps; float16 skips a few until it has found its loss scale
+KEPT = 0.5  # of the update
+AT_END = {
+    "run_failed": HealthRule(
+        "serious",
+        "the run ended with exit code {number} (steps done: {steps}). {error}",
+        "The log and incidents.jsonl have the details.",
+    ),
+    "weights_unchanged": HealthRule(
+        "serious",
+        "the weights did not change (updates made: {number}).",
+        "Look at lr and grad_norm in the metrics: raise learning_rate or beta, shorten the warm-up.",
+    ),
+    "steps_skipped": HealthRule(
+        "serious",
+        "{skipped}.",
+        "Train in bf16 or fp32 if float16 overflows; incidents.jsonl describes NaN, Inf and spikes.",
+    ),
+    "update_lost": HealthRule(
+        "serious",
+        "the written file keeps only {kept} of the update.",
+        "Export with rounding: dithered or --dtype fp32.",
+    ),
+}
+
+
+def record_end(run_dir: Path, outcome: Mapping[str, Any], error: Exception | None) -> None:
+    """Append what is wrong with a run that has ended to health.jsonl; a resume removes it."""
+    steps, skipped, kept = outcome["steps"], outcome["skipped_steps"], outcome.get("kept_share")
+    found: dict[str, Found] = {}
+    if error:
+        code, text = getattr(error, "exit_code", 1), redact(str(error) or type(error).__name__)
+        found["run_failed"] = {"number": code, "steps": steps, "error": text}
+    elif is_unchanged(outcome):
+        found["weights_unchanged"] = {"number": outcome["updates"]}
+    if not error and steps and skipped / steps >= SKIPPED:
+        found["steps_skipped"] = {"number": skipped, "skipped": skipped_text(outcome)}
+    if kept is not None and kept < KEPT:
+        found["update_lost"] = {"number": kept, "kept": percent(kept)}
+    for name, values in found.items():
+        one = AT_END[name].finding(steps, name, values)
+        if not error:  # the command prints an error itself
+            log.warning("health, step %d: %s %s", one.step, one.text, one.advice)
+        try:
+            append_line(run_dir / HEALTH, asdict(one))
+        except OSError as problem:
+            log.warning("%s: %s", run_dir / HEALTH, problem.strerror)
 
 
 def read_findings(run_dir: Path) -> list[HealthFinding]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rather.data.batch import PairBatch
 
-# The float16 loss scale was too large; loss or gradient is not finite; it is above the limits.
-Reason = Literal["overflow", "nonfinite", "spike"]
+# The float16 loss scale was too large; loss or gradient is not finite; it is above the limits; all
+# pairs of the step have weight 0.
+Reason = Literal["overflow", "nonfinite", "spike", "no_weight"]
 MOST_LAYERS = 5
 
 

@@ -324,6 +324,8 @@ class RankTrainer:
         scale = self._trained.loss_scale
         if not math.isfinite(result.sums["loss"]):
             return "nonfinite"
+        if not result.sums["weight"]:  # momentum would still move the weights
+            return "no_weight"
         if not math.isfinite(result.grad_norm):
             return "overflow" if scale and scale.value > 1 else "nonfinite"
         return "spike" if limits and limits.exceeded(result.loss, result.grad_norm) else None

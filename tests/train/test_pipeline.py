@@ -438,9 +438,12 @@ def test_an_overflow_moves_the_data_and_not_the_learning_rate(shared: Path) -> N
 def test_the_loss_scale_of_float16_is_restored_at_resume(shared: Path) -> None:
     """Each step overflows and halves the scale; a new scale would begin far below, at 2**16."""
     half = {"actor_train__model_args__dtype": "fp16"}
-    run(shared, "scaled", max_steps=2, actor_train__worker_cls=Overflowing, **half)
-    config, lines = run(shared, "scaled", max_steps=3, **half)
-    assert [line["skipped_iter"] for line in lines if "lr" in line] == [1, 1, 1]
+    with pytest.raises(NonFiniteError, match="no update was made: 2 of 2 steps were skipped"):
+        run(shared, "scaled", max_steps=2, actor_train__worker_cls=Overflowing, **half)
+    with pytest.raises(NonFiniteError, match="no update was made: 3 of 3 steps were skipped"):
+        run(shared, "scaled", max_steps=3, **half)
+    config = make_config(shared, exp_name="scaled")
+    assert [line["skipped_iter"] for line in metrics(config) if "lr" in line] == [1, 1, 1]
     for step in (2, 3):
         state = open_checkpoint(config.run_dir / f"checkpoint-{step}").state["trainer"]
         assert state == {"updates": 0, "loss_scale": [2.0 ** (29 - step), 0]}

@@ -1,0 +1,64 @@
+"""What a run has changed: fields of report.json, each of which may be missing, and their text.
+
+`updates`, `skipped_steps`, `skip_reasons` and `idle_updates` are counted during the run. The export
+adds `changed_masters` and `changed_file` (shares of the float32 weights and of the written weights
+that differ from the source) and `kept_share` (share of the update that the written file keeps).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+REASONS = {
+    "overflow": "float16 overflow",
+    "nonfinite": "NaN or Inf",
+    "spike": "a spike",
+    "rollback": "left out after a rollback",
+    "no_weight": "only pairs of weight 0",
+    "unknown": "by an earlier version",
+}
+SHARES = {
+    "changed_masters": "{} of the weights changed in float32",
+    "changed_file": "{} changed in the exported file",
+    "kept_share": "the file keeps {} of the update",
+}
+
+
+def numbers_of(report: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in report.items() if isinstance(value, int | float)}
+
+
+def skipped_text(report: Mapping[str, Any]) -> str:
+    """Return `3 of 4 steps were skipped (float16 overflow: 3)`."""
+    known, reasons = numbers_of(report), report.get("skip_reasons")
+    listed = reasons.items() if isinstance(reasons, dict) else ()
+    why = ", ".join(f"{REASONS.get(name, name)}: {count}" for name, count in listed if count)
+    text = f"{known['skipped_steps']:.0f} of {known['steps']:.0f} steps were skipped"
+    return f"{text} ({why})" if why else text
+
+
+def is_unchanged(report: Mapping[str, Any]) -> bool:
+    """Return whether no weight differs from the source, or no update could change one."""
+    known = numbers_of(report)
+    return known.get("changed_masters") == 0 or (
+        "updates" in known and known["updates"] == known.get("idle_updates", 0)
+    )
+
+
+def outcome_text(report: Mapping[str, Any]) -> str:
+    """Return all that is known in one line; "" if the run was made by an earlier version."""
+    known, found = numbers_of(report), list[str]()
+    if {"steps", "updates", "skipped_steps"} <= known.keys():
+        updates = known["updates"]
+        made = f"updates made: {updates:.0f}" if updates else "no update was made"
+        found = [made, skipped_text(report)]
+    if is_unchanged(report):
+        return "; ".join([*found, "the weights did not change"])
+    shares = [text.format(percent(known[name])) for name, text in SHARES.items() if name in known]
+    return "; ".join(found + shares)
+
+
+def percent(share: float) -> str:
+    """Return three digits: a small share that is not 0 must not look like 0."""
+    return f"{100 * share:.3g} %"
