@@ -89,6 +89,8 @@ class Evaluation:
         dataset = next(iter(self.sets.values()))
         step = self.retry.packing.step(dataset.take(range(min(COMPARED, len(dataset)))), 0)
         facts, known = PairFacts.of_step(step.policy), self.reference.columns(step)
+        if not facts.weight.any():
+            return None
         found = [worker.compute_log_probs(step.policy), worker.file_log_probs(folder, step.policy)]
         margins = [
             metrics_of([(facts, columns, known)], worker.score)["rewards/margins"]

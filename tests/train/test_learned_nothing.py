@@ -116,7 +116,20 @@ def test_weights_that_did_not_change(
 def test_a_run_that_learns_has_no_such_finding(shared: Path) -> None:
     config, code = run(shared, "learns")
     assert (code, found(config)) == (0, {})
-    assert "Outcome: updates made: 4; 0 of 4 steps were skipped. No problems" in command(config)
+    said = "100 % of the weights changed in float32; 100 % changed in the exported file; the file"
+    assert f"0 of 4 steps were skipped; {said} keeps 100 % of the update. No " in command(config)
+
+
+def test_an_update_that_rounding_discards(shared: Path, tmp_path: Path) -> None:
+    source = str(make_model(tmp_path / "half", dtype=torch.bfloat16))
+    rate = {f"{TRAINING}learning_rate": 1e-6, "max_steps": 2, "pretrain": source}
+    for rounding, findings in (("nearest", ["update_lost"]), ("dithered", [])):
+        config, code = run(shared, f"discards-{rounding}", rounding=rounding, **rate)
+        assert (code, list(found(config))) == (0, findings)
+    lost = report(make_config(shared, exp_name="discards-nearest"))
+    assert lost["changed_masters"] > 0.9 > 0.2 > lost["changed_file"]
+    assert lost["kept_share"] < 0.5
+    assert report(config)["kept_share"] == pytest.approx(1, abs=0.2)
 
 
 def test_only_pairs_without_weight_are_refused_before_training(
@@ -169,10 +182,15 @@ def test_steps_without_weight_alone_end_with_exit_code_3(
 
 
 def test_held_out_pairs_without_weight_log_no_nan(
-    shared: Path, caplog: pytest.LogCaptureFixture
+    shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = weighted(shared, "held-out", [0.0] * 5)
-    config, code = run(shared, "held-out", max_steps=1, validation__data_args__file_name=file)
+    changes = {
+        "validation__data_args__file_name": weighted(shared, "held-out", [0.0] * 5),
+        # Without weight, the exported model cannot be compared with the trained one either.
+        "pretrain": str(make_model(tmp_path / "half", dtype=torch.bfloat16)),
+        "actor_train__model_args__dtype": "fp32",
+    }
+    config, code = run(shared, "held-out", max_steps=1, **changes)
     assert code == 0
     evaluated = [line for line in metrics(config) if "eval/pairs" in line]
     assert [line["eval/pairs"] for line in evaluated] == [5, 5]
@@ -216,7 +234,7 @@ def test_most_steps_skipped(shared: Path, caplog: pytest.LogCaptureFixture) -> N
     inject.arm(";".join(map(nan_at, (1, 2, 4))))
     config, code = run(shared, "most", save_steps=2)
     assert code == 0
-    said = "updates made: 1; 3 of 4 steps were skipped (NaN or Inf: 3)."
+    said = "updates made: 1; 3 of 4 steps were skipped (NaN or Inf: 3)"
     assert f"Outcome: {said}" in caplog.text
     assert f"Outcome: {said}" in command(config)
     assert list(found(config)) == ["steps_skipped"]
@@ -242,18 +260,18 @@ def test_a_skipped_step_has_one_loss_in_log_and_metrics(
     [
         (
             {"changed_masters": 0.998, "changed_file": 0.2, "kept_share": 0.17},
-            "99.8 % of the trained weights changed; 20 % of the values in the exported file "
-            "changed; the exported file keeps 17 % of the update.",
+            "99.8 % of the weights changed in float32; 20 % changed in the exported file; the file "
+            "keeps 17 % of the update.",
             {"update_lost": "the written file keeps only 17 % of the update."},
         ),
         (
             {"changed_masters": 1e-6, "changed_file": 1e-6, "kept_share": 0.5},
-            "0.0001 % of the trained weights changed",
+            "0.0001 % of the weights changed in float32",
             {},
         ),
         (
             {"changed_masters": 0.0},
-            "0 % of the trained weights changed; the weights did not change.",
+            "0 of 1 steps were skipped; the weights did not change.",
             {"weights_unchanged": "the weights did not change (updates made: 1)."},
         ),
     ],
