@@ -31,7 +31,7 @@ from rather.model.policy import PolicyModel
 from rather.parallel.load import same_weights, stored_dtype
 from rather.plan.memory import known_shapes
 from rather.report.folder import CONFIG, FINISHED
-from rather.run_folder.model_source import Weights
+from rather.run_folder.model_source import Weights, rounding_of
 from rather.tracking.json_lines import JsonObject
 
 HITS = 20  # pairs listed at a time
@@ -114,11 +114,12 @@ class Session:
         actor, reference = self.config.actor_train, self.config.reference
         path, args = actor.model_path, actor.model_args
         newest = checkpoint.newest_good(self.run_dir, full=False)
-        before = Weights(path, path, actor.tokenizer_path, args, run=self.config)
+        rounds: Any = {"rounding": rounding_of(self.config)}
+        before = Weights(path, path, actor.tokenizer_path, args, run=self.config, **rounds)
         frozen = before
         if self.objective.needs_reference:
             name = reference.model_path
-            frozen = Weights(name, name, "", reference.model_args)
+            frozen = Weights(name, name, "", reference.model_args, **rounds)
         if self.config.sync_ref_model:
             if newest is None:
                 raise ConfigError(
@@ -129,7 +130,8 @@ class Session:
         folder, finished = self.run_dir / "model", self.run_dir / FINISHED
         if finished.exists() and folder.is_dir():
             step = read_bytes(finished, 20, own).decode("utf-8", "replace").strip()
-            after = Weights(f"model/ of step {step}", str(folder), "", args.of_other_weights())
+            other = args.of_other_weights()
+            after = Weights(f"model/ of step {step}", str(folder), "", other, **rounds)
         elif newest:
             after = replace(before, name=newest.path.name, checkpoint=newest)
         else:

@@ -61,7 +61,8 @@ def measure(config: DPOConfig, model: str | None = None, most: int = 512) -> Log
     name = model or str(newest.path if newest else config.run_dir)
     policy = weights_of(name, trust_remote_code=config.actor_train.model_args.trust_remote_code)
     role = config.reference
-    reference = Weights("reference", role.model_path, role.tokenizer_path, role.model_args)
+    source = (role.model_path, role.tokenizer_path, role.model_args)
+    reference = Weights("reference", *source, rounding=policy.rounding)
     if config.sync_ref_model and policy.checkpoint:
         reference = replace(policy, name="reference", group="reference")
     data = prepare(config)

@@ -10,6 +10,7 @@ import logging
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,32 +55,29 @@ def export(
     adapter: bool = False,
     dtype: str | None = None,
     size: str | None = None,
-    rounding: Rounding = Rounding("dithered"),
+    rounding: Rounding | None = None,
     trust: bool = False,
 ) -> str:
     """Write the folder `out`, complete or not at all; return how its log-probs compare.
 
     `adapter`: the adapter alone instead of merged; `dtype`: else that of the source; `size`: of
-    the largest file; `trust`: code of the model may run.
+    the largest file; `rounding`: else that of the run; `trust`: code of the model may run.
     """
     _refuse_existing(out)
     largest = parse_size(size) if size else None
-
-    def merged(path: str) -> str:
-        return merge(path, out, dtype=dtype, largest=largest, rounding=rounding, trust=trust)
-
-    if adapter and (dtype or size):
+    options: Any = {"dtype": dtype, "largest": largest, "rounding": rounding, "trust": trust}
+    if adapter and (dtype or size or rounding):
         raise ConfigError(
-            "--dtype and --shard-size do not apply to --adapter: it is one float32 file."
+            "--dtype, --rounding and --shard-size do not apply to --adapter: it is one float32 file."
         )
     own = Path(name).expanduser() / "adapter"  # next to the model that it was merged into
     found = adapter and (own / "adapter_config.json").is_file()
     source = weights_of(str(own) if found else name, trust_remote_code=trust)
-    has_adapter = source.args.has_adapter
+    has_adapter, own_rounding = source.args.has_adapter, source.rounding
     if adapter and not has_adapter:
         raise ConfigError(f"--adapter: {name} has no adapter; export the model without it.")
     if has_adapter and not adapter and not source.checkpoint:
-        return merged(str(source.args.adapter_name_or_path))
+        return merge(str(source.args.adapter_name_or_path), out, None, own_rounding, **options)
     policy = source.load(here(), "fp32")
     before = fixed_log_probs(policy)
     args = ModelArgs(dtype="fp32", trust_remote_code=trust)
@@ -91,17 +89,17 @@ def export(
         del policy
         if not adapter:
             try:
-                return merged(str(temporary))
+                return merge(str(temporary), out, None, own_rounding, **options)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         changes = {"adapter_name_or_path": str(temporary), "revision": source.args.revision}
         args = source.args.of_other_weights().model_copy(update={**changes, "dtype": "fp32"})
-        model, cast = source.model, FileCast(torch.float32, rounding)
+        model, cast = source.model, FileCast(torch.float32, own_rounding)
     else:
         config = policy.causal_lm.config
         config.dtype = DTYPES[dtype] if dtype else config.dtype
         began = source_files(source.model, source.args.revision) if source.checkpoint else None
-        cast = FileCast(config.dtype, rounding, began)
+        cast = FileCast(config.dtype, _asked(rounding, config.dtype) or own_rounding, began)
         temporary = whole_model(policy, {}, source.tokenizer(), out, cast, largest)
         model = str(temporary)
         del policy
@@ -119,10 +117,11 @@ def merge(
     adapter: str,
     out: Path,
     base: str | None = None,
+    default: Rounding = Rounding("dithered"),
     *,
     dtype: str | None = None,
     largest: int | None = None,
-    rounding: Rounding = Rounding("dithered"),
+    rounding: Rounding | None = None,
     trust: bool = False,
 ) -> str:
     """Write adapter and base as one model to `out`; return how its log-probs compare."""
@@ -154,7 +153,7 @@ def merge(
     config = policy.causal_lm.config
     config.dtype = DTYPES[dtype] if dtype else config.dtype
     files = ShardedFiles(weight_files(found))
-    cast = FileCast(config.dtype, rounding, files)
+    cast = FileCast(config.dtype, _asked(rounding, config.dtype) or default, files)
     temporary = merged_model(policy.causal_lm, files, folder, tokenizer, out, cast, largest)
     del policy
     card = f"# {out.name}\n\n`{name}` with the adapter `{folder}` merged by Rather: "
@@ -192,6 +191,13 @@ def _publish(
     result += f"; {cast.kept}" if cast.kept.weights else ""
     publish(temporary, out, f"{card}{result}.\n")
     return result
+
+
+def _asked(rounding: Rounding | None, dtype: torch.dtype) -> Rounding | None:
+    if rounding and dtype != torch.bfloat16:
+        kind = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"--rounding is for bf16 files, and this one is {kind}; leave it out.")
+    return rounding
 
 
 def _refuse_existing(out: Path) -> None:

@@ -29,8 +29,8 @@ DtypeOption = Annotated[
     typer.Option(help="Precision; default: that of the source."),
 ]
 RoundingOption = Annotated[
-    Literal["dithered", "nearest"],
-    typer.Option(help="Rounding to bf16: dithered keeps updates that nearest loses."),
+    Literal["dithered", "nearest"] | None,
+    typer.Option(help="Rounding to bf16; default: that of the run, else dithered."),
 ]
 Trust = Annotated[
     bool,
@@ -120,7 +120,7 @@ def export_command(
     shard_size: Annotated[
         str | None, typer.Option(help="Largest file, such as 500MB; default: 4GB.")
     ] = None,
-    rounding: RoundingOption = "dithered",
+    rounding: RoundingOption = None,
     trust: Trust = False,
 ) -> None:
     """Write a model to a new folder, after comparing its log-probs with those of the source."""
@@ -128,7 +128,7 @@ def export_command(
     from rather.optim.rounding import Rounding
 
     options: dict[str, Any] = {"adapter": adapter, "dtype": dtype, "size": shard_size}
-    options |= {"rounding": Rounding(rounding), "trust": trust}
+    options |= {"rounding": Rounding(rounding) if rounding else None, "trust": trust}
     typer.echo(f"{out}: {export(source, out, **options)}")
 
 
@@ -140,14 +140,15 @@ def merge_command(
         str | None, typer.Option(help="Base model, if not the one that the adapter names.")
     ] = None,
     dtype: DtypeOption = None,
-    rounding: RoundingOption = "dithered",
+    rounding: RoundingOption = None,
     trust: Trust = False,
 ) -> None:
     """Merge an adapter into its base model, after comparing log-probs before and after."""
     from rather.commands.export import merge
     from rather.optim.rounding import Rounding
 
-    options: dict[str, Any] = {"dtype": dtype, "rounding": Rounding(rounding), "trust": trust}
+    options: dict[str, Any] = {"dtype": dtype, "trust": trust}
+    options["rounding"] = Rounding(rounding) if rounding else None
     typer.echo(f"{out}: {merge(adapter, out, base, **options)}")
 
 

@@ -529,7 +529,7 @@ class LossKeys(Section):
     rounding: Literal["dithered", "nearest"] = "dithered"
     """How float32 master weights are rounded to bf16, in the forward pass and in files. dithered: a
     fixed threshold for each weight, which keeps updates smaller than a bf16 step. nearest: loses
-    them."""
+    them. No effect if neither the run nor its file is bf16; lean rounds its updates by itself."""
     train_batch_size: Count | None = None
     """Pairs per optimizer step over all devices; must match the sizes in
     actor_train.training_args."""

@@ -164,7 +164,7 @@ def export_adapter(
 
 
 def _with_share(card: str, kept: Kept) -> str:
-    return f"{card}\nOf the training, {kept}.\n" if kept.share else card
+    return f"{card}\nOf the training, {kept}.\n" if kept.share is not None else card
 
 
 def whole_model(

@@ -28,8 +28,11 @@ NEAREST = 0x8000  # the threshold of nearest rounding; exact halves are rounded 
 FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 EXPONENT = 0x7F80  # of a bfloat16; all ones in Inf and NaN
 CHUNK = 1 << 24  # weights whose thresholds are in memory at a time
-# What wrappers add to the name of a parameter of the model itself.
-WRAPPERS = re.compile(r"^(causal_lm\.)?(base_model\.model\.)?|(base_layer|modules_to_save\.\w+)\.")
+# What wrappers add to the name of a parameter. An adapter's frozen start is rounded as the adapter.
+WRAPPERS = re.compile(
+    r"^(causal_lm\.)?(base_model\.model\.)?"
+    r"|\b(base_layer|original_module|modules_to_save\.\w+|default|reference)\."
+)
 
 
 def plain_name(name: str) -> str:

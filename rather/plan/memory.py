@@ -109,13 +109,13 @@ def role_state(
     gathered = compute * (0, 1 if found.canonical else 2, 1, 0)[found.stage]
     if not role.trains:
         each = WeightBytes(compute, 0, 2 if is_rounded and config.sync_ref_model else 0)
+    elif config.precision == "lean":
+        each = WeightBytes(compute, compute, 0, 2 + 4 / BLOCK)
     elif compute == 4 or found.dp * found.cp > 1:  # shards are float32
         low = is_rounded and (compute == 4 or config.rounding == "dithered")
         each = WeightBytes(4, 4, 2 if low else 0, 8)
     elif args.dtype == "fp16":  # has a whole master
         each = WeightBytes(2, 4, 4, 8)
-    elif config.precision == "lean":
-        each = WeightBytes(2, 2, 0, 2 + 4 / BLOCK)
     else:  # bfloat16 has the remainder of a master
         each = WeightBytes(2, 2 if narrow and found.devices == 1 else 4, 2, 8)
     weights = sum(map(prod, shapes.values()))

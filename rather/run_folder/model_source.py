@@ -21,6 +21,7 @@ from rather.model.policy import PolicyModel
 from rather.optim.rounding import Rounding
 from rather.parallel.load import Start, load_policy
 
+DITHERED = Rounding("dithered")
 RESULTS = ("model", "best_model", "adapter", "best_adapter")
 
 
@@ -35,13 +36,13 @@ class Weights:
     checkpoint: Checkpoint | None = None
     run: DPOConfig | None = None
     group: str = "model"  # of the checkpoint; `reference` for one that followed the policy
+    rounding: Rounding = DITHERED  # as in the run
 
     def load(self, device: str, dtype: Any = None) -> PolicyModel:
         """Load the frozen model, with the checks that a run does."""
         args = self.args.model_copy(update={"dtype": dtype}) if dtype else self.args
         start = Start(self.run.seed, self.run.keeps_start) if self.run else Start()
-        rounding = Rounding(self.run.rounding if self.run else "dithered")
-        policy = load_policy(self.model, args, device, start=start, rounding=rounding)
+        policy = load_policy(self.model, args, device, start=start, rounding=self.rounding)
         if self.checkpoint:
             load_weights(policy, self.checkpoint, self.group)
         return policy.requires_grad_(False)
@@ -71,8 +72,9 @@ def weights_of(name: str, *, trust_remote_code: bool = False) -> Weights:
         return _of_adapter(name, folder, trust)
     for model in (folder, folder / "model"):
         if (model / "config.json").is_file():
-            args = trust.model_copy(update={"dtype": _dtype_of_run(model)})
-            return Weights(name, str(model), str(model), args)
+            dtype, rounding = _precision_of_run(model)
+            args = trust.model_copy(update={"dtype": dtype})
+            return Weights(name, str(model), str(model), args, rounding=rounding)
     if newest := checkpoint.newest_good(folder):
         return _of_checkpoint(name, newest, trust)
     raise ConfigError(
@@ -113,18 +115,25 @@ def _of_adapter(name: str, folder: Path, trust: ActorModelArgs) -> Weights:
             f"{name}: its base model {base} was not found; run `rather merge --base` first"
         )
     tokenizer = folder if (folder / "tokenizer_config.json").is_file() else found
-    own = {"adapter_name_or_path": str(folder), "revision": revision}
-    args = trust.model_copy(update=own | {"dtype": _dtype_of_run(folder)})
-    return Weights(name, base, str(tokenizer), args)
+    dtype, rounding = _precision_of_run(folder)
+    own = {"adapter_name_or_path": str(folder), "revision": revision, "dtype": dtype}
+    args = trust.model_copy(update=own)
+    return Weights(name, base, str(tokenizer), args, rounding=rounding)
 
 
-def _dtype_of_run(result: Path) -> Literal["bf16", "fp16", "fp32"] | None:
-    """Return the dtype of the run that made a result: it then scores as it was evaluated."""
+def _precision_of_run(result: Path) -> tuple[Literal["bf16", "fp16", "fp32"] | None, Rounding]:
+    """Return the precision of the run that made a result: it then scores as it was evaluated."""
     run = result.parent
     files = all((run / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
     if result.name not in RESULTS or not files:
-        return None
-    return load_found(run / "config.yaml").actor_train.model_args.dtype
+        return None, DITHERED
+    config = load_found(run / "config.yaml")
+    return config.actor_train.model_args.dtype, rounding_of(config)
+
+
+def rounding_of(run: DPOConfig) -> Rounding:
+    """Return how a run rounds; the config of one from before that key does not have it."""
+    return Rounding(run.rounding if "rounding" in run.model_fields_set else "nearest")
 
 
 def _of_checkpoint(name: str, found: Checkpoint, trust: ActorModelArgs) -> Weights:
@@ -135,7 +144,8 @@ def _of_checkpoint(name: str, found: Checkpoint, trust: ActorModelArgs) -> Weigh
         )
     run = load_found(file, trust_remote_code=trust.trust_remote_code)
     actor = run.actor_train
-    return Weights(name, actor.model_path, actor.tokenizer_path, actor.model_args, found, run)
+    source = (actor.model_path, actor.tokenizer_path, actor.model_args)
+    return Weights(name, *source, found, run, rounding=rounding_of(run))
 
 
 def load_weights(policy: PolicyModel, found: Checkpoint, group: str = "model") -> None:

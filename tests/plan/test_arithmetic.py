@@ -111,6 +111,11 @@ def seven(folder: Path) -> tuple[Path, Sizes]:
 
 # --- by hand ---
 
+ZERO3 = {
+    "actor_train.device_mapping": [0, 1, 2, 3],
+    "actor_train.strategy_args.strategy_name": "zero3",
+}
+
 
 def test_sizes_come_from_the_config_alone(tiny: Sizes) -> None:
     # Embeddings 63 x 32 (tied); in each of two layers q and o 32 x 32, k and v 16 x 32, three of
@@ -133,19 +138,30 @@ def test_sizes_come_from_the_config_alone(tiny: Sizes) -> None:
         ({}, "cuda", (2, 4, 2, 8)),
         ({"precision": "lean"}, "cuda", (2, 2, 0, 2 + 4 / 256)),
         ({"actor_train.model_args.dtype": "fp16"}, "cuda", (2, 4, 4, 8)),
-        ({"actor_train.device_mapping": [0, 1, 2, 3],
-          "actor_train.strategy_args.strategy_name": "zero3"}, "cuda",
-         (1, 1, 0.5, 2)),
+        ({"actor_train.model_args.dtype": "bf16"}, "cpu", (4, 4, 2, 8)),
+        ({"actor_train.model_args.dtype": "bf16", "precision": "lean"}, "cpu",
+         (4, 4, 0, 2 + 4 / 256)),
+        (ZERO3, "cuda", (1, 1, 0.5, 2)),
+        ({**ZERO3, "rounding": "nearest"}, "cuda", (1, 1, 0, 2)),
         ({"actor_train.device_mapping": [0, 1], "actor_train.strategy_args.tp_size": 2}, "cuda",
          (1, 2, 1, 4)),
     ],
 )  # fmt: skip
 def test_bytes_of_a_weight(
-    folder: Path, tiny: Sizes, changes: dict[str, Any], kind: str, expected: tuple[float, ...]
-) -> None:
+    folder: Path, tiny: Sizes, changes: dict[str, Any], kind: str, expected: tuple[float, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("rather.parallel.load.cpu_has_bf16", lambda: False)
     found = config(folder, folder / "tiny0", **changes)
     state = role_state(found, found.actor_train, kind, tiny.shapes, found.actor_train.model_args)
     assert tuple(state.by_purpose) == pytest.approx([tiny.weights * each for each in expected])
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_a_moving_reference_keeps_the_low_bits(folder: Path, tiny: Sizes, synced: bool) -> None:
+    found = config(folder, folder / "tiny0", sync_ref_model=synced)
+    state = role_state(found, found.reference, "cuda", tiny.shapes, found.reference.model_args)
+    assert state.total == (4 if synced else 2) * tiny.weights
 
 
 def test_an_adapter_freezes_the_base(folder: Path, tiny: Sizes) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from rather.checkpoint.checkpoint import write_groups
 from rather.checkpoint.sharded_tensors import Shard
+from rather.cluster.worker import stored
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.strategies import Layout
 from rather.model.export import FileCast, whole_model
@@ -134,6 +137,32 @@ def test_every_layout_computes_with_the_weights_of_the_file(
                 assert part.equal(expected), key
 
 
+def interrupted(folder: Path, layout: Layout, saved: Path) -> tuple[Any, Any]:
+    """Return the weights of a run in one go, and of one that was saved and loaded after a step."""
+    whole, first, again = (trainer_of(folder, layout) for _ in range(3))
+    train(whole, SETUP)
+    train(first, SETUP, 0, 1)
+    groups, numbers = first.state()
+    write_groups(saved, groups, rank=dist.get_rank())
+    dist.barrier()
+    again.load_state({group: stored(saved, group) for group in groups}, numbers)
+    train(again, SETUP, 1)
+    return tuple(
+        {name: local(master).clone() for name, master in trainer.weights().items()}
+        | {f"{n} rounded": s.tensor for n, s in forward_weights(trainer.policy, mesh).items()}
+        for trainer, mesh in ((whole, whole.mesh), (again, again.mesh))
+    )
+
+
+@pytest.mark.parametrize("name", cells(("zero3", "tp2", "uneven"), keep=()))
+def test_a_resumed_run_has_the_bits_of_a_whole_one(folder: Path, name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    for whole, resumed in pool(layout.devices).run(interrupted, folder, layout, tmp_path):
+        assert whole.keys() == resumed.keys()
+        for key, weight in whole.items():
+            assert weight.equal(resumed[key]), key
+
+
 class _Tokenizer:
     def save_pretrained(self, folder: Path) -> None:
         """Write nothing."""
@@ -191,3 +220,16 @@ def test_an_adapter_and_its_base_are_rounded_alike(folder: Path) -> None:
     base = {n.replace(".base_layer.", "."): p for n, p in policy.named_parameters()}
     for name, parameter in plain.named_parameters():
         assert base[name].equal(parameter), name
+
+
+def test_the_frozen_start_of_an_adapter_has_its_bits(folder: Path) -> None:
+    """PiSSA begins away from 0, so its start is a reference."""
+    args = ActorModelArgs(lora_rank=2, init_lora_weights="pissa", dtype="bf16")
+    start = Start(3, kept=True)
+    policy = load_policy(str(folder), args, "cpu", exact=True, start=start, rounding=DITHERED)
+    weights = {n: p.bfloat16() for n, p in policy.named_parameters() if ".lora_" in n}
+    pairs = [(p, weights[n.replace(".default.", ".reference.")]) for n, p in weights.items()]
+    assert len(pairs) > 4
+    assert all(own.equal(begin) for own, begin in pairs)
+    exact = {n: p for n, p in policy.exact.items() if ".lora_" in n}
+    assert any(not p.bfloat16().equal(weights[n]) for n, p in exact.items())
