@@ -513,24 +513,16 @@ def merged(paths: Sequence[Path]) -> tuple[Settings, list[Any], list[Row]]:
     return settings, machines, sorted(rows.values(), key=lambda row: (row["rate"], row["seed"]))
 
 
-def deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 class Numbers:
     """One number of each run at one learning rate, and what follows from them."""
 
     def __init__(self, rows: Iterable[Row], rate: float, forward: str, file: str, name: str):
         wanted = (rate, forward, file)
-        self.values: list[float] = []
-        by_seed: dict[int, list[float]] = {}
-        for row in rows:
-            if (row["rate"], row["forward"], row["file"]) == wanted:
-                self.values.append(row[name])
-                by_seed.setdefault(row["seed"], []).append(row[name])
+        self.values = [
+            row[name] for row in rows if (row["rate"], row["forward"], row["file"]) == wanted
+        ]
         self.mean = statistics.fmean(self.values) if self.values else math.nan
-        self.spread = deviation(self.values)
-        self.spread_over_seeds = deviation([statistics.fmean(each) for each in by_seed.values()])
+        self.spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
     def text(self, digits: int) -> str:
         if not self.values:
@@ -641,12 +633,12 @@ def checks(settings: Settings, rows: list[Row]) -> list[tuple[bool, str]]:
         loss = number("dithered", "dithered", "loss")
         for kind, text in (("float32", "as saved"), ("nearest", "as served in bf16")):
             peer = number("TRL", kind, "loss")
-            spread = max(loss.spread_over_seeds, peer.spread_over_seeds)
+            spread = max(loss.spread, peer.spread)
             verdicts.append(
                 (
                     loss.mean <= peer.mean + spread,
                     f"{rate:g}: held-out loss {loss.mean:.5f}, TRL's {text} {peer.mean:.5f} "
-                    f"(may be above by the spread over seeds, {spread:.5f})",
+                    f"(may be above by the spread over seeds and thresholds, {spread:.5f})",
                 )
             )
     return verdicts
