@@ -34,6 +34,7 @@ SLOT = "rather_slot"  # of a CPU worker. Not a CPU: eight workers on two cores w
 SHARE = 0.01  # of a device, for a process: the whole device is reserved by the placement group
 OBJECT_STORE = 256 << 20  # bytes of a local Ray: token ids and log-probs pass through it
 STARTS = 2  # attempts to start a local Ray: on a busy machine its processes miss their deadlines
+LONGEST_PLACE = 20  # characters of the folder that has Ray's: a socket's path has at most 107
 TOKEN = "token"  # the file with the secret of a local Ray
 SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
 SNAPSHOTS = "snapshots"  # threads that answer while the main work hangs
@@ -85,8 +86,8 @@ class ResourceManager:
         self._ray: Any = None
         self._server = ""  # address of Ray's own server; unknown behind a ray:// proxy
         self._heard = time.monotonic()  # from the server
-        # For the token, and the files through which processes find each other.
-        self._folder = Path(tempfile.mkdtemp(prefix="rather-"))
+        # For the token, Ray's own files, and those through which processes find each other.
+        self._folder = private_folder()
         atexit.register(self.close)
         try:
             connect = self.timeouts.connect
@@ -319,7 +320,14 @@ class ResourceManager:
                     self._ray.shutdown()
         if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._folder / TOKEN):
             del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"]
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)  # a process of Ray may still write a line
+
+
+def private_folder() -> Path:
+    """Create a folder for this user only; a path to a socket in it must have few characters."""
+    places = (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp")  # nosec B108
+    place = next(place for place in places if place and len(place) <= LONGEST_PLACE)
+    return Path(tempfile.mkdtemp(prefix="rather-", dir=place))
 
 
 def wait_elsewhere(seats: Sequence[Seat]) -> None:
@@ -374,6 +382,8 @@ def connected(
     log.info("starting a local Ray for %d devices", devices)
     options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "num_cpus": 1}
     options["resources"] = {SLOT: float(devices)}
+    # Ray lets every user change what is in its own folder in /tmp.
+    options["_temp_dir"] = str(folder / "ray")
     for left in reversed(range(STARTS)):
         try:
             with _own_signals():
@@ -383,7 +393,10 @@ def connected(
             ray.shutdown()
             why = _first_line(error)
             if not left:
-                logs = "its logs are in /tmp/ray/session_latest/logs"
+                kept = private_folder()
+                with suppress(OSError):
+                    shutil.move(folder / "ray", kept)
+                logs = f"its logs are in {kept}/ray/session_*/logs"
                 raise WorkerError(f"a local Ray did not start: {why} ({logs})") from error
             log.warning("a local Ray did not start (%s); trying again", why)
     return ray, True

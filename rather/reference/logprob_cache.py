@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rather.files import own
+from rather.files import Opener, own
 
 MAGIC = b"RATHRLP1"
 # Magic, number of records, 0, size and checksum of the payload; then the checksum of these.
@@ -59,8 +59,8 @@ NO_ENTRIES = Entries.of(b"", np.empty(0), False)
 class BlockFile:
     """An append-only file of blocks, to which only one process writes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, opener: Opener = own) -> None:
+        self.path, self._opener = path, opener
 
     @cached_property
     def _descriptor(self) -> int:
@@ -86,7 +86,7 @@ class BlockFile:
         found, damaged = [NO_ENTRIES], self.path.stat().st_size if self.path.exists() else 0
         if not damaged:
             return NO_ENTRIES, 0
-        with open(self.path, "rb", opener=own) as file:
+        with open(self.path, "rb", opener=self._opener) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with data:
             at = data.find(MAGIC)

@@ -31,6 +31,7 @@ from rather.config.schema import DPOConfig
 from rather.data.batch import Columns, PairBatch, TokenPair
 from rather.data.cache import Cache, text_sha
 from rather.errors import ConfigError
+from rather.files import regular
 from rather.losses.objective import PairLoss
 from rather.model.files import model_digest, model_folder
 from rather.parallel.load import device_of, precision_name
@@ -102,7 +103,8 @@ class ReferenceLogps:
             self.folder = config.reference_cache_dir / f"{digest[:24]}{suffix}-{dtype}-{SCORER}"
             self._own = BlockFile(own_file) if own_file else None
             self._segment = BlockFile(self.folder / f"{uuid.uuid4().hex}.logps")
-            shared = [BlockFile(path) for path in sorted(self.folder.glob(SEGMENTS))]
+            segments = sorted(self.folder.glob(SEGMENTS))
+            shared = [BlockFile(path, regular) for path in segments]
             self._table = Table()
             self._table.load(Entries.concat([*map(self._read, [self._own, *shared])]))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,12 +11,13 @@ SLOTS = 8
 
 
 @pytest.fixture(scope="session")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def local_ray() -> Iterator[None]:
     """A Ray of eight CPU workers, started as a run starts it. Pipelines find it and leave it
     running."""
-    from rather.cluster.resources import connected
+    from rather.cluster.resources import connected, private_folder
 
-    folder: Path = tmp_path_factory.mktemp("token")
+    folder = private_folder()
     ray, _ = connected(None, SLOTS, folder)
     yield
     ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)

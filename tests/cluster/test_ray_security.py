@@ -92,6 +92,30 @@ def test_a_request_without_the_token_is_refused(method: str) -> None:
             assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
+OTHER_USER = 65534  # nobody
+
+
+def test_another_user_cannot_reach_the_files_of_ray() -> None:
+    import ray
+
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    assert (session / "sockets" / "raylet").exists()
+    above = [folder for folder in session.parents if folder.name.startswith("rather-")]
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in above] == [0o700]
+    if os.geteuid() == 0:
+        child = os.fork()
+        if not child:
+            os.setgroups([])
+            os.setgid(OTHER_USER)
+            os.setuid(OTHER_USER)
+            try:
+                os.rename(session / "sockets" / "raylet", session / "sockets" / "mine")
+            except PermissionError:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 CANARY = "canary-of-a-worker-0001"
 
 

@@ -41,6 +41,7 @@ def test_a_local_ray_has_two_tries(
             resources.connected(None, 3, tmp_path)
     assert len(tried) == 2
     assert tried[0] == tried[1]
+    assert tried[0]["_temp_dir"] == str(tmp_path / "ray")
     assert tried[0]["resources"] == {resources.SLOT: 3.0}
 
 

@@ -20,6 +20,7 @@ class World:
         self._clean: dict[str, Outcome] = {}
         self._numbers = count(1)
         self._ray: Any = None
+        self._ray_folder = Path()
         make_config(folder)  # the model and its pairs
 
     def run(self, layout: str, changes: dict[str, Any] | None = None, name: str = "") -> Run:
@@ -58,15 +59,15 @@ class World:
     def close(self) -> None:
         if self._ray:
             self._ray.shutdown()
+            shutil.rmtree(self._ray_folder, ignore_errors=True)
 
     def _on_ray(self) -> dict[str, Any]:
         """What a driver needs to find the Ray that all runs share."""
-        from rather.cluster.resources import connected
+        from rather.cluster.resources import connected, private_folder
 
         if not self._ray:
-            token = self.folder / "token"
-            token.mkdir(exist_ok=True)
-            self._ray, _ = connected(None, SLOTS, token)
+            self._ray_folder = private_folder()
+            self._ray, _ = connected(None, SLOTS, self._ray_folder)
         told = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
         return {
             "changes": {"ray__address": self._ray.get_runtime_context().gcs_address},
