@@ -115,11 +115,11 @@ def _limited_insertions() -> Iterator[None]:
 
     def count(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
-        node = resolve(*args, **kwargs)
-        value = node._value()
-        left -= 1_000 + (len(value) if isinstance(value, str) else 0)
+        left -= 5_000
         if left < 0:
             raise ValueError("its ${...} insert too much text; write the values themselves")
+        node = resolve(*args, **kwargs)
+        left -= len(value) if isinstance(value := node._value(), str) else 0
         return node
 
     Container._resolve_node_interpolation = count  # type: ignore[method-assign]
@@ -150,8 +150,11 @@ def _validated(path: Path, composed: DictConfig, sources: dict[str, str]) -> DPO
     if code := [key for key in sources if key.rpartition(".")[2] == "_target_"]:
         text = "a config never names code to run; remove it"
         raise ConfigError([f"{key} ({sources[key]}): {text}" for key in code])
-    readable = OmegaConf.create(_without(raw, problems))
-    config = config_from_dict(_plain(readable, resolve=True), sources, problems)
+    try:
+        values = _plain(OmegaConf.create(_without(raw, problems)), resolve=True)
+    except UNREADABLE as error:
+        raise ConfigError(_unreadable(path, error)) from None
+    config = config_from_dict(values, sources, problems)
     config._unresolved.update(raw)
     config._sources.update(dict.fromkeys(table(), "default") | sources)
     for key, followed in config.followed.items():

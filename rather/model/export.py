@@ -299,7 +299,10 @@ def publish(temporary: Path, folder: Path, card: str) -> None:
     old = folder.with_name(f".old-{folder.name}")
     with _removed_on_error(temporary, folder):
         (temporary / "README.md").write_text(card, "utf-8")
+        mode = (temporary / "README.md").stat().st_mode
         for path in (*temporary.rglob("*"), temporary):
+            if path.is_file():
+                path.chmod(mode)  # the writer of safetensors ignores the umask
             _sync(path)
         shutil.rmtree(old, ignore_errors=True)
         try:

@@ -11,20 +11,22 @@ import sys
 import tarfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from rich.console import Console
 
 from rather.config.load import load_config
-from rather.data import pool
+from rather.data import json_rows, pool
 from rather.data.feed import Feed
 from rather.data.json_rows import DropReason
 from rather.data.prepare import prepare
-from rather.data.read import find_sources
+from rather.data.read import chunks, find_sources, parsed_rows
 from rather.data.template import ChatTemplate, load_tokenizer
 from rather.errors import DataError
 from tests.security.conftest import rather
@@ -181,6 +183,67 @@ def test_a_table_that_lies_about_its_size(config: Config, tmp_path: Path, marker
             "data", config(actor_train__data_args__file_name=str(tmp_path / "pairs.arrow"))
         )
         assert done.exit_code == 3, done.output
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_damaged_arrow_is_an_error_or_counted(tmp_path: Path, marker: Path, kind: str) -> None:
+    """Offsets of a damaged file would be followed into any memory."""
+    new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+    rows = [{name: f"{text} {i}" for name, text in ROW.items()} for i in range(64)]
+    table, good = pa.Table.from_pylist(rows), tmp_path / "good.arrow"
+    with new(str(good), table.schema) as writer:
+        writer.write_table(table)
+    assert [row for row in rows_of(good) if isinstance(row, dict)] == rows
+    data, random, outcomes = good.read_bytes(), Random(0), set()
+    for _ in range(150):
+        damaged = bytearray(data)
+        damaged[random.randrange(8, len(data))] ^= 1 << random.randrange(8)
+        (tmp_path / "bad.arrow").write_bytes(damaged)
+        try:
+            found = list(rows_of(tmp_path / "bad.arrow"))
+            outcomes.add("dropped" if any(isinstance(row, DropReason) for row in found) else "read")
+        except DataError as error:
+            assert "damaged arrow file after row" in str(error)  # noqa: PT017
+            outcomes.add("refused")
+    assert {"refused", "read"} <= outcomes  # a flipped letter is another text
+
+
+def rows_of(file: Path) -> Iterator[Any]:
+    for source in find_sources(file):
+        for chunk in chunks(source, 0):
+            yield from (row for _, row in parsed_rows(chunk))
+
+
+def test_an_offset_out_of_range_is_refused(tmp_path: Path) -> None:
+    """It would be read as the text of a row."""
+    batch = pa.record_batch([["abcde", "fghi", "k"]] * 3, names=["prompt", "chosen", "rejected"])
+    with pa.ipc.new_stream(str(tmp_path / "x.arrow"), batch.schema) as writer:
+        writer.write_batch(batch)
+    data = (tmp_path / "x.arrow").read_bytes()
+    good, bad = (np.array([0, 5, middle, 10], "<i4").tobytes() for middle in (9, 200))
+    assert data.count(good) == 3
+    (tmp_path / "x.arrow").write_bytes(data.replace(good, bad, 1))
+    with pytest.raises(DataError, match="damaged arrow file after row"):
+        list(rows_of(tmp_path / "x.arrow"))
+
+
+def test_a_value_that_python_cannot_hold_costs_its_row(tmp_path: Path) -> None:
+    days = pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32())
+    with pa.ipc.new_stream(str(tmp_path / "x.arrow"), pa.schema([("a", pa.date32())])) as writer:
+        writer.write_batch(pa.record_batch([days], names=["a"]))
+    good, bad = rows_of(tmp_path / "x.arrow")
+    assert isinstance(good, dict)
+    assert bad.reason == "bad_type"
+
+
+def test_gzip_that_unfolds_to_gigabytes(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_rows, "SUSPICIOUS", 4 << 20)
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b" " * (16 << 20)))
+    done = rather("data", config(actor_train__data_args__file_name=str(tmp_path / "x.jsonl.gz")))
+    assert done.exit_code == 3
+    assert "unpacks to more than 200 times its size" in done.stderr
 
 
 # --- templates ---

@@ -104,3 +104,12 @@ def test_two_runs_in_one_folder(config: Config, tmp_path: Path) -> None:
         done = rather("train", config())
     assert done.exit_code == 2
     assert f"is in use by process {os.getpid()} on" in done.stderr
+
+
+def test_files_of_a_result_have_the_permissions_of_others(finished: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    for folder in ("model", "checkpoint-1", "."):
+        files = [file for file in (finished / folder).iterdir() if file.is_file()]
+        modes = {file.name: oct(file.stat().st_mode & 0o777) for file in files}
+        assert set(modes.values()) == {oct(0o666 & ~umask)}, modes

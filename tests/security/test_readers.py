@@ -1,0 +1,278 @@
+"""Files are read within limits: by one reader per kind, whose use the syntax tree proves, and before a
+library opens a folder by one inspection of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rather.errors import ConfigError
+from rather.files import MOST_DEPTH, inspect_folder, parse_json, parse_yaml, read_bytes, read_json
+from tests.house.source import python_files, where
+from tests.security.conftest import rather
+
+Config = Callable[..., Path]
+
+# --- which code may read without the readers ---
+
+READS = {
+    "open", "read_text", "read_bytes", "loads", "load", "safe_load", "compose", "parse",
+    "memory_map", "open_file", "open_stream", "ParquetFile", "safe_open", "GzipFile",
+}  # fmt: skip
+OWNERS = {  # of names that other objects have too
+    "load": ("json", "yaml", "pickle", "torch", "OmegaConf"),
+    "loads": ("json", "pickle"),
+    "parse": ("yaml",),
+    "compose": ("yaml",),
+    "open": (None, "Path", "io", "gzip", "os"),
+}
+SYSTEM, PACKAGE = "a file of the kernel", "a file of the package"
+OWN_VALUE = "JSON that this process has just made"
+ALLOWED = {
+    # the readers
+    "rather/files.py: os.open": "regular, bounded",
+    "rather/files.py: json.loads": "depth is checked",
+    "rather/data/read.py: GzipFile": "bounded by json_rows.MOST_UNPACKED",
+    "rather/data/read.py: memory_map": "every batch is validated",
+    "rather/data/read.py: open_file": "every batch is validated",
+    "rather/data/read.py: open_stream": "every batch is validated",
+    "rather/data/read.py: ParquetFile": "every batch is validated",
+    "rather/checkpoint/sharded_tensors.py: safe_open": "the library limits the header",
+    # what this process, its children or the user's shell wrote
+    "rather/data/pairs.py: memory_map": "the cache, by its SHA-256",
+    "rather/data/pairs.py: open_file": "the cache, by its SHA-256",
+    "rather/data/pool.py: json.loads": "a message of a child process",
+    "rather/data/pool.py: open_stream": "a message of a child process",
+    "rather/data/pool.py: open": SYSTEM,
+    "rather/data/cache.py: json.loads": OWN_VALUE,
+    "rather/data/cache.py: open": "writes the cache",
+    "rather/data/save.py: open": "writes a new folder",
+    "rather/data/prepare.py: json.loads": "the tokenizer, by the library that read it",
+    "rather/data/tokens.py: json.loads": "the tokenizer, by the library that read it",
+    "rather/checkpoint/checkpoint.py: open": "writes new files only (xb)",
+    "rather/checkpoint/checkpoint.py: os.open": "syncs a folder",
+    "rather/model/export.py: open": "writes new files only (xb)",
+    "rather/model/export.py: os.open": "syncs what was written",
+    "rather/model/export.py: json.loads": "the config.json that it has just written",
+    "rather/model/export.py: read_text": "the config.json that it has just written",
+    "rather/model/adapters.py: open": "writes new files only (xb)",
+    "rather/cluster/supervision.py: json.loads": "a message of a rank",
+    "rather/commands/demo.py: json.loads": "its own run",
+    "rather/commands/demo.py: read_text": "its own run",
+    "rather/migrate/engine.py: open": "writes the file that the user named",
+    "rather/recipes/__init__.py: open": "writes the file that the user named",
+    "rather/config/plugins.py: read_text": "the user's --import",
+    "rather/config/values.py: json.loads": "a word of the config",
+    "rather/config/load.py: json.loads": OWN_VALUE,
+    "rather/tracking/json_lines.py: json.loads": OWN_VALUE,
+    "rather/report/starts.py: json.loads": OWN_VALUE,
+    "rather/report/page.py: json.loads": OWN_VALUE,
+    "rather/api/torch_optimizer.py: json.loads": OWN_VALUE,
+    "rather/commands/terminal.py: os.open": SYSTEM,
+    "rather/report/starts.py: read_text": SYSTEM,
+    "rather/parallel/load.py: read_text": SYSTEM,
+    "rather/run_folder/layout.py: read_text": SYSTEM,
+    "rather/cluster/host.py: read_text": SYSTEM,
+    "rather/cluster/memory.py: read_text": SYSTEM,
+    "rather/board/serve.py: read_bytes": PACKAGE,
+    "rather/report/page.py: read_text": PACKAGE,
+    "rather/recipes/__init__.py: read_text": PACKAGE,
+    "rather/commands/prepare.py: read_text": PACKAGE,
+}
+
+
+def reads(tree: ast.AST) -> set[str]:
+    """Calls that open or parse a file, except with the openers of rather.files."""
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        owner = None
+        if isinstance(node.func, ast.Name):
+            name = node.func.id
+        elif isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            value = node.func.value
+            owner = getattr(value, "id", None) or getattr(value, "attr", "Path")
+        else:
+            continue
+        bounded = any(word.arg == "opener" for word in node.keywords)
+        if name not in READS or bounded or (name == "read_bytes" and owner is None):
+            continue  # rather.files.read_bytes is a name
+        known = OWNERS.get(name)
+        if known is None or owner in known or (name == "open" and owner not in UNRELATED):
+            found.add(f"{owner}.{name}" if owner in ("json", "yaml", "os") else name)
+    return found
+
+
+UNRELATED = {"webbrowser", "self", "known", "reference_stream"}  # their `open` opens no file
+
+
+def test_every_read_is_bounded_or_on_the_list() -> None:
+    found = {
+        f"{where(file)}: {call}"
+        for file in python_files("rather")
+        for call in reads(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    assert sorted(found - ALLOWED.keys()) == [], "use rather.files"
+    assert sorted(ALLOWED.keys() - found) == [], "no longer there"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["open(p)", "p.open()", "p.read_text()", "p.read_bytes()", "json.load(f)", "json.loads(t)",
+     "yaml.safe_load(t)", "pa.ipc.open_file(f)", "pq.ParquetFile(f)", "os.open(p, 0)"],
+)  # fmt: skip
+def test_the_rule_can_fail(line: str) -> None:
+    assert reads(ast.parse(line))
+
+
+# --- limits ---
+
+
+def test_only_regular_files_within_their_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe", tmp_path / "zero", Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match="is not a regular file"):
+            read_bytes(path)
+    (tmp_path / "large").write_bytes(b"x" * 11)
+    with pytest.raises(ValueError, match="more than 10 bytes"):
+        read_bytes(tmp_path / "large", 10)
+    assert len(read_bytes(tmp_path / "large", 11)) == 11
+
+
+NESTED = MOST_DEPTH + 1
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+MERGED = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 40)
+)
+YAMLS = {
+    "deep lists": "a: " + "[" * 5_000,
+    "deep blocks": "- " * 5_000,
+    "aliases": LAUGHS,
+    "merged aliases": MERGED,
+    "an alias of itself": "a: &a [*a]\n",
+    "digits": "a: " + "9" * 200_000,
+    "minutes": "a: 1" + ":59" * 100_000,
+    "values": "a: [" + "x," * 30_000 + "]",
+}
+
+
+@pytest.mark.parametrize("case", YAMLS)
+def test_a_yaml_bomb_is_refused(case: str) -> None:
+    with pytest.raises(ValueError, match="line"):
+        parse_yaml(YAMLS[case])
+
+
+@pytest.mark.parametrize("case", ["deep lists", "aliases"])
+def test_every_command_reads_yaml_within_limits(tmp_path: Path, case: str) -> None:
+    run, file = tmp_path / "run", tmp_path / "trl.yaml"
+    run.mkdir()
+    for path in (file, run / "config.yaml"):
+        path.write_text(YAMLS[case])
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    for command in (
+        ("migrate", file, "--from", "trl", "--out", tmp_path / "new.yaml"),
+        ("compare", run, run),
+        ("train", file),
+        ("sweep", file, "beta=0.1,0.2"),
+    ):
+        done = rather(*command)
+        assert done.exit_code == 2, (command, done.output, done.exception)
+        assert len(done.stderr) < 1_000
+
+
+@pytest.mark.parametrize("text", ["[" * NESTED + "]" * NESTED, "[" * 100_000, "9" * 5_000])
+def test_a_json_bomb_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"inside each other|digits"):
+        parse_json(text)
+    file = tmp_path / "trl.json"
+    file.write_text(f'{{"a": {text}}}')
+    done = rather("migrate", file, "--from", "trl", "--out", tmp_path / "new.yaml")
+    assert done.exit_code == 2
+
+
+def test_values_that_insert_one_another(config: Config, tmp_path: Path) -> None:
+    file = config()
+    lines = [f"b{i}: ${{b{i - 1}}}${{b{i - 1}}}\n" for i in range(1, 60)]
+    file.write_text(file.read_text() + "b0: " + "x" * 100 + "\n" + "".join(lines))
+    done = rather("config", "show", file)
+    assert done.exit_code == 2
+    assert "its ${...} insert too much text" in done.stderr
+    lists = [f"b{i}: ['${{b{i - 1}}}', '${{b{i - 1}}}']\n" for i in range(1, 60)]
+    file.write_text(file.read_text().partition("b0: ")[0] + "b0: x\n" + "".join(lists))
+    assert rather("config", "show", file).exit_code == 2
+
+
+def test_a_bomb_in_a_defaults_list(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text(LAUGHS)
+    file = config()
+    file.write_text("defaults: [more, _self_]\n" + file.read_text())
+    done = rather("config", "show", file)
+    assert done.exit_code == 2
+    assert "more.yaml:" in done.stderr
+    assert "unfold to more than 20,000 values" in done.stderr
+
+
+@pytest.mark.parametrize("line", ["--lr " + "9" * 200_000, "--lr " + "9" * 200_000 + "x"])
+def test_a_long_word_of_a_command_line(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text(f"python dpo.py --model_name_or_path a/b {line}")
+    done = rather("migrate", file, "--from", "trl", "--out", tmp_path / "new.yaml")
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+
+
+def test_devices_and_pipes_are_no_configs(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe.yaml", tmp_path / "zero.yaml"):
+        assert rather("train", path).exit_code == 2
+        done = rather("migrate", path, "--from", "trl", "--out", tmp_path / "new.yaml")
+        assert done.exit_code == 2
+
+
+# --- folders that libraries open ---
+
+
+def change(folder: Path, **values: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(read_json(file) | values))
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (lambda folder: os.mkfifo(folder / "added_tokens.json"), "not a regular file"),
+    "a device": (lambda folder: (folder / "x.json").symlink_to("/dev/zero"), "outside of its folder"),
+    "a link": (lambda folder: (folder / "x.txt").symlink_to("/etc/hostname"), "outside of its folder"),
+    "a linked template": (lambda folder: linked_templates(folder), "outside of its folder"),
+    "many layers": (lambda folder: change(folder, num_hidden_layers=10**7), "num_hidden_layers: 10000000"),
+    "many layers inside": (lambda folder: change(folder, text_config={"n_layer": 10**7}), "n_layer: 10000000"),
+    "depth": (lambda folder: (folder / "config.json").write_text("[" * 5000), "inside each other"),
+    "digits": (lambda folder: (folder / "config.json").write_text('{"a": ' + "9" * 5000 + "}"), "digits"),
+    "no json": (lambda folder: (folder / "generation_config.json").write_text("{"), "cannot be read"),
+}  # fmt: skip
+
+
+def linked_templates(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "x.jinja").symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_folder_is_inspected_before_a_library_opens_it(
+    config: Config, model: Path, case: str
+) -> None:
+    inspect_folder(model)
+    spoil, reason = SPOILT[case]
+    spoil(model)
+    with pytest.raises(ConfigError, match=reason):
+        inspect_folder(model)
+    for command in (("train", config()), ("chat", model, "--prompt", "w1"), ("plan", config())):
+        done = rather(*command)
+        assert done.exit_code == 2, (command, done.output, done.exception)
+        assert reason in done.stderr.replace("\n", " ")
