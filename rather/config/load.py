@@ -88,18 +88,20 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> DPOConfig:
 def load_found(path: Path, *, trust_remote_code: bool = False) -> DPOConfig:
     """Return the config.yaml of a run folder, which is data and not the user's own config.
 
-    Nothing in it switches on remote code, a class to import, an environment variable or Hydra, and
-    it reads no secret from the environment.
+    Nothing in it switches on remote code, a class to import, an environment variable or Hydra. It
+    reads no secret from the environment, and names no folder to write to.
     """
     sources = _key_lines(path, own)
     values = parse_yaml(yaml_text(path, own))
-    sections = [values, *(each for each in values.values() if isinstance(each, dict))]
-    for section in sections:
-        section.pop("worker_cls", None)
-        section.pop("system_envs", None)
+    values["output_dir"] = str(path.absolute().parents[1])  # where the folder is now
+    for section in [values, *(each for each in values.values() if isinstance(each, dict))]:
+        for name in ("worker_cls", "system_envs"):
+            section.pop(name, None)
+        for part, name in (("data_args", "cache_dir"), ("cache", "path")):
+            if isinstance(inner := section.get(part), dict):
+                inner.pop(name, None)
         if isinstance(args := section.get("model_args"), dict):
-            args.pop("trust_remote_code", None)
-            args |= {"trust_remote_code": True} if trust_remote_code else {}
+            args["trust_remote_code"] = trust_remote_code
     secret = [
         names
         for names, leaf in _leaves(values)

@@ -272,10 +272,14 @@ def test_a_found_config_switches_nothing_on(
     file = strangers.folders["run"] / "config.yaml"
     values = yaml.safe_load(file.read_text())
     values["exp_name"] = "${oc.env:MY_TOKEN}"
+    values["output_dir"] = values["actor_train"]["data_args"]["cache_dir"] = "/"
+    values["reference"]["cache"]["path"] = "/"
     file.write_text(yaml.safe_dump(values))
     config = load_found(file)
     assert config.exp_name == "config"  # the name of the file: the secret was not read
     assert config.system_envs == {}
+    caches = config.data_cache_dir(config.actor_train.data_args), config.reference_cache_dir
+    assert all(folder.is_relative_to(file.parents[1]) for folder in caches)
     for role in (config.actor_train, config.reference):
         assert not role.model_args.trust_remote_code
         assert "evil" not in str(role.worker_cls)

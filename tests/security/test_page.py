@@ -1,0 +1,21 @@
+"""Every promise of SECURITY.md names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.house.source import ROOT, tree
+
+
+def test_every_promise_has_a_test() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    tables = re.findall(r"\| promise \| test \|\n\|---\|---\|\n((?:\|.*\n)+)", text)
+    rows = [line for table in tables for line in table.splitlines()]
+    assert len(tables) == 5
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, name in named:
+            nodes = ast.walk(tree(ROOT / "tests" / file))
+            assert name in {n.name for n in nodes if isinstance(n, ast.FunctionDef)}, (file, name)
