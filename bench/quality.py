@@ -486,14 +486,15 @@ def judged(log_probs: Tensor, reference: Tensor, exact: Tensor) -> dict[str, flo
 def write_result(
     path: Path, settings: Settings, machines: Iterable[Any], rows: Iterable[Row]
 ) -> None:
-    facts = {"settings": asdict(settings), "machines": list(machines), "rows": list(rows)}
+    # `machine`: where the runs were made, not where they were merged.
+    facts = {"machine": list(machines), "settings": asdict(settings), "rows": list(rows)}
     write_facts(path, "quality", **facts)
 
 
 def read(path: Path) -> tuple[Settings, list[Any], list[Row]]:
     found = json.loads(path.read_text("utf-8"))
     settings = Settings(**{**found["settings"], "rates": tuple(found["settings"]["rates"])})
-    return settings, found["machines"], found["rows"]
+    return settings, found["machine"], found["rows"]
 
 
 def merged(paths: Sequence[Path]) -> tuple[Settings, list[Any], list[Row]]:
@@ -513,16 +514,24 @@ def merged(paths: Sequence[Path]) -> tuple[Settings, list[Any], list[Row]]:
     return settings, machines, sorted(rows.values(), key=lambda row: (row["rate"], row["seed"]))
 
 
+def deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 class Numbers:
     """One number of each run at one learning rate, and what follows from them."""
 
     def __init__(self, rows: Iterable[Row], rate: float, forward: str, file: str, name: str):
         wanted = (rate, forward, file)
-        self.values = [
-            row[name] for row in rows if (row["rate"], row["forward"], row["file"]) == wanted
-        ]
+        self.values: list[float] = []
+        by_seed: dict[int, list[float]] = {}
+        for row in rows:
+            if (row["rate"], row["forward"], row["file"]) == wanted:
+                self.values.append(row[name])
+                by_seed.setdefault(row["seed"], []).append(row[name])
         self.mean = statistics.fmean(self.values) if self.values else math.nan
-        self.spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+        self.spread = deviation(self.values)
+        self.spread_over_seeds = deviation([statistics.fmean(each) for each in by_seed.values()])
 
     def text(self, digits: int) -> str:
         if not self.values:
@@ -573,6 +582,26 @@ def markdown(settings: Settings, machines: Sequence[Mapping[str, Any]], rows: li
         "",
         *table(SUMMARY, [summary(rows, rate) for rate in settings.rates]),
         "",
+        "Held-out loss after training with dithered weights, for each set of thresholds, as the mean "
+        "over seeds. Set 0 is the one that Rather",
+        "uses; the others are random draws of the same kind. Runs with the same set have nearly the "
+        "same rounding errors, so they are not",
+        "independent. The spread is the standard deviation over seeds.",
+        "",
+        *table(
+            [
+                "learning rate",
+                "float32 masters",
+                *(f"exported, set {key}" for key in range(settings.keys)),
+                "TRL, as saved",
+                "spread over seeds",
+                "TRL, served in bf16",
+            ],
+            [losses(settings, rows, rate) for rate in settings.rates],
+        ),
+        "",
+        *compared(settings, rows),
+        "",
         "All combinations. The log-prob error is against the float32 weights of the same run, in "
         "nats per answer. The training",
         f"margin is that of the last {LAST} steps, as the forward pass saw it.",
@@ -595,6 +624,32 @@ def summary(rows: list[Row], rate: float) -> list[str]:
         cells.append(number("dithered", file, "margin").text(4))
         cells.append(number("dithered", file, "kept").text(3))
     return cells + [number("TRL", file, "margin").text(4) for file in ("float32", "nearest")]
+
+
+def losses(settings: Settings, rows: list[Row], rate: float) -> list[str]:
+    cells = [f"{Numbers(rows, rate, 'dithered', 'float32', 'loss').mean:.5f}"]
+    for key in range(settings.keys):
+        own = [row for row in rows if row["key"] == key]
+        cells.append(f"{Numbers(own, rate, 'dithered', 'dithered', 'loss').mean:.5f}")
+    saved, served = (Numbers(rows, rate, "TRL", file, "loss") for file in ("float32", "nearest"))
+    peers = [f"{saved.mean:.5f}", f"{saved.spread_over_seeds:.5f}", f"{served.mean:.5f}"]
+    return [f"{rate:g}", *cells, *peers]
+
+
+def compared(settings: Settings, rows: list[Row]) -> Iterator[str]:
+    """Say where the exported file is worse than TRL's float32 weights, seed for seed."""
+    kinds: dict[str, list[Row]] = {"the mean of all sets": rows}
+    kinds["set 0"] = [row for row in rows if row["key"] == 0]
+    for name, own in kinds.items():
+        above = []
+        for rate in settings.rates:
+            file = Numbers(own, rate, "dithered", "dithered", "loss")
+            peer = Numbers(own, rate, "TRL", "float32", "loss")
+            spread = max(file.spread_over_seeds, peer.spread_over_seeds)
+            if file.mean > peer.mean + spread:
+                above.append(f"{rate:g} (by {file.mean - peer.mean:.5f}, spread {spread:.5f})")
+        places = ", ".join(above) or "no learning rate"
+        yield f"- The loss of {name} is above TRL's as saved by more than this spread at {places}."
 
 
 def details(rows: list[Row], rate: float) -> Iterator[list[str]]:

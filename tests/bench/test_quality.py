@@ -126,8 +126,16 @@ def test_each_check_can_fail(margin: float, kept: float, loss: float, failed: li
     assert len(found) == len(failed)
     assert all(word in text for word, text in zip(failed, found, strict=True))
     assert Numbers(rows, 1e-6, "TRL", "nearest", "loss").text(2) == "0.61 ± 0.01"
+    where = "at 1e-06" if "loss" in failed else "at no learning rate"
+    assert all(where in line for line in quality.compared(settings, rows))
 
 
 def test_the_page_shows_the_result() -> None:
     text = quality.PAGE.read_text("utf-8")
     assert quality.filled(text) == text
+    _, _, rows = quality.read(quality.RESULTS / "quality.json")
+    kinds = ("float32", "dithered", "nearest")
+    exact, file, nearest = (Numbers(rows, 2e-6, "dithered", kind, "margin").mean for kind in kinds)
+    said = f"learning rate 2e-6: {exact:.3f} in float32, {file:.3f} in the exported bf16 file, "
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"{said}{nearest:.3f} if rounded to nearest" in readme
