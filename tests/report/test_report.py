@@ -412,10 +412,14 @@ def test_settings_changed_by_a_resumed_run_are_named(run_dir: Path) -> None:
 
 
 def test_an_unwritable_report_gives_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path, max_steps=1, save_steps=None)
-    (config.run_dir / "report.html").mkdir(parents=True)
+
+    def full_disk(*_args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rather.report.write.write_own", full_disk)
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
     assert [each.getMessage()[:40] for each in caplog.records] == [
