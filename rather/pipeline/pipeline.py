@@ -37,6 +37,7 @@ from rather.run_folder.layout import (
     trace_file,
     with_rounding_of_run,
 )
+from rather.run_folder.model_source import refuse_unreachable
 from rather.tracking.health import record_end
 from rather.tracking.outcome import outcome_text
 from rather.tracking.run import NoTracker, RunTracker
@@ -53,6 +54,8 @@ class DPOPipeline(TrainingLoop):
         self.config = config = with_rounding_of_run(pipeline_config)
         if problems := [f"{key}: {text}" for key, text in missing(config)]:
             raise ConfigError(problems)
+        for role in config.roles.values():
+            refuse_unreachable(role.model_path, role.model_args.revision)
         check_installed(config.trackers)
         self.objective = from_config(config)  # reports a wrong number before any work
         self.run_dir, self.progress, self.stop = config.run_dir, Progress(), control.StopRequest()

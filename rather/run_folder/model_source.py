@@ -61,7 +61,7 @@ def weights_of(name: str, *, trust_remote_code: bool = False) -> Weights:
     """
     trust = ActorModelArgs(trust_remote_code=trust_remote_code)
     if not is_local(name):
-        _refuse_unreachable(name)
+        refuse_unreachable(name)
         return Weights(name, name, name, trust)
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -83,11 +83,13 @@ def weights_of(name: str, *, trust_remote_code: bool = False) -> Weights:
     )
 
 
-def _refuse_unreachable(name: str) -> None:
+def refuse_unreachable(name: str, revision: str | None = None) -> None:
     """Fail at once for a name that the hub does not know; transformers would retry for minutes."""
+    if is_local(name):
+        return
     try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            HfApi().model_info(name, timeout=10)
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            HfApi().model_info(name, revision=revision, timeout=10)
     except Exception as error:  # of the hub, of its HTTP library, or of the network
         raise ConfigError(
             f"{name}: neither a local folder nor a model that the hub provides "

@@ -643,3 +643,16 @@ def test_recomputation_changes_no_bit(shared: Path) -> None:
     ]
     one, other = (load_file(config.run_dir / "model" / "model.safetensors") for config, _ in runs)
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_an_unknown_hub_name_is_refused_at_once(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_args: object, **_options: object) -> None:
+        raise OSError("no such repository")
+
+    monkeypatch.setattr("rather.run_folder.model_source.HfApi.model_info", unknown)
+    config = make_config(shared, exp_name="unknown", pretrain="nobody/nothing")
+    with pytest.raises(ConfigError, match=r"nobody/nothing: neither.*\(no such repository\)"):
+        DPOPipeline(config)
+    assert not config.run_dir.exists()
