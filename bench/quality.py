@@ -10,8 +10,8 @@ of each run are then scored as they are, rounded to nearest and dithered. What R
 scored itself, and must equal its masters, rounded, to the bit. TRL trains on the same pairs in the
 same order, in float32 with bf16 autocast; on a CPU without bf16 instructions without autocast,
 which loses nothing. Scoring uses plain transformers in float32 on padded rows, and no code of
-Rather. The JSON is written after every run, and the same command continues it. The exit code is 1
-if one of the checks at the end fails.
+Rather. Several parts can share a GPU; give each OMP_NUM_THREADS=1. The JSON is written after every
+run, and the same command continues it. The exit code is 1 if one of the checks at the end fails.
 """
 
 from __future__ import annotations
