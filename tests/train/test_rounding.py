@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from rather.checkpoint import manifest
 from rather.checkpoint.checkpoint import open_checkpoint
@@ -150,6 +151,24 @@ def test_a_moving_reference_resumes_with_its_low_bits(folders: Any) -> None:
     assert any((t.view(torch.int32) & 0xFFFF).any() for t in moved.values())
     assert_equal(masters_of(cut, group="reference"), moved)
     assert_equal(masters_of(cut), masters_of(whole))
+
+
+def test_parameters_kept_in_float32_are_rounded_only_in_the_file(
+    folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["input_layernorm"])
+    config = make_config(folders["bfloat16"], exp_name="wide", **{**RUN, "max_steps": 3})
+    pipeline = DPOPipeline(config)
+    assert pipeline.run() == 0
+    policy = pipeline.actor_train.trainer.policy
+    weights, file = dict(policy.named_parameters()), file_of(config.run_dir / "model")
+    for name, master in masters_of(config, 3).items():
+        rounded = DITHERED.rounded(name, master)
+        assert file[name].equal(rounded)
+        is_kept = "input_layernorm" in name
+        assert weights[name].equal(master if is_kept else rounded.to(weights[name].dtype)), name
+        assert not is_kept or not master.equal(rounded.float())
+    assert {buffer.dtype for buffer in policy.buffers()} == {torch.float32}
 
 
 def share(said: str) -> float:
