@@ -38,6 +38,7 @@ DEPTH = 4  # folders between the given one and a run
 LISTED = re.compile(r"^(?:pretrain|pref_loss|loss_type|ipo):.*(?:\n[ -].*)*", re.MULTILINE)
 POINTS = 1000  # of a drawn line
 MOST_KEPT = 20_000_000  # points of all runs in memory, 16 bytes each
+MOST_EVENTS = 64 << 20  # bytes of such a file
 LAST_EVENTS = 500  # lines shown of each file of EVENTS
 
 
@@ -107,7 +108,7 @@ class RunList:
         except FolderProblem as problem:
             problems.append(str(problem))
         for name in EVENTS:
-            lines, damaged = read_lines(path / name)
+            lines, damaged = _events(path / name)
             left_out = max(0, len(lines) - LAST_EVENTS)
             found[name.removesuffix(".jsonl")] = {"lines": lines[left_out:], "left_out": left_out}
             if damaged:
@@ -152,7 +153,7 @@ def _row_of(path: Path) -> JsonObject:
             row |= part(path)
         except FolderProblem as problem:
             problems.append(str(problem))
-    row |= {name.removesuffix(".jsonl"): len(read_lines(path / name)[0]) for name in EVENTS[:2]}
+    row |= {name.removesuffix(".jsonl"): len(_events(path / name)[0]) for name in EVENTS[:2]}
     with suppress(OSError, IndexError):
         row["total"] = _number(newest_records(path / STARTS)[0][0], "total_steps")
     # When the run last wrote a line, and the duration of its last start.
@@ -162,6 +163,12 @@ def _row_of(path: Path) -> JsonObject:
         seconds = max(seconds, _number(read_object(path / RUN_REPORT), "seconds") or 0.0)
     row |= {"changed": last[1] / 1e9 if last else None, "seconds": seconds if seconds > 0 else None}
     return row | {"problem": "; ".join(problems)}
+
+
+def _events(file: Path) -> tuple[list[JsonObject], int]:
+    """Return the records of a file and its damaged lines; one that is too large is damaged."""
+    size = stamp(file)
+    return ([], 1) if size and size[0] > MOST_EVENTS else read_lines(file)
 
 
 def _newest_numbers(path: Path) -> JsonObject:

@@ -7,6 +7,7 @@ tensor that is not whole. Files are written as a stream, never assembled in memo
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rather.errors import CheckpointError
-from rather.files import parse_json
+from rather.files import parse_json, regular
 
 HEADER_KEY = "pieces"  # in the metadata of a safetensors file: JSON, name -> [whole shape, offsets]
 Numbers = tuple[int, ...]
@@ -100,6 +101,7 @@ class ShardedFiles(Mapping[str, Tensor]):
     def __init__(self, files: Iterable[Path]) -> None:
         self._shards: dict[str, dict[Numbers, tuple[Any, ShardSpec]]] = {}
         for file in files:
+            os.close(regular(file, os.O_RDONLY))  # nobody waits for a pipe
             try:
                 self._add(safe_open(file, framework="pt"))
             except (SafetensorError, ValueError, TypeError, AttributeError) as error:

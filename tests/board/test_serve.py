@@ -360,6 +360,23 @@ def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None
         ), name
 
 
+def test_a_linked_report_and_a_gigantic_file_are_not_read(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "runs" / "run")
+    (tmp_path / "mine.html").write_text("mine")
+    (run / "report.html").symlink_to(tmp_path / "mine.html")
+    (run / "incidents.jsonl").write_text('{"kind": "spike"}\n' * 3)
+    board = serve(tmp_path / "runs")
+    row = rows(board)["run"]
+    assert row["incidents"] == 3
+    assert get(board, f"/report?run={row['id']}")[0].status == 404
+    monkeypatch.setattr(board_runs, "MOST_EVENTS", 20)
+    told = asked(board, f"/api/run?run={row['id']}")
+    assert told["incidents"]["lines"] == []
+    assert "incidents.jsonl: 1 damaged lines are left out" in told["problems"]
+
+
 # --- while a run writes ---
 
 

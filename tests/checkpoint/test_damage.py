@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rather.checkpoint import checkpoint
@@ -17,7 +18,7 @@ from rather.cli import app
 from rather.errors import CheckpointError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.reference.logprob_cache import MAGIC
-from tests.checkpoint.runs import assert_same, config_of
+from tests.checkpoint.runs import assert_same, config_of, outcome
 from tests.checkpoint.test_checkpoint import flip_bit, seal
 
 FILES = [
@@ -202,3 +203,26 @@ def test_damaged_log_probs_of_the_run_itself(
         assert DPOPipeline(config).run() == 0
     assert damage is Path.unlink or "reference.log: " in caplog.text
     assert_same(config, config_of(folder, "whole"))
+
+
+def edit_first_line(metrics: Path) -> None:
+    metrics.write_text(metrics.read_text().replace("1", "2", 1))
+
+
+@pytest.mark.parametrize("damage", [edit_first_line, Path.unlink], ids=lambda d: d.__name__)
+def test_a_lost_log_costs_the_log_and_not_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    config, whole = config_of(folder, f"metrics-{damage.__name__}"), config_of(folder, "whole")
+    shutil.copytree(whole.run_dir, config.run_dir)
+    for name in ("checkpoint-6", "checkpoint-4", "model"):
+        shutil.rmtree(config.run_dir / name)
+    damage(config.run_dir / "metrics.jsonl")
+    with caplog.at_level(logging.WARNING):
+        assert DPOPipeline(config).run() == 0
+    assert "metrics.jsonl: is not the file that the checkpoint was saved with" in caplog.text
+    lines, *weights = outcome(config)
+    expected, *same = outcome(whole)
+    assert lines == [line for line in expected if line["step"] > 2]
+    assert all(torch.equal(weights[0][name], same[0][name]) for name in same[0])
+    assert weights[1] == same[1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,6 +239,16 @@ def test_devices_and_pipes_are_no_configs(tmp_path: Path) -> None:
 
 
 # --- folders that libraries open ---
+
+
+def test_a_pipe_in_the_place_of_weights(finished: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    (run / "model" / "model.safetensors").unlink()
+    os.mkfifo(run / "model" / "model.safetensors")
+    for command in (("compare", run, run), ("chat", run, "--prompt", "w1")):
+        done = rather(*command)
+        assert done.exit_code in (2, 9), (done.output, done.exception)
+        assert "not a regular file" in done.stderr
 
 
 def change(folder: Path, **values: object) -> None:
