@@ -25,7 +25,6 @@ from transformers.utils.logging import disable_progress_bar
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rather.checkpoint.sharded_tensors import ShardedFiles, ShardSpec
-from rather.config.paths import is_local
 from rather.config.schema import ModelArgs, RoleConfig
 from rather.config.strategies import Layout
 from rather.errors import ConfigError
@@ -135,8 +134,12 @@ def load_policy(
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
     stored_in = stored_dtype(args, device)
     exact = exact and compute != torch.float32
-    rounds = compute == torch.bfloat16 and source_dtype != compute and not args.quantization
-    rounds |= exact and source_dtype != compute and not args.has_adapter
+    with _opening(name, "weights"):
+        folder = model_folder(name, args.revision)
+        stored = ShardedFiles(weight_files(folder) if folder else [])
+    is_wider = any(stored.dtype(key) != compute for key in stored)
+    rounds = is_wider and compute == torch.bfloat16 and not args.quantization
+    rounds |= is_wider and exact and not args.has_adapter
     if args.quantization:
         if not takes_4_bits():
             raise ConfigError(
@@ -151,8 +154,6 @@ def load_policy(
             bnb_4bit_compute_dtype=stored_in,
         )
     with _opening(name, "weights"):
-        if is_local(name):
-            weight_files(Path(name).expanduser())
         loaded: Any = AutoModelForCausalLM.from_pretrained(  # the revision is in `common`  # nosec B615
             name,
             dtype=torch.float32 if rounds else compute,
@@ -162,8 +163,6 @@ def load_policy(
             ignore_mismatched_sizes=True,  # reported in the info, and refused below
             **common,
         )
-        files = weight_files(model_folder(name, args.revision)) if args.has_adapter else []
-        stored = ShardedFiles(files)
     causal_lm, info = loaded
     _refuse_bad_weights(name, causal_lm, info)
     kept: dict[str, Tensor] = {}  # the float32 weights
