@@ -5,7 +5,7 @@
 #                                               another PyTorch: a requirement, a wheel file, pip options
 #   ARGS="-k losses"                            further arguments for test, demo and bench
 #   WORKERS=4                                   number of parallel test processes
-#   MINUTES=10                                  duration of make soak
+#   MINUTES=10                                  duration of make soak and make fuzz
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf) are respected.
 
 VENV  := .venv
@@ -16,7 +16,6 @@ PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST  := $(VENV)/bin/python -m pytest -q
 MKDOCS  := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 WORKERS ?= 2
-MINUTES ?= 60
 
 # A virtual environment contains its own absolute path, and the stamp names its PyTorch: after the folder was moved,
 # or with another TORCH=, it is created again.
@@ -35,7 +34,7 @@ ifdef FRESH
 .PHONY: $(BASE)
 endif
 
-.PHONY: help install demo test test-wide test-all test-gpu test-faults soak check docs screenshots sbom bench clean
+.PHONY: help install demo test test-wide test-all test-gpu test-faults soak fuzz check docs screenshots sbom bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +45,7 @@ help:
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make test-faults  kill a run at every point in every layout; takes most of an hour"
 	@echo "make soak     break runs at random for an hour; MINUTES=10 for less"
+	@echo "make fuzz     damaged inputs for the commands, for ten minutes; MINUTES=60 for more"
 	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on the installed packages, docs and links"
 	@echo "make docs     build the documentation site: site/index.html"
 	@echo "make screenshots  take the pictures of the docs again; needs Chromium"
@@ -81,7 +81,10 @@ test-faults: $(DEV)
 	@$(PYTEST) -m "faults_all or not alone" tests/faults $(ARGS)
 
 soak: $(DEV)
-	@$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
+	@$(VENV)/bin/python -m tests.faults.soak --minutes $(or $(MINUTES),60) $(ARGS)
+
+fuzz: $(DEV)
+	@$(VENV)/bin/python -m tests.fuzz --minutes $(or $(MINUTES),10) $(ARGS)
 
 check: $(DEV)
 	@$(VENV)/bin/python -m ruff check .

@@ -27,6 +27,9 @@ class ForkServer:
     """`run` calls a function in new processes, one for each of the environments, and returns their exit codes."""
 
     def __init__(self) -> None:
+        # Before torch is there: threads of its own, or a GPU that it has looked at, would not
+        # survive a fork. The new process may import torch with its main module.
+        os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,))
@@ -59,8 +62,6 @@ def fork_server() -> ForkServer:
 
 
 def _serve(pipe: Connection) -> None:
-    # Before torch is there: threads of its own, or a GPU that it has looked at, would not survive a fork.
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     from tests.faults.runs import warm
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with its pipe

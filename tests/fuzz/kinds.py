@@ -1,0 +1,447 @@
+"""What is damaged, which command reads it, and what must hold if the command accepts it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+
+from rather import errors
+from rather.board.serve import ROUTES, Board
+from rather.config.load import load
+from rather.data.save import DATA
+from rather.tracking.json_lines import flatten
+from tests.fuzz.harness import STDERR, STDOUT, Case, Kind, command
+from tests.fuzz.mutators import BYTES, TEXT, damage, replace, swap
+from tests.tiny import WORDS, make_config
+
+STEPS = 4
+SECRET = "a canary that nothing may read out or change"
+REQUESTS = 25  # to one board
+ROWS = [
+    {"id": f"r{i}", **row, "weight": 1 + i / 2}
+    for i in range(4)
+    for row in [{"prompt": " ".join(WORDS[i : i + 5]), "chosen": f" w{i} w7", "rejected": " w8 w9"}]
+] + [
+    {"id": "r4", "instruction": "w1 w2", "input": "w3", "chosen": "w4 w5", "rejected": "w6"},
+    {"id": "r5", "prompt": "w1", "responses": [" w2", " w3 w4", " w5"], "scores": [1, 3, 2]},
+    {"id": "r6", "chosen": "w1 w2 w3 w4", "rejected": "w1 w2 w5 w6"},
+    {"id": "r7", "prompt": "w1 \u00e9\u4e2d\U0001f600", "chosen": " w2", "rejected": " w3", "margin": 0.5},
+]  # fmt: skip
+
+
+class World:
+    """A tiny model, rows in three formats, a config and a finished run, with the results they give."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self.folder, self.canary = folder, folder / "canary" / "secret"
+        (folder / "inputs").mkdir()
+        self.canary.parent.mkdir()
+        self.canary.write_text(SECRET)
+        kinds = [each for each in vars(errors).values() if isinstance(each, type)]
+        codes = {getattr(each, "exit_code", None) for each in kinds}
+        self.exit_codes = {0, *(code for code in codes if isinstance(code, int) and code > 1)}
+        config = make_config(folder)  # model and pairs
+        self.model = Path(config.pretrain or "")
+        self.rows = [json.dumps(row, ensure_ascii=False).encode() for row in ROWS]
+        (folder / "rows.jsonl").write_bytes(b"\n".join(self.rows) + b"\n")
+        table = pa.Table.from_pylist(ROWS[:4])
+        with pa.ipc.new_file(folder / "rows.arrow", table.schema) as writer:
+            writer.write_table(table)
+        pq.write_table(table, folder / "rows.parquet", row_group_size=2)
+        self.config = folder / "dpo.yaml"
+        self.config.write_text(self._yaml())
+        self.settings = settings_of(self.config)
+        assert command(["train", str(self.config)]) == 0
+        self.run = folder / "output" / "run"
+        self.results = {name: self._saved(folder / name) for name in self.files}
+        self.score = self._printed("score", *self.scoring(self.model))
+        self.unchanged = self._printed("compare", str(self.run), str(self.run), "--json")
+        longer = shutil.copytree(self.run, folder / "inputs" / "longer" / "run")
+        assert command(self.resuming(longer)) == 0
+        self.resumed = (longer / "model" / "model.safetensors").read_bytes()
+        self.seen = self.outside()
+
+    files = ("rows.jsonl", "rows.arrow", "rows.parquet")
+
+    def _yaml(self) -> str:
+        data = {"file_name": str(self.folder / "pairs.jsonl")}
+        training = {
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": 8,
+            "lr_scheduler_type": "constant",
+        }
+        values = {
+            "exp_name": "run", "output_dir": str(self.folder / "output"), "logging_dir": str(self.folder / "logs"),
+            "pretrain": str(self.model), "sequence_length": 64, "beta": 0.2, "pref_loss": ["sigmoid", "sft"],
+            "loss_weights": [1.0, 0.1], "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "report_html": False,
+            "actor_train": {"data_args": data, "training_args": training},
+            "validation": {"data_args": {"file_name": str(self.folder / "held_out.jsonl")}},
+        }  # fmt: skip
+        return yaml.safe_dump(values, sort_keys=False)
+
+    def _printed(self, *arguments: str) -> str:
+        """Return what a command prints, in a process of its own as for an input."""
+        file = self.folder / "inputs" / "printed"
+        if (child := os.fork()) == 0:
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 1)
+            os._exit(command(arguments))
+        assert os.waitpid(child, 0)[1] == 0
+        return file.read_text()
+
+    def _saved(self, rows: Path) -> dict[str, list[Any]]:
+        out = self.folder / "inputs" / f"saved-{rows.name}"
+        self._printed(*self.preparing(rows, out))
+        return pairs_by_id(out)
+
+    # --- commands ---
+
+    def preparing(self, rows: Path, out: Path) -> list[str]:
+        changes = [f"actor_train.data_args.file_name={rows}", "validation.data_args.file_name=null"]
+        changes += [f"actor_train.data_args.cache_dir={out.parent / 'cache'}", "max_bad_fraction=1"]
+        return ["data", str(self.config), *changes, "--json", "--save", str(out)]
+
+    def scoring(self, model: Path) -> list[str]:
+        cache = self.folder / "inputs" / "cache"
+        held_out = str(self.folder / "held_out.jsonl")
+        return [str(model), held_out, "--json", f"actor_train.data_args.cache_dir={cache}"]
+
+    def resuming(self, run: Path) -> list[str]:
+        shared = self.folder / "inputs" / "cache"
+        changes = [
+            f"output_dir={run.parent}",
+            f"logging_dir={run.parent / 'logs'}",
+            f"max_steps={STEPS + 1}",
+        ]
+        changes += [
+            f"{role}.data_args.cache_dir={shared}" for role in ("actor_train", "validation")
+        ]
+        return ["train", str(self.config), *changes]
+
+    # --- what must not change ---
+
+    def outside(self) -> dict[str, Any]:
+        """Return the state of every file that is not an input."""
+        found = {}
+        for path, folders, names in os.walk(self.folder):
+            if Path(path) == self.folder:
+                folders.remove("inputs")
+            for name in (*folders, *names):
+                status = os.lstat(os.path.join(path, name))
+                found[os.path.join(path, name)] = (
+                    status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino,
+                )  # fmt: skip
+        return found
+
+    def changed(self) -> list[str]:
+        """Return the files outside that have changed since the last call."""
+        before, self.seen = self.seen, self.outside()
+        return sorted(key for key in before | self.seen if before.get(key) != self.seen.get(key))
+
+
+# --- judges ---
+
+
+def settings_of(file: Path) -> dict[str, tuple[Any, str]]:
+    """Return every setting with the place that it comes from."""
+    config = load(file)
+    sources = dict(config.sources)
+    return {
+        key: (value, sources.get(key, "default"))
+        for key, value in flatten(config.model_dump()).items()
+    }
+
+
+def pairs_by_id(folder: Path) -> dict[str, list[Any]]:
+    """Return the tokens that `rather data --save` wrote, by the id of their row."""
+    found = defaultdict(list)
+    with pa.memory_map(str(folder / DATA)) as file:
+        for row in pa.ipc.open_stream(file).read_all().to_pylist():
+            found[row["id"]].append(row)
+    return {name: sorted(rows, key=str) for name, rows in found.items()}
+
+
+def same_pairs(expected: dict[str, list[Any]], kept: Iterable[str], out: Path) -> str | None:
+    """Rows that were not damaged give the same pairs, unless as many rows are reported as dropped."""
+    found = pairs_by_id(out)
+    report = json.loads((out.parent / STDOUT).read_text())["train"]
+    dropped = sum(entry["count"] for entry in report["dropped"].values())
+    kept = list(kept)
+    if wrong := [
+        name for name in kept if name in found and not _contains(found[name], expected[name])
+    ]:
+        return f"rows {wrong} were not damaged, but give other pairs"
+    lost = [name for name in kept if name not in found]
+    return f"{lost} are lost, but only {dropped} rows are reported" if len(lost) > dropped else None
+
+
+def _contains(found: list[Any], wanted: list[Any]) -> bool:
+    return all(each in found for each in wanted)
+
+
+# --- kinds ---
+
+
+def configs(world: World, draw: Random, folder: Path) -> Case:
+    """A setting that differs from that of the undamaged file has another place than "default"."""
+    file = folder / world.config.name
+    shutil.copy(world.config, file)
+    what = damage(file, draw, TEXT)
+
+    def judge(code: int) -> str | None:
+        if code:
+            return None
+        found, text = (
+            settings_of(file),
+            (folder / STDOUT).read_text() + (folder / STDERR).read_text(),
+        )
+        keys = flatten(yaml.safe_load(file.read_bytes()) or {})  # by another reader
+        for key in found.keys() | world.settings.keys():
+            (old, _), (new, place) = world.settings.get(key, (None, "")), found.get(key, (None, ""))
+            # A key that the damage has removed has its default again, and is shown with it.
+            is_removed = place in ("default", "") and key not in keys
+            if old != new and place in ("default", "") and not is_removed:
+                return f"{key} is {new!r} instead of {old!r} by default, and nothing says so"
+        return None if "exp_name:" in text else "the settings were not printed"
+
+    return Case(what, ["config", "show", str(file)], judge)
+
+
+def rows(world: World, draw: Random, folder: Path) -> Case:
+    file, out = folder / "rows.jsonl", folder / "out"
+    shutil.copy(world.folder / file.name, file)
+    what = damage(file, draw, TEXT | {"zero": BYTES["zero"]})
+
+    def judge(code: int) -> str | None:
+        lines = file.read_bytes().split(b"\n")
+        kept = [row["id"] for row, line in zip(ROWS, world.rows, strict=True) if line in lines]
+        return None if code else same_pairs(world.results[file.name], kept, out)
+
+    return Case(what, world.preparing(file, out), judge)
+
+
+def _table(name: str, read: Callable[[Path], Any]) -> Kind:
+    """Damaged tables: only what a validating reader accepts too may be accepted."""
+
+    def kind(world: World, draw: Random, folder: Path) -> Case:
+        file, out = folder / name, folder / "out"
+        shutil.copy(world.folder / name, file)
+        what = damage(file, draw, BYTES)
+
+        def judge(code: int) -> str | None:
+            if code:
+                return None
+            try:
+                table = read(file)
+                table.validate(full=True)
+                found = table.to_pylist()
+            except Exception as error:
+                bad = "UTF8" in str(error) and "bad_encoding" in (folder / STDOUT).read_text()
+                return None if bad else f"accepted, but a validating reader says {error}"
+            kept = [row["id"] for row in ROWS[:4] if row in found]
+            return same_pairs(world.results[name], kept, out)
+
+        return Case(what, world.preparing(file, out), judge)
+
+    return kind
+
+
+def safetensors(world: World, draw: Random, folder: Path) -> Case:
+    """The same tensors give the same scores; there is no checksum that could notice other ones."""
+    model = Path(shutil.copytree(world.model, folder / "model"))
+    file = model / "model.safetensors"
+    before = tensors_of(file)
+    what = replace(file, draw, world.canary) if draw.random() < 0.1 else damage(file, draw, BYTES)
+
+    def judge(code: int) -> str | None:
+        if code:
+            return None
+        after = tensors_of(file)
+        if any(
+            not torch.isfinite(torch.frombuffer(bytearray(b), dtype=torch.float32)).all()
+            for _, b in after.values()
+        ):
+            return "accepted weights that are not finite"
+        text = (folder / STDOUT).read_text().replace(str(model), str(world.model))
+        return (
+            "the same tensors give other scores"
+            if after == before and text != world.score
+            else None
+        )
+
+    return Case(what, ["score", *world.scoring(model)], judge)
+
+
+def tensors_of(file: Path) -> dict[str, tuple[Any, bytes]]:
+    """Read a safetensors file with nothing but json."""
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__", None)
+    body = data[8 + size :]
+    return {
+        name: (entry["shape"], body[slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+    }
+
+
+def checkpoints(world: World, draw: Random, folder: Path) -> Case:
+    """A damaged checkpoint is never called good, and a run that resumes has the same bits."""
+    run = Path(shutil.copytree(world.run, folder / "output" / "run"))
+    place = run / f"checkpoint-{draw.choice([STEPS, STEPS, 2])}"
+    file, kind = draw.choice(sorted(place.iterdir())), draw.random()
+    if kind < 0.2:
+        what = replace(file, draw, world.canary)
+    elif kind < 0.3:
+        what = swap(place, draw)
+    elif kind < 0.35:
+        shutil.copy(file, place / "another")
+        what = "another file"
+    else:
+        what = damage(file, draw, BYTES)
+
+    def judge_bits(code: int) -> str | None:
+        same = (run / "model" / "model.safetensors").read_bytes() == world.resumed
+        return None if code or same else "the resumed run has other weights"
+
+    def judge_verdict(code: int) -> str | None:
+        same = _contents(place) == _contents(world.run / place.name)
+        return None if code or same else "a damaged checkpoint is called good"
+
+    what = f"{what} of {place.name}"
+    if draw.random() < 0.2:
+        return Case(what, world.resuming(run), judge_bits)
+    return Case(what, ["verify", str(run)], judge_verdict, own_message=True)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.iterdir() if path.is_file() and path.stat().st_size < 1 << 30)
+    return {path.name: path.read_bytes() for path in files}
+
+
+def run_folders(world: World, draw: Random, folder: Path) -> Case:
+    """Commands that look at a run folder; comparing it with the original must show what differs."""
+    run = Path(shutil.copytree(world.run, folder / "run"))
+    file = draw.choice(sorted(path for path in run.iterdir() if path.is_file()))
+    what = replace(file, draw, world.canary) if draw.random() < 0.35 else damage(file, draw, TEXT)
+    arguments: Sequence[str] = draw.choice(
+        [
+            ["health", str(run), "--json"],
+            ["report", str(run), "--out", str(folder / "report.html")],
+            ["compare", str(world.run), str(run), "--json"],
+            ["verify", str(run)],
+        ]
+    )
+
+    def judge(code: int) -> str | None:
+        if code or arguments[0] != "compare" or file.name != "metrics.jsonl":
+            return None
+        same = _records(file) == _records(world.run / file.name)
+        shown = (folder / STDOUT).read_text().replace(str(run), str(world.run))
+        told = shown != world.unchanged or (folder / STDERR).read_text()
+        return None if same or told else "other metrics are not shown as different"
+
+    return Case(what, arguments, judge, own_message=arguments[0] == "verify")
+
+
+def _records(file: Path) -> list[Any]:
+    """Return the numbers that `rather compare` shows: those of lines that are JSON objects."""
+    found = []
+    for line in file.read_bytes().split(b"\n"):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        names = ("step", "loss", "eval/loss")
+        found.append([record.get(n) for n in names] if isinstance(record, dict) else None)
+    return found
+
+
+def board_requests(world: World, draw: Random, folder: Path) -> Case:
+    """Every answer has a status, none is an internal error, and a request without a token gets nothing."""
+    number = draw.randrange(2**32)
+
+    def work() -> int:
+        random = Random(number)
+        with Board(world.run.parent) as board:
+            threading.Thread(target=board.serve_forever, daemon=True).start()
+            good = f"/api/runs?token={board.token}"
+            before = _get(board, good)
+            for _ in range(REQUESTS):
+                if problem := _ask(board, random):
+                    (folder / "problem").write_text(problem)
+                    break
+            if _get(board, good) != before:
+                (folder / "problem").write_text("the board does not answer as before")
+            board.shutdown()
+        return 0
+
+    def judge(code: int) -> str | None:
+        file = folder / "problem"
+        return file.read_text() if file.exists() else None
+
+    return Case(f"requests of {number}", work, judge, inputs=REQUESTS)
+
+
+def _get(board: Board, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", board.server_port, timeout=20)
+    connection.request("GET", path)
+    reply = connection.getresponse()
+    return reply.status, reply.read()
+
+
+def _ask(board: Board, draw: Random) -> str | None:
+    """Send one damaged request; return what is wrong with the answer."""
+    run = next(iter(board.runs.rows()))["id"]
+    route = draw.choice([path for path in ROUTES if path != "/api/pair"])
+    query = f"token={board.token}&run={run}&metric=loss&metric=eval%2Floss"
+    request = (
+        f"GET {route}?{query} HTTP/1.1\r\nHost: 127.0.0.1:{board.server_port}\r\n\r\n".encode()
+    )
+    for name in draw.choices(list(TEXT), k=draw.randint(1, 3)):
+        request = TEXT[name](request, draw)
+    answer = b""
+    with socket.create_connection(("127.0.0.1", board.server_port), timeout=20) as connection:
+        try:
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(1 << 20):
+                answer += part
+        except TimeoutError:
+            return f"{request!r} was not answered in time"
+        except OSError:  # the board has closed the connection
+            pass
+    if SECRET.encode() in answer:
+        return f"{request!r} reads a file outside"
+    status = answer.split(b" ", 2)[1:2] if answer.startswith(b"HTTP/1.1 ") else [b""]
+    if status[0] == b"500":
+        return f"{request!r} is an internal error: {answer[-300:]!r}"
+    if status[0] == b"200" and board.token.encode() not in request:
+        return f"{request!r} has no token and is answered"
+    return None
+
+
+KINDS: dict[str, Kind] = {
+    "configs": configs,
+    "rows": rows,
+    "arrow": _table("rows.arrow", lambda file: pa.ipc.open_file(pa.BufferReader(file.read_bytes())).read_all()),
+    "parquet": _table("rows.parquet", lambda file: pq.read_table(file)),
+    "safetensors": safetensors,
+    "checkpoints": checkpoints,
+    "run folders": run_folders,
+    "board requests": board_requests,
+}  # fmt: skip
