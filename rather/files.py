@@ -54,8 +54,9 @@ def own(path: str | Path, flags: int) -> int:
 def read_bytes(path: Path, most: int = MOST_JSON_BYTES, opener: Opener = regular) -> bytes:
     """Return the content of a file; raise ValueError if it is larger than `most`."""
     with open(path, "rb", opener=opener) as file:
-        data = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
-    if len(data) > most:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(size + 1) if size <= most else b""
+    if max(size, len(data)) > most:
         raise ValueError(f"more than {most:,} bytes. Is it a data file?")
     return data
 

@@ -27,6 +27,7 @@ JsonObject = dict[str, Any]
 # These characters end a line for str.splitlines and JavaScript, but not for JSON.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 LONGEST_LINE = 4 << 20  # bytes
+MOST_PIECES = 8  # of that size without a line end
 LOST_METRICS = "metrics.lost.jsonl"  # a metrics.jsonl that did not fit its checkpoint
 REMEMBERED = 256  # bytes before the position, to notice a file that was cut and written again
 
@@ -102,12 +103,16 @@ class JsonLines:
         """Yield the records of all complete lines since the last call."""
         with open(self.path, "rb", opener=own) as file:
             file.seek(self.position)
+            pieces = 0
             # A longer line is read in pieces: otherwise each call would read it again.
             while (line := file.readline(LONGEST_LINE)).endswith(b"\n") or len(
                 line
             ) == LONGEST_LINE:
                 self.position += len(line)
                 self._before = (self._before + line)[-REMEMBERED:]
+                pieces = 0 if line.endswith(b"\n") else pieces + 1
+                if pieces > MOST_PIECES:  # such as a sparse file: nothing in it is a record
+                    self.position, self._before = file.seek(0, os.SEEK_END), b""
                 if (record := parse_object(line)) is None:
                     self.damaged += 1
                 else:

@@ -17,6 +17,7 @@ import os
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import sys
@@ -120,19 +121,19 @@ class Fuzzer:
         self.running[child] = Running(name, number, case, folder, time.monotonic() + PATIENCE)
 
     def _collect(self) -> None:
-        """Wait for a child and judge it; end those that are late."""
-        child, status, used = os.wait4(-1, os.WNOHANG)
-        if child in self.running:
-            code = os.waitstatus_to_exitcode(status)
-            run = self.running.pop(child)
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)  # what the command has left behind
-            self._count(run, code, used.ru_maxrss * 1024)
-            return
-        for late, run in self.running.items():
-            if time.monotonic() > run.deadline:
-                os.killpg(late, signal.SIGKILL)
-        time.sleep(0.005)
+        """Judge the children that have ended, once there is one; end those that are late."""
+        handles = {os.pidfd_open(child): child for child in self.running}
+        ended = select.select(list(handles), [], [], 1.0)[0]
+        for handle, child in handles.items():
+            os.close(handle)
+            if handle in ended:
+                _, status, used = os.wait4(child, 0)
+                run = self.running.pop(child)
+                with suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)  # what the command has left behind
+                self._count(run, os.waitstatus_to_exitcode(status), used.ru_maxrss * 1024)
+            elif time.monotonic() > self.running[child].deadline:
+                os.killpg(child, signal.SIGKILL)
 
     def _count(self, run: Running, code: int, memory: int) -> None:
         problem = self._problem(run, code, memory)

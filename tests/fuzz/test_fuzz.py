@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.planted import BUGS
 
@@ -20,13 +22,14 @@ def fuzz(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_thirty_seconds_find_nothing() -> None:
-    done = fuzz("--minutes", "0.5", "--json")
+    done = fuzz("--minutes", "0.5", "--most", "60", "--json")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["inputs"].keys() == KINDS.keys()
     assert result["findings"] == 0
 
 
+@pytest.mark.wide
 def test_planted_bugs_are_found() -> None:
     done = fuzz("--minutes", "5", "--planted")
     found = [line for line in done.stdout.splitlines() if "planted bug found: " in line]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rather.config.load import load_config
+from rather.files import read_bytes
 from rather.run_folder import layout
 from rather.run_folder.control import lock
 from rather.run_folder.layout import claim
+from rather.tracking.json_lines import JsonLines
 from tests.security.conftest import rather
 
 Config = Callable[..., Path]
@@ -113,3 +116,23 @@ def test_files_of_a_result_have_the_permissions_of_others(finished: Path) -> Non
         files = [file for file in (finished / folder).iterdir() if file.is_file()]
         modes = {file.name: oct(file.stat().st_mode & 0o777) for file in files}
         assert set(modes.values()) == {oct(0o666 & ~umask)}, modes
+
+
+def test_of_a_huge_sparse_file_only_the_beginning_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with file.open("wb") as empty:
+        empty.truncate(1 << 30)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="more than 67,108,864 bytes"):
+            read_bytes(file, 64 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    lines = JsonLines(file)
+    assert not [*lines.new()]
+    assert lines.damaged < 10
+    with file.open("ab") as written:
+        written.write(b'{"step": 1}\n')
+    assert [*lines.new()] == [{"step": 1}]
+    assert not lines.was_cut()
