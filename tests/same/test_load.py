@@ -24,8 +24,9 @@ from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.losses.objective import configure
 from rather.model import check, export
-from rather.model.export import export_model, export_stored
+from rather.model.export import FileCast, export_model, export_stored, source_files
 from rather.model.policy import pair_columns
+from rather.optim.rounding import Rounding
 from rather.parallel.load import load_divided, load_policy
 from rather.parallel.mesh import Mesh, build_mesh
 from rather.parallel.shard import local
@@ -148,7 +149,9 @@ def write(folder: Path, layout: Layout, pieces: Path, target: Path) -> None:
         export.LARGEST_FILE = 20_000
         model: Any = policy.stages[0].causal_lm if isinstance(policy, Stages) else policy.causal_lm  # type: ignore[union-attr]
         stored = ShardedFiles(sorted(pieces.iterdir()))
-        export_stored(model, stored, AutoTokenizer.from_pretrained(folder), target, "card")
+        cast = FileCast(model.config.dtype, Rounding())
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        export_stored(model, stored, tokenizer, target, "card", cast)
 
 
 @pytest.mark.parametrize(
@@ -224,13 +227,10 @@ def memory(
         dist.barrier()
         if dist.get_rank() == 0:
             model: Any = policy.causal_lm
-            export_stored(
-                model,
-                ShardedFiles(sorted(pieces.iterdir())),
-                AutoTokenizer.from_pretrained(folder),
-                target,
-                "card",
-            )
+            tokenizer, source = AutoTokenizer.from_pretrained(folder), source_files(str(folder))
+            cast = FileCast(torch.bfloat16, Rounding("dithered"), source)
+            files = ShardedFiles(sorted(pieces.iterdir()))
+            export_stored(model, files, tokenizer, target, "card", cast)
     return shard, loading[0], shard + exporting[0]
 
 

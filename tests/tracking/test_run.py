@@ -43,7 +43,9 @@ def config_in(folder: Path, **more: Any) -> DPOConfig:
     return config_from_dict({**places, "pretrain": "model", "actor_train": data, **more})
 
 
-def run(config: DPOConfig, start: int = 0, position: MetricsPosition = MetricsPosition()) -> RunTracker:
+def run(
+    config: DPOConfig, start: int = 0, position: MetricsPosition = MetricsPosition()
+) -> RunTracker:
     return RunTracker(
         config, total_steps=200, start_step=start, metrics_position=position, quiet=True
     )

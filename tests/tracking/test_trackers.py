@@ -228,9 +228,7 @@ def test_wandb_without_a_server_is_kept_in_local_files(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setitem(trackers.WANDB_TIMEOUTS, "init_timeout", 2)
     config = make_config(tmp_path, track_with="wandb")
-    with RunTracker(
-        config, total_steps=2, start_step=0, quiet=True
-    ) as tracker:
+    with RunTracker(config, total_steps=2, start_step=0, quiet=True) as tracker:
         tracker.log({"step": 1, "loss": 0.5})
     finish_writing()
     assert told in caplog.text
@@ -252,9 +250,7 @@ def with_a_newer_run_of_the_name(folder: Path) -> int:
         for place in places
     ]
     for config in configs:
-        with RunTracker(
-            config, total_steps=2, start_step=0, quiet=True
-        ) as tracker:
+        with RunTracker(config, total_steps=2, start_step=0, quiet=True) as tracker:
             tracker.log({"step": 1, "loss": 0.5})
             position = tracker.position()
     with RunTracker(
@@ -320,9 +316,7 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     options = {"mode": "offline", "project": "own", "tags": ["tiny"], "notes": "a run"}
     config = make_config(tmp_path, track_with="swanlab", tracker_kwargs=options)
-    with RunTracker(
-        config, total_steps=4, start_step=0, quiet=True
-    ) as tracker:
+    with RunTracker(config, total_steps=4, start_step=0, quiet=True) as tracker:
         tracker.log({"step": 1, "loss": 0.5})
         position = tracker.position()
     with RunTracker(
