@@ -179,7 +179,9 @@ def _publish(
         after = fixed_log_probs(load_policy(*model, here()))
         difference = float((after - before).abs().mean())
         limit = "base quantised in training" if allowed is None else f"allowed: {allowed:g}"
-        result = f"log-probs before and after differ by {difference:.2g} per token on average ({limit})"
+        result = (
+            f"log-probs before and after differ by {difference:.2g} per token on average ({limit})"
+        )
         if allowed is not None and not difference <= allowed:
             raise ConfigError(
                 f"{out}: not written: {result}; was an adapter trained on another base, or does "

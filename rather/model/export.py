@@ -27,7 +27,7 @@ from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import DiskError
 from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
-from rather.optim.rounding import Rounding, plain_name
+from rather.optim.rounding import CHUNK, Rounding, plain_name
 
 LARGEST_FILE = 4_000_000_000  # bytes, transformers' "4GB"
 
@@ -77,14 +77,22 @@ class FileCast:
         name, spec = plain_name(name), spec or ShardSpec.full(value.shape)
         cast = self.rounding.cast(name, value, self.dtype, spec)
         if self.source is not None and name in self.source:
-            before = self.source.read(name, spec).to(value.device).float()
-            true, written, kept = value.float() - before, cast.float() - before, self.kept
-            kept.dot += float((true * written).sum(dtype=torch.float64))
-            kept.square += float(true.square().sum(dtype=torch.float64))
-            kept.changed += int(true.count_nonzero())
-            kept.written += int(written.count_nonzero())
-            kept.weights += true.numel()
+            for tensors in _in_chunks(self.source.read(name, spec), value, cast):
+                self._compare(*tensors)
         return cast
+
+    def _compare(self, before: Tensor, value: Tensor, cast: Tensor) -> None:
+        before, kept = before.to(value.device).float(), self.kept
+        true, written = value.float() - before, cast.float() - before
+        kept.dot += float((true * written).sum(dtype=torch.float64))
+        kept.square += float(true.square().sum(dtype=torch.float64))
+        kept.changed += int(true.count_nonzero())
+        kept.written += int(written.count_nonzero())
+        kept.weights += true.numel()
+
+
+def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.reshape(-1).split(CHUNK) for tensor in tensors), strict=True)
 
 
 def source_files(name: str, revision: str | None = None) -> ShardedFiles | None:

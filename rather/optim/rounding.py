@@ -27,7 +27,7 @@ from rather.checkpoint.sharded_tensors import ShardSpec
 NEAREST = 0x8000  # the threshold of nearest rounding; exact halves are rounded up
 FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 EXPONENT = 0x7F80  # of a bfloat16; all ones in Inf and NaN
-CHUNK = 1 << 24  # weights whose thresholds are in memory at a time
+CHUNK = 1 << 20  # weights whose thresholds are in memory at a time
 # What wrappers add to the name of a parameter. An adapter's frozen start is rounded as the adapter.
 WRAPPERS = re.compile(
     r"^(causal_lm\.)?(base_model\.model\.)?"
