@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -92,22 +92,27 @@ def load_found(path: Path, *, trust_remote_code: bool = False) -> DPOConfig:
     reads no secret from the environment, and names no folder to write to.
     """
     sources = _key_lines(path, own)
-    values = parse_yaml(yaml_text(path, own))
-    values["output_dir"] = str(path.absolute().parents[1])  # where the folder is now
-    for section in [values, *(each for each in values.values() if isinstance(each, dict))]:
-        for name in ("worker_cls", "system_envs"):
-            section.pop(name, None)
-        for part, name in (("data_args", "cache_dir"), ("cache", "path")):
-            if isinstance(inner := section.get(part), dict):
-                inner.pop(name, None)
-        if isinstance(args := section.get("model_args"), dict):
-            args["trust_remote_code"] = trust_remote_code
-    secret = [
-        names
-        for names, leaf in _leaves(values)
-        if "oc.env" in str(leaf) and any(map(looks_secret, re.findall(r"\w+", str(leaf))))
-    ]
-    return _validated(path, OmegaConf.create(_without(values, secret)), sources)
+    written = parse_yaml(yaml_text(path, own))
+    secret = [names for names, leaf in _leaves(written) if _reads_secret(str(leaf))]
+
+    def as_data(values: dict[str, Any]) -> None:
+        values["output_dir"] = str(path.absolute().parents[1])  # where the folder is now
+        for section in [values, *(each for each in values.values() if isinstance(each, dict))]:
+            for name in ("worker_cls", "system_envs"):
+                section.pop(name, None)
+            for part, name in (("data_args", "cache_dir"), ("cache", "path")):
+                if isinstance(inner := section.get(part), dict):
+                    inner.pop(name, None)
+            if isinstance(args := section.get("model_args"), dict):
+                args["trust_remote_code"] = trust_remote_code
+
+    return _validated(path, OmegaConf.create(_without(written, secret)), sources, as_data)
+
+
+def _reads_secret(text: str) -> bool:
+    """Whether a text may read a secret: every name but a plain one may become one."""
+    names = re.findall(r"\$\{oc\.env:(\w+)[,}]", text)
+    return text.count("oc.env") > len(names) or any(map(looks_secret, names))
 
 
 @contextmanager
@@ -132,8 +137,13 @@ def _limited_insertions() -> Iterator[None]:
 
 
 @_limited_insertions()
-def _validated(path: Path, composed: DictConfig, sources: dict[str, str]) -> DPOConfig:
-    """Fill in ${...} and return the config, or raise one ConfigError with all problems."""
+def _validated(
+    path: Path,
+    composed: DictConfig,
+    sources: dict[str, str],
+    change: Callable[[dict[str, Any]], None] = lambda values: None,
+) -> DPOConfig:
+    """Fill in ${...}, change values and return the config; or raise an error with all problems."""
     raw = _plain(composed)
     if "exp_name" not in raw:
         raw["exp_name"] = composed.exp_name = path.stem
@@ -156,6 +166,7 @@ def _validated(path: Path, composed: DictConfig, sources: dict[str, str]) -> DPO
         values = _plain(OmegaConf.create(_without(raw, problems)), resolve=True)
     except UNREADABLE as error:
         raise ConfigError(_unreadable(path, error)) from None
+    change(values)
     config = config_from_dict(values, sources, problems)
     config._unresolved.update(raw)
     config._sources.update(dict.fromkeys(table(), "default") | sources)

@@ -272,11 +272,17 @@ def test_a_found_config_switches_nothing_on(
     file = strangers.folders["run"] / "config.yaml"
     values = yaml.safe_load(file.read_text())
     values["exp_name"] = "${oc.env:MY_TOKEN}"
+    values["pretrain"] = "${oc.env:${system_envs.NAME}}"
+    # A section may be a copy of something in one that takes any key.
+    hidden = {**values["reference"]["model_args"], "trust_remote_code": True}
+    values["system_envs"] |= {"NAME": "MY_TOKEN", "x": hidden}
+    values["reference"]["model_args"] = "${system_envs.x}"
     values["output_dir"] = values["actor_train"]["data_args"]["cache_dir"] = "/"
     values["reference"]["cache"]["path"] = "/"
     file.write_text(yaml.safe_dump(values))
     config = load_found(file)
     assert config.exp_name == "config"  # the name of the file: the secret was not read
+    assert "canary" not in str(config.model_dump())
     assert config.system_envs == {}
     caches = config.data_cache_dir(config.actor_train.data_args), config.reference_cache_dir
     assert all(folder.is_relative_to(file.parents[1]) for folder in caches)
