@@ -71,7 +71,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), r"its config cannot be opened"),
     "a broken config": (
         lambda folder: (folder / "config.json").write_text("{"),
-        r"its config cannot be opened.*JSON",
+        r"config\.json: cannot be read",
     ),
     "an impossible config": (
         with_config(num_attention_heads=5),
@@ -91,7 +91,7 @@ def test_an_unusable_folder_gives_a_one_line_error(base: Path, tmp_path: Path, d
     shutil.copytree(base, folder)
     work, sentence = DAMAGE[damage]
     work(folder)
-    with pytest.raises(ConfigError, match=f"(?s)model '{folder}'.*{sentence}") as caught:
+    with pytest.raises(ConfigError, match=f"(?s){folder}.*{sentence}") as caught:
         load_policy(str(folder), ModelArgs(), "cpu")
     assert "\n" not in str(caught.value)
 
