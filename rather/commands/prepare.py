@@ -107,7 +107,9 @@ def plan_command(
 def migrate_command(
     source: Annotated[
         Path | None,
-        typer.Argument(help="YAML or JSON file, or a text file with a command line."),
+        typer.Argument(
+            help="YAML or JSON file, or a text file with a command line or shell script."
+        ),
     ] = None,
     line: Annotated[str | None, typer.Option(help="The command line itself.")] = None,
     peer: Annotated[
@@ -118,9 +120,12 @@ def migrate_command(
         int | None, typer.Option(help="Number of devices, if no launcher sets it.", min=1)
     ] = None,
     force: Force = False,
-) -> None:
-    """Convert a config of TRL, LLaMA-Factory, Axolotl and others, and list every difference."""
-    from rather.migrate.engine import guess, migrate, write
+    as_json: AsJson = False,
+) -> int | None:
+    """Convert a config of TRL, LLaMA-Factory, Axolotl and others, and list every difference.
+
+    A conversion that is not complete is written as `*.incomplete.yaml`, with exit code 2."""
+    from rather.migrate.engine import guess, migrate, summary, write
     from rather.migrate.peers import PEERS
     from rather.migrate.source import read_file, read_line
 
@@ -130,16 +135,22 @@ def migrate_command(
     if peer is not None and peer not in NAMES:
         raise ConfigError(f"--from {peer}: unknown; choose one of {', '.join(NAMES)}.")
     result = migrate(given, PEERS[peer] if peer else guess(given, PEERS), devices)
-    write(result, out, force=force)
-    rows = [(row.key, row.value, row.status, row.ours, row.outcome.note) for row in result.rows]
-    print_table((result.peer.name, "value", "status", "Rather", "note"), rows)
+    out = write(result, out, force=force)
     pairs = result.config.global_batch()
+    if as_json:
+        print_json(summary(result) | {"file": str(out), "pairs_per_step": pairs})
+        return None if result.is_complete else 2
+    typer.echo("\n".join(row.line for row in result.rows))
     step = f"A step has {pairs} pairs; set the number of devices with --devices."
     typer.echo("\n".join(f"- {sentence}" for sentence in (step, *result.peer.always)))
+    if not result.is_complete:
+        typer.echo(f"Written: {out}. It is incomplete: first settle the lines at the top.")
+        return 2
     typer.echo(
         f"Written: {out}. Check the pairs with `rather data {out} --show 3`, then run "
         f"`rather train {out}`."
     )
+    return None
 
 
 @config_app.command("show", epilog="Example: `rather config show dpo.yaml beta=0.05`")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,15 @@ from rather.errors import ConfigError
 from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
+    INCOMPLETE,
     KEPT,
+    LEFT_OUT,
+    MISSING,
     NEEDLESS,
     OPEN,
     RENAMED,
     UNKNOWN,
+    UNSET,
     WRITTEN,
     Given,
     Outcome,
@@ -32,25 +37,54 @@ from rather.migrate.rules import (
 )
 from rather.migrate.source import SourceSettings, flat
 
-ORDER = (KEPT, RENAMED, CHANGED, WRITTEN, OPEN, IMPOSSIBLE, UNKNOWN, NEEDLESS)
+ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
 MODEL, PAIRS = "pretrain", "actor_train.data_args.file_name"
 MAPPINGS = (".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # take any name
 DEVICES = "actor_train.device_mapping"
+FOLDERS = {"output_dir", "exp_name", "logging_dir"}
 PLACES = {MODEL: "path/to/model", PAIRS: "path/to/pairs.jsonl"}
+_TRAINING, _MODEL = "actor_train.training_args.", "actor_train.model_args."
+# What a training is; without one of these a conversion is a guess.
+ESSENTIAL = {
+    "model": ("pretrain",),
+    "loss": ("pref_loss",),
+    "beta": ("beta",),
+    "learning rate": (_TRAINING + "learning_rate",),
+    "batch": ("train_batch_size", _TRAINING + "per_device_train_batch_size"),
+    "adapter": tuple(_MODEL + key for key in ("lora_rank", "lora_config", "adapter_name_or_path")),
+    "precision": (_MODEL + "dtype",),
+}
+# What a source says besides its keys.
+PROGRAM, COUNT, FOLDER, ALIASED = "(program)", "(devices)", "(folder)", "(other names)"
+OTHERS = re.compile(  # programs that train something else
+    r"(?i)(^|[_ .-])(sft|kto|bco|r?ppo|grpo|gdpo|gspo|sdpo|xpo|tpo|rloo|rm|prm|reward\w*|online\w*|"
+    r"nash\w*|gkd|gold|sdft|ssd|distill\w*|embedding|pt|pretrain|vlm|mpo)($|[_ .-])"
+)
+VISION = re.compile(
+    r"(?i)(^|[^a-z])(intern)?(vl|vlm|llava\w*|vision|omni|pixtral|idefics\w*)($|[^a-z])"
+)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another trainer: its keys, its differing defaults, and how to recognise its files.
+    """Another trainer: its keys, its defaults, and how to recognise its files.
 
-    `marks` and `words` are keys, and words of a command line, that only this tool has. `whole` are
-    keys whose value is a mapping. `reader` reads a file whose values refer to others. `always` are
-    differences that no key expresses. Files that `is_early` recognises have the `early` defaults.
+    The facts are those of `version`. `programs` are its scripts and subcommands that Rather can
+    replace; the rule of `(program)` sets the loss of each. `known` are further keys of the tool,
+    which have no counterpart; any other key is a typing error. A default may be a function of the
+    other settings. `aliases` are other names of keys. `marks` and `words` are keys, and words of a
+    command line, that only this tool has. `whole` are keys whose value is a mapping. `reader` reads
+    a file whose values refer to others. `always` are differences that no key expresses. Files that
+    `is_early` recognises have the `early` defaults.
     """
 
     name: str
     rules: Mapping[str, Rule]
+    version: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    programs: tuple[str, ...] = ()
+    known: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     marks: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     reader: Callable[[Path], dict[str, Any]] | None = None
@@ -60,8 +94,13 @@ class Peer:
     early: Mapping[str, Any] = field(default_factory=dict)
 
     def rule(self, key: str) -> Rule | None:
-        """Accept the last part of a dotted key: some tools moved their flags into groups."""
-        return self.rules.get(key) or self.rules.get(key.rpartition(".")[2])
+        """Return the rule of a key, or of a section that it is in, such as `policy.generation.*`."""
+        key = self.aliases.get(key, key)
+        found = self.rules.get(key)
+        while found is None and "." in key:
+            key = key.rpartition(".")[0]
+            found = self.rules.get(f"{key}.*")
+        return found
 
 
 @dataclass(frozen=True)
@@ -71,19 +110,29 @@ class Row:
     key: str
     value: Any
     outcome: Outcome
+    rejected: tuple[str, ...] = ()  # keys that the schema or the loss did not accept
 
     @property
     def status(self) -> str:
         return self.outcome.status
 
     @property
-    def ours(self) -> str:
-        return ", ".join(f"{path}: {_short(value)}" for path, value in self.outcome.values.items())
+    def line(self) -> str:
+        """Return all of it in one line."""
+        ours = ", ".join(f"{path}: {_short(v)}" for path, v in self.outcome.values.items())
+        text = f"{self.status}: {self.key}" + (
+            "" if self.value is None else f" = {_short(self.value)}"
+        )
+        return (
+            text
+            + (f" -> {ours}" if ours else "")
+            + (f"; {self.outcome.note}" * bool(self.outcome.note))
+        )
 
 
 @dataclass(frozen=True)
 class Migrated:
-    """Values for Rather as nested mappings, and the table."""
+    """Values for Rather as nested mappings, and what became of each key, problems first."""
 
     peer: Peer
     source: SourceSettings
@@ -91,13 +140,18 @@ class Migrated:
     rows: list[Row]
     config: DPOConfig
 
+    @property
+    def is_complete(self) -> bool:
+        return not any(row.status in INCOMPLETE for row in self.rows)
+
     def yaml(self) -> str:
-        lines = [f"# Made by `rather migrate` from {self.source.name} ({self.peer.name})."]
-        lines += [
-            f"# {row.status}: {row.key} = {_short(row.value)}; {row.outcome.note}".rstrip("; ")
-            for row in self.rows
-            if row.status in (OPEN, IMPOSSIBLE, UNKNOWN)
-        ]
+        tool = f"{self.peer.name} {self.peer.version}".strip()
+        lines = [f"# Made by `rather migrate` from {self.source.name} ({tool})."]
+        lines += ["# INCOMPLETE: it does not train what the source trains."] * (
+            not self.is_complete
+        )
+        problems = (*INCOMPLETE, OPEN, LEFT_OUT)
+        lines += [f"# {row.line}" for row in self.rows if row.status in problems]
         values = yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
         return "\n".join([*lines, values])
 
@@ -105,7 +159,7 @@ class Migrated:
 def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
     """Return the tool that these words or keys belong to; an error if none or several match."""
     keys = {key for key, _ in flat(source.values)} | set(source.values)
-    line = " ".join(source.words)
+    line = f" {' '.join(source.words)} "
     best = [peer.name for peer in peers.values() if any(word in line for word in peer.words)]
     if not best:
         found = {peer.name: len(keys & set(peer.marks)) for peer in peers.values()}
@@ -121,20 +175,55 @@ def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
 
 def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> Migrated:
     """Return settings of the same meaning, as far as Rather has them."""
-    values = peer.reader(source.file) if peer.reader and source.file else source.values
-    written = dict(_without_no(peer, *item) for item in flat(values, peer.whole))
-    defaults = {**peer.defaults, **(peer.early if peer.is_early(written) else {})}
-    given = {**defaults, **written}
+    if source.program not in peer.programs and OTHERS.search(source.program):
+        raise ConfigError(
+            f"{source.name}: {source.program} is not training on preference pairs that Rather "
+            f"offers; of {peer.name} it converts {', '.join(peer.programs)}."
+        )
+    values = (
+        peer.reader(source.file) | source.flags if peer.reader and source.file else source.values
+    )
+    said = (
+        {PROGRAM: source.program}
+        if source.program in peer.programs and PROGRAM in peer.rules
+        else {}
+    )
+    written = said | dict(_without_no(peer, *item) for item in flat(values, peer.whole))
+    count = devices or source.devices
+    here = {COUNT: count or 1, FOLDER: source.file.parent if source.file else Path(),
+            ALIASED: any(key in peer.aliases for key in written)}  # fmt: skip
+    given = here | {peer.aliases.get(key, key): v for key, v in written.items()}
+    defaults = {**peer.defaults, **(peer.early if peer.is_early(given) else {})}
+    filled = []
+    for key, default in defaults.items():
+        value = default(given) if callable(default) else default
+        if key not in given and value is not UNSET:
+            given[key] = value
+            filled.append(key)
     rows = [_row(peer, key, value, given) for key, value in written.items()]
-    said = {path for row in rows for path in row.outcome.values}
-    rows += [
-        row for key in defaults if key not in written and (row := _default(peer, key, given, said))
-    ]
-    rows += _device_rows(devices or source.devices)
+    stated = {path for row in rows for path in row.outcome.values}
+    fallbacks = [_row(peer, key, given[key], given) for key in filled]
+    rows += [row for each in fallbacks if (row := _default(each, stated))]
+    rows += _device_rows(count)
+    determined = stated.union(*(row.outcome.values for row in fallbacks))
     rows += [row for path in PLACES if (row := _place(path, rows))]
     rows, config = _judged(rows)
+    rows += _missing(determined - {path for row in rows for path in row.rejected}, config, peer)
+    if VISION.search(f"{source.program} {config.pretrain}"):
+        raise ConfigError(f"{source.name}: {config.pretrain}: Rather trains language models only.")
     ordered = sorted(rows, key=lambda row: ORDER.index(row.status))
     return Migrated(peer, source, nested(_values(rows)), ordered, config)
+
+
+def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> list[Row]:
+    """Return what makes a training and is neither in the source nor a default of the tool."""
+    needless = {"beta"} if config.loss_names == ["sft"] else set()
+    note = f"neither set in the source file nor a fixed default of {peer.name}; set "
+    return [
+        Row(f"({name})", None, Outcome(MISSING, note=note + paths[0]))
+        for name, paths in ESSENTIAL.items()
+        if name not in needless and determined.isdisjoint(paths)
+    ]
 
 
 def _without_no(peer: Peer, key: str, value: Any) -> tuple[str, Any]:
@@ -172,26 +261,37 @@ def _row(peer: Peer, key: str, value: Any, given: Given) -> Row:
     paths = row.outcome.values
     if any(path.endswith((".trust_remote_code", ".worker_cls")) for path in paths) and value:
         note = "it runs Python code of others and is not copied; add it yourself if you trust them"
-        return Row(key, value, Outcome(IMPOSSIBLE, note=note))
+        return Row(key, value, Outcome(LEFT_OUT, note=note))
     public = bool(paths) and not any(map(looks_secret, paths))
     if not (looks_secret(key) and isinstance(value, str)) or public:
         return row
     note = "secrets are not written; set it in the environment"
-    return Row(key, MASK, Outcome(IMPOSSIBLE, note=note))
+    return Row(key, MASK, Outcome(LEFT_OUT, note=note))
 
 
 def _ruled(peer: Peer, key: str, value: Any, given: Given) -> Row:
     rule = peer.rule(key)
+    if rule is None and key in peer.known:
+        note = f"{peer.name} has this setting, Rather has no counterpart"
+        return Row(key, value, Outcome(NEEDLESS if value in (None, "") else IMPOSSIBLE, note=note))
     if rule is None:
-        near = difflib.get_close_matches(key, peer.rules, n=1, cutoff=0.9)
-        return Row(key, value, Outcome(UNKNOWN, note=f"did you mean {near[0]}?" if near else ""))
+        near = difflib.get_close_matches(key, [*peer.rules, *peer.aliases], n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else "a typing error?"
+        return Row(key, value, Outcome(UNKNOWN, note=f"{peer.name} has no such setting; {hint}"))
+    if value == "":
+        return Row(key, value, Outcome(NEEDLESS, note="empty"))
     try:
         outcome = rule(value, given)
+    except ConfigError as why:
+        raise ConfigError(f"{key}: {why}") from None
     except Unsupported as why:
         return Row(key, value, Outcome(IMPOSSIBLE, note=str(why)))
     except (TypeError, ValueError, AttributeError, LookupError):
         note = f"{_short(value)} is not a value that {peer.name} accepts"
         return Row(key, value, Outcome(IMPOSSIBLE, note=note))
+    if "${" in str(outcome.values):
+        status = LEFT_OUT if set(outcome.values) <= FOLDERS else IMPOSSIBLE
+        return Row(key, value, Outcome(status, note="its value is only known when it runs"))
     absent = [path for path in outcome.values if not _exists(path)]
     if absent:
         return Row(key, value, Outcome(IMPOSSIBLE, note=f"this version has no {', '.join(absent)}"))
@@ -205,19 +305,20 @@ def _exists(path: str) -> bool:
     return path in table() or any(part in path for part in MAPPINGS)
 
 
-def _default(peer: Peer, key: str, given: Given, said: set[str]) -> Row | None:
+def _default(row: Row, said: set[str]) -> Row | None:
     """Write a default of the tool if Rather's is another."""
-    outcome = _row(peer, key, given[key], given).outcome
     differ = {
         path: value
-        for path, value in outcome.values.items()
+        for path, value in row.outcome.values.items()
         if path not in said and (path not in table() or value != table()[path].default)
     }
+    if row.status in INCOMPLETE:
+        return row
     if not differ:
         return None
     ours = ", ".join(_short(table()[path].default) for path in differ if path in table())
-    notes = (f"Rather's default is {ours}" if ours else "", outcome.note)
-    return Row(key, given[key], Outcome(WRITTEN, differ, "; ".join(filter(None, notes))))
+    notes = (f"Rather's default is {ours}" if ours else "", row.outcome.note)
+    return Row(row.key, row.value, Outcome(WRITTEN, differ, "; ".join(filter(None, notes))))
 
 
 def _device_rows(devices: int | None) -> list[Row]:
@@ -263,21 +364,40 @@ def _without(row: Row, problems: list[str]) -> Row:
         values = row.outcome.values
         kept = {path: v for path, v in values.items() if not f"{path}.".startswith(rejected)}
         if len(kept) < len(values):
-            return Row(row.key, row.value, Outcome(IMPOSSIBLE, kept, text))
+            lost = (*row.rejected, *(path for path in values if path not in kept))
+            return Row(row.key, row.value, Outcome(IMPOSSIBLE, kept, text), lost)
     return row
 
 
 def _short(value: Any) -> str:
     text = str(value) if not isinstance(value, bool) else str(value).lower()
-    text = "null" if value is None else text
+    text = "null" if value is None else " ".join(text.split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def write(migrated: Migrated, file: Path, *, force: bool = False) -> None:
-    """Write the YAML; replace a file only if forced."""
+def summary(migrated: Migrated) -> dict[str, Any]:
+    """Return what became of each key, for programs."""
+    return {
+        "tool": migrated.peer.name,
+        "version": migrated.peer.version,
+        "complete": migrated.is_complete,
+        "keys": [
+            {"key": row.key, "value": row.value, "status": row.status, "note": row.outcome.note,
+             "rather": row.outcome.values}
+            for row in migrated.rows
+        ],
+        "always": list(migrated.peer.always),
+    }  # fmt: skip
+
+
+def write(migrated: Migrated, file: Path, *, force: bool = False) -> Path:
+    """Write the YAML, an incomplete one as `*.incomplete.yaml`; replace a file only if forced."""
+    if not migrated.is_complete:
+        file = file.with_suffix(f".incomplete{file.suffix}")
     try:
         with open(file, "w" if force else "x", encoding="utf-8") as out:
             out.write(migrated.yaml())
+        return file
     except FileExistsError:
         raise ConfigError(
             f"{file}: already exists; choose another with --out, or replace it with --force."

@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rather.errors import ConfigError
+
 Given = Mapping[str, Any]  # the tool's keys, nested ones with dots; its defaults for unset keys
 NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
 
 KEPT, RENAMED, CHANGED = "kept", "renamed", "changed in meaning"
 WRITTEN = "filled in from that tool's default"
-NEEDLESS, IMPOSSIBLE, UNKNOWN = "not needed", "not possible", "not known"
+NEEDLESS, LEFT_OUT = "not needed", "left out"
+IMPOSSIBLE, UNKNOWN, MISSING = "not possible", "not known", "not determined"
 OPEN = "to fill in"
+INCOMPLETE = (MISSING, IMPOSSIBLE, UNKNOWN)
+UNSET: Any = object()  # a default that depends on something which the source does not say
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,33 @@ def never(why: str, *, unless: tuple[Any, ...] = ()) -> Rule:
     )
 
 
+def left_out(why: str) -> Rule:
+    """Leave a feature out that no result of the training depends on, and report it."""
+    return lambda value, given: (
+        Outcome(NEEDLESS, note="off") if value in NOTHING else Outcome(LEFT_OUT, note=why)
+    )
+
+
+def algorithm(names: Mapping[Any, str | None]) -> Rule:
+    """Set the loss that a name stands for (None: another key does); refuse all others."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        if value not in names:
+            known = ", ".join(map(str, names))
+            raise ConfigError(
+                f"{value} is not training on preference pairs that Rather offers; it converts {known}."
+            )
+        loss = names[value]
+        return Outcome(RENAMED, {"pref_loss": loss}) if loss else NOT_NEEDED
+
+    return rule
+
+
+def by(key: str, values: Mapping[Any, Any], otherwise: Any = UNSET) -> Callable[[Given], Any]:
+    """Return a default that depends on another key."""
+    return lambda given: values.get(given.get(key), otherwise)
+
+
 def needless(why: str) -> Rule:
     """Ignore a key: no result depends on it, or Rather always does this."""
     return lambda value, given: Outcome(NEEDLESS, note=why)
@@ -85,6 +117,11 @@ def only(*allowed: Any, why: str) -> Rule:
 def each(names: str, rule: Rule) -> dict[str, Rule]:
     """Use the same rule for several keys."""
     return dict.fromkeys(names.split(), rule)
+
+
+def keys(names: str) -> frozenset[str]:
+    """Return the names of keys in a text."""
+    return frozenset(names.split())
 
 
 def when(condition: Callable[[Any, Given], object], rule: Rule) -> Rule:

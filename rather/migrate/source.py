@@ -1,70 +1,108 @@
-"""Read the settings of another trainer: a YAML or JSON file, or a command line."""
+"""Read the settings of another trainer: a YAML or JSON file, a command line, or a shell script."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rather.errors import ConfigError
 from rather.files import MOST_DIGITS, parse_json, parse_yaml, yaml_text
+from rather.migrate.shell import commands
 
 NUMBER = re.compile(r"[+-]?(\d++\.?\d*+|\.\d++)([eE][+-]?\d++)?")
+SETTING = re.compile(r"[+~]{0,2}[\w.]+=")
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 FILES = (".yaml", ".yml", ".json")
+PROGRAMS = (".py", ".md", ".ipynb", ".rst", ".toml")  # files that hold no settings
+CLIS = ("trl", "swift", "megatron", "llamafactory-cli", "lmf", "axolotl")
+# Of the programs that a script calls, those that train.
+TRAINS = re.compile(
+    r"(?i)(^|[_. /-])(train\w*|rlhf|\w*[dockip]po|dpo\w*|kto\w*|sft\w*|rm|reward\w*|bco|rloo|nash)"
+)
 # Of launchers: how many processes a node runs, and how many nodes.
 PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "n_gpus_per_node",
              "NPROC_PER_NODE")  # fmt: skip
-LAUNCHER = ("module", "config_file", "config_path", "config_name", "hostfile", "master_port",
-            "master_addr", "node_rank", "main_process_port", "rdzv_backend", "rdzv_endpoint",
-            "standalone")  # fmt: skip
 NODES = ("nnodes", "num_nodes", "num_machines", "NNODES")
+ALL_VISIBLE = ("accelerate", "deepspeed", "llamafactory-cli", "axolotl")  # start one each
+MAPPING_OF = ("compute_environment", "distributed_type")  # keys of accelerate's own file
 
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """Nested values, the words of a command line, and the devices that its launcher asks for."""
+    """Nested values, and what a command line says: words, program, devices, overrides of a file."""
 
     name: str
     values: dict[str, Any]
     words: tuple[str, ...] = ()
     devices: int | None = None
     file: Path | None = None
+    program: str = ""
+    flags: dict[str, Any] = field(default_factory=dict)
 
 
 def read_file(path: Path) -> SourceSettings:
-    """Read a YAML or JSON file, or a text file with a command line."""
-    text = _text(path)
+    """Read a YAML or JSON file, or a text file with a command line or a script."""
+    if path.suffix in PROGRAMS:
+        raise ConfigError(
+            f"{path}: holds no settings; pass the command line that trains, with --line."
+        )
     if path.suffix in FILES:
-        return SourceSettings(path.name, _mapping(text, path), file=path)
-    return read_line(text, path.name, path.parent)
+        return SourceSettings(path.name, read_mapping(path), file=path)
+    return read_line(_text(path), path.name, path.parent)
 
 
 def read_line(line: str, name: str = "the line", folder: Path = Path()) -> SourceSettings:
-    """Read a command line: environment, launcher, script, flags, and a config file that it names."""
-    joined = "\n".join(
-        each for each in line.replace("\\\n", " ").splitlines() if not each.lstrip().startswith("#")
-    )
+    """Read a command line or script: environment, launcher, program, flags, and its config file."""
     try:
-        words = shlex.split(joined)
+        environment, words, start = _training(commands(line), name)
     except ValueError as error:
         raise ConfigError(f"{name}: is not a command line ({error}).") from None
-    if not words:
+    program, after = start or ("", 0)
+    launcher = dict(_written(words[:after])) if start else dict(_written(words))
+    written = [item for item in _written(words[after:]) if start or item[0] not in _LAUNCHED]
+    flags = {key: value for key, value in written if key}
+    file = _config_file(flags, [str(value) for key, value in written if not key], folder, name)
+    for key in ("config", "config_path", "config_name") if file else ():
+        flags.pop(key, None)
+    values = (read_mapping(file) if file else {}) | flags
+    devices = _devices(words[:1], {**environment, **_accelerate(launcher, folder), **launcher})
+    return SourceSettings(name, values, tuple(words), devices, file, program, flags)
+
+
+_LAUNCHED = (*PROCESSES, *NODES)
+
+
+def _training(
+    found: list[tuple[dict[str, str], list[str]]], name: str
+) -> tuple[dict[str, str], list[str], tuple[str, int] | None]:
+    """Pick the one command that trains; without any known program, all words are settings."""
+    if not found:
         raise ConfigError(f"{name}: contains no command line.")
-    written = list(_written(words))
-    values: dict[str, Any] = {}
-    for key, value in written:
-        if key == "config" or (not key and str(value).endswith(FILES)):
-            values |= _base(str(value), folder, name)
-    flags = {key: value for key, value in written if key and key != "config"}
-    launched = (*PROCESSES, *NODES, *LAUNCHER)
-    values |= {
-        key: value for key, value in flags.items() if key not in launched and not key.isupper()
-    }
-    return SourceSettings(name, values, tuple(words), _devices(flags))
+    started = [(env, words, start) for env, words in found if (start := _program(words))]
+    if not started:
+        return found[-1][0], [word for _, words in found for word in words], None
+    training = [each for each in started if TRAINS.search(each[2][0])] or started
+    if len(training) > 1:
+        names = ", ".join(start[0] for _, _, start in training)
+        raise ConfigError(f"{name}: has several commands ({names}); pass one of them with --line.")
+    return training[0]
+
+
+def _program(words: list[str]) -> tuple[str, int] | None:
+    """Return the name of the program and where its arguments begin."""
+    is_module = False
+    for place, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        follows = words[place + 1] if place + 1 < len(words) else "-"
+        if name in CLIS and not follows.startswith("-"):
+            return f"{name} {follows}", place + 2
+        if is_module or name.endswith(".py"):
+            return name.removesuffix(".py").rpartition(".")[2], place + 1
+        is_module = word in ("-m", "--module")
+    return None
 
 
 def flat(
@@ -116,25 +154,40 @@ def _text(path: Path) -> str:
         ) from None
 
 
-def _mapping(text: str, path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read the keys and values of a YAML or JSON file."""
+    text = _text(path)
     try:
         values = with_powers(parse_json(text) if path.suffix == ".json" else parse_yaml(text))
     except ValueError as error:
         raise ConfigError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from None
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path}: contains no keys and values.")
+    if all(key in values for key in MAPPING_OF):
+        raise ConfigError(f"{path}: configures accelerate, not a training; pass the command line.")
     return values
 
 
-def _base(word: str, folder: Path, name: str) -> dict[str, Any]:
-    """Return the values of a config file that a command line names."""
-    path = Path(word).expanduser()
-    found = next((each for each in (folder / path, path) if each.is_file()), None)
-    if found is None:
-        raise ConfigError(
-            f"{name}: the config file {word} does not exist; run this in the folder of that command."
-        )
-    return _mapping(_text(found), found)
+def _config_file(
+    flags: Mapping[str, Any], others: list[str], folder: Path, name: str
+) -> Path | None:
+    """Return the config file that a command line names; a missing one is an error."""
+    files = [word for word in others if word.endswith(FILES) and word[0] != "-"]
+    if flags.get("config"):
+        files.append(str(flags["config"]))
+    elif flags.get("config_name"):
+        files.append(f"{flags.get('config_path', '.')}/{flags['config_name']}.yaml")
+    if not files:
+        return None
+    if len(files) > 1:
+        raise ConfigError(f"{name}: names several config files ({', '.join(files)}).")
+    path = Path(files[0]).expanduser()
+    for place in (folder / path, path, folder / "examples" / path):
+        if place.is_file():
+            return place
+    raise ConfigError(
+        f"{name}: the config file {path} does not exist; run this in the folder of that command."
+    )
 
 
 def _written(words: list[str]) -> Iterator[tuple[str, Any]]:
@@ -144,13 +197,12 @@ def _written(words: list[str]) -> Iterator[tuple[str, Any]]:
         word = words[i]
         i += 1
         if not word.startswith("--"):
-            key, equals, value = word.partition("=")
-            is_setting = bool(equals) and re.fullmatch(r"[+~]{0,2}[\w.]+", key) is not None
-            yield (key.lstrip("+~"), plain(value)) if is_setting else ("", word)
+            key, _, value = word.partition("=")
+            yield (key.lstrip("+~"), plain(value)) if SETTING.match(word) else ("", word)
             continue
         key, equals, value = word[2:].partition("=")
         taken = [value] if equals else []
-        while not equals and i < len(words) and not _ends_values(words[i]):
+        while not equals and i < len(words) and not _ends_values(words[i], taken):
             taken.append(words[i])
             i += 1
         yield (
@@ -159,18 +211,33 @@ def _written(words: list[str]) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _ends_values(word: str) -> bool:
-    return word.endswith(".py") or (word.startswith("-") and not NUMBER.fullmatch(word))
+def _ends_values(word: str, taken: list[str]) -> bool:
+    """After one value, `a.b=c` is a setting of its own."""
+    is_flag = word.startswith("-") and not NUMBER.fullmatch(word)
+    return is_flag or word.endswith(".py") or bool(taken and SETTING.match(word))
 
 
 def _named(key: str) -> str:
     return key if key in PROCESSES else key.replace("-", "_")
 
 
-def _devices(flags: Mapping[str, Any]) -> int | None:
-    processes = next((flags[key] for key in PROCESSES if isinstance(flags.get(key), int)), None)
-    nodes = next((flags[key] for key in NODES if isinstance(flags.get(key), int)), 1)
+def _accelerate(launcher: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the processes that accelerate's own file asks for."""
+    file = folder / str(launcher.get("config_file", ""))
+    if not file.is_file() or file.suffix not in FILES:
+        return {}
+    found = parse_yaml(_text(file))
+    return {
+        key: found[key] for key in ("num_processes",) if isinstance(found, dict) and key in found
+    }
+
+
+def _devices(first: list[str], flags: Mapping[str, Any]) -> int | None:
+    numbers = {key: plain(flags[key]) for key in (*PROCESSES, *NODES) if key in flags}
+    processes = next((numbers[key] for key in PROCESSES if isinstance(numbers.get(key), int)), None)
+    nodes = next((numbers[key] for key in NODES if isinstance(numbers.get(key), int)), 1)
     if processes is None:
         visible = str(flags.get("CUDA_VISIBLE_DEVICES", ""))
-        return len(visible.split(",")) if visible else None
+        every = first and first[0].rpartition("/")[2] in ALL_VISIBLE
+        return len(visible.split(",")) if visible and every else None
     return int(processes) * (1 if "num_processes" in flags else int(nodes))

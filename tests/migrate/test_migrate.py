@@ -22,6 +22,7 @@ from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
     KEPT,
+    LEFT_OUT,
     NEEDLESS,
     OPEN,
     RENAMED,
@@ -197,7 +198,7 @@ def test_no_secret_is_written() -> None:
     assert "canary" not in result.yaml() + "".join(
         f"{row.value}{row.outcome.note}" for row in result.rows
     )
-    assert status(result, "hub_token") == status(result, "hub_model_id") == IMPOSSIBLE
+    assert status(result, "hub_token") == status(result, "hub_model_id") == LEFT_OUT
     envs = {"HF_TOKEN": "hf_canary", "NCCL_DEBUG": "INFO"}
     roll = of({"pretrain": "m", "system_envs": envs}, "roll")
     assert roll.config.system_envs == {"NCCL_DEBUG": "INFO"}
@@ -250,7 +251,9 @@ def test_a_line_with_a_config_file(tmp_path: Path) -> None:
     ("line", "devices"),
     [
         ("torchrun --nproc_per_node=8 --nnodes 2 train_dpo.py --plugin 3d --tp 2", 16),
-        ("CUDA_VISIBLE_DEVICES=0,1,2 swift rlhf --rlhf_type dpo", 3),
+        ("CUDA_VISIBLE_DEVICES=0,1,2 swift rlhf --rlhf_type dpo", None),  # one process
+        ("CUDA_VISIBLE_DEVICES=0,1,2 accelerate launch dpo.py --beta 0.1", 3),
+        ("NPROC_PER_NODE=2 swift rlhf --rlhf_type dpo", 2),
         ("python train.py --beta 0.1", None),
     ],
 )
@@ -272,22 +275,14 @@ def test_colossalchats_simpo_is_what_it_computes() -> None:
     assert (free.loss_names, free.gamma) == (["simpo"], 1.0)
 
 
-def test_openrlhf_flags_in_groups() -> None:
-    source = read_line(
-        "python -m openrlhf.cli.train_dpo --ds.zero_stage 2 --ds.packing_samples --model.pretrain org/m"
-    )
-    result = migrate(source, guess(source, PEERS))
-    assert result.config.actor_train.strategy_args.strategy_name == "zero2"
-    assert result.config.pretrain == "org/m"
-
-
 def test_deepspeed_by_its_file_or_its_name(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 3}}')
     assert of({"deepspeed": str(file)}).config.actor_train.strategy_args.strategy_config == {
         "config_file": str(file)
     }
-    elsewhere = of({"deepspeed": "examples/deepspeed/ds_z3_config.json"}, "llama-factory")
+    values = {"stage": "dpo", "deepspeed": "examples/deepspeed/ds_z3_config.json"}
+    elsewhere = of(values, "llama-factory")
     assert elsewhere.config.actor_train.strategy_args.strategy_name == "zero3"
     assert status(elsewhere, "deepspeed") == CHANGED
     assert status(of({"deepspeed": "ds.json"}), "deepspeed") == IMPOSSIBLE

@@ -297,11 +297,11 @@ def test_a_found_config_switches_nothing_on(
 
 def test_migrate_does_not_copy_trust(tmp_path: Path) -> None:
     source = tmp_path / "trl.yaml"
-    source.write_text("model_name_or_path: a/b\nbeta: 0.1\ntrust_remote_code: true\n")
+    source.write_text("model_name_or_path: a/b\nloss_type: sigmoid\ntrust_remote_code: true\n")
     done = rather("migrate", source, "--from", "trl", "--out", tmp_path / "dpo.yaml")
     assert done.exit_code == 0, done.output
     text = (tmp_path / "dpo.yaml").read_text()
     assert "trust_remote_code" not in yaml.safe_load(text).get("actor_train", {}).get(
         "model_args", {}
     )
-    assert "not possible: trust_remote_code = true; it runs Python code" in text
+    assert "left out: trust_remote_code = true; it runs Python code" in text

@@ -1,10 +1,13 @@
-"""ColossalChat: the flags of train_dpo.py."""
+"""ColossalChat: the flags of train_dpo.py and train_orpo.py.
+
+Facts of ColossalAI 0.5.0 (applications/ColossalChat/examples/training_scripts).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rather.migrate.engine import Peer
+from rather.migrate.engine import PROGRAM, Peer
 from rather.migrate.peers.shared import (
     DETAILS,
     DTYPES,
@@ -21,10 +24,15 @@ from rather.migrate.peers.shared import (
 from rather.migrate.rules import (
     CHANGED,
     RENAMED,
+    UNSET,
     Given,
     Outcome,
     Rule,
+    Unsupported,
+    algorithm,
+    by,
     each,
+    left_out,
     needless,
     never,
     to,
@@ -44,8 +52,10 @@ def of_3d(path: str) -> Rule:
 
 def loss(value: Any, given: Given) -> Outcome:
     """simpo_loss normalises by length and sets a margin; it keeps the reference unless disabled."""
-    if value != "simpo_loss":
+    if value == "dpo_loss":
         return Outcome(RENAMED, {"pref_loss": "sigmoid"})
+    if value != "simpo_loss":
+        raise Unsupported("loss_type is dpo_loss or simpo_loss")
     if given.get("disable_reference_model"):
         return Outcome(RENAMED, {"pref_loss": "simpo", "gamma": given.get("gamma") or 1.4})
     note = "with its reference this is length-normalised DPO with a margin, not SimPO"
@@ -86,7 +96,7 @@ RULES: dict[str, Rule] = {
     "zero_stage": of_3d(DETAILS + "zero_stage"),
     "enable_sequence_parallelism": of_3d(DETAILS + "sequence_parallel"),
     "sp_mode": needless("sp becomes context parallel, or norms by sequence under tp"),
-    "zero_cpu_offload": never("plugin zero2_cpu keeps the optimizer on the host"),
+    "zero_cpu_offload": left_out("plugin zero2_cpu keeps the optimizer on the host"),
     "ref_tp": to("ref_tp"),
     "loss_type": loss,
     "beta": to("beta"),
@@ -105,7 +115,9 @@ RULES: dict[str, Rule] = {
     "accumulation_steps": accumulation,
     "grad_clip": to("max_grad_norm"),
     "mixed_precision": to(MODEL + "dtype", DTYPES),
-    "lora_config": to(MODEL + "lora_config"),
+    "lora_config": lambda value, given: Outcome(RENAMED, {MODEL + ("lora_config" if value else "lora_rank"): value or None}),
+    PROGRAM: algorithm({"train_dpo": None, "train_orpo": "orpo"}),
+    "lam": when(lambda value, given: given.get(PROGRAM) == "train_orpo", to("beta")),
     "grad_checkpoint": recompute,
     "save_dir": run_folder,
     "save_interval": to("save_steps", lambda value: value or None, note="counts optimizer steps; there it counts "
@@ -123,15 +135,19 @@ RULES: dict[str, Rule] = {
 COLOSSALCHAT = Peer(
     "colossalchat",
     RULES,
+    version="0.5.0",
+    programs=("train_dpo", "train_orpo"),
     defaults={
-        "plugin": "gemini", "weight_decay": 0.1, "warmup_steps": None, "beta": 0.1, "max_length": 2048, "max_epochs": 3,
+        "loss_type": by(PROGRAM, {"train_dpo": "dpo_loss"}), "lam": by(PROGRAM, {"train_orpo": 0.1}),
+        "beta": by(PROGRAM, {"train_orpo": UNSET}, 0.1), "accumulation_steps": by(PROGRAM, {"train_orpo": 8}, 1),
+        "lora_config": None, "plugin": "gemini", "weight_decay": 0.1, "warmup_steps": None, "max_length": 2048, "max_epochs": 3,
         "batch_size": 4, "mixed_precision": "fp16", "save_interval": 1000, "lr": 5e-6, "(adam_beta2)": 0.95,
         "(schedule)": "cosine",
     },
     marks=("plugin", "accumulation_steps", "grad_clip", "mixed_precision", "disable_loss_mask", "ref_tp",
            "save_interval", "length_normalization", "disable_reference_model", "microbatch_size", "zero_cpu_offload",
            "save_dir"),
-    words=("coati", "--plugin"),
+    words=("coati", "colossalai run"),
     always=(
         "gamma is SimPO's target margin in units of reward, never label smoothing.",
         "Log-probs are summed in float32 or better; ColossalChat sums them in half precision.",

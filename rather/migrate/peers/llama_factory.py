@@ -1,64 +1,131 @@
-"""LLaMA-Factory: the YAML of `llamafactory-cli train`, stage dpo."""
+"""LLaMA-Factory: the YAML of `llamafactory-cli train`, stage dpo.
+
+Facts of 0.9.6 (src/llamafactory/hparams).
+"""
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
-from rather.migrate.engine import Peer
+from rather.files import parse_json, yaml_text
+from rather.migrate.engine import FOLDER, PROGRAM, Peer
 from rather.migrate.peers.shared import (
     DATA,
     HF,
     HF_DEFAULTS,
+    HF_KNOWN,
     MACHINERY,
     MODEL,
     SAMPLES,
     adapter,
     deepspeed,
+    images,
     length,
     loss_name,
+    most_rows,
+    trained,
 )
 from rather.migrate.rules import (
     NOT_NEEDED,
     OPEN,
+    RENAMED,
     Given,
     Outcome,
     Rule,
+    Unsupported,
+    algorithm,
     each,
     if_given,
+    keys,
+    left_out,
     needless,
     never,
     only,
     to,
 )
 
+COMMANDS = ("llamafactory-cli train", "lmf train")
+KNOWN = keys(
+    """
+    adapter_folder add_special_tokens add_tokens asft_alpha block_diag_attn buffer_size
+    compute_dtype create_new_adapter crop_to_patches default_system device_map disable_shuffling
+    early_stopping_steps enable_torch_profiler eval_on_each_dataset fp8 freeze_extra_modules
+    freeze_language_model freeze_trainable_modules hyper_parallel_args hyper_parallel_cp_size
+    image_do_pan_and_scan init_special_tokens interleave_probs kto_chosen_weight
+    kto_rejected_weight loraplus_lr_embedding megatron_bridge_args mixture_of_depths
+    model_max_length module_dropout new_special_tokens_config oft_block_size oft_rank oft_target
+    pissa_convert pissa_iter preserve_thinking profile_modules profiler_active_steps
+    profiler_output_dir profiler_profile_memory profiler_record_shapes profiler_repeat
+    profiler_wait_steps profiler_warmup_steps profiler_with_stack quantization_device_map
+    reward_model reward_model_adapters reward_model_quantization_bit reward_model_type
+    shift_attn split_special_tokens streaming tool_format train_from_scratch
+    upcast_lmhead_output use_asft_loss use_audio_in_video use_dft_loss use_eaft_loss
+    use_hyper_parallel use_kt use_llama_pro use_megatron_bridge use_v1_kernels
+    """
+)
+COLUMNS = {
+    "prompt": ("instruction", "prompt"), "query": ("input",), "messages": ("conversations", "messages"),
+    "chosen": ("chosen",), "rejected": ("rejected",), "system": ("system",), "history": ("history",),
+}  # fmt: skip
 TEMPLATES = {
-    "qwen": "qwen2_5", "qwen2_5": "qwen2_5", "qwen3": "qwen3", "llama3": "llama3", "chatml": "chatml", "gemma": "gemma",
+    "qwen": "qwen2_5", "qwen2_5": "qwen2_5", "qwen3": "qwen3", "qwen3_nothink": "chatml", "llama3": "llama3", "chatml": "chatml", "gemma": "gemma",
     "gemma2": "gemma2", "gemma3": "gemma3", "mistral": "mistral", "phi": "phi3", "zephyr": "zephyr", "vicuna": "vicuna",
 }  # fmt: skip
 
 
 def registered(path: str) -> Rule:
-    """Data sets are names from dataset_info.json, which is not read."""
+    """Look up names in dataset_info.json, if it is here; otherwise leave files to write."""
 
     def rule(value: Any, given: Given) -> Outcome:
         if not value:
             return NOT_NEEDED
         given_names = value if isinstance(value, list) else str(value).split(",")
         names = [name.strip() for name in given_names]
-        files = [name if PurePath(name).suffix else f"{name}.json" for name in names]
-        note = "names from dataset_info.json; write the files they stand for"
-        return Outcome(OPEN, {path: files[0] if len(files) == 1 else files}, note)
+        known = registry(given)
+        files = [_file(known.get(name, {})) or f"{name}.json" for name in names]
+        values = {path: files[0] if len(files) == 1 else files}
+        if all(_file(known.get(name, {})) for name in names):
+            return Outcome(RENAMED, values)
+        note = "dataset_info.json does not name a local file; save the rows there"
+        return Outcome(OPEN, values, note)
 
     return rule
+
+
+def registry(given: Given) -> dict[str, Any]:
+    folder = Path(given.get("dataset_dir") or "data")
+    for place in (given[FOLDER] / folder, folder, given[FOLDER]):
+        file = place / "dataset_info.json"
+        if file.is_file():
+            found = parse_json(yaml_text(file))
+            return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _file(entry: Any) -> str | None:
+    """Return the file of an entry; rows of other shapes than Rather reads are refused."""
+    if not entry or not entry.get("file_name"):
+        return None
+    columns = entry.get("columns") or {}
+    if not entry.get("ranking"):
+        raise Unsupported(f"{entry['file_name']} has no pairs (ranking is not true)")
+    if other := [
+        f"{key}: {name}" for key, name in columns.items() if name not in COLUMNS.get(key, ())
+    ]:
+        raise Unsupported(f"rename columns of {entry['file_name']} ({', '.join(other)})")
+    return str(entry["file_name"])
 
 
 RULES: dict[str, Rule] = {
     **HF,
     **adapter("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target",
               off=("finetuning_type", ("full", "freeze"))),
-    "stage": only("dpo", why="only stage dpo is preference training"),
-    "finetuning_type": only("lora", "full", why="weights are trained whole or by a LoRA adapter"),
+    PROGRAM: algorithm(dict.fromkeys(COMMANDS)),
+    "stage": algorithm({"dpo": "sigmoid"}),
+    "finetuning_type": trained,
+    **each("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate "
+           "freeze_vision_tower freeze_multi_modal_projector media_dir", images),
     "model_name_or_path": to("pretrain"),
     "adapter_name_or_path": to(MODEL + "adapter_name_or_path", note="the adapter as it is here is the reference; "
                                "LLaMA-Factory takes the base model"),
@@ -82,7 +149,8 @@ RULES: dict[str, Rule] = {
     "template": to("global_template", TEMPLATES),
     "cutoff_len": length(cut="truncate_prompt", note="LLaMA-Factory shortens prompt and answers in proportion; here "
                          "the prompt is cut from its left"),
-    "max_samples": never("cut the file instead"),
+    "max_samples": most_rows(registered(SAMPLES)),
+    "pure_bf16": to(MODEL + "dtype", {True: "bf16"}, note="weights have exact float32 copies"),
     "mix_strategy": only("concat", why="data_args.weights mixes files"),
     "deepspeed": deepspeed,
     "flash_attn": needless("Rather has its own attention"),
@@ -90,7 +158,15 @@ RULES: dict[str, Rule] = {
     "mask_history": to(DATA + "score", {True: "last", False: "last"}),
     **each("overwrite_cache plot_loss use_fast_tokenizer low_cpu_mem_usage enable_liger_kernel "
            "enable_thinking cache_dir upcast_layernorm preprocessing_batch_size use_swanlab tokenized_path "
-           "double_quantization quantization_method ray_run_name ray_storage_path", needless(MACHINERY)),
+           "double_quantization quantization_method ray_run_name ray_storage_path "
+           "print_param_status include_effective_tokens_per_second eval_num_beams infer_backend infer_dtype "
+           "offload_folder use_kv_cache use_reentrant_gc use_unsloth_gc master_addr master_port "
+           "compute_accuracy data_shared_file_system ray_num_workers ray_init_kwargs "
+           "ignore_pad_token_for_loss quantization_type "
+           "swanlab_project swanlab_mode", needless(MACHINERY)),
+    **each("hf_hub_token ms_hub_token om_hub_token", left_out("set it in the environment")),
+    "disable_gradient_checkpointing": to(MODEL + "disable_gradient_checkpointing"),
+    "model_revision": to(MODEL + "revision"),
     **each("use_galore use_badam use_apollo use_muon use_adam_mini loraplus_lr_ratio freeze_trainable_layers "
            "train_on_prompt resize_vocab rope_scaling neat_packing use_unsloth use_mca", never("not supported")),
 }  # fmt: skip
@@ -98,13 +174,17 @@ RULES: dict[str, Rule] = {
 LLAMA_FACTORY = Peer(
     "llama-factory",
     RULES,
+    version="0.9.6",
+    programs=COMMANDS,
+    known=HF_KNOWN | KNOWN,
     defaults={
-        **HF_DEFAULTS, "cutoff_len": 2048, "dataset_dir": "data", "finetuning_type": "lora", "lora_rank": 8,
-        "lora_target": "all",
+        **HF_DEFAULTS, "stage": "sft", "cutoff_len": 2048, "dataset_dir": "data", "finetuning_type": "lora",
+        "lora_rank": 8, "lora_alpha": lambda given: 2 * given["lora_rank"], "lora_target": "all", "pref_beta": 0.1,
+        "pref_loss": "sigmoid", "simpo_gamma": 0.5,
     },
     marks=("stage", "finetuning_type", "pref_beta", "pref_loss", "pref_ftx", "cutoff_len", "dpo_label_smoothing",
            "quantization_bit", "plot_loss", "overwrite_cache"),
-    words=("llamafactory-cli", "llamafactory"),
+    words=("llamafactory", " lmf "),
     whole=("lr_scheduler_kwargs", "deepspeed"),
     always=("Only the last turn is scored, as in LLaMA-Factory.", "The order of the pairs is another one."),
 )  # fmt: skip

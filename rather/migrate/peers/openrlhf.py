@@ -1,10 +1,13 @@
-"""OpenRLHF: the flags of train_dpo. Newer versions group them with dots; the last part counts."""
+"""OpenRLHF: the flags of openrlhf.cli.train_dpo.
+
+Facts of 0.11 (openrlhf/cli/train_dpo.py), whose flags are in groups; and of 0.8, where they are not.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rather.migrate.engine import Peer
+from rather.migrate.engine import ALIASED, PROGRAM, Peer
 from rather.migrate.peers.shared import (
     DATA,
     DETAILS,
@@ -16,6 +19,7 @@ from rather.migrate.peers.shared import (
     bf16,
     dataset,
     length,
+    most_rows,
     positive,
     recompute,
     run_folder,
@@ -26,12 +30,16 @@ from rather.migrate.rules import (
     CHANGED,
     NOT_NEEDED,
     RENAMED,
+    UNSET,
     Given,
     Outcome,
     Rule,
+    algorithm,
     each,
+    left_out,
     needless,
     never,
+    only,
     to,
 )
 
@@ -42,10 +50,10 @@ def betas(value: Any, given: Given) -> Outcome:
 
 
 def schedule(value: Any, given: Given) -> Outcome:
-    """Its cosine ends at a tenth of the peak."""
+    """Its cosine ends at a share of the peak."""
     values: dict[str, Any] = {TRAINING + "lr_scheduler_type": SCHEDULES[value]}
     if value == "cosine_with_min_lr":
-        values[TRAINING + "lr_scheduler_kwargs.min_lr_rate"] = 0.1
+        values[TRAINING + "lr_scheduler_kwargs.min_lr_rate"] = given["min_lr_ratio"]
     return Outcome(RENAMED, values)
 
 
@@ -54,9 +62,54 @@ def ipo(value: Any, given: Given) -> Outcome:
     return Outcome(CHANGED, {"pref_loss": "ipo"}, note) if value else NOT_NEEDED
 
 
+# The groups of 0.11, and the names of 0.8.
+ALIASES = {
+    "ckpt.output_dir": "save_path", "ckpt.save_steps": "save_steps", "ckpt.save_hf": "save_hf_ckpt",
+    "ckpt.disable_ds": "disable_ds_ckpt", "ckpt.path": "ckpt_path", "ckpt.max_num": "max_ckpt_num",
+    "ckpt.max_mem": "max_ckpt_mem", "ckpt.load_enable": "load_checkpoint", "logger.logging_steps": "logging_steps",
+    "logger.wandb.key": "use_wandb", "logger.wandb.org": "wandb_org", "logger.wandb.group": "wandb_group",
+    "logger.wandb.project": "wandb_project", "logger.wandb.run_name": "wandb_run_name",
+    "logger.tensorboard_dir": "use_tensorboard", "eval.steps": "eval_steps", "eval.dataset": "eval_dataset",
+    "eval.split": "eval_split", "train.micro_batch_size": "micro_train_batch_size",
+    "train.batch_size": "train_batch_size", "train.seed": "seed", "train.max_epochs": "max_epochs",
+    "train.full_determinism_enable": "full_determinism", "model.model_name_or_path": "pretrain",
+    "model.gradient_checkpointing_enable": "gradient_checkpointing",
+    "model.gradient_checkpointing_reentrant": "gradient_checkpointing_use_reentrant", "model.beta": "beta",
+    "model.ipo_enable": "ipo", "model.label_smoothing": "label_smoothing", "model.aux_loss_coef": "aux_loss_coef",
+    "model.nll_loss_coef": "nll_loss_coef", "ref.model_name_or_path": "ref_pretrain", "ref.offload": "ref_offload",
+    "adam.lr": "learning_rate", "adam.betas": "adam_betas", "adam.eps": "adam_eps", "adam.weight_decay": "l2",
+    "ds.use_universal_ckpt": "use_ds_universal_ckpt", "ds.tensor_parallel_size": "ds_tensor_parallel_size",
+    "ds.ring_attn_head_stride": "ring_head_stride", "ds.lora.rank": "lora_rank", "ds.lora.alpha": "lora_alpha",
+    "ds.lora.target_modules": "target_modules", "ds.lora.dropout": "lora_dropout",
+} | {
+    f"{group}.{name}": name
+    for group, names in {
+        "ds": "deepcompile zero_stage param_dtype zpg adam_offload attn_implementation experts_implementation "
+              "use_liger_kernel grad_accum_dtype overlap_comm ring_attn_size load_in_4bit packing_samples",
+        "data": "disable_fast_tokenizer dataloader_num_workers dataset dataset_probs dataset_split max_samples prompt_key "
+                "chosen_key rejected_key input_template apply_chat_template tokenizer_chat_template max_len",
+    }.items() for name in names.split()
+}  # fmt: skip
+
+
+def rank(value: Any, given: Given) -> Outcome:
+    return Outcome(RENAMED, {MODEL + "lora_rank": value or None})
+
+
+def precision(given: Given) -> Any:
+    """In 0.11 it is bf16; without groups, the version and so the default are not known."""
+    return "bf16" if "bf16" not in given and given[ALIASED] else UNSET
+
+
 RULES: dict[str, Rule] = {
     **adapter("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save",
               off=("lora_rank", (0, None))),
+    "lora_rank": rank,
+    PROGRAM: algorithm({"train_dpo": "sigmoid"}),
+    "optim": only("adam", why="the optimizer is AdamW"),
+    "adam_eps": to(TRAINING + "adam_epsilon"),
+    "min_lr_ratio": needless("lr_scheduler says it"),
+    "muon.*": needless("used with --optim muon only"),
     "pretrain": to("pretrain"),
     "ref_pretrain": to("reference.model_args.model_name_or_path"),
     "ref_offload": to("reference.offload", {True: "on", False: "auto"}),
@@ -68,7 +121,7 @@ RULES: dict[str, Rule] = {
     "tokenizer_chat_template": never("name a template or a Jinja file: global_template"),
     "input_template": never("write a Jinja file and name it: global_template"),
     "max_len": length(cut="truncate_response", note="OpenRLHF writes EOS over the last token of a cut answer"),
-    "max_samples": never("cut the file instead", unless=(1e8, 100000000, 1000000)),
+    "max_samples": most_rows(dataset(), 100000000, 1000000),
     "beta": to("beta"),
     "ipo": ipo,
     "label_smoothing": to("label_smoothing"),
@@ -83,7 +136,7 @@ RULES: dict[str, Rule] = {
     "train_batch_size": to("train_batch_size"),
     "micro_train_batch_size": needless("micro-batches follow a token budget"),
     "zero_stage": zero_stage,
-    "adam_offload": never("strategy_name: zero2_cpu keeps the optimizer on the host"),
+    "adam_offload": left_out("strategy_name: zero2_cpu keeps the optimizer on the host"),
     "ds_tensor_parallel_size": to(DETAILS + "tp_size"),
     "ring_attn_size": to(DETAILS + "cp_size"),
     "bf16": bf16,
@@ -94,7 +147,7 @@ RULES: dict[str, Rule] = {
     "logging_steps": to("logging_steps"),
     "eval_steps": positive("eval_steps"),
     "max_ckpt_num": to("max_ckpt_to_keep"),
-    "load_checkpoint": to("resume_from_checkpoint", {True: "auto", False: "auto"}),
+    "load_checkpoint": to("resume_from_checkpoint", {True: "auto", False: False}),
     "seed": to("seed"),
     "use_wandb": tracker("wandb"),
     "use_tensorboard": tracker("tensorboard"),
@@ -106,19 +159,24 @@ RULES: dict[str, Rule] = {
            "grad_accum_dtype disable_fast_tokenizer local_rank deepcompile dataset_split eval_split "
            "wandb_org wandb_group wandb_project wandb_run_name disable_trace_cache full_determinism "
            "gradient_checkpointing_use_reentrant torch_compile "
-           "use_ms dataset_probs ring_head_stride", needless(MACHINERY)),
+           "use_ms ring_head_stride experts_implementation dataloader_num_workers", needless(MACHINERY)),
+    "dataset_probs": never("data_args.weights mixes files"),
 }  # fmt: skip
 
 OPENRLHF = Peer(
     "openrlhf",
     RULES,
+    version="0.11",
+    programs=("train_dpo",),
+    aliases=ALIASES,
     defaults={
         "max_len": 512, "learning_rate": 1e-5, "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03,
-        "adam_betas": [0.9, 0.95], "train_batch_size": 128, "beta": 0.1, "bf16": True, "save_steps": -1,
+        "min_lr_ratio": 0.1, "adam_betas": [0.9, 0.95], "train_batch_size": 128, "beta": 0.1, "save_steps": -1,
+        "zero_stage": 2, "param_dtype": precision, "lora_rank": 0, "lora_alpha": 16, "max_epochs": 1, "seed": 42,
     },
     marks=("micro_train_batch_size", "max_len", "zero_stage", "nll_loss_coef", "lr_warmup_ratio", "ref_pretrain",
            "packing_samples", "max_ckpt_num", "adam_offload"),
-    words=("openrlhf",),
+    words=("openrlhf.",),
     always=(
         "OpenRLHF writes a space and EOS after each answer; here the chat template, or EOS alone, ends it.",
         "A step holds train_batch_size pairs on any number of devices.",

@@ -20,6 +20,8 @@ from rather.migrate.rules import (
     needless,
 )
 
+RANK = "actor_train.model_args.lora_rank"
+
 
 class OwnKeys(Mapping[str, Rule]):
     """Keep every key of Rather's schema; report other keys as the config loader does."""
@@ -48,7 +50,7 @@ class OwnKeys(Mapping[str, Rule]):
 
 
 def kept(key: str, value: Any, given: Given) -> Outcome:
-    if value is None:
+    if value is None and key != RANK:
         return NOT_NEEDED
     return Outcome(RENAMED, {key: value})
 
@@ -56,6 +58,13 @@ def kept(key: str, value: Any, given: Given) -> Outcome:
 ROLL = Peer(
     "roll",
     OwnKeys(),
+    programs=("start_dpo_pipeline",),
+    version="0.3",
+    defaults={
+        "pref_loss": "sigmoid", "beta": 0.1, "actor_train.training_args.learning_rate": 5e-5,
+        "actor_train.training_args.per_device_train_batch_size": 8, "actor_train.model_args.dtype": "bf16",
+        RANK: lambda given: 8 if given.get("actor_train.model_args.lora_target") else None,
+    },
     marks=("actor_train.strategy_args.strategy_name", "actor_train.training_args.learning_rate",
            "checkpoint_config.type", "is_offload_states", "rollout_batch_size", "actor_train.infer_batch_size"),
     words=("start_dpo_pipeline.py",),

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rather.config.keys import table
+from rather.errors import ConfigError
 from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
+    LEFT_OUT,
     NEEDLESS,
     NOT_NEEDED,
     NOTHING,
@@ -19,6 +21,8 @@ from rather.migrate.rules import (
     Rule,
     Unsupported,
     each,
+    keys,
+    left_out,
     needless,
     never,
     only,
@@ -58,6 +62,7 @@ ADAMW = (
     "AdamW",
     "torch.optim.AdamW",
 )
+EIGHT_BITS = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 MACHINERY = "internal to that tool; no result depends on it"
 UPLOAD = "nothing is uploaded; the run folder has the model and its card"
 NO_LIMIT = 32768
@@ -69,6 +74,14 @@ NO_LIMIT = 32768
 def positive(path: str) -> Rule:
     """Treat -1 and 0 as not set."""
     return when(lambda value, given: value and value > 0, to(path))
+
+
+def optimizer(value: Any, given: Given) -> Outcome:
+    """AdamW whose states are stored in 8 bits is AdamW."""
+    if str(value) in EIGHT_BITS:
+        note = "its states are exact here; precision: lean makes them smaller"
+        return Outcome(CHANGED, {}, note)
+    return only(*ADAMW, why="the optimizer is AdamW")(value, given)
 
 
 def whole_steps(path: str) -> Rule:
@@ -103,6 +116,18 @@ def run_folder(value: Any, given: Given) -> Outcome:
     return Outcome(CHANGED, {"output_dir": parent, "exp_name": path.name}, note)
 
 
+def most_rows(named: Rule, *unlimited: int) -> Rule:
+    """The file that is to be saved needs no more rows; one that exists would be used whole."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        if value is None or value in unlimited:
+            return NOT_NEEDED
+        is_open = named(given.get("dataset"), given).status == OPEN
+        return Outcome(OPEN if is_open else IMPOSSIBLE, note=f"save at most {value} rows of each")
+
+    return rule
+
+
 def dataset(path: str = SAMPLES) -> Rule:
     """Accept local files; a data set of a hub has to be saved to a file first."""
 
@@ -110,6 +135,10 @@ def dataset(path: str = SAMPLES) -> Rule:
         if value in NOTHING:
             return NOT_NEEDED
         names = [str(name) for name in value] if isinstance(value, list) else str(value).split(",")
+        if counted := [
+            name for name in names if name.partition("#")[0].endswith(READABLE) and "#" in name
+        ]:
+            raise Unsupported(f"save the rows of {counted[0]} to a file of their own")
         files = [
             name if name.endswith(READABLE) else f"{Path(name.partition('#')[0]).name}.jsonl"
             for name in names
@@ -133,13 +162,21 @@ def trackers(value: Any, given: Given) -> Outcome:
     values = {"track_with": kept[0] if len(kept) == 1 else kept or None}
     if lost:
         note = f"no tracker {', '.join(lost)}; supported: {', '.join(known)}"
-        return Outcome(IMPOSSIBLE, values, note)
+        return Outcome(LEFT_OUT, values, note)
     return Outcome(RENAMED, values)
 
 
 def tracker(name: str) -> Rule:
-    """Translate the switch of one tracker."""
-    return when(lambda value, given: value, lambda value, given: trackers(name, given))
+    """Translate the switch of one tracker; several may be on."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        switches = {
+            key.removesuffix("_enabled").rpartition(".")[2]: on for key, on in given.items()
+        }
+        others = [other for other in table()["track_with"].choices if switches.get(other)]
+        return trackers(others if len(others) > 1 else name, given)
+
+    return when(lambda value, given: value, rule)
 
 
 def loss_name(path: str = "pref_loss", **others: str | None) -> Rule:
@@ -153,6 +190,11 @@ def loss_name(path: str = "pref_loss", **others: str | None) -> Rule:
         return Outcome(RENAMED, {path: ours[0] if len(ours) == 1 else ours})
 
     return rule
+
+
+def images(value: Any, given: Given) -> Outcome:
+    """Refuse a setting that only training on images, video or audio has."""
+    raise ConfigError("a setting for images, video or audio; Rather trains language models only.")
 
 
 # ---- precision, memory, devices
@@ -189,6 +231,14 @@ def deepspeed(value: Any, given: Given) -> Outcome:
     cpu = "offload" in name and stage == "2"
     note = f"{value} is not here; stage {stage} is taken from its name"
     return Outcome(CHANGED, {STRATEGY: f"zero{stage}" + ("_cpu" if cpu else "")}, note)
+
+
+def megatron(path: str) -> Rule:
+    """Set a degree of Megatron."""
+    return when(
+        lambda value, given: value and value > 1,
+        lambda value, given: Outcome(RENAMED, {STRATEGY: "megatron_train", DETAILS + path: value}),
+    )
 
 
 def zero_stage(value: Any, given: Given) -> Outcome:
@@ -234,7 +284,7 @@ def evaluated(value: Any, given: Given) -> Outcome:
 
 def eval_steps(value: Any, given: Given) -> Outcome:
     strategy = given.get("eval_strategy") or given.get("evaluation_strategy")
-    if str(strategy) not in ("steps", "None"):
+    if str(strategy) not in ("steps", "None"):  # None: a tool that has no such key
         return Outcome(NEEDLESS, note=f"eval_strategy is {strategy}")
     return whole_steps("eval_steps")(value, given)
 
@@ -277,7 +327,7 @@ HF: dict[str, Rule] = {
     "max_grad_norm": to("max_grad_norm"),
     "seed": to("seed"),
     "data_seed": to(TRAINING + "data_seed"),
-    "optim": only(*ADAMW, why="the optimizer is AdamW; its memory is a third with precision: lean"),
+    "optim": optimizer,
     "bf16": bf16,
     "fp16": fp16,
     "gradient_checkpointing": recompute,
@@ -307,7 +357,7 @@ HF: dict[str, Rule] = {
     "preprocessing_num_workers": to(DATA + "preprocessing_num_workers"),
     **each(
         "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision",
-        never(UPLOAD),
+        left_out(UPLOAD),
     ),
     **each("neftune_noise_alpha label_smoothing_factor", never("not supported", unless=(0, 0.0))),
     "save_only_model": needless("checkpoints are always complete; model/ is the model alone"),
@@ -321,16 +371,37 @@ HF: dict[str, Rule] = {
         "ddp_backend local_rank fsdp_config accelerator_config gradient_checkpointing_kwargs torch_compile_backend "
         "torch_compile_mode torch_empty_cache_steps greater_is_better eval_delay eval_on_start "
         "eval_accumulation_steps include_num_input_tokens_seen tf32 average_tokens_across_devices save_safetensors "
-        "bf16_full_eval fp16_full_eval attn_implementation",
+        "bf16_full_eval fp16_full_eval attn_implementation "
+        "batch_eval_metrics dataloader_in_order dataloader_multiprocessing_context "
+        "ddp_broadcast_buffers ddp_static_graph debug eval_do_concat_batches eval_use_gather_object "
+        "include_for_metrics length_column_name liger_kernel_config log_level_replica "
+        "log_on_each_node prediction_loss_only save_on_each_node skip_memory_metrics "
+        "trackio_bucket_id trackio_space_id trackio_static_space_id use_cache label_names "
+        "hub_always_push enable_jit_checkpoint",
         needless(MACHINERY),
     ),
 }
+HF_KNOWN = keys(
+    """
+    ignore_data_skip optim_args optim_target_modules parallelism_config
+    restore_callback_states_from_checkpoint train_sampling_strategy
+    """
+)
 HF_DEFAULTS = {
-    "num_train_epochs": 3.0, "learning_rate": 5e-5, "logging_steps": 500, "save_steps": 500, "save_total_limit": None,
+    "eval_strategy": lambda given: given.get("evaluation_strategy", "no"),
+    "num_train_epochs": 3.0, "learning_rate": 5e-5, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "logging_steps": 500, "save_steps": 500, "save_total_limit": None,
 }  # fmt: skip
 
 
 # ---- adapters
+
+
+def trained(value: Any, given: Given) -> Outcome:
+    """The weights are trained whole, or by a LoRA adapter."""
+    if value == "full":
+        return Outcome(RENAMED, {MODEL + "lora_rank": None})
+    return only("lora", why="weights are trained whole or by a LoRA adapter")(value, given)
 
 
 def adapter(

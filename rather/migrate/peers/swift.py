@@ -1,52 +1,161 @@
-"""ms-swift: the arguments of `swift rlhf --rlhf_type dpo`."""
+"""ms-swift: the arguments of `swift rlhf` and `megatron rlhf`.
+
+Facts of 4.6 (swift/arguments, swift/trainers/arguments.py, swift/megatron/arguments).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rather.migrate.engine import Peer
+from rather.migrate.engine import COUNT, PROGRAM, Peer
 from rather.migrate.peers.shared import (
     DATA,
-    DTYPES,
     HF,
     HF_DEFAULTS,
+    HF_KNOWN,
     MACHINERY,
     MODEL,
+    TRAINING,
     adapter,
     dataset,
+    images,
     length,
     loss_name,
+    megatron,
+    optimizer,
+    trained,
 )
 from rather.migrate.peers.trl import DIVERGENCES
 from rather.migrate.rules import (
     NOT_NEEDED,
     RENAMED,
+    UNSET,
     Given,
     Outcome,
     Rule,
     Unsupported,
+    algorithm,
+    by,
     each,
     if_set,
+    keys,
+    left_out,
     needless,
     never,
-    only,
     to,
+    when,
 )
 
-KINDS = {"dpo": None, "orpo": "orpo", "simpo": "simpo", "cpo": "cpo"}
+KINDS = {"dpo": "sigmoid", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo"}
 CUTS = {"delete": "drop", "left": "truncate_prompt", "right": "truncate_response"}
+KNOWN = keys(
+    """
+    acc_strategy account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    accumulate_allreduce_grads_in_fp32 adapter_act adapter_length add_non_thinking_prefix
+    advantage_estimator agent_template align_grad_reduce align_param_gather
+    apply_dsa_kernel_fusion apply_query_key_layer_scaling apply_rope_fusion
+    apply_wd_to_qk_layernorm async_generate attention_softmax_in_fp32 batch_p2p_comm
+    bias_activation_fusion bias_dropout_fusion bnb_4bit_use_double_quant bridge_backend
+    cached_dataset cached_val_dataset calculate_KL calculate_per_token_loss callbacks
+    center_rewards_coefficient cliprange cliprange_value completion_length_limit_scope
+    cp_comm_type cp_partition_mode cross_entropy_fusion_impl csa_dense_mode custom_dataset_info
+    custom_register_path data_parallel_random_init data_parallel_sharding_strategy data_sharding
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers deepspeed_autotp_size
+    delta desirable_weight device_map disable_auto_column_mapping disable_ignore_empty_think
+    dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 download_mode
+    ds3_gather_for_generation dynamic_sample early_stop_interval enable_channel_loss
+    enable_dft_loss enable_npu_model_patch enable_thinking end_weight_decay epsilon epsilon_high
+    eval_dataset eval_dataset_args eval_generation_config eval_iters eval_limit eval_metric
+    eval_use_evalscope exp_avg_dtype exp_avg_sq_dtype expert_tensor_parallel_size experts_impl
+    external_plugins extra_eval_args freeze_parameters freeze_parameters_ratio
+    freeze_parameters_regex gamma gkd_logits_topk gradient_accumulation_fusion gym_env hqq_axis
+    importance_sampling_level init_strategy init_weights interleave_prob is_binary_loss_scale
+    kl_coef kl_in_reward lam language_model_only linear_decoupled_in_proj lmbda load_args
+    load_data_args local_repo_path local_rollout_forward_batch_size log_completions log_entropy
+    log_rollout_offpolicy_metrics lora_bias lora_dtype lorap_lr_ratio lr_decay_iters
+    lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_style main_grads_dtype main_params_dtype
+    manual_gc manual_gc_eval manual_gc_steps masked_softmax_fusion max_completion_length
+    max_memory max_model_len max_new_tokens max_resample_times max_shard_size max_turns
+    mcore_adapter mcore_model mcore_ref_adapter mcore_ref_model megatron_extra_kwargs
+    microbatch_group_size_per_vp_stage missing_eos_penalty mlp_padding_free model_kwargs
+    move_model_batches mrl_dims multi_turn_scheduler nccl_comm_warmup new_special_tokens
+    norm_bbox num_generations num_generations_eval num_iterations num_mini_batches
+    num_ppo_epochs num_sample_generations off_policy_sequence_mask_delta offload_bridge
+    offload_model offload_optimizer offload_teacher_model optimizer_cuda_graph overlap_p2p_comm
+    overlong_filter packing_num_proc packing_strategy padding_side perform_initialization
+    pipeline_model_parallel_layout preserve_thinking problem_type quant_method real_tau
+    ref_model_mixup_alpha ref_model_revision ref_model_sync_steps ref_model_type
+    repetition_max_penalty repetition_n_grams repetition_penalty response_length response_prefix
+    resume_only_model reward_adapters reward_funcs reward_model reward_model_plugin
+    reward_model_revision reward_model_type reward_template reward_weights
+    rollout_importance_sampling_mode rollout_importance_sampling_threshold rope_scaling
+    router_replay_mode safe_serialization save_missing_weights scale_rewards seq_kd
+    sequence_packing_scheduler sft_alpha sgd_momentum shuffle_buffer_size sleep_level
+    start_weight_decay steps_per_generation stopping_strategy target_parameters target_regex
+    tau_neg tau_pos te_rng_tracker temperature template_backend tensorboard_queue_size
+    top_entropy_quantile top_k top_p tp_comm_overlap train_dataloader_shuffle
+    trainable_parameters trainable_parameters_regex tuner_backend undesirable_weight
+    use_chat_template use_cpu_initialization use_flash_ckpt use_fused_mhc use_galore use_gym_env
+    use_megatron_fsdp use_persistent_ckpt_worker use_ray use_swift_lora use_vllm
+    val_dataset_shuffle vf_coef virtual_pipeline_model_parallel_size weight_decay_incr_style
+    whiten_rewards zero_hpz_partition_size
+    """
+)
+# Names of Megatron's arguments, and of older versions.
+ALIASES = {
+    "train_type": "tuner_type", "lr": "learning_rate", "clip_grad": "max_grad_norm", "adam_eps": "adam_epsilon",
+    "lr_decay_style": "lr_scheduler_type", "lr_warmup_fraction": "warmup_ratio", "lr_warmup_iters": "warmup_steps",
+    "train_iters": "max_steps", "save": "output_dir", "max_epochs": "num_train_epochs", "save_interval": "save_steps",
+    "eval_interval": "eval_steps", "context_parallel_size": "sequence_parallel_size",
+}  # fmt: skip
 
 
-def kind(value: Any, given: Given) -> Outcome:
-    if value not in KINDS:
-        raise Unsupported(f"not preference training on pairs; supported: {', '.join(KINDS)}")
-    ours = KINDS[value]
-    return Outcome(RENAMED, {"pref_loss": ours}) if ours else NOT_NEEDED
+def is_megatron(given: Given) -> bool:
+    return given.get(PROGRAM) == "megatron rlhf"
+
+
+def unless_megatron(default: Any) -> Any:
+    return lambda given: UNSET if is_megatron(given) else default
+
+
+def accumulation(given: Given) -> Any:
+    """Without it swift fills a batch up to 16 pairs; Megatron names the whole batch."""
+    size = given["per_device_train_batch_size"] * given[COUNT] if not is_megatron(given) else 0
+    return max(1, -(-16 // size)) if size else UNSET
 
 
 def loss_type(value: Any, given: Given) -> Outcome:
-    dpo = value and given.get("rlhf_type") == "dpo"
-    return loss_name(kto_pair=None)(value, given) if dpo else NOT_NEEDED
+    if not value:
+        return NOT_NEEDED
+    if given.get("rlhf_type") == "cpo":
+        return to("pref_loss", {"sigmoid": "cpo", "simpo": "simpo"})(value, given)
+    if is_megatron(given) and value != "sigmoid":
+        raise Unsupported("megatron rlhf trains sigmoid whatever is written here")
+    return loss_name(kto_pair=None)(value, given) if given.get("rlhf_type") == "dpo" else NOT_NEEDED
+
+
+def cpo_alpha(value: Any, given: Given) -> Outcome:
+    """The weight of the NLL is part of cpo, and an addition to simpo."""
+    keys = {"simpo": "rpo_alpha", "cpo": "cpo_alpha"}
+    kind = "simpo" if given.get("loss_type") == "simpo" else given.get("rlhf_type")
+    return to(keys[str(kind)])(value, given) if kind in keys else NOT_NEEDED
+
+
+def dtype(value: Any, given: Given) -> Outcome:
+    """It computes in fp16 if the weights are float16 or float32, unless bf16 or fp16 is set."""
+    if given.get("bf16") is not None or given.get("fp16") is not None:
+        return NOT_NEEDED
+    return to(MODEL + "dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"})(
+        value, given
+    )
+
+
+def min_lr(value: Any, given: Given) -> Outcome:
+    values = {TRAINING + "lr_scheduler_type": "cosine_with_min_lr",
+              TRAINING + "lr_scheduler_kwargs": {"min_lr": value}}  # fmt: skip
+    if value and given.get("lr_scheduler_type") != "cosine":
+        raise Unsupported("only a cosine has a least learning rate")
+    return Outcome(RENAMED, values) if value else NOT_NEEDED
 
 
 def cut(value: Any, given: Given) -> Outcome:
@@ -57,15 +166,36 @@ def cut(value: Any, given: Given) -> Outcome:
 RULES: dict[str, Rule] = {
     **HF,
     **adapter("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save",
-              off=("train_type", ("full",))),
-    **each("train_type tuner_type", only("lora", "full", why="weights are trained whole or by a LoRA adapter")),
-    "rlhf_type": kind,
+              off=("tuner_type", ("full",))),
+    "tuner_type": trained,
+    PROGRAM: algorithm({"swift rlhf": None, "megatron rlhf": None}),
+    "rlhf_type": algorithm(KINDS),
+    "global_batch_size": to("train_batch_size"),
+    "micro_batch_size": needless("micro-batches follow a token budget"),
+    "min_lr": min_lr,
+    "tensor_model_parallel_size": megatron("tp_size"),
+    "pipeline_model_parallel_size": megatron("pp_size"),
+    "expert_model_parallel_size": never("mixtures of experts are not supported", unless=(1,)),
+    "sequence_parallel": needless("norms by sequence change no result"),
+    "recompute_granularity": to(MODEL + "disable_gradient_checkpointing", {"full": False, "selective": False, "none": True}),
+    "optimizer_cpu_offload": left_out("strategy_name: zero2_cpu keeps the optimizer on the host"),
+    "optimizer": optimizer,
+    "moe_aux_loss_coeff": never("mixtures of experts are not supported", unless=(0, 0.0)),
+    "reference_free": to("reference_free"),
+    "discopop_tau": when(lambda value, given: "discopop" in str(given.get("loss_type")), to("discopop_tau")),
+    "router_aux_loss_coef": never("mixtures of experts are not supported", unless=(0, 0.0)),
+    **each("save_safetensors finetune cross_entropy_loss_fusion attention_backend recompute_method recompute_num_layers "
+           "recompute_modules no_save_optim no_save_rng use_precision_aware_optimizer optimizer_offload_fraction "
+           "no_load_optim no_load_rng moe_permute_fusion moe_grouped_gemm moe_shared_expert_overlap merge_lora "
+           "group_by_length use_distributed_optimizer overlap_grad_reduce overlap_param_gather tensorboard_dir "
+           "wandb_project wandb_exp_name async_save packing_length check_model use_logits_to_keep", needless(MACHINERY)),
+    **each("vit_lr aligner_lr vit_gradient_checkpointing", images),
     "model": to("pretrain"),
     "model_revision": to(MODEL + "revision"),
     "adapters": to(MODEL + "adapter_name_or_path", lambda value: value[0] if isinstance(value, list) else value),
     "ref_model": to("reference.model_args.model_name_or_path"),
     "ref_adapters": never("the reference has the policy's starting adapter, or none"),
-    "torch_dtype": to(MODEL + "dtype", DTYPES),
+    "torch_dtype": dtype,
     "quant_bits": to(MODEL + "quantization", {4: "4bit"}),
     "dataset": dataset(),
     "val_dataset": dataset("validation.data_args.file_name"),
@@ -80,36 +210,42 @@ RULES: dict[str, Rule] = {
     "beta": to("beta"),
     "label_smoothing": to("label_smoothing"),
     "rpo_alpha": to("rpo_alpha"),
-    "simpo_gamma": to("gamma"),
-    "cpo_alpha": to("rpo_alpha", note="in simpo the NLL has this weight"),
+    "simpo_gamma": when(lambda value, given: "simpo" in (given.get("rlhf_type"), given.get("loss_type")), to("gamma")),
+    "cpo_alpha": cpo_alpha,
     "ld_alpha": to("ld_alpha"),
     "f_divergence_type": to("f_divergence_type", DIVERGENCES),
-    "reference_free": to("reference_free"),
     "sequence_parallel_size": to("actor_train.strategy_args.cp_size"),
     "columns": to(DATA + "columns", note="swift writes its name first: {theirs: ours}; turn the entries round"),
     **each("packing padding_free", needless("pairs are always packed")),
     "attn_impl": needless("Rather has its own attention"),
     **each("freeze_vit freeze_llm freeze_aligner", needless("language models only")),
+    "max_pixels": images,
     **each("use_hf model_type task_type add_version dataset_shuffle lazy_tokenize load_from_cache_file "
            "create_checkpoint_symlink dataloader_num_workers model_author model_name strict ignore_args_error "
-           "max_pixels streaming num_labels ddp_timeout save_only_model", needless(MACHINERY)),
+           "streaming num_labels ddp_timeout save_only_model", needless(MACHINERY)),
 }  # fmt: skip
 
 SWIFT = Peer(
     "swift",
     RULES,
+    version="4.6",
+    programs=("swift rlhf", "megatron rlhf"),
+    known=HF_KNOWN | KNOWN,
+    aliases=ALIASES,
     defaults={
-        **{key: value for key, value in HF_DEFAULTS.items() if key != "learning_rate"},
-        "rlhf_type": "dpo", "train_type": "lora", "lora_rank": 8, "lora_alpha": 32, "logging_steps": 5,
-        "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "per_device_train_batch_size": 1,
+        **{key: value for key, value in HF_DEFAULTS.items() if key not in ("learning_rate", "gradient_accumulation_steps")},
+        "eval_strategy": lambda given: "steps" if given.get("eval_steps") else "no",
+        "rlhf_type": "dpo", "tuner_type": by(PROGRAM, {"megatron rlhf": "full", "swift rlhf": "lora"}),
+        "learning_rate": by("tuner_type", {"full": 1e-5, "lora": 1e-4}), "lora_rank": 8, "lora_alpha": 32,
+        "logging_steps": 5, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
+        "beta": by("rlhf_type", {"simpo": 2.0}, 0.1), "simpo_gamma": 1.0, "cpo_alpha": 1.0,
+        "loss_type": by("rlhf_type", {"dpo": "sigmoid", "cpo": "sigmoid"}), "bf16": UNSET,
+        "per_device_train_batch_size": unless_megatron(1), "gradient_accumulation_steps": accumulation,
+        "global_batch_size": by(PROGRAM, {"megatron rlhf": 16}), "num_train_epochs": unless_megatron(3.0),
     },
     marks=("rlhf_type", "train_type", "tuner_type", "split_dataset_ratio", "loss_scale", "ref_adapters",
            "truncation_strategy", "attn_impl", "quant_bits"),
-    words=("swift rlhf", "megatron rlhf"),
+    words=(" swift ", " megatron "),
     whole=("lr_scheduler_kwargs", "columns", "deepspeed"),
-    always=(
-        "swift computes label_smoothing, LD and the divergences as TRL before 0.29 did.",
-        "Where learning_rate or gradient_accumulation_steps is not written, swift chooses by the kind of training: "
-        "write them.",
-    ),
+    always=("swift computes label_smoothing, LD and the divergences as TRL before 0.29 did.",),
 )  # fmt: skip

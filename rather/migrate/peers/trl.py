@@ -1,16 +1,21 @@
-"""TRL: DPOConfig as YAML or JSON, or a `trl dpo` line; 1.x, or older if it has removed keys."""
+"""TRL: DPOConfig as YAML or JSON, or a line with `trl dpo`, dpo.py, orpo.py or cpo.py.
+
+Facts of TRL 1.10 (trl/trainer/dpo_config.py, trl/experimental/{orpo,cpo}), or of 0.28 if a file
+has keys that 0.29 removed.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from rather.migrate.engine import Peer
+from rather.migrate.engine import PROGRAM, Peer
 from rather.migrate.peers.shared import (
     DATA,
     DTYPES,
     HF,
     HF_DEFAULTS,
+    HF_KNOWN,
     MACHINERY,
     MODEL,
     OVERLONG,
@@ -25,11 +30,16 @@ from rather.migrate.rules import (
     NOT_NEEDED,
     OPEN,
     RENAMED,
+    UNSET,
     Given,
     Outcome,
     Rule,
+    Unsupported,
+    algorithm,
     each,
     if_given,
+    keys,
+    left_out,
     needless,
     never,
     only,
@@ -43,6 +53,15 @@ REMOVED = (
     "force_use_ref_model", "ref_adapter_name", "model_adapter_name", "label_pad_token_id", "use_logits_to_keep",
     "ref_model_init_kwargs", "base_model_attribute_name", "is_encoder_decoder",
 )  # fmt: skip
+DPO_ONLY = ("precompute_ref_log_probs", "precompute_ref_batch_size", "f_divergence_type", "sync_ref_model",
+            "f_alpha_divergence_coef", "use_weighting", "discopop_tau", "ld_alpha", "loss_weights",
+            "truncation_mode")  # fmt: skip
+KNOWN = keys(
+    """
+    is_encoder_decoder padding_value base_model_attribute_name ref_model_init_kwargs datasets
+    fraction streaming
+    """
+)
 DIVERGENCES = {
     "reverse_kl": "reverse_kl", "forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"
 }  # fmt: skip
@@ -54,6 +73,8 @@ def is_old(given: Given) -> bool:
 
 
 def label_smoothing(value: Any, given: Given) -> Outcome:
+    if "cpo" in str(given.get(PROGRAM)):
+        return to("label_smoothing")(value or None, given)
     losses = given.get("loss_type") or ["sigmoid"]
     names = losses if isinstance(losses, list) else [losses]
     if not value:
@@ -98,6 +119,34 @@ def init_kwargs(value: Any, given: Given) -> Outcome:
     return Outcome(CHANGED, known.values, f"ignored: {', '.join(lost)}") if lost else known
 
 
+def loss_type(value: Any, given: Given) -> Outcome:
+    """The losses of cpo.py have no reference and another name."""
+    if "cpo" in str(given.get(PROGRAM)):
+        return to("pref_loss", {"sigmoid": "cpo", "simpo": "simpo"})(value, given)
+    return loss_name(kto_pair=None, bco_pair="bco_pair", aot_pair="aot_unpaired")(value, given)
+
+
+def loss_default(given: Given) -> Any:
+    """A file does not say which trainer reads it, unless it has a key that only DPOConfig has."""
+    is_dpo = any(key in given for key in DPO_ONLY) or is_old(given)
+    return "sigmoid" if is_dpo or given.get(PROGRAM) else UNSET
+
+
+def cpo_weight(value: Any, given: Given) -> Outcome:
+    """The weight of the NLL is part of cpo, and an addition to simpo."""
+    if "cpo" not in str(given.get(PROGRAM)):
+        raise Unsupported("a setting of cpo.py; pass the command line")
+    return to("rpo_alpha" if given.get("loss_type") == "simpo" else "cpo_alpha")(value, given)
+
+
+def of_cpo(default: Any) -> Any:
+    return lambda given: default if "cpo" in str(given.get(PROGRAM)) else UNSET
+
+
+def use_peft(value: Any, given: Given) -> Outcome:
+    return NOT_NEEDED if value else Outcome(RENAMED, {MODEL + "lora_rank": None})
+
+
 def named_dataset(value: Any, given: Given) -> Outcome:
     """TRL evaluates on another split of the same data set."""
     found = dataset()(value, given)
@@ -116,7 +165,11 @@ RULES: dict[str, Rule] = {
     **HF,
     **adapter("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
               off=("use_peft", (False, None))),
-    "use_peft": needless("lora_rank says it"),
+    "use_peft": use_peft,
+    PROGRAM: algorithm({**dict.fromkeys(("dpo", "trl dpo"), None), "orpo": "orpo", "cpo": "cpo"}),
+    "cpo_alpha": cpo_weight,
+    "simpo_gamma": when(lambda value, given: given.get("loss_type") == "simpo", to("gamma")),
+    "alpha": never("AlphaPO is another loss: pref_loss: alphapo", unless=(0, 0.0)),
     "lora_target_parameters": never("only linear layers take an adapter"),
     "model_name_or_path": to("pretrain"),
     "model_revision": to(MODEL + "revision"),
@@ -128,7 +181,7 @@ RULES: dict[str, Rule] = {
     **each("dataset_config dataset_train_split dataset_test_split", needless("name the files of the split you want")),
     **each("dataset_streaming ignore_bias_buffers", needless(MACHINERY)),
     "test_split_size": to("validation.data_args.split"),
-    "loss_type": loss_name(kto_pair=None, bco_pair="bco_pair", aot_pair="aot_unpaired"),
+    "loss_type": loss_type,
     "loss_weights": to("loss_weights"),
     "beta": beta,
     "label_smoothing": label_smoothing,
@@ -152,7 +205,7 @@ RULES: dict[str, Rule] = {
     "ref_model_sync_steps": if_given("sync_ref_model", True, "ref_model_sync_steps"),
     "router_aux_loss_coef": never("mixtures of experts are not offered", unless=(0, 0.0)),
     "disable_dropout": only(True, why="dropout is always off in preference training"),
-    "generate_during_eval": never("no answers are generated during evaluation"),
+    "generate_during_eval": left_out("no answers are generated during evaluation"),
     "force_use_ref_model": needless("the loss decides whether there is a reference"),
     **each("padding_free", needless("pairs are always packed, which changes no result")),
     **each("pad_to_multiple_of pad_token label_pad_token_id use_logits_to_keep activation_offloading",
@@ -164,15 +217,19 @@ RULES: dict[str, Rule] = {
 TRL = Peer(
     "trl",
     RULES,
+    version="1.10",
+    programs=("dpo", "trl dpo", "orpo", "cpo"),
+    known=HF_KNOWN | KNOWN,
     defaults={
         **HF_DEFAULTS, "learning_rate": 1e-6, "logging_steps": 10, "bf16": True, "max_length": 1024,
+        "loss_type": loss_default, "beta": 0.1, "cpo_alpha": of_cpo(1.0), "simpo_gamma": of_cpo(0.5),
         "truncation_mode": "keep_start", "use_peft": False, "lora_r": 16, "lora_alpha": 32,
         "lora_target_modules": ["q_proj", "v_proj"],  # PEFT's choice for most families
     },
     marks=(*REMOVED, "loss_weights", "precompute_ref_log_probs", "model_init_kwargs", "dataset_train_split", "use_peft",
            "truncation_mode", "f_alpha_divergence_coef", "use_weighting", "sync_ref_model", "ref_model_mixup_alpha",
            "ref_model_sync_steps", "discopop_tau", "lora_target_modules", "model_revision", "padding_free"),
-    words=("trl dpo", "trl.scripts.dpo", "trl/scripts/dpo"),
+    words=(" trl ", "trl.scripts.", "trl/scripts/", "examples/scripts/"),
     whole=("model_init_kwargs", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_config",
            "accelerator_config", "deepspeed"),
     always=(

@@ -1,0 +1,342 @@
+"""Migrate converts, says what is missing, or refuses; it never trains something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rather.cli import app
+from rather.config.inherit import value_at
+from rather.config.load import load
+from rather.errors import ConfigError
+from rather.migrate.engine import Migrated, guess, migrate
+from rather.migrate.peers import PEERS
+from rather.migrate.rules import IMPOSSIBLE, LEFT_OUT, MISSING, NEEDLESS, UNKNOWN
+from rather.migrate.shell import commands
+from rather.migrate.source import read_file, read_line
+
+LR, RANK = "actor_train.training_args.learning_rate", "actor_train.model_args.lora_rank"
+DTYPE = "actor_train.model_args.dtype"
+TRL = "python examples/scripts/{} --model_name_or_path m --dataset_name d.jsonl"
+
+
+def of(source: str | Path, peer: str | None = None) -> Migrated:
+    settings = read_line(source) if isinstance(source, str) else read_file(source)
+    return migrate(settings, PEERS[peer] if peer else guess(settings, PEERS))
+
+
+def problems(result: Migrated) -> dict[str, str]:
+    bad = (MISSING, IMPOSSIBLE, UNKNOWN)
+    return {row.key: row.status for row in result.rows if row.status in bad}
+
+
+def saved(result: Migrated, folder: Path) -> dict[str, Any]:
+    """Return the values that Rather's own loader reads from the written YAML."""
+    file = folder / "written.yaml"
+    file.write_text(result.yaml(), encoding="utf-8")
+    config = load(file)
+    paths = ("pref_loss", "beta", "cpo_alpha", "rpo_alpha", "gamma", LR, RANK, DTYPE)
+    return {path: value_at(config, path) for path in paths} | {"pairs": config.global_batch()}
+
+
+# ---- the program decides the algorithm
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (TRL.format("dpo.py"), {"pref_loss": "sigmoid", "beta": 0.1, "pairs": 8, RANK: None}),
+        (TRL.format("orpo.py") + " --beta 0.3", {"pref_loss": "orpo", "beta": 0.3}),
+        (TRL.format("cpo.py"), {"pref_loss": "cpo", "cpo_alpha": 1.0, "rpo_alpha": None}),
+        (TRL.format("cpo.py") + " --loss_type simpo --cpo_alpha 0.5",
+         {"pref_loss": "simpo", "rpo_alpha": 0.5, "gamma": 0.5, "cpo_alpha": None}),
+        ("colossalai run --nproc_per_node 2 train_orpo.py --pretrain m --dataset a --lam 0.5 --batch_size 1",
+         {"pref_loss": "orpo", "beta": 0.5, "pairs": 16, LR: 5e-6, DTYPE: "fp16"}),
+        ("colossalai run --nproc_per_node 2 train_dpo.py --pretrain m --dataset a --batch_size 1",
+         {"pref_loss": "sigmoid", "beta": 0.1, "pairs": 2}),
+    ],
+)  # fmt: skip
+def test_the_program_decides_the_loss(line: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    result = of(line)
+    assert problems(result) == {}
+    found = saved(result, tmp_path)
+    assert {path: found[path] for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        (TRL.format("kto.py"), "kto"),
+        (TRL.format("online_dpo.py"), "online_dpo"),
+        (TRL.format("dpo_vlm.py"), "dpo_vlm"),
+        ("trl sft --model_name_or_path m", "trl sft"),
+        ("trl reward --model_name_or_path m", "trl reward"),
+        ("colossalai run train_kto.py --pretrain m --config_file -x.json", "train_kto"),
+        ("deepspeed --module openrlhf.cli.train_kto --pretrain m", "train_kto"),
+        ("python -m openrlhf.cli.train_rm --pretrain m", "train_rm"),
+        ("swift rlhf --rlhf_type kto --model m", "rlhf_type: kto"),
+        ("swift sft --model m", "swift sft"),
+        ("swift rlhf --rlhf_type dpo --model Qwen/Qwen2.5-VL-7B-Instruct", "language models only"),
+        ({"base_model": "m", "rl": "gdpo", "sequence_len": 10}, "rl: gdpo"),
+        ({"base_model": "m", "sequence_len": 10}, "rl: None"),
+        ({"model_name_or_path": "m", "stage": "kto", "cutoff_len": 10}, "stage: kto"),
+        ({"model_name_or_path": "m", "finetuning_type": "lora", "cutoff_len": 10}, "stage: sft"),
+        ({"stage": "dpo", "finetuning_type": "full", "image_max_pixels": 9}, "images, video or audio"),
+        ({"grpo": {"seed": 1}, "policy": {"model_name": "m"}}, "grpo"),
+    ],
+)  # fmt: skip
+def test_other_algorithms_are_refused_by_name(source: Any, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    if isinstance(source, dict):
+        file.write_text(yaml.safe_dump(source))
+    with pytest.raises(ConfigError) as why:
+        of(source if isinstance(source, str) else file)
+    assert named in str(why.value)
+
+
+def test_a_trl_file_without_its_program_does_not_determine_the_loss(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("model_name_or_path: m\nbeta: 0.1\nuse_peft: false\n")
+    assert problems(of(file)) == {"(loss)": MISSING}
+    assert problems(of(f"trl dpo --config {file}")) == {}
+
+
+# ---- defaults are facts of the tool
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--tuner_type full", {RANK: None, LR: 1e-5, "beta": 0.1, "pairs": 16}),
+        ("--train_type full", {RANK: None, LR: 1e-5}),
+        ("", {RANK: 8, LR: 1e-4, "pref_loss": "sigmoid"}),
+        ("--rlhf_type simpo", {"pref_loss": "simpo", "beta": 2.0, "gamma": 1.0, "rpo_alpha": 1.0}),
+        ("--rlhf_type cpo", {"pref_loss": "cpo", "beta": 0.1, "cpo_alpha": 1.0, "rpo_alpha": None}),
+        ("--rlhf_type orpo", {"pref_loss": "orpo", "beta": 0.1, "cpo_alpha": None}),
+    ],
+)
+def test_defaults_of_swift(flags: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    line = "NPROC_PER_NODE=2 swift rlhf --model m --dataset d.jsonl --torch_dtype bfloat16 "
+    found = saved(of(line + flags), tmp_path)
+    assert {path: found[path] for path in expected} == expected
+
+
+def test_megatron_swift(tmp_path: Path) -> None:
+    line = (
+        "NPROC_PER_NODE=8 megatron rlhf --rlhf_type dpo --model m --dataset d.jsonl --lr 2e-5 --min_lr 2e-6 "
+        "--global_batch_size 32 --micro_batch_size 4 --tensor_model_parallel_size 4 --finetune true"
+    )
+    result = of(line)
+    assert problems(result) == {"(precision)": MISSING}  # it is that of the model
+    found = saved(result, tmp_path)
+    assert (found[RANK], found[LR], found["pairs"]) == (None, 2e-5, 32)
+    strategy = result.config.actor_train.strategy_args
+    assert (strategy.strategy_name, strategy.strategy_config) == ("megatron_train", {"tp_size": 4})
+
+
+SCRIPT = """\
+set -x
+read -r -d '' training_commands <<EOF
+openrlhf.cli.train_dpo \\
+   --ckpt.output_dir ./out/run \\
+   --train.batch_size 256 \\
+   --model.model_name_or_path org/m \\
+   --adam.lr 5e-7 \\
+   --data.dataset d.jsonl
+EOF
+    # --model.ipo_enable
+if [[ ${1} != "slurm" ]]; then
+    deepspeed --module $training_commands
+fi
+"""
+
+
+def test_dotted_keys_of_openrlhf_in_a_here_document(tmp_path: Path) -> None:
+    file = tmp_path / "train_dpo.sh"
+    file.write_text(SCRIPT)
+    result = of(file)
+    assert problems(result) == {}
+    found = saved(result, tmp_path)
+    assert (found[LR], found["pairs"], found[DTYPE], found["pref_loss"]) == (5e-7, 256, "bf16", "sigmoid")  # fmt: skip
+    assert result.config.actor_train.strategy_args.strategy_name == "zero2"
+    result = of(
+        "python -m openrlhf.cli.train_dpo --pretrain m --beta 0.2 --adam.learning_rate 1e-6"
+    )
+    assert problems(result) == {"(precision)": MISSING, "adam.learning_rate": UNKNOWN}
+
+
+PARENT = """\
+dpo: {max_num_steps: 9, reference_policy_kl_penalty: 0.05, preference_average_log_probs: false,
+      sft_average_log_probs: "${.preference_average_log_probs}"}
+policy:
+  model_name: org/parent
+  tokenizer: {name: "${policy.model_name}"}
+  train_global_batch_size: 64
+  precision: bfloat16
+  max_total_sequence_length: 512
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 2}
+  megatron_cfg: {enabled: false, anything: 1, optimizer: {lr: 1.0}}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 5.0e-6}}
+data: {train: {dataset_name: d.jsonl}}
+logger: {wandb_enabled: true, tensorboard_enabled: true}
+cluster: {gpus_per_node: 4, num_nodes: 1}
+"""
+
+
+def test_recipes_of_nemo_rl_inherit(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "dpo.yaml").write_text(PARENT)
+    child = tmp_path / "configs" / "child.yaml"
+    child.write_text(
+        "defaults: ../dpo.yaml\npolicy: {model_name: org/child, train_global_batch_size: 8}\n"
+    )
+    result = of(child)
+    assert problems(result) == {}
+    found = saved(result, tmp_path)
+    assert (found[LR], found["beta"], found["pairs"], found[DTYPE]) == (5e-6, 0.05, 8, "bf16")
+    config = result.config
+    assert config.actor_train.model_args.tokenizer_name_or_path == config.pretrain == "org/child"
+    assert config.actor_train.strategy_args.strategy_config == {"tp_size": 2}
+    assert config.track_with == ["tensorboard", "wandb"] or config.track_with == [
+        "wandb",
+        "tensorboard",
+    ]
+    line = f"uv run examples/run_dpo.py --config {child} policy.optimizer.kwargs.lr=1e-6 policy.megatron_cfg.enabled=true"
+    result = of(line)
+    assert problems(result)["policy.megatron_cfg.anything"] == IMPOSSIBLE
+    child.write_text("defaults: ../nowhere.yaml\npolicy: {model_name: m}\n")
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: this parent"):
+        of(child, "nemo-rl")
+
+
+def test_references_that_cannot_be_filled_in_are_reported(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    text = PARENT.replace("model_name: org/parent", "model_name: '${oc.env:HOME}'")
+    file.write_text(text.replace("lr: 5.0e-6", "lr: '${mul:2,3}'"))
+    found = problems(of(file))
+    assert found["policy.model_name"] == found["policy.optimizer.kwargs.lr"] == IMPOSSIBLE
+    assert found["(model)"] == found["(learning rate)"] == MISSING
+
+
+# ---- shell scripts
+
+
+def test_a_script_with_functions_arrays_and_arithmetic(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "#!/bin/bash\nfree_gpus() {\n  local IDS=$(nvidia-smi --query-gpu=memory.used --format=csv | head -n $1)\n}\n"
+        "free_gpus 2\nGPUS=2  # how many\nMODEL=\"org/m\"\nNAME=\"${MODEL}-run-$(date +%F)\"\n"
+        "declare -a data=(\n  a.jsonl  # first\n  'b c.jsonl'\n)\n"
+        "python prepare.py --lr 3\nNPROC_PER_NODE=$GPUS swift rlhf --rlhf_type dpo --model $MODEL \\\n"
+        "  --dataset \"${data[@]}\" --torch_dtype bfloat16 --output_dir \"out/$NAME\" \\\n"
+        "  --gradient_accumulation_steps $(expr 16 / $GPUS) --max_length $((512 * 2)) 2>&1 | tee log.txt\n"
+    )  # fmt: skip
+    result = of(file)
+    assert problems(result) == {}
+    config = result.config
+    assert (config.pretrain, config.sequence_length, config.global_batch()) == ("org/m", 1024, 16)
+    assert config.exp_name == "m-run-date"
+
+
+def test_a_value_that_only_a_run_knows_is_not_guessed() -> None:
+    text = "if [ $X ]; then LR=1e-3; else LR=1e-5; fi\nswift rlhf --model $M --learning_rate $LR --output_dir $OUT\n"
+    result = of(text)
+    found = problems(result)
+    assert found["learning_rate"] == found["model"] == IMPOSSIBLE
+    assert found["(learning rate)"] == found["(model)"] == MISSING
+    assert {row.status for row in result.rows if row.key == "output_dir"} == {LEFT_OUT}
+
+
+def test_several_training_commands_are_refused() -> None:
+    with pytest.raises(ConfigError, match="several commands"):
+        read_line("trl sft --beta 1\ntrl dpo --beta 1\n")
+
+
+def test_a_script_that_doubles_a_variable_ends_soon() -> None:
+    text = "a=xxxxxxxxxx\n" + 'a="$a$a"\n' * 60
+    with pytest.raises(ValueError, match="too long"):
+        commands(text)
+
+
+# ---- every key is in one of four classes
+
+
+def test_four_classes_of_keys() -> None:
+    line = "swift rlhf --model m --torch_dtype bfloat16 --lorra_rank 4 --enable_dft_loss true --ddp_timeout 9"
+    result = of(line + " --hub_token hf_canary --trust_remote_code true")
+    assert problems(result) == {
+        "lorra_rank": UNKNOWN,
+        "enable_dft_loss": IMPOSSIBLE,
+        "trust_remote_code": UNKNOWN,
+    }
+    rows = {row.key: row for row in result.rows}
+    assert "did you mean lora_rank?" in rows["lorra_rank"].outcome.note
+    assert rows["ddp_timeout"].status == NEEDLESS
+    assert rows["ddp_timeout"].outcome.note
+    assert "canary" not in result.yaml()
+
+
+def test_every_rule_without_effect_has_a_reason() -> None:
+    lists = {peer.name: peer.known & set(peer.rules) for peer in PEERS.values() if peer.known}
+    assert lists == dict.fromkeys(lists, frozenset())
+    assert all(peer.version for peer in PEERS.values())
+
+
+def test_incomplete_files_have_another_name_and_exit_code_2(tmp_path: Path) -> None:
+    source, out = tmp_path / "trl.yaml", tmp_path / "dpo.yaml"
+    long = "a_key_with_a_very_long_name_" * 4
+    source.write_text(
+        f"model_name_or_path: m\nloss_type: sigmoid\nlearning_rate: 1.0e-4\n{long}: 1\n"
+    )
+    command = ["migrate", str(source), "--from", "trl", "--out", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert done.output.startswith(f"not known: {long} = 1; ")
+    assert not out.exists()
+    file = tmp_path / "dpo.incomplete.yaml"
+    assert long in file.read_text().splitlines()[2]
+    assert load(file).actor_train.training_args.learning_rate == 1e-4
+    done = CliRunner().invoke(app, [*command, "--json", "--force"])
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["complete"], told["keys"][0]["key"]) == (2, False, long)
+    assert told["file"].endswith("dpo.incomplete.yaml")
+
+
+# ---- files beside the config, and files that are not settings
+
+
+def test_dataset_info_of_llama_factory(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    entry = {"file_name": "pairs.json", "ranking": True, "columns": {"chosen": "chosen"}}
+    registry = tmp_path / "data" / "dataset_info.json"
+    registry.write_text(json.dumps({"mine": entry}))
+    config = tmp_path / "x.yaml"
+    config.write_text(
+        "model_name_or_path: m\nstage: dpo\nbf16: true\ndataset: mine\nmax_samples: 10\n"
+    )
+    result = of(config)
+    assert result.config.actor_train.data_args.file_name == "pairs.json"
+    assert problems(result) == {"max_samples": IMPOSSIBLE}  # the file may have more rows
+    assert result.config.actor_train.model_args.lora_alpha == 16.0
+    registry.write_text(json.dumps({"mine": {**entry, "columns": {"chosen": "good"}}}))
+    assert problems(of(config))["dataset"] == IMPOSSIBLE
+    registry.unlink()
+    assert problems(of(config)) == {}  # a file that is still to be saved
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [("train.py", "x = 1", "holds no settings"), ("README.md", "# trl dpo", "holds no settings"),
+     ("a.yaml", "compute_environment: LOCAL\ndistributed_type: NO\nmixed_precision: bf16\n", "configures accelerate")],
+)  # fmt: skip
+def test_files_without_settings_are_refused(
+    name: str, text: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_file(tmp_path / name)
