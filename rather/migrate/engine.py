@@ -365,7 +365,8 @@ def _without(row: Row, problems: list[str]) -> Row:
         kept = {path: v for path, v in values.items() if not f"{path}.".startswith(rejected)}
         if len(kept) < len(values):
             lost = (*row.rejected, *(path for path in values if path not in kept))
-            return Row(row.key, row.value, Outcome(IMPOSSIBLE, kept, text), lost)
+            status = LEFT_OUT if lost == ("eval_steps",) else IMPOSSIBLE  # it trains the same
+            return Row(row.key, row.value, Outcome(status, kept, text), lost)
     return row
 
 

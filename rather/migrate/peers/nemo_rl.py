@@ -29,6 +29,7 @@ from rather.migrate.peers.shared import (
 from rather.migrate.rules import (
     CHANGED,
     NOT_NEEDED,
+    OPEN,
     RENAMED,
     UNSET,
     Given,
@@ -124,6 +125,15 @@ def whole_model(section: str) -> Rule:
         section,
         lambda value, given: NOT_NEEDED if value else Outcome(RENAMED, {MODEL + "lora_rank": None}),
     )
+
+
+def with_validation(value: Any, given: Given) -> Outcome:
+    """Older files name one data set, and evaluate on its other split."""
+    found = dataset()(value, given)
+    if found.status != OPEN or "data.val_data_path" in given:
+        return found
+    held_out = {"validation.data_args.file_name": f"{value}-validation.jsonl"}
+    return Outcome(OPEN, {**found.values, **held_out}, found.note)
 
 
 def backend(strategy: str) -> Rule:
@@ -270,7 +280,7 @@ RULES: dict[str, Rule] = {
     "policy.megatron_cfg.context_parallel_size": enabled("megatron_cfg", degree(DETAILS + "cp_size")),
     "data.train_data_path": dataset(),
     "data.val_data_path": dataset("validation.data_args.file_name"),
-    "data.dataset_name": dataset(),
+    "data.dataset_name": with_validation,
     "data.max_input_seq_length": needless("policy.max_total_sequence_length counts"),
     "logger.log_dir": to("logging_dir"),
     "logger.wandb_enabled": tracker("wandb"),
