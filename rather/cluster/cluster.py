@@ -49,6 +49,7 @@ class Cluster(RoleOnRanks):
         """`name` is actor_train or reference, `worker_cls` ActorWorker or a subclass."""
         config = pipeline_config or _config_around(name, worker_config)
         super().__init__(name, config, resource_manager.kind, resource_manager.ledger)
+        self.device = "cpu"
         self.worker_cls, self.manager = worker_cls, resource_manager
         self.worker_config, self.mapping = worker_config, worker_config.device_mapping or [0]
         self.takes_turns = False  # with another process on the same devices
@@ -68,7 +69,8 @@ class Cluster(RoleOnRanks):
         device = "cuda:0" if is_gpu else "cpu"  # the only one that a process sees
         started = []
         for rank, seat in enumerate(self.seats):
-            member = RankInfo(rank, len(self.seats), device)
+            near = sum(each.node == seat.node for each in self.seats)
+            member = RankInfo(rank, len(self.seats), device, near)
             started.append(seat.handle.add.remote(self.role, self.worker_cls, self.config, member))
         self._collect(started, "start")
 
@@ -86,7 +88,10 @@ class Cluster(RoleOnRanks):
         called = []
         for rank, seat in enumerate(self.seats[:1] if one else self.seats):
             first = (own[self.layout.dp_rank(rank)],) if own else ()
-            called.append(seat.handle.call.remote(self.role, method, *first, *args))
+            # What all ranks have computed of micro-batches is the same: one returns it.
+            silent = bool(batches) and rank > 0
+            call = seat.handle.call.remote
+            called.append(call(self.role, method, *first, *args, silent=silent))
         tokens = sum(batch.real_tokens for batch in batches)
         values = self._collect(called, phase_of(self.role, method), tokens)
         if batches and self.takes_turns:

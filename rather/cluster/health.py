@@ -106,10 +106,18 @@ def place_of(
     return name_of(rank) if role or rank else ""
 
 
+def set_environment(given: Mapping[str, str]) -> None:
+    """Set the environment; the allocator reads it once, at the first use of a GPU."""
+    os.environ.update(given)
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
+        # Micro-batches differ in size, which would fragment segments of a fixed size.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 # --- deadlines ---
 
 _METHODS = {
-    "start": "initialize embedding_rows plan",
+    "start": "folder_problem initialize embedding_rows plan",
     "step": "train_step compute_log_probs forget release",
     "eval": "score",
     "save": "numbers write_state finish_writing read_state write_weights mix_weights save_model "

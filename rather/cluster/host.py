@@ -6,21 +6,23 @@ outlives the driver.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rather.cluster.health import Failure, Pulse, StackSnapshot
+from rather.cluster.health import Failure, Pulse, StackSnapshot, set_environment
 from rather.config import plugins
 from rather.config.redaction import redact
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
 
 CHECK_EVERY = 1.0  # seconds between two checks of the driver
+SIOCGIFADDR = 0x8915  # Linux: the request for the address of an interface
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,16 @@ class Process:
     machine: str
     pid: int
     started: str
+    kernel: str  # which numbers the process: two machines may have one name
 
     @staticmethod
     def this() -> Process:
-        return Process(socket.gethostname(), os.getpid(), _started(os.getpid()) or "")
+        pid = os.getpid()
+        return Process(socket.gethostname(), pid, _started(pid) or "", _kernel())
 
     @property
     def is_here(self) -> bool:
-        return self.machine == socket.gethostname()
+        return self.kernel == _kernel()
 
     @property
     def is_gone(self) -> bool:
@@ -73,6 +78,14 @@ def _started(pid: int) -> str | None:
     return None
 
 
+def _kernel() -> str:
+    """Return what identifies the kernel, and within it the container, that numbers processes."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
 @dataclass(frozen=True)
 class CallResult:
     """The value or the failure of a call, and what was logged during it."""
@@ -84,9 +97,9 @@ class CallResult:
 
 def _as_result(work: Callable[..., Any]) -> Callable[..., CallResult]:
     @wraps(work)
-    def call(host: Host, *args: Any) -> CallResult:
+    def call(host: Host, *args: Any, **options: Any) -> CallResult:
         try:
-            return CallResult(work(host, *args), records=host.records.take())
+            return CallResult(work(host, *args, **options), records=host.records.take())
         except Exception as error:
             return CallResult(failure=Failure.of(error), records=host.records.take())
 
@@ -109,44 +122,40 @@ class Host:
         """
         threads = max(1, (os.cpu_count() or 1) // neighbours)
         os.environ.update(OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
-        os.environ.update(environment)
+        set_environment(environment)
         self.imports, self.pulse, self.records = imports, Pulse(), _Records()
         self.workers: dict[str, ActorWorker] = {}
         logging.getLogger("rather").addHandler(self.records)
         logging.getLogger("rather").setLevel(logging.INFO)
         end_with_others(driver)
 
-    def describe(self, device: int, kind: str) -> tuple[Process, str, int, Room]:
-        """Return this process, its address for other machines, its device, and its memory."""
+    def describe(self, device: int, kind: str) -> tuple[Process, int, Room]:
+        """Return this process, its device, and its memory."""
         from rather.cluster.memory import Room
 
-        address = "127.0.0.1"
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-            probe.connect(("192.0.2.1", 9))  # finds the interface that leads out; sends nothing
-            address = probe.getsockname()[0]
-        return Process.this(), address, device, Room.here(device, kind)
+        return Process.this(), device, Room.here(device, kind)
 
-    def listen(self) -> int:
-        """Open a port until `close_port`, so that others can find out whether they reach it."""
-        self.server = socket.create_server(("", 0))
+    def listen(self, address: str) -> int:
+        """Open the port at which all ranks will meet, and return its number."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.server = socket.create_server((address, 0), family=family)
         return int(self.server.getsockname()[1])
 
     def connection_problem(self, address: str, port: int, seconds: float) -> str | None:
         return connection_problem(address, port, seconds)
 
-    def close_port(self) -> None:
-        self.server.close()
-
     @_as_result
-    def join(self, rank: int, world: int, store: str, seconds: float, kind: str) -> None:
+    def join(
+        self, rank: int, world: int, address: str, port: int, seconds: float, kind: str
+    ) -> None:
         """Join the process group, which both roles of a process share."""
-        import torch
         import torch.distributed as dist
 
-        if kind == "cuda":
-            torch.cuda.set_device(0)  # the only one that this process sees
-        place: Any = {"init_method": store, "rank": rank, "world_size": world}
-        dist.init_process_group(backend_of(kind), timeout=timedelta(seconds=seconds), **place)
+        limit = timedelta(seconds=seconds)
+        # The open port is handed over: nobody else can take it, and it stays on its interface.
+        own: Any = {"is_master": True, "master_listen_fd": self.server.detach()} if not rank else {}
+        store = dist.TCPStore(address, port, world, timeout=limit, **own)  # type: ignore[attr-defined]
+        join_group(kind, "cuda:0", address, limit, store=store, rank=rank, world_size=world)
 
     @_as_result
     def add(self, role: str, worker_cls: Any, config: DPOConfig, member: RankInfo) -> None:
@@ -159,9 +168,11 @@ class Host:
             worker.neighbour = self.workers.get("actor_train")
 
     @_as_result
-    def call(self, role: str, method: str, *args: Any) -> Any:
+    def call(self, role: str, method: str, *args: Any, silent: bool = False) -> Any:
+        """Return what the method of a worker returns, or nothing if `silent`."""
         with self.pulse.during(f"{role}.{method}"):
-            return getattr(self.workers[role], method)(*args)
+            value = getattr(self.workers[role], method)(*args)
+            return None if silent else _on_host(value)
 
     def snapshot(self) -> StackSnapshot:
         """Return what this process does; called in a thread of its own."""
@@ -183,8 +194,44 @@ class _Records(logging.Handler):
         return kept
 
 
-def backend_of(kind: str) -> str:
-    return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+def _on_host(value: Any) -> Any:
+    """Return the value with its tensors on the CPU: the driver may have no GPU to open them."""
+    if hasattr(value, "cpu"):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_host(each) for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        own = [each.name for each in fields(value) if each.init]
+        found = {name: _on_host(getattr(value, name)) for name in own}
+        return replace(value, **found)
+    return value
+
+
+def join_group(kind: str, device: str, address: str, timeout: timedelta, **place: Any) -> None:
+    """Join the process group of the ranks that meet at an address."""
+    import torch
+    import torch.distributed as dist
+
+    if name := interface_to(address):  # without, gloo offers what this host's own name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if kind == "cpu":
+        dist.init_process_group("gloo", timeout=timeout, **place)
+        return
+    torch.cuda.set_device(device)
+    place["device_id"] = torch.device(device)  # connects all ranks now, before two exchange tensors
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **place)
+
+
+def interface_to(address: str) -> str | None:
+    """Return the network interface that leads to an IPv4 address; None if none is found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((address, 9))  # finds the route; sends nothing
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if probe.getsockname()[0] == socket.inet_ntoa(found[20:24]):
+                    return name
+    return None
 
 
 def connection_problem(address: str, port: int, seconds: float) -> str | None:

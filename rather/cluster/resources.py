@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -33,7 +34,9 @@ log = logging.getLogger(__name__)
 SLOT = "rather_slot"  # of a CPU worker. Not a CPU: eight workers on two cores would wait for ever
 SHARE = 0.01  # of a device, for a process: the whole device is reserved by the placement group
 OBJECT_STORE = 256 << 20  # bytes of a local Ray: token ids and log-probs pass through it
-STARTS = 2  # attempts to start a local Ray: on a busy machine its processes miss their deadlines
+# Seconds before each further attempt to start a local Ray: on a busy machine its processes miss
+# deadlines of their own, which cannot be set.
+PAUSES = (5.0, 15.0, 30.0)
 LONGEST_PLACE = 20  # characters of the folder that has Ray's: a socket's path has at most 107
 TOKEN = "token"  # the file with the secret of a local Ray
 SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
@@ -50,8 +53,9 @@ class Seat:
     """A process on its device."""
 
     handle: Any
+    node: str  # Ray's id of the machine
+    address: str  # at which other machines reach it
     process: Process
-    address: str
     device: int
     room: Room
 
@@ -86,7 +90,7 @@ class ResourceManager:
         self._ray: Any = None
         self._server = ""  # address of Ray's own server; unknown behind a ray:// proxy
         self._heard = time.monotonic()  # from the server
-        # For the token, Ray's own files, and those through which processes find each other.
+        # For the token and Ray's own files.
         self._folder = private_folder()
         atexit.register(self.close)
         try:
@@ -166,25 +170,33 @@ class ResourceManager:
         return self._seats[mapping]
 
     def _start(self, mapping: tuple[int, ...], environment: Mapping[str, str]) -> list[Seat]:
+        from ray.util.placement_group import placement_group_table
+
         each = self.num_gpus_per_node
         nodes = sorted({device // each for device in mapping})
-        ids: dict[int, list[str]] = {}  # the machine's own numbers of the reserved GPUs
+        gpus: dict[int, list[str]] = {}  # the machine's own numbers of the reserved GPUs
         if self.kind == "cuda":
             probes = [self._remote(_Probe, node, each).remote() for node in nodes]
             found = self._all([probe.gpu_ids.remote() for probe in probes], "list GPUs")
             for probe in probes:
                 self._ray.kill(probe)
-            ids = dict(zip(nodes, found, strict=True))
+            gpus = dict(zip(nodes, found, strict=True))
         own = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
         handles = []
         for device in mapping:
             node, local = divmod(device, each)
-            own["CUDA_VISIBLE_DEVICES"] = ids[node][local] if ids else ""
+            own["CUDA_VISIBLE_DEVICES"] = gpus[node][local] if gpus else ""
             given = (each, Process.this(), plugins.loaded())
             handles.append(self._remote(Host, node).remote({**own, **environment}, *given))
         asked = [h.describe.remote(d, self.kind) for h, d in zip(handles, mapping, strict=True)]
         found = self._all(asked, "start a process", self.timeouts.start)
-        return [Seat(handle, *facts) for handle, facts in zip(handles, found, strict=True)]
+        ids = placement_group_table(self._placed)["bundles_to_node_id"]
+        at = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
+        places = [ids[device // each] for device in mapping]
+        return [
+            Seat(handle, node, at[node], *facts)
+            for handle, node, facts in zip(handles, places, found, strict=True)
+        ]
 
     def _remote(self, cls: type, node: int, gpus: float = SHARE) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -197,13 +209,10 @@ class ResourceManager:
         return made.options(num_cpus=0, scheduling_strategy=where, **devices, **never)
 
     def _introduce(self, seats: Sequence[Seat]) -> None:
-        """Make a process group: through a file on one machine, through rank 0 on several."""
-        if len({seat.process.machine for seat in seats}) == 1:
-            store = f"file://{self._folder}/{secrets.token_hex(8)}"
-        else:
-            store = f"tcp://{seats[0].address}:{self._port_of(seats[0], seats[1:])}"
+        """Make a process group of processes that meet at a port of the first one."""
+        place = seats[0].address, self._port_of(seats[0], seats[1:])
         # Longer than any deadline of the driver, or the echo of a failure would arrive first.
-        common = (len(seats), store, 60 + self.timeouts.longest, self.kind)
+        common = (len(seats), *place, 60 + self.timeouts.longest, self.kind)
         asked = [seat.handle.join.remote(rank, *common) for rank, seat in enumerate(seats)]
         results = self._all(asked, "connect", self.timeouts.start)
         for seat, result in zip(seats, results, strict=True):
@@ -215,7 +224,7 @@ class ResourceManager:
     def _port_of(self, first: Seat, others: Sequence[Seat]) -> int:
         """Return a port of the first process that all others reach, or say who does not."""
         seconds = self.timeouts.connect
-        [port] = self._all([first.handle.listen.remote()], "find a port")
+        [port] = self._all([first.handle.listen.remote(first.address)], "open a port")
         place = (first.address, port, seconds)
         asked = [seat.handle.connection_problem.remote(*place) for seat in others]
         for seat, problem in zip(others, self._all(asked, "connect", 2 * seconds), strict=True):
@@ -224,7 +233,6 @@ class ResourceManager:
                     f"{seat} cannot reach {first} at {first.address}:{port} within {seconds:.0f} "
                     f"s: {problem}. Workers on several machines need open ports between them."
                 )
-        self._all([first.handle.close_port.remote()], "close a port")
         return int(port)
 
     def _all(self, asked: Sequence[Any], doing: str, seconds: float | None = None) -> list[Any]:
@@ -384,22 +392,37 @@ def connected(
     options["resources"] = {SLOT: float(devices)}
     # Ray lets every user change what is in its own folder in /tmp.
     options["_temp_dir"] = str(folder / "ray")
-    for left in reversed(range(STARTS)):
+    for pause in (*PAUSES, None):
         try:
             with _own_signals():
                 ray.init(address="local", **options)
             break
         except Exception as error:  # Ray raises the base class if its own processes do not start
             ray.shutdown()
-            why = _first_line(error)
-            if not left:
+            why = f"{_first_line(error)} {_last_of_raylet(folder / 'ray')}".strip()
+            if pause is None:
                 kept = private_folder()
                 with suppress(OSError):
                     shutil.move(folder / "ray", kept)
-                logs = f"its logs are in {kept}/ray/session_*/logs"
-                raise WorkerError(f"a local Ray did not start: {why} ({logs})") from error
-            log.warning("a local Ray did not start (%s); trying again", why)
+                raise WorkerError(
+                    f"a local Ray did not start in {len(PAUSES) + 1} attempts: {why} Its logs are "
+                    f"in {kept}/ray/session_*/logs. Run again when the machine is less busy, or "
+                    f"without Ray: torchrun --nproc-per-node {devices} -m rather train ..."
+                ) from error
+            log.warning("a local Ray did not start (%s); trying again in %.0f s", why, pause)
+            time.sleep(pause)
     return ray, True
+
+
+def _last_of_raylet(folder: Path) -> str:
+    """Return the error that Ray's own process logged last, which Ray's exception leaves out."""
+    with suppress(OSError):
+        file = folder / "session_latest" / "logs" / "raylet.out"
+        lines = file.read_text("utf-8", errors="replace").splitlines()
+        if found := [line for line in lines if re.search(r" [CEF] \d+ \d+\] \(raylet\) ", line)]:
+            text = found[-1].partition("(raylet) ")[2].rpartition("Check failed: ")[2]
+            return f"Its raylet: {text[:300]}."
+    return ""
 
 
 @contextmanager

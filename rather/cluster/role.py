@@ -12,6 +12,7 @@ they raise MemoryShortage.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rather.cluster.host import backend_of
+from rather.cluster.health import set_environment
+from rather.cluster.host import interface_to, join_group
 from rather.cluster.memory import Ledger, Room, need_of, shortage
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.config.schema import DPOConfig, RoleConfig
@@ -31,6 +33,7 @@ from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.errors import ConfigError, DiskError
 from rather.model.export import Kept
+from rather.parallel.load import device_of
 from rather.parallel.stages import SCORED
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
@@ -42,6 +45,7 @@ class RoleOnRanks:
     """A role whose model is divided over several ranks, on Ray or under torchrun."""
 
     rooms: Sequence[Room]  # the free memory of each rank before any model was loaded
+    device: str  # on which this process gets log-probs
 
     # `_run(method, *args, batches=(), one=False, exchange=False)` calls a method on all ranks and
     # returns their values. Each rank gets its share of `batches` as the first argument. With `one`,
@@ -55,9 +59,24 @@ class RoleOnRanks:
         self.layout = layout(self.worker_config)
 
     def initialize(self, total_steps: int, model: str | None = None) -> None:
+        if model is None and (self.worker_config.trains or self.config.sync_ref_model):
+            self._refuse_private_folder()
         need = need_of(self.config, self.worker_config, self.kind, model)
         self.ledger.add(self.role, need, self.rooms)
         self._run("initialize", total_steps, model)
+
+    def _refuse_private_folder(self) -> None:
+        """Checkpoints would wait for the files of a rank that writes to a folder of its own."""
+        run_dir = self.config.run_dir
+        # The name is new: a network file system may remember for a while that a name is not there.
+        with shared_folder(run_dir / secrets.token_hex(8)) as folder:
+            problems = set(filter(None, self._run("folder_problem", folder, exchange=True)))
+        if problems:
+            raise ConfigError(
+                f"output_dir: {run_dir.absolute()} is not a folder that all machines share, and "
+                f"every rank writes its part of a checkpoint there ({'; '.join(sorted(problems))}). "
+                "Name a folder of a network file system that is mounted on all of them."
+            )
 
     def embedding_rows(self) -> int:
         return int(self._run("embedding_rows")[0])
@@ -187,7 +206,8 @@ def started_by_torchrun() -> bool:
 
 def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
     """Join the process group; device_mapping must name one device per process."""
-    rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    rank, world, near = (int(os.environ[name]) for name in names)
     if world != devices:
         raise ConfigError(
             f"actor_train.device_mapping names {devices} devices, and torchrun started {world} "
@@ -195,14 +215,17 @@ def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
             f"--nproc-per-node={devices}"
         )
     kind = device_kind(config.platform)
-    device = f"cuda:{local}" if kind == "cuda" else "cpu"
-    if kind == "cuda":
-        torch.cuda.set_device(device)
+    per_node = None if near == world else config.num_gpus_per_node or near
+    device = device_of(config.actor_train, rank, per_node) if kind == "cuda" else "cpu"
+    set_environment(config.envs(config.actor_train))
+    address = "127.0.0.1" if near == world else os.environ["MASTER_ADDR"]
+    if near < world and interface_to(address) == "lo":  # as a machine resolves its own name
+        address = "192.0.2.1"  # of no machine: its route leads to the others
     # Longer than any deadline of the watchdog, so that the watchdog reports a hang first.
     timeout = timedelta(seconds=60 + config.timeouts.longest)
-    dist.init_process_group(backend_of(kind), timeout=timeout)
+    join_group(kind, device, address, timeout)
     closing.callback(dist.destroy_process_group)
-    return RankInfo(rank, world, device)
+    return RankInfo(rank, world, device, near)
 
 
 class SpmdCluster(RoleOnRanks):
@@ -214,6 +237,7 @@ class SpmdCluster(RoleOnRanks):
         super().__init__(name, config, "cpu" if member.device == "cpu" else "cuda", ledger)
         self.member, self.rooms = member, rooms
         self.worker = make_worker(name, config, member)
+        self.device = self.worker.device
 
     def _run(
         self,

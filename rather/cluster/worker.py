@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
+from rather.cluster.health import set_environment
 from rather.cluster.memory import Peak, explanation, free_memory, largest, sentence
 from rather.cluster.writer import Writer
 from rather.config.schema import DPOConfig, ModelArgs, RoleConfig
@@ -67,6 +69,7 @@ class RankInfo:
     rank: int = 0
     world: int = 1
     device: str | None = None
+    near: int = 1  # how many of them share this machine
 
 
 class ActorWorker:
@@ -79,8 +82,9 @@ class ActorWorker:
         self.on_gpu = self.device.startswith("cuda")
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
         self.planned: Budget | None = None  # for training
+        wanted = config.checkpoint_config.async_save
         self.writer = Writer(
-            role, self.member.rank, self.member.world, config.checkpoint_config.async_save, self.log
+            role, self.member.rank, self.member.world, wanted, self.log, self.member.near
         )
         self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
         self.borrowed: ActorWorker | None = None  # the neighbour, if this role uses its model
@@ -335,6 +339,14 @@ class ActorWorker:
         """Return the state that is not a tensor and is the same on all ranks."""
         return self.trainer.numbers()
 
+    def folder_problem(self, folder: Path) -> str | None:
+        """Return why this rank cannot write to a folder that the driver has just made."""
+        try:
+            (folder / str(self.member.rank)).touch()
+        except OSError as error:
+            return f"{socket.gethostname()}: {error.strerror}"
+        return None
+
     def write_state(self, folder: Path) -> None:
         """Add this rank's state to a checkpoint, or the weights of a moving reference."""
         if self.trainer.optimizer:
@@ -401,11 +413,7 @@ class ActorWorker:
     # --- the process ---
 
     def set_environment(self) -> None:
-        """Set the environment; the allocator reads it once, at the first use of a GPU."""
-        os.environ.update(self.config.envs(self.worker_config))
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
-            # Micro-batches differ in size, which would fragment segments of a fixed size.
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        set_environment(self.config.envs(self.worker_config))
 
     def _prepare_process(self) -> None:
         """Apply settings of the whole process, before the model is loaded."""
@@ -420,8 +428,9 @@ class ActorWorker:
         if self.on_gpu:
             torch.cuda.set_device(self.device)
         roles = (self.config.actor_train, self.config.reference)
-        limits = [role.strategy_args.gpu_memory_utilization for role in roles]
-        if torch.cuda.is_available() and None not in limits:  # both roles are in this process
+        here = [role for role in roles if role.devices == self.worker_config.devices]
+        limits = [role.strategy_args.gpu_memory_utilization for role in here]
+        if torch.cuda.is_available() and None not in limits:
             torch.cuda.set_per_process_memory_fraction(min(1.0, sum(filter(None, limits))))
 
 

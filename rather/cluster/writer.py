@@ -21,9 +21,11 @@ class Writer:
     There is one write at a time. It leaves a note with its outcome in the folder for the driver.
     """
 
-    def __init__(self, role: str, rank: int, ranks: int, wanted: str, log: logging.Logger) -> None:
-        """`wanted` is checkpoint_config.async_save."""
-        self.name, self.ranks, self.log = f"{role}-{rank:05d}", ranks, log
+    def __init__(
+        self, role: str, rank: int, ranks: int, wanted: str, log: logging.Logger, near: int = 1
+    ) -> None:
+        """`wanted` is checkpoint_config.async_save; `near` counts the ranks of this machine."""
+        self.name, self.near, self.log = f"{role}-{rank:05d}", near, log
         self.rank = rank if ranks > 1 else None
         self.wanted = wanted
         self._thread = threading.Thread()
@@ -60,7 +62,7 @@ class Writer:
     def _copies(self, groups: State) -> bool:
         if self.wanted == "auto":
             tensors = [tensor_of(each) for group in groups.values() for each in group.values()]
-            needed, free = self.ranks * sum(tensor.nbytes for tensor in tensors), free_memory()
+            needed, free = self.near * sum(tensor.nbytes for tensor in tensors), free_memory()
             self.wanted = "on" if needed + GIB <= free else "off"
             self.log.info(
                 "async_save: auto is %s; a copy of the state takes %.3g of %.3g GiB",

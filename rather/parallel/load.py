@@ -59,11 +59,12 @@ class Start(NamedTuple):
     kept: bool = False
 
 
-def device_of(role: RoleConfig) -> str:
-    """Return the first device of a role's device_mapping, or the CPU without a GPU."""
+def device_of(role: RoleConfig, rank: int = 0, per_node: int | None = None) -> str:
+    """Return the device of a rank by its role's device_mapping, or the CPU without a GPU."""
     if not torch.cuda.is_available():
         return "cpu"
-    number = (role.device_mapping or [0])[0]
+    number = (role.device_mapping or [0])[rank]
+    number = number % per_node if per_node else number
     if number >= (count := torch.cuda.device_count()):
         raise ConfigError(
             f"device_mapping: GPU {number} is not here; the {count} found are counted from 0."

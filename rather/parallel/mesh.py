@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -41,6 +42,10 @@ class Mesh:
         sizes = {axis: mesh[axis].size() for axis, mesh in meshes.items()}
         places = {axis: mesh.get_local_rank(axis) for axis, mesh in meshes.items()}
         groups = {axis: mesh.get_group(axis) for axis, mesh in meshes.items() if sizes[axis] > 1}
+        for group in groups.values():
+            # NCCL connects the ranks of a group at its first call, in which all must take part:
+            # the exchange of two ends of a pipeline would wait for ever.
+            dist.all_reduce(torch.zeros(1, device=kind), group=group)
         return Mesh(sizes, places, groups, kind)
 
     def size(self, axis: str) -> int:

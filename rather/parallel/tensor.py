@@ -137,6 +137,8 @@ def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> 
         (whole, batch), (divided, _) = (packed_twin(config, max(2, tp)) for _ in range(2))
     except Exception:  # a config that cannot be shrunk
         return
+    # A caller's process group may be of NCCL alone, which moves no tensor of a CPU.
+    whole, divided, batch = whole.to(mesh.device), divided.to(mesh.device), batch.to(mesh.device)
     split_model(divided, mesh, sequence_parallel=sequence_parallel)
     refused = f"tp_size: {tp}: model family '{config.model_type}' cannot be divided"
     try:

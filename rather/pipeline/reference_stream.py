@@ -12,6 +12,7 @@ from contextlib import closing
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from rather.pipeline.checks import ROUNDING, refuse_foreign_tokens
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.steps import PreparedSteps, ReferenceStep, Step, ahead, chunks
 from rather.pipeline.timeline import Timeline
-from rather.reference.logps import ReferenceLogps
+from rather.reference.logps import ReferenceLogps, Request
 from rather.run_folder.layout import reference_log
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,9 @@ class ReferenceStream:
         if source and objective:
             self.source = source
             if roles.reference and roles.is_main:
-                self.logps = ReferenceLogps(config, objective, self._ask)
-                if not roles.here:
-                    self.logps.device = "cpu"  # log-probs come from other processes
+                where: Any = {"device": roles.reference.device, "kind": roles.kind}
+                how: Any = {"compute": self._compute, "announce": roles.broadcast}
+                self.logps = ReferenceLogps(config, objective, **how, **where)
 
     # --- before the first step ---
 
@@ -101,11 +102,13 @@ class ReferenceStream:
         if not (count and self.roles.reference):
             return
         if known is None:
-            self._compute_until_broadcast()
+            pairs = self.roles.broadcast(None)
+            self._compute_until_broadcast(self.retry.packing.pack(pairs, "reference"))
             return
         rows = np.random.default_rng(self.config.seed).permutation(self.source.rows_after(step))
         taken = chain.from_iterable(chunks(self.source.data.train, rows))
         pairs = list(islice((pair for pair in taken if known.knows([pair])), count))
+        self.roles.broadcast(pairs)
         if pairs:
             tolerance = ROUNDING[compute_dtype(role.model_args, self.roles.kind)]
             known.recheck(pairs, self.retry.packing.pack(pairs, "reference"), tolerance)
@@ -133,12 +136,12 @@ class ReferenceStream:
         if self.roles.reference is None:
             return None
         if self._follows:
-            return self._compute_until_broadcast()
+            return self._compute_until_broadcast(step.reference)
         work = partial(self.logps.columns, step.pairs) if self.logps else self._compute
         with self._turn:
             columns = self.retry.run("reference", step, work)
-            if self.logps:
-                self.roles.broadcast(dict(columns))
+            if self.logps and self.roles.drivers > 1:  # whose processes have other devices
+                self.roles.broadcast({name: column.cpu() for name, column in columns.items()})
             return columns
 
     def keep(self) -> None:
@@ -154,19 +157,15 @@ class ReferenceStream:
                     self.logps.keep()
         return step, columns
 
-    def _ask(self, batches: Sequence[PairBatch]) -> Columns:
-        self.roles.broadcast(batches)
-        return self._compute(batches)
-
     def _compute(self, batches: Sequence[PairBatch]) -> Columns:
         assert self.roles.reference is not None
         if not self._loaded:  # an entry that was there at the start can no longer be read
             self.load()
         return self.roles.reference.compute_log_probs(batches)
 
-    def _compute_until_broadcast(self) -> Columns | None:
-        while isinstance(said := self.roles.broadcast(None), list):
-            self._compute(said)
+    def _compute_until_broadcast(self, batches: Sequence[PairBatch]) -> Columns | None:
+        while isinstance(said := self.roles.broadcast(None), Request):
+            self._compute(said.of(batches))
         found: Columns | None = said
         return found
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from rather.errors import ConfigError
 from rather.files import regular
 from rather.losses.objective import PairLoss
 from rather.model.files import model_digest, model_folder
-from rather.parallel.load import device_of, precision_name
+from rather.parallel.load import precision_name
 from rather.reference.logprob_cache import NO_ENTRIES, BlockFile, Entries, Flags, Floats, Table
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,17 @@ SCORER = 1  # raise it when the same model and tokens would get other log-probs,
 SEGMENTS = "*.logps"
 
 Compute = Callable[[Sequence[PairBatch]], Columns]
+
+
+class Request(NamedTuple):
+    """The micro-batches that the model is about to see; a few bytes that name them to others."""
+
+    numbers: Sequence[int]  # places among the micro-batches of the step
+    shared: bool = False  # each pair is there twice, the second time with its shared tokens
+
+    def of(self, batches: Sequence[PairBatch]) -> list[PairBatch]:
+        found = [batches[number] for number in self.numbers]
+        return [_with_shared(batch) for batch in found] if self.shared else found
 
 
 @dataclass
@@ -68,9 +79,22 @@ class _Answer:
 class ReferenceLogps:
     """Returns reference log-probs, cached or computed. `compute` loads the model if needed."""
 
-    def __init__(self, config: DPOConfig, objective: PairLoss, compute: Compute) -> None:
-        self.config, self.compute = config, compute
-        self.device = device_of(config.reference)
+    def __init__(
+        self,
+        config: DPOConfig,
+        objective: PairLoss,
+        compute: Compute,
+        device: str = "cpu",
+        *,
+        kind: str | None = None,
+        announce: Callable[[Request], object] = lambda _: None,
+    ) -> None:
+        """`device` is where columns are wanted, `kind` that of the devices which compute them.
+
+        `announce` is called before `compute`, for other processes that compute along.
+        """
+        self.config, self.compute, self.announce = config, compute, announce
+        self.device, self.kind = device, kind or device
         needs_shared = "shared" in objective.token_columns
         self.needed = ["sum", "shared"] if needs_shared else ["sum"]
         self.stored = ["sum", "shared"] if config.reference.cache.per_token else self.needed
@@ -95,7 +119,7 @@ class ReferenceLogps:
         elif role.worker_cls is not None:
             log.info("reference.worker_cls: what a worker of your own computes is not cached")
         elif role.cache.enabled and (digest := self._digest()):
-            dtype = precision_name(role, self.device, config.rounding)
+            dtype = precision_name(role, self.kind, config.rounding)
             adapter = self._adapter()
             identity = f"{digest} {adapter} {dtype} {SCORER}"
             self._key = blake2b(identity.encode(), digest_size=16)
@@ -196,15 +220,17 @@ class ReferenceLogps:
             keys = self._keys(pairs)
             known, kept = self._table.find(keys)
             unknown = self._unknown(known)
-        running = [batch for batch in batches if unknown[batch.pair_P.numpy()].any()]
+        running = [i for i, batch in enumerate(batches) if unknown[batch.pair_P.numpy()].any()]
         counts.pairs_computed += int(unknown.sum())
         counts.pairs_from_cache += int((~unknown).sum())
         counts.forwards += len(running)
         if self._table is None:
-            return self.compute(batches)
+            return self._run(batches, Request(range(len(batches))))
         values, host, arrived = self._to_device(known), torch.from_numpy(known), None
         if running:
-            values = host = torch.where(values.isnan(), self._compute(keys, running), values)
+            values = host = torch.where(
+                values.isnan(), self._compute(keys, batches, running), values
+            )
             if values.is_cuda:
                 host = values.to("cpu", non_blocking=True)
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -212,14 +238,20 @@ class ReferenceLogps:
         self._answers.append(_Answer(keys, known, kept, host, arrived))
         return dict(zip(self.needed, values.view(len(self.stored), -1, 2), strict=False))
 
-    def _compute(self, keys: Sequence[bytes], running: Sequence[PairBatch]) -> Tensor:
+    def _run(self, batches: Sequence[PairBatch], request: Request) -> Columns:
+        self.announce(request)
+        return self.compute(request.of(batches))
+
+    def _compute(
+        self, keys: Sequence[bytes], batches: Sequence[PairBatch], running: Sequence[int]
+    ) -> Tensor:
         """Return the values of keys, NaN for those outside the running batches.
 
         A response that occurs twice has one value: that of its first micro-batch.
         """
-        asked = [_with_shared(batch) for batch in running] if "shared" in self.stored else running
-        found = self.compute(asked)["sum"].to(self.device, non_blocking=True)  # pairs ascending
-        pairs = np.concatenate([batch.pair_P.numpy() for batch in running])
+        found = self._run(batches, Request(running, "shared" in self.stored))["sum"]
+        found = found.to(self.device, non_blocking=True)  # pairs ascending
+        pairs = np.concatenate([batches[number].pair_P.numpy() for number in running])
         cells = (2 * pairs[:, None] + [0, 1]).reshape(-1)
         places = self._to_device(np.sort(cells))
         shape = len(self.stored), len(keys) // len(self.stored)
@@ -297,7 +329,7 @@ class ReferenceLogps:
         assert self._table is not None
         known = torch.from_numpy(self._table.find(self._keys(pairs))[0]).view(-1, 2)
         lengths = torch.from_numpy(scored_lengths(pairs))
-        computed = self.compute(batches)["sum"].cpu()
+        computed = self._run(batches, Request(range(len(batches))))["sum"].cpu()
         self.counts.forwards += len(batches)
         worst = float(((known - computed).abs() / lengths.clamp(min=1)).max())
         if not worst <= tolerance:

@@ -341,29 +341,7 @@ def test_warnings_of_all_ranks_are_logged_once_with_their_ranks(
     ]
 
 
-# --- several machines ---
-
-
-@pytest.mark.wide
-def test_processes_of_several_machines_meet_at_a_port_that_all_reach(
-    manager: ResourceManager,
-) -> None:
-    here, other = manager._start((0, 1), {})
-    manager._introduce([here, replace(other, process=replace(other.process, machine="elsewhere"))])
-
-
-@pytest.mark.wide
-def test_an_unreachable_port_is_reported_at_once(manager: ResourceManager) -> None:
-    manager.timeouts = Timeouts(connect=1.0)
-    here, other = manager._start((0, 1), {})
-    nowhere = replace(here, address="192.0.2.1")  # reserved for documentation
-    began = time.monotonic()
-    with pytest.raises(
-        WorkerError,
-        match=r"device 1 on .+ cannot reach device 0 on .+ at 192.0.2.1:\d+ within 1 s: ",
-    ):
-        manager._port_of(nowhere, [other])
-    assert time.monotonic() - began < 10
+# --- deadlines ---
 
 
 @pytest.mark.wide

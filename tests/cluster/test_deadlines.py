@@ -101,9 +101,10 @@ class Processes:
     def seats(self, *_: Any) -> list[Seat]:
         handle = SimpleNamespace(
             add=SimpleNamespace(remote=lambda *_: "add"),
-            call=SimpleNamespace(remote=lambda role, method, *args: method),
+            call=SimpleNamespace(remote=lambda role, method, *args, **options: method),
         )
-        return [Seat(handle, Process("here", 0, ""), "", 0, Room("here", 0, 1 << 40, 0))]
+        here = Process("here", 0, "", "")
+        return [Seat(handle, "", "", here, 0, Room("here", 0, 1 << 40, 0))]
 
     def refuse_without_ray(self) -> None:
         """It is there."""

@@ -1,4 +1,4 @@
-"""A local Ray starts: on a busy machine at its second try, and where a script imported Ray
+"""A local Ray starts: on a busy machine at a later try, and where a script imported Ray
 before."""
 
 from __future__ import annotations
@@ -14,14 +14,27 @@ import pytest
 from rather.cluster import resources
 from rather.errors import WorkerError
 
+RAYLET = """\
+[2026-11-16 06:53:01,100 I 4564 4564] (raylet) main.cc:12: Starting.
+[2026-11-16 06:53:03,207 C 4564 4564] (raylet) node_manager.cc:3576:  An unexpected system state \
+has occurred. Check failed: status.has_value() Timed out waiting for file /tmp/ray/agent_port_1
+"""
 
-@pytest.mark.parametrize(("failures", "starts"), [(1, True), (2, False)])
-def test_a_local_ray_has_two_tries(
+
+@pytest.mark.parametrize(("failures", "starts"), [(3, True), (4, False)])
+def test_a_local_ray_has_four_tries_and_quotes_its_raylet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, starts: bool
 ) -> None:
     import ray
 
     tried: list[dict[str, Any]] = []
+    pauses: list[float] = []
+    logs = tmp_path / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text(RAYLET)
+    (tmp_path / "kept").mkdir()
+    monkeypatch.setattr(resources, "private_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr(resources.time, "sleep", pauses.append)
 
     def init(**options: Any) -> None:
         tried.append(options)
@@ -35,12 +48,13 @@ def test_a_local_ray_has_two_tries(
     if starts:
         assert resources.connected(None, 3, tmp_path) == (ray, True)
     else:
-        with pytest.raises(
-            WorkerError, match="a local Ray did not start: The current node timed out"
-        ):
+        with pytest.raises(WorkerError, match="did not start in 4 attempts: The current") as found:
             resources.connected(None, 3, tmp_path)
-    assert len(tried) == 2
-    assert tried[0] == tried[1]
+        assert "raylet: status.has_value() Timed out waiting for file" in str(found.value)
+        assert "torchrun --nproc-per-node 3 -m rather train" in str(found.value)
+    assert len(tried) == 4
+    assert pauses == sorted(set(pauses))  # they grow
+    assert tried[0] == tried[3]
     assert tried[0]["_temp_dir"] == str(tmp_path / "ray")
     assert tried[0]["resources"] == {resources.SLOT: 3.0}
 

@@ -54,7 +54,7 @@ def test_fresh_and_known_values_come_without_waiting(
             ).double()
         }
 
-    logps = ReferenceLogps(config, from_config(config), compute)
+    logps = ReferenceLogps(config, from_config(config), compute, "cuda")
     logps.open()
     pairs = random_pairs(6, 50)
     bins = [batch.pin_memory() for batch in pack(pairs, 60)]

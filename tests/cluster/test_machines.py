@@ -1,0 +1,382 @@
+"""What several machines need, as far as one process can show it: without Ray, devices or a second
+machine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rather.cluster import host, launch, role, worker, writer
+from rather.cluster.cluster import Cluster
+from rather.cluster.host import CallResult, Host, Process, connection_problem
+from rather.cluster.launch import Roles
+from rather.cluster.memory import Ledger
+from rather.cluster.resources import ResourceManager, Seat
+from rather.cluster.worker import ActorWorker, RankInfo
+from rather.config.schema import DPOConfig, Timeouts
+from rather.data.batch import Columns, PairBatch
+from rather.data.pack import pack
+from rather.errors import ConfigError, WorkerError
+from rather.losses.objective import from_config
+from rather.parallel import tensor
+from rather.parallel.mesh import Mesh
+from rather.pipeline.reference_stream import ReferenceStream
+from rather.pipeline.steps import Packing, Step
+from rather.pipeline.timeline import Timeline
+from rather.train.rank_trainer import StepResult
+from tests.reference.test_cache import some_pairs
+from tests.tiny import make_config
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that a process without a GPU cannot open."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("attempting to deserialize object on a CUDA device")
+
+    def cpu(self, *_: Any) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+
+def on_gpu(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, dtype=torch.float64).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A host in this process, whose environment is given back."""
+    monkeypatch.setattr(host, "end_with_others", lambda _driver: None)
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    return Host({"A": "1"}, 1, Process.this())
+
+
+# --- what travels ---
+
+
+def test_tensors_leave_a_worker_on_the_cpu(process: Host) -> None:
+    result = StepResult({}, on_gpu(3, 2), 1.0, 0.1, None, None)
+    process.workers["actor_train"] = SimpleNamespace(  # type: ignore[assignment]
+        compute_log_probs=lambda: {"sum": on_gpu(3, 2)}, train_step=lambda: result
+    )
+    for method in ("compute_log_probs", "train_step"):
+        answer = pickle.loads(pickle.dumps(process.call("actor_train", method)))
+        assert answer.failure is None
+    assert torch.equal(answer.value.policy, torch.ones(3, 2).double())
+    assert process.call("actor_train", "train_step", silent=True).value is None
+
+
+def test_only_the_first_rank_returns_what_all_have_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent: dict[str, list[bool]] = {}
+
+    def call(_role: str, method: str, *_: Any, **given: bool) -> object:
+        silent.setdefault(method, []).append(given["silent"])
+        return object()
+
+    handle = SimpleNamespace(
+        add=SimpleNamespace(remote=lambda *_: object()), call=SimpleNamespace(remote=call)
+    )
+    manager: Any = SimpleNamespace(
+        kind="cpu", ledger=Ledger(), timeouts=Timeouts(), named={}, refuse_without_ray=lambda: None
+    )
+    seat = SimpleNamespace(handle=handle, node="n", room=None)
+    manager.seats = lambda *_: [seat, seat]
+    ray = SimpleNamespace(wait=lambda asked, timeout: (asked, []), get=lambda _: CallResult(7))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    config = make_config(tmp_path, reference__device_mapping=[0, 1])
+    made = Cluster("reference", None, manager, config.reference, pipeline_config=config)
+    made.compute_log_probs(pack(some_pairs(range(4)), 48))
+    made.peak_memory()
+    assert silent == {"compute_log_probs": [False, True], "peak_memory": [False, False]}
+
+
+def two_drivers(
+    config: DPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[ReferenceStream], list[list[list[int]]]]:
+    """The messages of the first driver, which the second gets in their order, and what each asks
+    its model for."""
+    sent: list[Any] = []
+    streams, seen = [], []
+    objective = from_config(config)
+    for rank in range(2):
+        asked: list[list[int]] = []
+
+        def compute(batches: Sequence[PairBatch], asked: list[list[int]] = asked) -> Columns:
+            asked += [batch.pair_P.tolist() for batch in batches]
+            return {"sum": on_gpu(sum(len(batch.pair_P) for batch in batches), 2)}
+
+        model: Any = SimpleNamespace(compute_log_probs=compute, device="cpu")
+        roles = Roles(model, model, "cpu", rank=rank, drivers=2)
+        retry: Any = SimpleNamespace(
+            packing=Packing(config, "cpu"), run=lambda _use, step, work: work(step.reference)
+        )
+        source: Any = SimpleNamespace(total_steps=1)
+        stream = ReferenceStream(config, roles, Timeline(in_turn=True), retry, source, objective)
+        stream._loaded = True
+        streams.append(stream)
+        seen.append(asked)
+
+    replaying: list[None] = []
+
+    def exchange(value: Any) -> Any:
+        if replaying or value is None:
+            replaying.append(None)
+            return pickle.loads(sent[len(replaying) - 1])
+        sent.append(pickle.dumps(value))
+        return value
+
+    monkeypatch.setattr(launch, "broadcast", exchange)
+    return sent, streams, seen
+
+
+@pytest.mark.parametrize("cache", [{}, {"per_token": True}, {"enabled": False}])
+def test_under_torchrun_a_step_is_named_by_the_numbers_of_its_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, bool]
+) -> None:
+    config = make_config(tmp_path, reference__cache=cache)
+    sent, (first, second), (asked, followed) = two_drivers(config, monkeypatch)
+    pairs = some_pairs(range(8))
+    step = Step(pairs, [], pack(pairs, 48))
+    columns = first.columns(step)
+    assert columns is not None
+    found = second.columns(step)
+    assert found is not None
+    assert asked == followed != []
+    assert type(found["sum"]) is torch.Tensor
+    assert len(sent) == 2
+    assert len(sent[0]) < 200
+
+
+# --- where ---
+
+
+def test_ranks_meet_at_an_address_and_port_of_the_first_one() -> None:
+    joined: list[tuple[Any, ...]] = []
+
+    def seat(number: int, address: str) -> Seat:
+        handle = SimpleNamespace(
+            listen=SimpleNamespace(remote=lambda at: {"10.0.0.1": 4000}[at]),
+            connection_problem=SimpleNamespace(remote=lambda *place: None),
+            join=SimpleNamespace(remote=lambda *place: joined.append(place) or CallResult()),
+        )
+        same: Any = (Process("same-name", number, "", ""), number, None)
+        return Seat(handle, f"node {number}", address, *same)
+
+    manager = ResourceManager.__new__(ResourceManager)
+    manager.timeouts, manager.kind = Timeouts(), "cpu"
+    manager._all = lambda asked, *_: list(asked)  # type: ignore[method-assign]
+    seats = [seat(0, "10.0.0.1"), seat(1, "10.0.0.2")]
+    manager._introduce(seats)
+    limit = 60 + manager.timeouts.longest
+    assert joined == [(rank, 2, "10.0.0.1", 4000, limit, "cpu") for rank in range(2)]
+    manager.timeouts = Timeouts(connect=0.1)
+    seats[1].handle.connection_problem.remote = connection_problem
+    nowhere = replace(seats[0], address="192.0.2.1")  # reserved for documentation
+    nowhere.handle.listen.remote = lambda _: 9
+    with pytest.raises(
+        WorkerError, match=r"device 1 on .+ cannot reach device 0 on .+ at 192.0.2.1:9 within 0 s: "
+    ):
+        manager._port_of(nowhere, seats[1:])
+
+
+def test_a_machine_of_the_same_name_is_another_machine() -> None:
+    this = Process.this()
+    assert this.is_here
+    elsewhere = replace(this, pid=1 << 30, kernel="of another machine")
+    assert not elsewhere.is_here
+    assert not elsewhere.is_gone  # a worker would end with its driver
+
+
+@pytest.mark.parametrize(
+    ("near", "master", "expected"), [(2, "somewhere", "lo"), (1, "127.0.1.1", "outside")]
+)
+def test_gloo_uses_the_interface_that_leads_to_the_others(
+    process: Host,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    near: int,
+    master: str,
+    expected: str,
+) -> None:
+    """A machine may resolve its own name to loopback, where the others cannot reach it."""
+    routes = {"127.0.0.1": "lo", "127.0.1.1": "lo", "192.0.2.1": "outside"}
+    assert host.interface_to("127.0.0.1") == "lo"
+    for module in (host, role):
+        monkeypatch.setattr(module, "interface_to", routes.get)
+    del os.environ["PYTORCH_ALLOC_CONF"]  # as if nobody had set it yet
+    sizes = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(near)}
+    os.environ.update(sizes, MASTER_ADDR=master)
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
+    member = role.join_ranks(make_config(tmp_path), 2, ExitStack())
+    assert seen["GLOO_SOCKET_IFNAME"] == expected
+    assert member == RankInfo(0, 2, "cpu", near)
+    assert "expandable_segments" in seen["PYTORCH_ALLOC_CONF"]  # read at the first use of a GPU
+
+
+def test_the_allocator_is_set_before_a_process_uses_its_gpu(process: Host) -> None:
+    assert os.environ["A"] == "1"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_torchrun_uses_the_devices_that_the_config_names(
+    process: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    joined: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **place: joined.update(place))
+    os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost")
+    config = make_config(tmp_path, actor_train__device_mapping=[4, 6])
+    assert role.join_ranks(config, 2, ExitStack()).device == "cuda:6"
+    assert joined["device_id"] == torch.device("cuda:6")
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    config = make_config(
+        tmp_path, num_nodes=2, num_gpus_per_node=4, actor_train__device_mapping=[0, 5]
+    )
+    assert role.join_ranks(config, 2, ExitStack()).device == "cuda:1"
+
+
+# --- groups and twins ---
+
+
+def test_all_ranks_of_a_group_call_it_before_two_of_them_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[Any] = []
+    dist.init_process_group("fake", rank=0, world_size=24, store=FakeStore())
+    try:
+        reduce = dist.all_reduce
+        monkeypatch.setattr(
+            dist,
+            "all_reduce",
+            lambda x, **given: (called.append(given["group"]), reduce(x, **given)),
+        )
+        mesh = Mesh.build(pp=3, replicate=2, shard=2, tp=2)
+    finally:
+        dist.destroy_process_group()
+    assert mesh.groups.keys() == {"pp", "replicate", "shard", "tp", "dp"}
+    assert called == list(mesh.groups.values())
+
+
+def test_twins_are_compared_on_the_devices_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group of NCCL alone moves no tensor of a CPU; `meta` stands in for a GPU."""
+    from transformers import AutoConfig
+
+    kinds: set[str] = set()
+
+    def split(policy: Any, *_: Any, **__: Any) -> None:
+        kinds.update(parameter.device.type for parameter in policy.parameters())
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(tensor, "split_model", split)
+    group: Any = SimpleNamespace(group_name="tp")
+    mesh = Mesh({"tp": 2}, {"tp": 0}, {"tp": group}, "meta")
+    config = AutoConfig.for_model("llama", num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ConfigError, match="seen"):
+        tensor.check_split(config, mesh)
+    assert kinds == {"meta"}
+
+
+# --- folders, keys and memory ---
+
+
+class TwoMachines(role.RoleOnRanks):
+    """Of two ranks the second has a disk of its own at the same path."""
+
+    def __init__(self, config: DPOConfig, disk: Path) -> None:
+        super().__init__("actor_train", config, "cpu", Ledger())
+        self.rooms, self.disk, self.called = [], disk, []
+        self._run = self.call
+
+    def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
+        self.called.append(method)
+        if method != "folder_problem":
+            return [None, None]
+        ranks = [ActorWorker(self.config, self.role, RankInfo(n, 2, "cpu")) for n in range(2)]
+        roots = (Path("/"), self.disk)
+        return [
+            each.folder_problem(root / args[0].relative_to("/"))
+            for each, root in zip(ranks, roots, strict=True)
+        ]
+
+
+def test_a_run_folder_that_a_machine_does_not_share_is_refused_before_a_model_is_loaded(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path)
+    shared = TwoMachines(config, Path("/"))
+    shared.initialize(1)
+    assert shared.called == ["folder_problem", "initialize"]
+    private = TwoMachines(config, tmp_path / "other")
+    (tmp_path / "other" / config.run_dir.absolute().relative_to("/")).mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=r"output_dir: .+ is not a folder that all machines share.+No such file"
+    ):
+        private.initialize(1)
+    assert private.called == ["folder_problem"]
+    assert not list(config.run_dir.glob(".pieces*"))
+
+
+def test_the_reference_cache_is_keyed_by_the_devices_that_compute(tmp_path: Path) -> None:
+    """A driver without a GPU writes what workers on GPUs computed in bfloat16."""
+    config = make_config(tmp_path, reference__device_mapping=[5])
+    names = []
+    for kind in ("cpu", "cuda"):
+        model: Any = SimpleNamespace(device="cpu")
+        roles, none = Roles(model, model, kind, here=False), SimpleNamespace()
+        source: Any = none
+        stream = ReferenceStream(
+            config, roles, Timeline(in_turn=True), source, source, from_config(config)
+        )
+        assert stream.logps is not None
+        stream.logps.open()
+        assert stream.logps.folder is not None
+        names.append(stream.logps.folder.name)
+    assert "-float32-" in names[0]
+    assert "-bfloat16" in names[1]
+
+
+@pytest.mark.parametrize(("reference", "expected"), [([0], 0.7), ([1], 0.3)])
+def test_only_roles_of_one_process_share_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: list[int], expected: float
+) -> None:
+    shares: list[float] = []
+    config = make_config(
+        tmp_path,
+        actor_train__strategy_args={"gpu_memory_utilization": 0.3},
+        reference__strategy_args={"gpu_memory_utilization": 0.4},
+        reference__device_mapping=reference,
+    )
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    own = ActorWorker(config, "actor_train", RankInfo(device="cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(worker.torch, "manual_seed", lambda _: None)
+    own._prepare_process()
+    assert shares == [pytest.approx(expected)]
+
+
+def test_a_copy_of_the_state_counts_the_ranks_of_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "free_memory", lambda: 3 * writer.GIB)
+    state: Any = {"model": {"w": torch.empty(writer.GIB // 4, device="meta")}}
+    for near, wanted in ((2, True), (4, False)):
+        own = ActorWorker(make_config(tmp_path), "actor_train", RankInfo(0, 16, "cpu", near)).writer
+        assert own._copies(state) is wanted
