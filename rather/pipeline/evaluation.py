@@ -246,6 +246,7 @@ def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:
     path = config.actor_train.data_args.locate(asked.file)
     try:
         content = read_bytes(path).decode("utf-8")
+        content = content.replace("\r\n", "\n")
         lines = [line for line in content.split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise DataError(f"eval_prompts.file: {path} cannot be read ({error}).") from error

@@ -50,7 +50,7 @@ def test_by_the_command(shared: Path, tuned: Path, tmp_path: Path) -> None:
 def test_half_precision_is_allowed_its_rounding(tuned: Path, tmp_path: Path) -> None:
     base = make_model(tmp_path / "base", dtype=torch.bfloat16)
     found = merge(str(tuned), tmp_path / "merged", str(base))
-    assert "(allowed: 0.1)" in found
+    assert "(allowed: 0.5)" in found
     assert 0 < difference_in(found) < 0.1
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
