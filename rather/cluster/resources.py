@@ -28,6 +28,7 @@ from rather.cluster.memory import Ledger, Room
 from rather.config import plugins
 from rather.config.schema import Timeouts
 from rather.errors import ConfigError, RayGone, WorkerError
+from rather.files import read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -416,9 +417,9 @@ def connected(
 
 def _last_of_raylet(folder: Path) -> str:
     """Return the error that Ray's own process logged last, which Ray's exception leaves out."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         file = folder / "session_latest" / "logs" / "raylet.out"
-        lines = file.read_text("utf-8", errors="replace").splitlines()
+        lines = read_bytes(file).decode("utf-8", "replace").splitlines()
         if found := [line for line in lines if re.search(r" [CEF] \d+ \d+\] \(raylet\) ", line)]:
             text = found[-1].partition("(raylet) ")[2].rpartition("Check failed: ")[2]
             return f"Its raylet: {text[:300]}."

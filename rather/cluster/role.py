@@ -206,8 +206,8 @@ def started_by_torchrun() -> bool:
 
 def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
     """Join the process group; device_mapping must name one device per process."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    rank, world, near = (int(os.environ[name]) for name in names)
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    near = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world != devices:
         raise ConfigError(
             f"actor_train.device_mapping names {devices} devices, and torchrun started {world} "

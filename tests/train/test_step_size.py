@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
@@ -70,6 +71,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, set[
             follow()
 
     with pytest.MonkeyPatch.context() as patch:
+        # Other tests in this process may have left handlers of logs.
+        patch.setattr(logging.getLogger("rather"), "handlers", [])
         patch.setattr(ActorWorker, "train_step", traced_step)
         patch.setattr(TrainingLoop, "_train", traced_loop)
         assert DPOPipeline(config).run() == 0
