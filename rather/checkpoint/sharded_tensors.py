@@ -131,8 +131,10 @@ class ShardedFiles(Mapping[str, Tensor]):
 
     def dtype(self, name: str) -> torch.dtype:
         file, spec = next(iter(self._shards[name].values()))
-        empty: Tensor = file.get_slice(name)[(slice(0, 0),) * len(spec.whole)]
-        return empty.dtype
+        stored = file.get_slice(name)
+        found = {code: dtype for dtype, code in DTYPES.items()}.get(stored.get_dtype())
+        empty: Any = None if found else stored[(slice(0, 0),) * len(spec.whole)]
+        return found or empty.dtype
 
     def read(self, name: str, wanted: ShardSpec) -> Tensor:
         """Return one block in memory of its own; nothing else is read."""

@@ -137,8 +137,10 @@ def load_policy(
     exact = exact and compute != torch.float32
     with _opening(name, "weights"):
         folder = model_folder(name, args.revision)
-        stored = ShardedFiles(weight_files(folder) if folder else [])
+        files = weight_files(folder) if folder else []
+        stored = ShardedFiles(files)
     is_wider = any(stored.dtype(key) != compute for key in stored)
+    del stored  # mapped files count as memory in use
     rounds = is_wider and compute == torch.bfloat16 and not args.quantization
     rounds |= is_wider and exact and not args.has_adapter
     if args.quantization:
@@ -178,7 +180,7 @@ def load_policy(
     # `.to(dtype)` would round the rotary buffers as well.
     causal_lm = causal_lm if args.quantization else causal_lm.to(device)
     causal_lm.config.dtype = source_dtype
-    source = _adapt(causal_lm, stored, args, start) if args.has_adapter else None
+    source = _adapt(causal_lm, ShardedFiles(files), args, start) if args.has_adapter else None
     policy = PolicyModel(causal_lm).eval()  # no dropout in policy or reference
     policy.rounding, policy.exact = rounding, kept
     if source:  # PiSSA also takes from the base what it moves into the adapter

@@ -43,6 +43,7 @@ class RunSummary:
         self.config, self.roles, self.source = config, roles, source
         self.run_dir = config.run_dir
         self.plan: dict[str, Any] | None = None  # the forecast, as plan.json contains it
+        self.peak = 0  # bytes, before the export
 
     def forecast(self, *, reference: bool) -> None:
         """Log what the run will take; `reference`: whether that model is loaded.
@@ -90,7 +91,9 @@ class RunSummary:
             write_run_report(self.run_dir, {**report, "health": counts(self.run_dir)})
             if not (plan := self.plan):
                 return
-            peak, planned = self.roles.actor_train.peak_memory(), plan["memory_bytes"]["total"]
+            if "changed_file" not in outcome:  # the export is not part of the forecast
+                self.peak = self.roles.actor_train.peak_memory()
+            peak, planned = self.peak, plan["memory_bytes"]["total"]
             speed = times["pairs_per_second"]
             seconds = plan["pairs_per_step"] / speed if speed else None
             measured = {"memory_bytes": peak, "seconds_per_step": seconds}
