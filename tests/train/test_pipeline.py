@@ -455,7 +455,7 @@ class NotANumber(ActorWorker):
 
 
 def test_a_nonfinite_loss_stops_the_run(shared: Path) -> None:
-    config = make_config(shared, exp_name="nan", actor_train__worker_cls=NotANumber)
+    config = make_config(shared, exp_name="a-loss-of-nan", actor_train__worker_cls=NotANumber)
     with pytest.raises(NonFiniteError):
         DPOPipeline(config).run()
     assert checkpoints(config.run_dir) == []
