@@ -102,9 +102,13 @@ def precision_name(role: RoleConfig, device: str, rounding: str) -> str:
         name += "-in-float32"
     folder = model_folder(role.model_path, args.revision)
     if compute == torch.bfloat16 and rounding == "dithered" and folder:
-        stored = ShardedFiles(weight_files(folder))
-        name += "-dithered" if {stored.dtype(key) for key in stored} != {compute} else ""
+        name += "-dithered" if _dtypes(weight_files(folder)) - {compute} else ""
     return name
+
+
+def _dtypes(files: list[Path]) -> set[torch.dtype]:
+    stored = ShardedFiles(files)
+    return {stored.dtype(key) for key in stored}
 
 
 def same_weights(a: str, b: str) -> bool:
@@ -138,9 +142,7 @@ def load_policy(
     with _opening(name, "weights"):
         folder = model_folder(name, args.revision)
         files = weight_files(folder) if folder else []
-        stored = ShardedFiles(files)
-    is_wider = any(stored.dtype(key) != compute for key in stored)
-    del stored  # mapped files count as memory in use
+        is_wider = bool(_dtypes(files) - {compute})
     rounds = is_wider and compute == torch.bfloat16 and not args.quantization
     rounds |= is_wider and exact and not args.has_adapter
     if args.quantization:
