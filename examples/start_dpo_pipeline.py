@@ -2,7 +2,8 @@
 
 python examples/start_dpo_pipeline.py --config_path examples/quickstart --config_name dpo max_steps=20
 
-The same as `rather train examples/quickstart/dpo.yaml max_steps=20`. Paths count from here.
+The same as `rather train examples/quickstart/dpo.yaml max_steps=20`. As in ROLL, the folder may also
+be relative to examples/: --config_path quickstart.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def config_file(folder: str, name: str) -> Path:
-    """The YAML as the user means it: from the current folder, or else from the repository's root."""
+    """Return the YAML: from the current folder, this folder (as in ROLL), or the repository's root."""
     file = Path(folder) / (name if name.endswith(".yaml") else f"{name}.yaml")
-    elsewhere = REPOSITORY / file
-    return elsewhere if not file.is_file() and elsewhere.is_file() else file
+    places = (file, REPOSITORY / "examples" / file, REPOSITORY / file)
+    return next((place for place in places if place.is_file()), file)
 
 
 def main() -> int:

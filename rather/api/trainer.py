@@ -27,6 +27,7 @@ from rather.api.in_memory import (
     packed_attention,
     process_rank,
 )
+from rather.api.logits import LogitsTrainer, answer_sums
 from rather.api.torch_optimizer import TorchOptimizer, replace_parameters, with_args
 from rather.cluster.launch import Roles
 from rather.cluster.role import shared_folder
@@ -36,6 +37,7 @@ from rather.config.strategies import Layout, layout
 from rather.data.batch import Columns, PairLogps, TokenPair
 from rather.data.feed import Feed
 from rather.errors import ConfigError, DataError
+from rather.losses.metrics import Window
 from rather.losses.objective import configure, from_config, rule
 from rather.model.check import check_model, untrained_parts
 from rather.model.export import FileCast, export_model, export_stored
@@ -102,6 +104,9 @@ class DPOTrainer:
             raise ConfigError(
                 "lr_scheduler: belongs to an optimizer; give both, or leave both out."
             )
+        own_class, base = type(self), DPOTrainer
+        methods = ("_post_compute_loss", "dpo_loss", "odds_ratio_loss")
+        self.overrides = [n for n in methods if getattr(own_class, n) is not getattr(base, n)]
         (own, self.adapted), (ref_model, _) = _unwrap(model), _unwrap(ref_model)
         self._refuse_models(own, ref_model)
         if sequence_packing:
@@ -146,6 +151,7 @@ class DPOTrainer:
             "train_batch_size on several ranks": config.train_batch_size is not None and several,
         }
         given = ", ".join(name for name, is_set in unsupported.items() if is_set)
+        overrides = ", ".join(self.overrides)
         frozen = not all(p.requires_grad for p in model.parameters())
         problems = {
             f"train_config: {given}: only DPOPipeline does that; leave it out.": given,
@@ -159,10 +165,14 @@ class DPOTrainer:
             "trains an adapter there, with lora_rank in its config.": several and frozen,
             "ref_model: is the model itself, which training changes; give copy.deepcopy(model).":
             ref_model is model,
+            f"{overrides}: overridden methods are called on one process only; for several, write "
+            "the loss with rather.losses.loss.": overrides and several,
         }  # fmt: skip
         for text, is_so in problems.items():
             if is_so:
                 raise ConfigError(text)
+        if overrides:
+            self._method_of_loss()
 
     def _worker(self, role: str, model: Any, placing: Layout) -> InMemoryWorker:
         whole = PolicyModel(model).eval()  # no dropout
@@ -186,6 +196,10 @@ class DPOTrainer:
         if mesh.sizes and isinstance(policy, PolicyModel):
             runner = WholeModelRunner(policy, STAGES[placing.stage])
         trainer = RankTrainer(policy, self.loss, mesh=mesh, runner=runner, count_zeros=trains)
+        if trains and self.overrides:
+            assert isinstance(policy, PolicyModel)
+            function = self._post_compute_loss
+            trainer = LogitsTrainer(policy, self.loss, function, mesh=mesh, count_zeros=trains)
         return InMemoryWorker(self.config, role, trainer)
 
     # --- losses ---
@@ -220,6 +234,56 @@ class DPOTrainer:
         loss = configure([name], numbers)
         chosen, rejected = loss.rewards(x).detach().unbind(1)
         return loss(x), chosen, rejected
+
+    def _post_compute_loss(
+        self,
+        labels: Tensor,
+        loss_mask: Tensor,
+        ref_chosen_logps: Tensor | None,
+        ref_rejected_logps: Tensor | None,
+        logits: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss of a micro-batch and its metrics. Override this for your own loss.
+
+        `labels` and `loss_mask` [2 P, L] and `logits` [2 P, L, V] are of the scored tokens of P
+        chosen answers, then of the rejected ones; logits are at the label that they predict. A
+        class that overrides neither this nor dpo_loss and odds_ratio_loss computes the same loss
+        without keeping logits.
+        """
+        sums, lengths = answer_sums(labels, loss_mask, logits), loss_mask.double().sum(-1)
+        (chosen, rejected), chosen_length = sums.chunk(2), lengths.chunk(2)[0]
+        if self._method_of_loss() == "orpo":
+            losses, *rewards = self.odds_ratio_loss(chosen, rejected, lengths)
+        else:
+            assert ref_chosen_logps is not None
+            assert ref_rejected_logps is not None
+            losses, *rewards = self.dpo_loss(chosen, rejected, ref_chosen_logps, ref_rejected_logps)
+        columns = {
+            "loss": losses,
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+            "rewards/accuracies": (rewards[0] > rewards[1]).double(),
+            "rewards/margins": rewards[0] - rewards[1],
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+            "sft_loss": -chosen / chosen_length,
+        }
+        return losses.mean(), {name: each.detach().mean() for name, each in columns.items()}
+
+    def _method_of_loss(self) -> str:
+        """Return "sigmoid" or "orpo": losses that have a method of this class."""
+        names, modifiers = self.config.loss_names, self.config.loss_modifiers
+        methods = {"sigmoid": "dpo_loss", "orpo": "odds_ratio_loss"}
+        own, has_method = names[0], len(names) == 1 and not modifiers and names[0] in methods
+        unused = {"dpo_loss", "odds_ratio_loss"} - {methods.get(own)}
+        if has_method and not unused & {*self.overrides}:
+            return own
+        stated = " + ".join([*names, *modifiers])
+        raise ConfigError(
+            f"pref_loss: '{stated}' would not call {', '.join(self.overrides) or 'dpo_loss'}; set "
+            "sigmoid for dpo_loss, orpo for odds_ratio_loss, either for _post_compute_loss, "
+            "without modifiers."
+        )
 
     # --- one step ---
 
@@ -403,6 +467,7 @@ class DPOTrainer:
             records.append(record)
             on_record(record)
 
+        own = {"overrides": type(self).__qualname__} if self.overrides else {}
         fixed = {"logging_steps": 1, "track_with": None, **settings}
         DPOPipeline.from_parts(
             self.config.model_copy(update=fixed),
@@ -410,7 +475,7 @@ class DPOTrainer:
             source,
             identity={
                 "data": source.feed.identity(),
-                "loss": self.loss.description(),
+                "loss": self.loss.description() | own,
                 "seed": [self.config.seed, self.config.data_seed],
                 "global batch": [source.feed.size, source.accumulation, self.roles.drivers],
                 "rounding": self.config.rounding,
@@ -441,15 +506,20 @@ class DPOTrainer:
         self, pairs: Iterable[Any], transform: Callable[[Any], Any] | None = None
     ) -> dict[str, float]:
         """Return the metrics of all pairs, weighted by pair: batches do not matter."""
-        feed, parts = self._feed(pairs, transform), list[EvaluatedPart]()
+        feed, parts, window = self._feed(pairs, transform), list[EvaluatedPart](), Window()
         for part in feed.micro_batches():
             batches = pack_step([part])
             facts = StepShare.of(batches, self.policy.mesh).facts
             self.worker.refuse_columns("evaluation", facts)
-            policy = self.worker.compute_log_probs(batches)
-            parts.append((facts, policy, self._reference_columns(batches)))
+            known = self._reference_columns(batches)
+            if isinstance(self.policy, LogitsTrainer):
+                with packed_attention(self.policy.whole):
+                    sums = self.policy.evaluate(batches, known)
+                window.add(sums, pairs=len(facts.weight), tokens=0)
+                continue
+            parts.append((facts, self.worker.compute_log_probs(batches), known))
         feed.log_dropped()
-        return metrics_of(parts, self.policy.score)
+        return metrics_of(parts, self.policy.score) if parts else window.means()
 
     def save_model(self, folder: str | Path) -> None:
         """Write a folder for `from_pretrained`, with an adapter merged in. All ranks call this."""

@@ -22,6 +22,7 @@ from rather.cluster.memory import Peak, explanation, free_memory, largest, sente
 from rather.cluster.writer import Writer
 from rather.config.schema import DPOConfig, ModelArgs, RoleConfig
 from rather.config.strategies import layout
+from rather.config.values import worker_class
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.errors import ConfigError, DiskError, MemoryShortage
 from rather.losses.objective import PairLoss, from_config, own_loss
@@ -441,7 +442,8 @@ def make_worker(
 
     The author of the config wrote the path and is trusted; nothing else ever sets it.
     """
-    value, key = cls or getattr(config, role).worker_cls or ActorWorker, f"{role}.worker_cls"
+    own = worker_class(cls or getattr(config, role).worker_cls)
+    value, key = own or ActorWorker, f"{role}.worker_cls"
     try:
         found: Any = pkgutil.resolve_name(value) if isinstance(value, str) else value
     except (ImportError, AttributeError, ValueError) as error:

@@ -29,7 +29,7 @@ TOP_FOREIGN = """
     is_use_additional_prompts max_additional_running_prompts user_defined_rollout_loop_cls
     router_args base_dir rollout_dump_dir rollout_batch_size rollout_mock local_rank prompt_length
     val_prompt_length val_sequence_length report_length_and_rewards length_profiler_dir
-    otlp_output_dir model_update_buffer_size_mb transfer_backend
+    otlp_output_dir model_update_buffer_size_mb transfer_backend custom_env
 """.split()  # noqa: SIM905 - a table of names
 ROLE_FOREIGN = """
     generating_args pg_variant opd_kl_coef tag_included model_update_frequency max_concurrency

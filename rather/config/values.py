@@ -115,8 +115,12 @@ def _devices_from_text(text: str) -> Any:
     return devices
 
 
+ROLL_WORKER = "roll.pipeline.dpo.actor_worker.ActorWorker"  # means Rather's own
+
+
 def worker_class(value: Any) -> Any:
     """Accept a class, or a dotted path that workers import."""
+    value = None if value == ROLL_WORKER else value
     is_path = isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value)
     if value is None or isinstance(value, type) or is_path:
         return value

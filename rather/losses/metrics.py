@@ -26,6 +26,7 @@ class Scored:
     x: PairLogps
     losses: Tensor  # [P]
     rewards: Tensor  # [P, 2]
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # [P]: a trainer's own metrics
 
     @property
     def ties(self) -> Tensor:
@@ -75,6 +76,7 @@ def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str,
     metrics = {**PER_PAIR, **(WITH_REFERENCE if loss.needs_reference else {})}
     metrics |= {name: OF_A_LOSS[name] for name in loss.own_metrics}
     columns = {name: metric(scored).detach() for name, metric in metrics.items()}
+    columns |= scored.extra
     margin, longer = gap(scored.rewards).detach(), gap(scored.x.length)
     columns |= {name: moment(margin, longer) for name, moment in MOMENTS.items()}
     columns["weight"] = torch.ones_like(weight_P)

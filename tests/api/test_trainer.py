@@ -103,7 +103,7 @@ def test_labels_that_are_not_tokens_are_refused(folder: Path) -> None:
         pairs_of(batch)
 
 
-def trainer_of(model: Any, /, **changes: Any) -> DPOTrainer:
+def trainer_of(model: Any, /, own: type[DPOTrainer] = DPOTrainer, **changes: Any) -> DPOTrainer:
     config = DPOConfig(
         pref_loss="sigmoid", beta=0.1, label_smoothing=0.0, use_ref_model=True, max_steps=4
     )
@@ -116,7 +116,7 @@ def trainer_of(model: Any, /, **changes: Any) -> DPOTrainer:
         "ref_model": copy.deepcopy(model),
         "args": args,
     }
-    return DPOTrainer(**{**options, **changes})
+    return own(**{**options, **changes})
 
 
 def test_the_script_of_the_seed(model: Any, folder: Path) -> None:
