@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from rather.migrate.rules import (
     Outcome,
     Rule,
     Unsupported,
+    full,
 )
 from rather.migrate.source import SourceSettings, flat
 
@@ -74,8 +75,9 @@ class Peer:
     which have no counterpart; any other key is a typing error. A default may be a function of the
     other settings. `aliases` are other names of keys. `marks` and `words` are keys, and words of a
     command line, that only this tool has. `whole` are keys whose value is a mapping. `reader` reads
-    a file whose values refer to others. `always` are differences that no key expresses. Files that
-    `is_early` recognises have the `early` defaults.
+    a file whose values refer to others, under the flags of a command line; `config` is its place
+    next to the program if the line names none. `always` are differences that no key expresses.
+    Files that `is_early` recognises have the `early` defaults.
     """
 
     name: str
@@ -87,7 +89,8 @@ class Peer:
     aliases: Mapping[str, str] = field(default_factory=dict)
     marks: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
-    reader: Callable[[Path], dict[str, Any]] | None = None
+    reader: Callable[[Path, dict[str, Any]], dict[str, Any]] | None = None
+    config: str = ""
     whole: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
     is_early: Callable[[Given], bool] = lambda given: False
@@ -180,17 +183,15 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
             f"{source.name}: {source.program} is not training on preference pairs that Rather "
             f"offers; of {peer.name} it converts {', '.join(peer.programs)}."
         )
-    values = (
-        peer.reader(source.file) | source.flags if peer.reader and source.file else source.values
-    )
-    said = (
-        {PROGRAM: source.program}
-        if source.program in peer.programs and PROGRAM in peer.rules
-        else {}
-    )
-    written = said | dict(_without_no(peer, *item) for item in flat(values, peer.whole))
+    file = source.file
+    if peer.config and not file and source.script:
+        file = source.script.parent / peer.config
+    values = peer.reader(file, source.flags) if peer.reader and file else source.values
+    is_named = source.program in peer.programs and PROGRAM in peer.rules
+    written = {PROGRAM: source.program} if is_named else {}
+    written |= dict(_without_no(peer, *item) for item in flat(values, peer.whole))
     count = devices or source.devices
-    here = {COUNT: count or 1, FOLDER: source.file.parent if source.file else Path(),
+    here = {COUNT: count or 1, FOLDER: file.parent if file else source.folder,
             ALIASED: any(key in peer.aliases for key in written)}  # fmt: skip
     given = here | {peer.aliases.get(key, key): v for key, v in written.items()}
     defaults = {**peer.defaults, **(peer.early if peer.is_early(given) else {})}
@@ -235,17 +236,22 @@ def _without_no(peer: Peer, key: str, value: Any) -> tuple[str, Any]:
     return (short, False) if turned else (key, value)
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted paths as nested mappings, in the order of the schema."""
-    order = list(table())
+def nested_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted paths as nested mappings."""
     result: dict[str, Any] = {}
-    for path in sorted(values, key=lambda path: order.index(_known(path))):
+    for path, value in values.items():
         *parents, name = path.split(".")
         owner = result
         for parent in parents:
             owner = owner.setdefault(parent, {})
-        owner[name] = values[path]
+        owner[name] = value
     return result
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted paths as nested mappings, in the order of the schema."""
+    order = list(table())
+    return nested_keys(dict(sorted(values.items(), key=lambda item: order.index(_known(item[0])))))
 
 
 def _known(path: str) -> str:
@@ -282,6 +288,7 @@ def _ruled(peer: Peer, key: str, value: Any, given: Given) -> Row:
         return Row(key, value, Outcome(NEEDLESS, note="empty"))
     try:
         outcome = rule(value, given)
+        outcome = replace(outcome, values={full(k): v for k, v in outcome.values.items()})
     except ConfigError as why:
         raise ConfigError(f"{key}: {why}") from None
     except Unsupported as why:

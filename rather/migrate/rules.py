@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,14 @@ IMPOSSIBLE, UNKNOWN, MISSING = "not possible", "not known", "not determined"
 OPEN = "to fill in"
 INCOMPLETE = (MISSING, IMPOSSIBLE, UNKNOWN)
 UNSET: Any = object()  # a default that depends on something which the source does not say
+MACHINERY = "internal to that tool; no result depends on it"
+SECTIONS = {  # short names that the tables use
+    "training": "actor_train.training_args",
+    "model": "actor_train.model_args",
+    "data": "actor_train.data_args",
+    "strategy": "actor_train.strategy_args.strategy_config",
+    "held_out": "validation.data_args",
+}
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,46 @@ class Unsupported(Exception):
     """A value that has no counterpart; the message says why."""
 
 
-def to(path: str, convert: Converter | Mapping[Any, Any] | None = None, *, note: str = "") -> Rule:
-    """Set Rather's key of the same meaning. A `note` marks a change in meaning.
+def full(path: str) -> str:
+    """Return a key of Rather whose section may have a short name."""
+    section, dot, name = path.partition(".")
+    return SECTIONS.get(section, section) + dot + name if dot else path
 
-    `convert` changes the value.
+
+def facts(text: str) -> dict[str, Rule]:
+    """Return the rules of a table, each with names of keys, a sign, and what they mean.
+
+    `=`: Rather's key of the same meaning (`; note`: the meaning changes). `~`: why the key is not
+    needed (nothing: internal to the tool). `!`: why it is not possible. `?`: why it is left out.
+    Names may fill several lines.
     """
+    rules: dict[str, Rule] = {}
+    names: list[str] = []
+    for line in text.strip().splitlines():
+        keys, sign, rest = (*re.split(r"\s([=~!?])(?:\s+|$)", line, maxsplit=1), "", "")[:3]
+        names += keys.split()
+        if sign == "=":
+            path, _, note = rest.partition("; ")
+            rules |= dict.fromkeys(names, to(path, note=note))
+        elif sign:
+            kind = {"~": needless, "!": never, "?": left_out}[sign]
+            rules |= dict.fromkeys(names, kind(rest or MACHINERY))
+        names = [] if sign else names
+    return rules
+
+
+def gives(values: dict[str, Any], note: str = "") -> Outcome:
+    """Return values of the same meaning; a note marks a change in meaning."""
+    return Outcome(CHANGED if note else RENAMED, values, note)
+
+
+def to(path: str, convert: Converter | Mapping[Any, Any] | None = None, *, note: str = "") -> Rule:
+    """Set Rather's key of the same meaning; `convert` changes the value."""
 
     def rule(value: Any, given: Given) -> Outcome:
         if value is None:
             return Outcome(NEEDLESS, note="left to the default")
-        return Outcome(CHANGED if note else RENAMED, {path: converted(convert, value)}, note)
+        return gives({path: converted(convert, value)}, note)
 
     return rule
 
@@ -90,7 +129,7 @@ def algorithm(names: Mapping[Any, str | None]) -> Rule:
                 f"{value} is not training on preference pairs that Rather offers; it converts {known}."
             )
         loss = names[value]
-        return Outcome(RENAMED, {"pref_loss": loss}) if loss else NOT_NEEDED
+        return gives({"pref_loss": loss}) if loss else NOT_NEEDED
 
     return rule
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
 
 Variables = dict[str, list[str]]
 FUNCTION = re.compile(r"^\s*(?:function\s+)?[\w-]+\s*\(\)\s*\{.*?^\}", re.M | re.S)
@@ -32,9 +33,9 @@ OPERATORS: Mapping[str, Callable[[int, int], int]] = {
 }
 
 
-def commands(text: str) -> list[tuple[dict[str, str], list[str]]]:
+def commands(text: str, file: str = "") -> list[tuple[dict[str, str], list[str]]]:
     """Return each command as its environment and its words, with variables filled in."""
-    variables: Variables = {}
+    variables: Variables = {"0": [file]} if file else {}
     documents: list[str] = []
 
     def keep(found: re.Match[str]) -> str:
@@ -225,7 +226,7 @@ class _Lexer:
         raise ValueError("no closing )")
 
     def _run(self, command: str) -> str:
-        """Compute `expr 16 / 2` and $((16 / 2)); a date is harmless; nothing is ever run."""
+        """Compute `expr 16 / 2` and $((16 / 2)), dirname, basename; a date is harmless; nothing is run."""
         inner = command.strip()
         arithmetic = inner.startswith("(") and inner.endswith(")")
         if arithmetic or inner.startswith("expr "):
@@ -236,7 +237,10 @@ class _Lexer:
             numbers = [int(term) for term in spaced[::2] if term.isdigit() and len(term) < 10]
             if len(numbers) == len(spaced[::2]) and set(spaced[1::2]) <= set(OPERATORS):
                 return str(_left_to_right(numbers, spaced[1::2]))
-        first = (inner.split() or [""])[0]
+        first, *rest = inner.split(maxsplit=1) or [""]
+        if first in ("dirname", "basename") and rest:
+            path = PurePath("".join(_Lexer(rest[0], self.variables, []).document()).strip("\"'"))
+            return str(path.parent) if first == "dirname" else path.name
         return "date" if first == "date" else "${" + first + "}"
 
 

@@ -41,6 +41,8 @@ class SourceSettings:
     file: Path | None = None
     program: str = ""
     flags: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+    script: Path | None = None  # the program's file, if it is here
 
 
 def read_file(path: Path) -> SourceSettings:
@@ -50,26 +52,32 @@ def read_file(path: Path) -> SourceSettings:
             f"{path}: holds no settings; pass the command line that trains, with --line."
         )
     if path.suffix in FILES:
-        return SourceSettings(path.name, read_mapping(path), file=path)
-    return read_line(_text(path), path.name, path.parent)
+        return SourceSettings(path.name, read_mapping(path), file=path, folder=path.parent)
+    return read_line(_text(path), path.name, path.parent, str(path))
 
 
-def read_line(line: str, name: str = "the line", folder: Path = Path()) -> SourceSettings:
+def read_line(
+    line: str, name: str = "the line", folder: Path = Path(), file: str = ""
+) -> SourceSettings:
     """Read a command line or script: environment, launcher, program, flags, and its config file."""
     try:
-        environment, words, start = _training(commands(line), name)
+        environment, words, start = _training(commands(line, file), name)
     except ValueError as error:
         raise ConfigError(f"{name}: is not a command line ({error}).") from None
     program, after = start or ("", 0)
     launcher = dict(_written(words[:after])) if start else dict(_written(words))
     written = [item for item in _written(words[after:]) if start or item[0] not in _LAUNCHED]
     flags = {key: value for key, value in written if key}
-    file = _config_file(flags, [str(value) for key, value in written if not key], folder, name)
-    for key in ("config", "config_path", "config_name") if file else ():
+    config = _config_file(flags, [str(value) for key, value in written if not key], folder, name)
+    for key in ("config", "config_path", "config_name") if config else ():
         flags.pop(key, None)
-    values = (read_mapping(file) if file else {}) | flags
+    values = (read_mapping(config) if config else {}) | flags
     devices = _devices(words[:1], {**environment, **_accelerate(launcher, folder), **launcher})
-    return SourceSettings(name, values, tuple(words), devices, file, program, flags)
+    script = folder / words[after - 1] if start else None
+    script = script if script and script.is_file() else None
+    return SourceSettings(
+        name, values, tuple(words), devices, config, program, flags, folder, script
+    )
 
 
 _LAUNCHED = (*PROCESSES, *NODES)
@@ -182,7 +190,7 @@ def _config_file(
     if len(files) > 1:
         raise ConfigError(f"{name}: names several config files ({', '.join(files)}).")
     path = Path(files[0]).expanduser()
-    for place in (folder / path, path, folder / "examples" / path):
+    for place in (folder / path, path, folder / "examples" / path, folder.parent / path):
         if place.is_file():
             return place
     raise ConfigError(

@@ -122,6 +122,23 @@ SHAPES = {
         },
         TALK,
     ),
+    "question": ({"question": "q", **AB}, ("q", "a", "b")),
+    "question as input with a system column": (
+        {"input": "q", "system": "s", **AB},
+        ((system("s"), user("q")), (assistant("a"),), (assistant("b"),)),
+    ),
+    "argilla": (
+        {"instruction": "q", "chosen_response": "a", "rejected_response": "b"},
+        ("q", "a", "b"),
+    ),
+    "argilla with a question": (
+        {"question": "q", "chosen_response": "a", "rejected_response": "b"},
+        ("q", "a", "b"),
+    ),
+    "messages and answers as one message each": (
+        {"messages": [user("q")], "chosen": assistant("a"), "rejected": assistant("b")},
+        TALK,
+    ),
     "swift": ({"messages": [user("q"), assistant("a")], "rejected_response": "b"}, TALK),
     "ranked": ({"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]}, ("q", "a", "b")),
     "scored": ({"messages": [user("q")], "responses": ["b", "a"], "scores": [0.1, 0.9]}, TALK),
@@ -141,7 +158,18 @@ def test_every_shape_gives_the_same_pair(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["instruction", "prompt", "messages", "colossal", "llama_factory", "nemo", "swift", "ranked"],
+    [
+        "instruction",
+        "prompt",
+        "messages",
+        "colossal",
+        "llama_factory",
+        "nemo",
+        "swift",
+        "ranked",
+        "question",
+        "argilla",
+    ],
 )
 def test_a_named_format_reads_its_rows_and_refuses_others(name: str) -> None:
     row, _ = SHAPES[name]

@@ -16,7 +16,7 @@ from rather.config.load import load
 from rather.errors import ConfigError
 from rather.migrate.engine import Migrated, guess, migrate
 from rather.migrate.peers import PEERS
-from rather.migrate.rules import IMPOSSIBLE, LEFT_OUT, MISSING, NEEDLESS, UNKNOWN
+from rather.migrate.rules import CHANGED, IMPOSSIBLE, LEFT_OUT, MISSING, NEEDLESS, UNKNOWN
 from rather.migrate.shell import commands
 from rather.migrate.source import read_file, read_line
 
@@ -307,6 +307,120 @@ def test_incomplete_files_have_another_name_and_exit_code_2(tmp_path: Path) -> N
     assert told["file"].endswith("dpo.incomplete.yaml")
 
 
+# ---- what only the published examples have
+
+
+@pytest.mark.parametrize(
+    ("flags", "pairs", "strategy"),
+    [("--num_processes 4", 32, None), ("--accelerate_config zero2", 64, "zero2"),
+     ("--accelerate_config zero3 --num_processes 2", 16, "zero3")],
+)  # fmt: skip
+def test_processes_of_trls_launcher(flags: str, pairs: int, strategy: str | None) -> None:
+    line = f"trl dpo --model_name_or_path m --dataset_name d.jsonl {flags}"
+    result = of(line)
+    assert problems(result) == {}
+    assert result.config.global_batch() == pairs
+    assert result.config.actor_train.strategy_args.strategy_name == strategy
+    assert problems(of(line + " --accelerate_config mine")) == {"accelerate_config": IMPOSSIBLE}
+
+
+def test_a_mixture_of_trl_is_a_list_of_files(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("model_name_or_path: m\ndatasets:\n- {path: a.jsonl}\n- {path: b.jsonl}\n")
+    result = of(f"trl dpo --config {file}")
+    assert problems(result) == {}
+    assert result.config.actor_train.data_args.file_name == ["a.jsonl", "b.jsonl"]
+    file.write_text("model_name_or_path: m\ndatasets: [{path: a.jsonl, fraction: 0.5}]\n")
+    assert problems(of(f"trl dpo --config {file}")) == {"datasets": IMPOSSIBLE}
+
+
+def test_nemo_rl_without_a_config_uses_the_one_next_to_the_program(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "dpo.yaml").write_text(PARENT)
+    (tmp_path / "run_dpo.py").touch()
+    line = "uv run python run_dpo.py policy.model_name=org/other dpo.sft_loss_weight=0.1"
+    result = migrate(read_line(line, folder=tmp_path), PEERS["nemo-rl"])
+    assert result.config.pretrain == "org/other"  # and so is what refers to it
+    assert result.config.actor_train.model_args.tokenizer_name_or_path == "org/other"
+    assert problems(result) == {"dpo.sft_loss_weight": IMPOSSIBLE}  # a sum there, a mean here
+    line += " dpo.preference_average_log_probs=true"
+    result = migrate(read_line(line, folder=tmp_path), PEERS["nemo-rl"])
+    assert (problems(result), result.config.pref_ftx) == ({}, 0.1)
+
+
+def test_swift_takes_the_precision_of_a_model_that_is_here(tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text('{"torch_dtype": "float32"}')
+    line = f'swift rlhf --model {model} --dataset d.jsonl --columns \'{{"talk": "messages"}}\''
+    result = of(line)
+    assert problems(result) == {}
+    assert result.config.actor_train.model_args.dtype == "fp16"
+    assert result.config.actor_train.data_args.columns == {"messages": "talk"}
+    assert problems(of(line + " --packing true")) == {"packing": IMPOSSIBLE}  # packs, not pairs
+    assert problems(of(line + " --packing false")) == {}
+
+
+AXOLOTL = {"base_model": "m", "rl": "dpo", "learning_rate": 1e-5, "adapter": "lora", "lora_r": 4}
+
+
+def axolotl(tmp_path: Path, entry: dict[str, Any], **more: Any) -> Migrated:
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump({**AXOLOTL, "datasets": [entry], **more}))
+    return of(file, "axolotl")
+
+
+def test_types_of_axolotl_name_columns_and_template(tmp_path: Path) -> None:
+    entry = {"path": "d.jsonl", "type": "chat_template.default", "field_messages": "talk",
+             "message_property_mappings": {"role": "from", "content": "value"},
+             "roles": {"user": ["human"], "assistant": ["gpt"]}}  # fmt: skip
+    result = axolotl(tmp_path, entry, chat_template="qwen_25")
+    assert problems(result) == {}
+    data = result.config.actor_train.data_args
+    assert (data.columns, result.config.global_template) == ({"messages": "talk"}, "qwen2_5")
+    result = axolotl(tmp_path, {"path": "d.jsonl", "type": "chatml.intel"}, chat_template="llama3")
+    assert (problems(result), result.config.global_template) == ({}, "chatml")  # the type wins
+    own = {"field_prompt": "q", "prompt_format": "{prompt}", "field_chosen": "good"}
+    result = axolotl(tmp_path, {"path": "d.jsonl", "type": own})
+    assert result.config.actor_train.data_args.columns == {"prompt": "q", "chosen": "good"}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"type": "zephyr.nectar"}, {"type": "mine.transform"}, {"type": {"prompt_format": "Q: {prompt}"}},
+     {"shards": 4}, {"message_property_mappings": {"content": "body"}}, {"roles": {"user": ["client"]}}],
+)  # fmt: skip
+def test_rows_of_axolotl_that_are_not_read(entry: dict[str, Any], tmp_path: Path) -> None:
+    result = axolotl(tmp_path, {"path": "d.jsonl", **entry})
+    assert problems(result) == {"datasets": IMPOSSIBLE}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [({"pad_token": "<p>", "eos_token": "<|eot_id|>"}, {}), ({"eos_token": "</s>"}, {"special_tokens": IMPOSSIBLE}),
+     ({"bos_token": "<b>"}, {"special_tokens": IMPOSSIBLE})],
+)  # fmt: skip
+def test_tokens_and_8_bit_weights_of_axolotl(
+    tokens: dict[str, str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    more = {"special_tokens": tokens, "chat_template": "llama3", "load_in_8bit": True}
+    result = axolotl(tmp_path, {"path": "d.jsonl"}, **more)
+    assert problems(result) == expected
+    assert {row.status for row in result.rows if row.key == "load_in_8bit"} == {CHANGED}
+    assert result.config.actor_train.model_args.quantization is None
+
+
+def test_a_script_knows_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "examples" / "mine").mkdir(parents=True)
+    (tmp_path / "examples" / "mine" / "c.yaml").write_text("pretrain: org/m\nbeta: 0.2\n")
+    script = tmp_path / "examples" / "mine" / "run.sh"
+    script.write_text(
+        "P=$(basename $(dirname $0))\n"
+        "python examples/start_dpo_pipeline.py --config_path $P --config_name c\n"
+    )
+    assert of(script, "roll").config.beta == 0.2
+
+
 # ---- files beside the config, and files that are not settings
 
 
@@ -323,8 +437,17 @@ def test_dataset_info_of_llama_factory(tmp_path: Path) -> None:
     assert result.config.actor_train.data_args.file_name == "pairs.json"
     assert problems(result) == {"max_samples": IMPOSSIBLE}  # the file may have more rows
     assert result.config.actor_train.model_args.lora_alpha == 16.0
-    registry.write_text(json.dumps({"mine": {**entry, "columns": {"chosen": "good"}}}))
-    assert problems(of(config))["dataset"] == IMPOSSIBLE
+    renamed = {"prompt": "question", "chosen": "good", "rejected": "rejected"}
+    registry.write_text(json.dumps({"mine": {**entry, "columns": renamed}}))
+    found = of(config).config.actor_train.data_args.columns
+    assert found == {"instruction": "question", "chosen": "good"}
+    for other in (
+        {"tags": {"user_tag": "client"}},
+        {"ranking": False},
+        {"columns": {"images": "i"}},
+    ):
+        registry.write_text(json.dumps({"mine": {**entry, **other}}))
+        assert problems(of(config))["dataset"] == IMPOSSIBLE
     registry.unlink()
     assert problems(of(config)) == {}  # a file that is still to be saved
 

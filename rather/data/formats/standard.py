@@ -37,6 +37,20 @@ def _system(row: Row) -> Turns:
     return as_turns(text_of(row["system"], "system"), "system") if row.get("system") else ()
 
 
+@data_format(
+    "chosen_response",
+    "rejected_response",
+    may=("prompt", "instruction", "question", "input", "system"),
+    one_of=("prompt", "instruction", "question", "input"),
+)
+def argilla(row: Row) -> tuple[Any, Any]:
+    """Axolotl's chatml.argilla: other names of the answers."""
+    read = question
+    if row.get("prompt") is not None or row.get("instruction") is not None:
+        read = prompt if row.get("prompt") is not None else instruction
+    return read({**row} | {name: row[f"{name}_response"] for name in ANSWERS})
+
+
 # ---- the prompt is the common beginning of both answers
 
 
@@ -93,6 +107,12 @@ def _dialogue(text: str) -> Turns:
 
 
 # ---- the prompt has a column
+
+
+@data_format(*ANSWERS, may=("question", "input", "system"), one_of=("question", "input"))
+def question(row: Row) -> tuple[Prompt, Answers]:
+    """Axolotl's chatml.intel and chatml.icr, such as Orca's pairs."""
+    return _prompt(row, "input" if row.get("question") is None else "question"), _answers(row)
 
 
 @data_format("context", *ANSWERS)

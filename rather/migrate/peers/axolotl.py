@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from rather.data.messages import KNOWN_ROLES, ROLES
 from rather.migrate.engine import PROGRAM, Peer
 from rather.migrate.peers.shared import (
-    DATA,
+    HELD_OUT,
     HF,
     HF_DEFAULTS,
-    MACHINERY,
-    MODEL,
     READABLE,
     SAMPLES,
     SCHEDULES,
-    TRAINING,
-    UPLOAD,
     adapter,
     dataset,
     images,
@@ -28,20 +25,19 @@ from rather.migrate.peers.shared import (
     tracker,
 )
 from rather.migrate.rules import (
-    CHANGED,
+    LEFT_OUT,
     NOT_NEEDED,
-    OPEN,
-    RENAMED,
     UNSET,
     Given,
     Outcome,
     Rule,
+    Unsupported,
     algorithm,
     each,
+    facts,
+    gives,
     if_given,
     keys,
-    left_out,
-    needless,
     never,
     only,
     to,
@@ -88,16 +84,68 @@ KNOWN = keys(
     shrink_embeddings shuffle_before_merging_datasets skip_prepare_dataset streaming
     tokenizer_legacy tokenizer_use_mistral_common torch_compile_options torchdistx_path
     total_num_tokens total_supervised_tokens trainer_cls trl unk_token use_comet use_eaft
-    use_kernels use_onebitllms use_otel_metrics use_pose use_trackio use_whitening vllm
+    use_kernels use_onebitllms use_scattermoe use_sonicmoe use_otel_metrics use_pose use_trackio use_whitening vllm
     """
 )
-TOKENS = "change the tokenizer's folder instead"
 HARMLESS = ("LigerPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin")  # speed and reports
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 TEMPLATES = {
     "chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "qwen_25": "qwen2_5", "qwen3": "qwen3", "phi_3": "phi3",
     "tokenizer_default": "native",
 }  # fmt: skip
+ENDS = {  # of answers, in these templates
+    "chatml": "<|im_end|>", "qwen_25": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>", "phi_3": "<|end|>",
+}  # fmt: skip
+# What a `type` does: its first word names the template, the second the columns.
+KINDS = {
+    "chatml": "chatml",
+    "llama3": "llama3",
+    "chat_template": None,
+    "passthrough": None,
+    "user_defined": None,
+}
+SHAPES = ("", "default", "argilla", "argilla_chat", "icr", "intel", "prompt_pairs", "ultra")
+OF_ENTRY = {
+    "path",
+    "name",
+    "split",
+    "revision",
+    "data_files",
+    "ds_type",
+    "type",
+    "roles",
+    "message_property_mappings",
+}
+
+
+def read_as(entry: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
+    """Return the template that an entry's type names, and the columns that have other names."""
+    kind, own = entry.get("type"), entry
+    if isinstance(kind, dict):
+        own, kind = kind, "user_defined"
+        formats = {key: v for key, v in own.items() if key.endswith("_format") and v}
+        if any(v != "{" + key.removesuffix("_format") + "}" for key, v in formats.items()):
+            raise Unsupported(
+                "a format of its own; write a Jinja file and name it: global_template"
+            )
+    template, _, shape = str(kind or "chat_template").partition(".")
+    if template not in KINDS or shape not in SHAPES:
+        raise Unsupported(
+            f"rows of type {kind} are not read; save them as prompt, chosen, rejected"
+        )
+    mapped = set((entry.get("message_property_mappings") or {}).values())
+    roles = {role for names in (entry.get("roles") or {}).values() for role in names}
+    fields = {key.removeprefix("field_"): v for key, v in own.items() if key.startswith("field_")}
+    other = (mapped - {"role", "content", "from", "value"}) | (roles - {*KNOWN_ROLES, *ROLES})
+    other |= {key for key in entry if not key.startswith("field_")} - OF_ENTRY
+    if other:
+        raise Unsupported(f"rows with {', '.join(sorted(other))} are not read")
+    return KINDS[template], {key: name for key, name in fields.items() if name and name != key}
+
+
+def entries(value: Any) -> list[dict[str, Any]]:
+    return [entry if isinstance(entry, dict) else {"path": entry} for entry in value or ()]
 
 
 def datasets(path: str) -> Rule:
@@ -106,119 +154,123 @@ def datasets(path: str) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         if not value:
             return NOT_NEEDED
-        entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in value]
         names: list[Any] = []
-        for entry in entries:
+        for entry in entries(value):
             files = entry.get("data_files")
             names += files if isinstance(files, list) else [files or entry["path"]]
+        first, *others = map(read_as, entries(value))
+        if any(other != first for other in others):
+            raise Unsupported("the files have rows of different types; save them in one")
         found = dataset(path)(names, given)
-        kinds = sorted({str(entry["type"]) for entry in entries if entry.get("type")})
-        if not kinds:
-            return found
-        note = f"the format of the rows is detected (type: {', '.join(kinds)})"
-        status = found.status if found.status == OPEN else CHANGED
-        return Outcome(status, found.values, "; ".join(filter(None, (found.note, note))))
+        template, columns = first
+        values = found.values | ({"global_template": template} if template else {})
+        if columns:
+            values[path.replace("file_name", "columns")] = columns
+        return Outcome(found.status, values, found.note)
 
     return rule
 
 
+def template(value: Any, given: Given) -> Outcome:
+    """Several types of rows name a template, which wins."""
+    named = [read_as(entry)[0] for entry in entries(given.get("datasets"))]
+    return NOT_NEEDED if any(named) else to("global_template", TEMPLATES)(value, given)
+
+
+def special_tokens(value: Any, given: Given) -> Outcome:
+    rest = {name: token for name, token in (value or {}).items() if name != "pad_token"}
+    if rest and rest == {"eos_token": ENDS.get(str(given.get("chat_template")))}:
+        return Outcome(
+            LEFT_OUT, note="answers end with it in the template; the tokenizer keeps its own"
+        )
+    return never("change the tokenizer's folder instead")(rest, given)
+
+
 def adapter_kind(value: Any, given: Given) -> Outcome:
     if value == "qlora":
-        return Outcome(RENAMED, {MODEL + "quantization": "4bit"})
+        return gives({"model.quantization": "4bit"})
     if not value:
-        return Outcome(RENAMED, {MODEL + "lora_rank": None})
+        return gives({"model.lora_rank": None})
     return only("lora", why="adapters are LoRA or QLoRA")(value, given)
-
-
-def loss_names(value: Any, given: Given) -> Outcome:
-    return loss_name(kto_pair=None)(value, given) if given.get("rl") == "dpo" else NOT_NEEDED
-
-
-def target_linear(value: Any, given: Given) -> Outcome:
-    return Outcome(RENAMED, {MODEL + "lora_target": "all-linear"}) if value else NOT_NEEDED
 
 
 RULES: dict[str, Rule] = {
     **HF,
-    **adapter("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
-              off=("adapter", (None, ""))),
+    **adapter("lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "adapter", None, ""),
+    **facts("""
+        peft_use_rslora = model.use_rslora
+        peft_use_dora = model.use_dora
+        lora_model_dir = model.adapter_name_or_path; the adapter as it is here is the reference
+        base_model = pretrain
+        tokenizer_config = model.tokenizer_name_or_path
+        revision = model.revision
+        trust_remote_code = model.trust_remote_code
+        dpo_loss_weights = loss_weights
+        rl_beta dpo_beta trl.beta = beta
+        dpo_label_smoothing = label_smoothing; Axolotl's TRL 1.x ignores it for rl: dpo; here it counts
+        dpo_use_weighting = use_weighting
+        rpo_alpha = rpo_alpha
+        dataset_processes = data.preprocessing_num_workers
+        micro_batch_size = training.per_device_train_batch_size
+        eval_batch_size = actor_train.infer_batch_size
+        early_stopping_patience = early_stopping_patience
+        reward_model process_reward_model ! reward models are not trained
+        bfloat16 float16 ! weights in half precision without copies; choose model_args.dtype
+        max_prompt_len ! the prompt alone has no limit
+        tokens ! change the tokenizer's folder instead
+        unfrozen_parameters ! not supported
+        push_dataset_to_hub ? nothing is uploaded
+        precompute_ref_log_probs ~ the reference is always computed once and kept on disk
+        dataset_prepared_path ~ tokenised data are in <output_dir>/.cache; see cache_dir
+        saves_per_epoch evals_per_epoch ~ counted in steps: save_steps, eval_steps
+        flash_attention sdp_attention xformers_attention eager_attention
+        flex_attention ~ Rather has its own attention
+        sample_packing pad_to_sequence_len eval_sample_packing dpo_padding_free ~ pairs are always packed
+        model_type tokenizer_type wandb_entity wandb_watch wandb_name wandb_log_model strict
+        is_llama_derived_model debug local_rank train_on_inputs group_by_length
+        loss_watchdog_threshold loss_watchdog_patience liger_rope liger_rms_norm
+        liger_glu_activation flash_attn_cross_entropy eval_max_new_tokens eval_table_size
+        shuffle_merged_datasets fsdp_version lora_mlp_kernel lora_qkv_kernel lora_o_kernel
+        lora_embedding_kernel lora_on_cpu low_cpu_mem_usage gc_steps gc_collect_steps include_tkps
+        include_tokens_per_second use_ray ray_num_workers ray_run_name world_size
+        axolotl_config_path is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model
+        profiler_steps profiler_steps_start tokenizer_use_fast tokenizer_save_jinja_files
+        dataset_keep_in_memory num_dataset_shards_to_save preprocess_iterable dpo_use_liger_kernel
+        dpo_use_logits_to_keep chunked_cross_entropy chunked_cross_entropy_num_chunks
+        sage_attention experimental_skip_move_to_device ddp deepcompile flash_optimum use_wandb
+        trackio_project_name trackio_run_name heads_k_stride ring_attn_func gpu_memory_limit
+        max_memory device device_map swanlab_project swanlab_experiment_name swanlab_description
+        swanlab_mode swanlab_workspace swanlab_log_completions swanlab_completion_log_interval
+        swanlab_completion_max_buffer swanlab_log_model ~
+    """),
     "adapter": adapter_kind,
-    "lora_target_linear": target_linear,
-    "peft_use_rslora": to(MODEL + "use_rslora"),
-    "peft_use_dora": to(MODEL + "use_dora"),
-    "lora_model_dir": to(MODEL + "adapter_name_or_path", note="the adapter as it is here is the reference"),
-    "base_model": to("pretrain"),
-    "tokenizer_config": to(MODEL + "tokenizer_name_or_path"),
-    "revision": to(MODEL + "revision"),
-    "trust_remote_code": to(MODEL + "trust_remote_code"),
+    "lora_target_linear": when(lambda value, given: value, to("model.lora_target", lambda _: "all-linear")),
     PROGRAM: algorithm({"axolotl train": None, "train": None}),
     "rl": algorithm(LOSSES),
-    "dpo_loss_type": loss_names,
-    "dpo_loss_weights": to("loss_weights"),
-    **each("reward_model process_reward_model", never("reward models are not trained")),
+    "dpo_loss_type": when(lambda value, given: given.get("rl") == "dpo", loss_name(kto_pair=None)),
     "processor_type": images,
-    "precompute_ref_log_probs": needless("the reference is always computed once and kept on disk"),
-    "dpo_padding_free": needless("pairs are always packed"),
-    **each("bfloat16 float16", never("weights in half precision without copies; choose model_args.dtype")),
     **each("tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size dp_replicate_size",
            never("set strategy_args", unless=(1,))),
-    "rl_beta": to("beta"),
-    "dpo_beta": to("beta"),
-    "trl.beta": to("beta"),
-    "dpo_label_smoothing": to("label_smoothing", note="Axolotl's TRL 1.x ignores it for rl: dpo; here it counts"),
-    "dpo_use_weighting": to("use_weighting"),
-    "rpo_alpha": to("rpo_alpha"),
     "simpo_gamma": if_given("rl", "simpo", "gamma"),
     "cpo_alpha": if_given("rl", "simpo", "rpo_alpha"),
     "orpo_alpha": if_given("rl", "orpo", "beta"),
     "datasets": datasets(SAMPLES),
-    "test_datasets": datasets("validation.data_args.file_name"),
-    "val_set_size": to("validation.data_args.split", lambda value: int(value) if value >= 1 else value or None),
-    "chat_template": to("global_template", TEMPLATES),
-    "dataset_prepared_path": needless("tokenised data are in <output_dir>/.cache; see cache_dir"),
-    "dataset_processes": to(DATA + "preprocessing_num_workers"),
+    "test_datasets": datasets(HELD_OUT),
+    "val_set_size": to("held_out.split", lambda value: int(value) if value >= 1 else value or None),
+    "chat_template": template,
     "sequence_len": length(),
-    "excess_length_strategy": to(DATA + "overlong", {"drop": "drop", "truncate": "truncate_response",
-                                                     "raise": "error"}),
-    "max_prompt_len": never("the prompt alone has no limit"),
-    "micro_batch_size": to(TRAINING + "per_device_train_batch_size"),
-    "eval_batch_size": to("actor_train.infer_batch_size"),
-    "num_epochs": to(TRAINING + "num_train_epochs", float),
+    "excess_length_strategy": to("data.overlong", {"drop": "drop", "truncate": "truncate_response", "raise": "error"}),
+    "num_epochs": to("training.num_train_epochs", float),
     "optimizer": optimizer,
-    "lr_scheduler": to(TRAINING + "lr_scheduler_type", SCHEDULES),
+    "lr_scheduler": to("training.lr_scheduler_type", SCHEDULES),
     "auto_resume_from_checkpoints": to("resume_from_checkpoint", {True: "auto", False: False}),
-    "early_stopping_patience": to("early_stopping_patience"),
-    **each("saves_per_epoch evals_per_epoch", needless("counted in steps: save_steps, eval_steps")),
-    **each("flash_attention sdp_attention xformers_attention eager_attention flex_attention",
-           needless("Rather has its own attention")),
-    **each("sample_packing pad_to_sequence_len eval_sample_packing", needless("pairs are always packed")),
     "wandb_project": tracker("wandb"),
     "use_tensorboard": tracker("tensorboard"),
     "use_mlflow": tracker("mlflow"),
-    **each("hub_model_id hub_strategy push_dataset_to_hub", left_out(UPLOAD)),
-    "special_tokens": when(lambda value, given: set(value or ()) - {"pad_token"}, never(TOKENS)),
-    "tokens": never(TOKENS),
+    "use_swanlab": tracker("swanlab"),
+    "special_tokens": special_tokens,
     "plugins": when(lambda value, given: [name for name in value or () if not str(name).endswith(HARMLESS)],
                     never("not supported")),
-    "unfrozen_parameters": never("not supported"),
-    **each("model_type tokenizer_type wandb_entity wandb_watch wandb_name wandb_log_model strict "
-           "is_llama_derived_model debug local_rank train_on_inputs group_by_length loss_watchdog_threshold "
-           "loss_watchdog_patience liger_rope liger_rms_norm liger_glu_activation flash_attn_cross_entropy "
-           "dataloader_num_workers remove_unused_columns save_safetensors eval_max_new_tokens "
-           "eval_table_size shuffle_merged_datasets fsdp_version "
-           "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel lora_on_cpu "
-           "low_cpu_mem_usage gc_steps gc_collect_steps include_tkps include_tokens_per_second use_ray "
-           "ray_num_workers ray_run_name world_size axolotl_config_path is_falcon_derived_model "
-           "is_mistral_derived_model is_qwen_derived_model profiler_steps profiler_steps_start "
-           "tokenizer_use_fast tokenizer_save_jinja_files dataset_keep_in_memory num_dataset_shards_to_save "
-           "preprocess_iterable dpo_use_liger_kernel dpo_use_logits_to_keep chunked_cross_entropy "
-           "chunked_cross_entropy_num_chunks sage_attention experimental_skip_move_to_device ddp deepcompile "
-           "flash_optimum use_wandb trackio_project_name trackio_run_name heads_k_stride ring_attn_func "
-           "gpu_memory_limit max_memory "
-           "device device_map", needless(MACHINERY)),
-    "use_swanlab": tracker("swanlab"),
-    **each("swanlab_project swanlab_experiment_name swanlab_description swanlab_mode swanlab_workspace "
-           "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer", needless(MACHINERY)),
 }  # fmt: skip
 
 AXOLOTL = Peer(

@@ -9,21 +9,16 @@ from typing import Any
 
 from rather.migrate.engine import PROGRAM, Peer
 from rather.migrate.peers.shared import (
-    DETAILS,
     DTYPES,
-    MACHINERY,
-    MODEL,
+    HELD_OUT,
     SAMPLES,
     STRATEGY,
-    TRAINING,
     length,
     recompute,
     run_folder,
     tracker,
 )
 from rather.migrate.rules import (
-    CHANGED,
-    RENAMED,
     UNSET,
     Given,
     Outcome,
@@ -31,10 +26,9 @@ from rather.migrate.rules import (
     Unsupported,
     algorithm,
     by,
-    each,
-    left_out,
-    needless,
-    never,
+    facts,
+    gives,
+    if_given,
     to,
     when,
 )
@@ -53,15 +47,14 @@ def of_3d(path: str) -> Rule:
 def loss(value: Any, given: Given) -> Outcome:
     """simpo_loss normalises by length and sets a margin; it keeps the reference unless disabled."""
     if value == "dpo_loss":
-        return Outcome(RENAMED, {"pref_loss": "sigmoid"})
+        return gives({"pref_loss": "sigmoid"})
     if value != "simpo_loss":
         raise Unsupported("loss_type is dpo_loss or simpo_loss")
+    margin = {"gamma": given.get("gamma") or 1.4}
     if given.get("disable_reference_model"):
-        return Outcome(RENAMED, {"pref_loss": "simpo", "gamma": given.get("gamma") or 1.4})
+        return gives({"pref_loss": "simpo", **margin})
     note = "with its reference this is length-normalised DPO with a margin, not SimPO"
-    margin = given.get("gamma") or 1.4
-    values = {"pref_loss": "sigmoid", "length_normalization": True, "gamma": margin}
-    return Outcome(CHANGED, values, note)
+    return gives({"pref_loss": "sigmoid", "length_normalization": True, **margin}, note)
 
 
 def unless_simpo(path: str) -> Rule:
@@ -69,8 +62,9 @@ def unless_simpo(path: str) -> Rule:
 
 
 def warmup(value: Any, given: Given) -> Outcome:
-    values = {"warmup_ratio": 0.025} if value is None else {"warmup_steps": value}
-    return Outcome(RENAMED, {TRAINING + name: number for name, number in values.items()})
+    return gives(
+        {"training.warmup_ratio": 0.025} if value is None else {"training.warmup_steps": value}
+    )
 
 
 def files(path: str) -> Rule:
@@ -82,54 +76,54 @@ def files(path: str) -> Rule:
 
 def accumulation(value: Any, given: Given) -> Outcome:
     note = "the loss is a mean over the step; ColossalChat sums micro-batches and so clips harder"
-    path = TRAINING + "gradient_accumulation_steps"
-    return to(path, note=note if value > 1 else "")(value, given)
+    return gives({"training.gradient_accumulation_steps": value}, note if value > 1 else "")
 
 
-RULES: dict[str, Rule] = {
-    "pretrain": to("pretrain"),
-    "tokenizer_dir": to(MODEL + "tokenizer_name_or_path"),
+RULES: dict[str, Rule] = facts("""
+    pretrain = pretrain
+    tokenizer_dir = model.tokenizer_name_or_path
+    ref_tp = ref_tp
+    beta = beta
+    length_normalization = length_normalization
+    lr = training.learning_rate
+    weight_decay = training.weight_decay
+    batch_size = training.per_device_train_batch_size
+    grad_clip = max_grad_norm
+    log_dir = logging_dir
+    (adam_beta2) = training.adam_beta2
+    checkpoint_path ! its checkpoints are of another kind; name its folder modeling as pretrain
+    zero_cpu_offload ? plugin zero2_cpu keeps the optimizer on the host
+    sp_mode ~ sp becomes context parallel, or norms by sequence under tp
+    model_type config_file use_flash_attn microbatch_size ~
+""") | {
     "plugin": to(STRATEGY, {name: name for name in PLUGINS}),
-    "tp": of_3d(DETAILS + "tp_size"),
-    "pp": of_3d(DETAILS + "pp_size"),
-    "sp": of_3d(DETAILS + "cp_size"),
-    "zero_stage": of_3d(DETAILS + "zero_stage"),
-    "enable_sequence_parallelism": of_3d(DETAILS + "sequence_parallel"),
-    "sp_mode": needless("sp becomes context parallel, or norms by sequence under tp"),
-    "zero_cpu_offload": left_out("plugin zero2_cpu keeps the optimizer on the host"),
-    "ref_tp": to("ref_tp"),
+    "tp": of_3d("strategy.tp_size"),
+    "pp": of_3d("strategy.pp_size"),
+    "sp": of_3d("strategy.cp_size"),
+    "zero_stage": of_3d("strategy.zero_stage"),
+    "enable_sequence_parallelism": of_3d("strategy.sequence_parallel"),
     "loss_type": loss,
-    "beta": to("beta"),
     "gamma": unless_simpo("gamma"),
-    "length_normalization": to("length_normalization"),
     "disable_reference_model": unless_simpo("reference_free"),
     "disable_loss_mask": to("apply_loss_mask", {True: False, False: True}),
     "dataset": files(SAMPLES),
-    "eval_dataset": files("validation.data_args.file_name"),
+    "eval_dataset": files(HELD_OUT),
     "max_length": length(),
-    "lr": to(TRAINING + "learning_rate"),
-    "weight_decay": to(TRAINING + "weight_decay"),
     "warmup_steps": warmup,
-    "max_epochs": to(TRAINING + "num_train_epochs", float),
-    "batch_size": to(TRAINING + "per_device_train_batch_size"),
+    "max_epochs": to("training.num_train_epochs", float),
     "accumulation_steps": accumulation,
-    "grad_clip": to("max_grad_norm"),
-    "mixed_precision": to(MODEL + "dtype", DTYPES),
-    "lora_config": lambda value, given: Outcome(RENAMED, {MODEL + ("lora_config" if value else "lora_rank"): value or None}),
+    "mixed_precision": to("model.dtype", DTYPES),
+    "lora_config": lambda value, given: gives({"model.lora_config" if value else "model.lora_rank": value or None}),
     PROGRAM: algorithm({"train_dpo": None, "train_orpo": "orpo"}),
-    "lam": when(lambda value, given: given.get(PROGRAM) == "train_orpo", to("beta")),
+    "lam": if_given(PROGRAM, "train_orpo", "beta"),
     "grad_checkpoint": recompute,
     "save_dir": run_folder,
     "save_interval": to("save_steps", lambda value: value or None, note="counts optimizer steps; there it counts "
                         "micro-batches and is looked at once an epoch"),
-    "log_dir": to("logging_dir"),
     "use_wandb": tracker("wandb"),
-    "checkpoint_path": never("its checkpoints are of another kind; name its folder modeling as pretrain"),
-    # Hard-coded there, so that their defaults are written out.
-    "(adam_beta2)": to(TRAINING + "adam_beta2"),
-    "(schedule)": lambda value, given: Outcome(RENAMED, {
-        TRAINING + "lr_scheduler_type": "cosine", TRAINING + "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}),
-    **each("model_type config_file use_flash_attn microbatch_size", needless(MACHINERY)),
+    # Hard-coded there, so that its default is written out.
+    "(schedule)": lambda value, given: gives({
+        "training.lr_scheduler_type": "cosine", "training.lr_scheduler_kwargs": {"min_lr_rate": 0.1}}),
 }  # fmt: skip
 
 COLOSSALCHAT = Peer(

@@ -8,22 +8,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rather.data.messages import KNOWN_ROLES, ROLES
+from rather.errors import ConfigError
 from rather.files import parse_json, yaml_text
 from rather.migrate.engine import FOLDER, PROGRAM, Peer
 from rather.migrate.peers.shared import (
-    DATA,
+    HELD_OUT,
     HF,
     HF_DEFAULTS,
     HF_KNOWN,
-    MACHINERY,
-    MODEL,
     SAMPLES,
     adapter,
-    deepspeed,
     images,
     length,
     loss_name,
     most_rows,
+    one_or_all,
     trained,
 )
 from rather.migrate.rules import (
@@ -36,11 +36,9 @@ from rather.migrate.rules import (
     Unsupported,
     algorithm,
     each,
+    facts,
     if_given,
     keys,
-    left_out,
-    needless,
-    never,
     only,
     to,
 )
@@ -64,10 +62,12 @@ KNOWN = keys(
     use_hyper_parallel use_kt use_llama_pro use_megatron_bridge use_v1_kernels
     """
 )
+# Columns by their names in dataset_info.json: Rather's own, and another that it finds by itself.
 COLUMNS = {
     "prompt": ("instruction", "prompt"), "query": ("input",), "messages": ("conversations", "messages"),
-    "chosen": ("chosen",), "rejected": ("rejected",), "system": ("system",), "history": ("history",),
+    "chosen": ("chosen",), "rejected": ("rejected",), "system": ("system",), "history": ("history",), "tools": ("tools",),
 }  # fmt: skip
+TAGS = {"from", "role", "value", "content", *KNOWN_ROLES, *ROLES}
 TEMPLATES = {
     "qwen": "qwen2_5", "qwen2_5": "qwen2_5", "qwen3": "qwen3", "qwen3_nothink": "chatml", "llama3": "llama3", "chatml": "chatml", "gemma": "gemma",
     "gemma2": "gemma2", "gemma3": "gemma3", "mistral": "mistral", "phi": "phi3", "zephyr": "zephyr", "vicuna": "vicuna",
@@ -83,12 +83,17 @@ def registered(path: str) -> Rule:
         given_names = value if isinstance(value, list) else str(value).split(",")
         names = [name.strip() for name in given_names]
         known = registry(given)
-        files = [_file(known.get(name, {})) or f"{name}.json" for name in names]
-        values = {path: files[0] if len(files) == 1 else files}
-        if all(_file(known.get(name, {})) for name in names):
-            return Outcome(RENAMED, values)
+        entries = [known.get(name) or {} for name in names]
+        files = [entry.get("file_name") for entry in entries]
+        renamed = [columns(entry) for entry in entries if entry.get("file_name")]
+        if any(each != renamed[0] for each in renamed):
+            raise Unsupported("the files have columns of different names; rename them")
+        named = [str(file or f"{name}.json") for file, name in zip(files, names, strict=True)]
+        values = {path: one_or_all(named)}
+        if renamed and renamed[0]:
+            values[path.replace("file_name", "columns")] = renamed[0]
         note = "dataset_info.json does not name a local file; save the rows there"
-        return Outcome(OPEN, values, note)
+        return Outcome(RENAMED, values) if all(files) else Outcome(OPEN, values, note)
 
     return rule
 
@@ -103,72 +108,73 @@ def registry(given: Given) -> dict[str, Any]:
     return {}
 
 
-def _file(entry: Any) -> str | None:
-    """Return the file of an entry; rows of other shapes than Rather reads are refused."""
-    if not entry or not entry.get("file_name"):
-        return None
-    columns = entry.get("columns") or {}
+def columns(entry: dict[str, Any]) -> dict[str, str]:
+    """Return the columns of a file that have other names; other kinds of rows are refused."""
+    file, named = entry["file_name"], entry.get("columns") or {}
     if not entry.get("ranking"):
-        raise Unsupported(f"{entry['file_name']} has no pairs (ranking is not true)")
-    if other := [
-        f"{key}: {name}" for key, name in columns.items() if name not in COLUMNS.get(key, ())
-    ]:
-        raise Unsupported(f"rename columns of {entry['file_name']} ({', '.join(other)})")
-    return str(entry["file_name"])
+        raise Unsupported(f"{file} has no pairs (ranking is not true)")
+    if other := [name for name in named if name not in COLUMNS]:
+        raise Unsupported(f"{file} has columns that are not read ({', '.join(other)})")
+    if tags := set((entry.get("tags") or {}).values()) - TAGS:
+        raise Unsupported(f"rename roles or keys in the messages of {file} ({', '.join(tags)})")
+    return {COLUMNS[key][0]: name for key, name in named.items() if name not in COLUMNS[key]}
+
+
+def version_1(value: Any, given: Given) -> Outcome:
+    raise ConfigError("a setting of the new version 1, whose examples do not name the algorithm.")
 
 
 RULES: dict[str, Rule] = {
     **HF,
-    **adapter("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target",
-              off=("finetuning_type", ("full", "freeze"))),
+    **adapter("lora_rank lora_alpha lora_dropout lora_target additional_target", "finetuning_type", "full", "freeze"),
+    **facts("""
+        model_name_or_path = pretrain
+        adapter_name_or_path = model.adapter_name_or_path; the adapter as it is here is the reference; LLaMA-Factory takes the base model
+        trust_remote_code = model.trust_remote_code
+        ref_model = reference.model_args.model_name_or_path
+        pref_beta = beta
+        pref_ftx = pref_ftx
+        dpo_label_smoothing = label_smoothing
+        ld_alpha = ld_alpha
+        dataset_dir = data.dataset_dir
+        disable_gradient_checkpointing = model.disable_gradient_checkpointing
+        model_revision = model.revision
+        ref_model_adapters ! the reference has the policy's starting adapter, or none
+        ref_model_quantization_bit ! the reference is not quantised by itself
+        pref_bco_weight ! not supported; pref_loss takes a list with loss_weights
+        use_galore use_badam use_apollo use_muon use_adam_mini loraplus_lr_ratio freeze_trainable_layers
+        train_on_prompt resize_vocab rope_scaling neat_packing use_unsloth use_mca ! not supported
+        hf_hub_token ms_hub_token om_hub_token ? set it in the environment
+        flash_attn ~ Rather has its own attention
+        packing ~ pairs are always packed, which changes no result
+        overwrite_cache plot_loss use_fast_tokenizer low_cpu_mem_usage enable_liger_kernel
+        enable_thinking cache_dir upcast_layernorm preprocessing_batch_size use_swanlab tokenized_path
+        double_quantization quantization_method ray_run_name ray_storage_path print_param_status
+        include_effective_tokens_per_second eval_num_beams infer_backend infer_dtype offload_folder
+        use_kv_cache use_reentrant_gc use_unsloth_gc master_addr master_port compute_accuracy
+        data_shared_file_system ray_num_workers ray_init_kwargs ignore_pad_token_for_loss
+        quantization_type swanlab_project swanlab_mode ~
+    """),
     PROGRAM: algorithm(dict.fromkeys(COMMANDS)),
     "stage": algorithm({"dpo": "sigmoid"}),
     "finetuning_type": trained,
     **each("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate "
            "freeze_vision_tower freeze_multi_modal_projector media_dir", images),
-    "model_name_or_path": to("pretrain"),
-    "adapter_name_or_path": to(MODEL + "adapter_name_or_path", note="the adapter as it is here is the reference; "
-                               "LLaMA-Factory takes the base model"),
-    "trust_remote_code": to(MODEL + "trust_remote_code"),
-    "ref_model": to("reference.model_args.model_name_or_path"),
-    "ref_model_adapters": never("the reference has the policy's starting adapter, or none"),
-    "ref_model_quantization_bit": never("the reference is not quantised by itself"),
-    "quantization_bit": to(MODEL + "quantization", {4: "4bit"}),
-    "pissa_init": to(MODEL + "init_lora_weights", {True: "pissa", False: True}),
+    **each("model_class peft_config train_dataset", version_1),
+    "quantization_bit": to("model.quantization", {4: "4bit"}),
+    "pissa_init": to("model.init_lora_weights", {True: "pissa", False: True}),
     "pref_loss": loss_name(kto_pair=None),
-    "pref_beta": to("beta"),
-    "pref_ftx": to("pref_ftx"),
-    "pref_bco_weight": never("not supported; pref_loss takes a list with loss_weights", unless=(0, 0.0)),
-    "dpo_label_smoothing": to("label_smoothing"),
     "simpo_gamma": if_given("pref_loss", "simpo", "gamma"),
-    "ld_alpha": to("ld_alpha"),
     "dataset": registered(SAMPLES),
-    "eval_dataset": registered("validation.data_args.file_name"),
-    "dataset_dir": to(DATA + "dataset_dir"),
-    "val_size": to("validation.data_args.split", lambda value: int(value) if value >= 1 else value or None),
+    "eval_dataset": registered(HELD_OUT),
+    "val_size": to("held_out.split", lambda value: int(value) if value >= 1 else value or None),
     "template": to("global_template", TEMPLATES),
     "cutoff_len": length(cut="truncate_prompt", note="LLaMA-Factory shortens prompt and answers in proportion; here "
                          "the prompt is cut from its left"),
     "max_samples": most_rows(registered(SAMPLES)),
-    "pure_bf16": to(MODEL + "dtype", {True: "bf16"}, note="weights have exact float32 copies"),
+    "pure_bf16": to("model.dtype", {True: "bf16"}, note="weights have exact float32 copies"),
     "mix_strategy": only("concat", why="data_args.weights mixes files"),
-    "deepspeed": deepspeed,
-    "flash_attn": needless("Rather has its own attention"),
-    "packing": needless("pairs are always packed, which changes no result"),
-    "mask_history": to(DATA + "score", {True: "last", False: "last"}),
-    **each("overwrite_cache plot_loss use_fast_tokenizer low_cpu_mem_usage enable_liger_kernel "
-           "enable_thinking cache_dir upcast_layernorm preprocessing_batch_size use_swanlab tokenized_path "
-           "double_quantization quantization_method ray_run_name ray_storage_path "
-           "print_param_status include_effective_tokens_per_second eval_num_beams infer_backend infer_dtype "
-           "offload_folder use_kv_cache use_reentrant_gc use_unsloth_gc master_addr master_port "
-           "compute_accuracy data_shared_file_system ray_num_workers ray_init_kwargs "
-           "ignore_pad_token_for_loss quantization_type "
-           "swanlab_project swanlab_mode", needless(MACHINERY)),
-    **each("hf_hub_token ms_hub_token om_hub_token", left_out("set it in the environment")),
-    "disable_gradient_checkpointing": to(MODEL + "disable_gradient_checkpointing"),
-    "model_revision": to(MODEL + "revision"),
-    **each("use_galore use_badam use_apollo use_muon use_adam_mini loraplus_lr_ratio freeze_trainable_layers "
-           "train_on_prompt resize_vocab rope_scaling neat_packing use_unsloth use_mca", never("not supported")),
+    "mask_history": to("data.score", {True: "last", False: "last"}),
 }  # fmt: skip
 
 LLAMA_FACTORY = Peer(

@@ -9,13 +9,11 @@ from typing import Any
 
 from rather.migrate.engine import ALIASED, PROGRAM, Peer
 from rather.migrate.peers.shared import (
-    DATA,
-    DETAILS,
-    MACHINERY,
-    MODEL,
+    HELD_OUT,
     SCHEDULES,
-    TRAINING,
+    STRATEGY,
     adapter,
+    betas,
     bf16,
     dataset,
     length,
@@ -24,42 +22,33 @@ from rather.migrate.peers.shared import (
     recompute,
     run_folder,
     tracker,
-    zero_stage,
 )
 from rather.migrate.rules import (
-    CHANGED,
     NOT_NEEDED,
-    RENAMED,
     UNSET,
     Given,
     Outcome,
     Rule,
     algorithm,
-    each,
-    left_out,
-    needless,
-    never,
+    facts,
+    gives,
     only,
     to,
+    when,
 )
-
-
-def betas(value: Any, given: Given) -> Outcome:
-    first, second = value
-    return Outcome(RENAMED, {TRAINING + "adam_beta1": first, TRAINING + "adam_beta2": second})
 
 
 def schedule(value: Any, given: Given) -> Outcome:
     """Its cosine ends at a share of the peak."""
-    values: dict[str, Any] = {TRAINING + "lr_scheduler_type": SCHEDULES[value]}
+    values: dict[str, Any] = {"training.lr_scheduler_type": SCHEDULES[value]}
     if value == "cosine_with_min_lr":
-        values[TRAINING + "lr_scheduler_kwargs.min_lr_rate"] = given["min_lr_ratio"]
-    return Outcome(RENAMED, values)
+        values["training.lr_scheduler_kwargs.min_lr_rate"] = given["min_lr_ratio"]
+    return gives(values)
 
 
 def ipo(value: Any, given: Given) -> Outcome:
     note = "OpenRLHF's IPO sums log-probs; Rather averages them over tokens, as the paper does"
-    return Outcome(CHANGED, {"pref_loss": "ipo"}, note) if value else NOT_NEEDED
+    return gives({"pref_loss": "ipo"}, note) if value else NOT_NEEDED
 
 
 # The groups of 0.11, and the names of 0.8.
@@ -92,75 +81,72 @@ ALIASES = {
 }  # fmt: skip
 
 
-def rank(value: Any, given: Given) -> Outcome:
-    return Outcome(RENAMED, {MODEL + "lora_rank": value or None})
-
-
 def precision(given: Given) -> Any:
     """In 0.11 it is bf16; without groups, the version and so the default are not known."""
     return "bf16" if "bf16" not in given and given[ALIASED] else UNSET
 
 
 RULES: dict[str, Rule] = {
-    **adapter("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save",
-              off=("lora_rank", (0, None))),
-    "lora_rank": rank,
+    **adapter("lora_rank lora_alpha lora_dropout target_modules modules_to_save", "lora_rank", 0, None),
+    **facts("""
+        adam_eps = training.adam_epsilon
+        pretrain = pretrain
+        ref_pretrain = reference.model_args.model_name_or_path
+        chosen_key = chosen_key
+        rejected_key = rejected_key
+        beta = beta
+        label_smoothing = label_smoothing
+        nll_loss_coef = rpo_alpha; a mean over the tokens of the step; prompt tokens are never in it
+        learning_rate = training.learning_rate
+        lr_warmup_ratio = training.warmup_ratio
+        l2 = training.weight_decay
+        max_norm = max_grad_norm
+        train_batch_size = train_batch_size
+        ds_tensor_parallel_size = strategy.tp_size
+        ring_attn_size = strategy.cp_size
+        param_dtype = model.dtype
+        logging_steps = logging_steps
+        max_ckpt_num = max_ckpt_to_keep
+        seed = seed
+        tokenizer_chat_template ! name a template or a Jinja file: global_template
+        input_template ! write a Jinja file and name it: global_template
+        aux_loss_coef ! mixtures of experts are not supported
+        dataset_probs ! data_args.weights mixes files
+        adam_offload ? strategy_name: zero2_cpu keeps the optimizer on the host
+        min_lr_ratio ~ lr_scheduler says it
+        muon.* ~ used with --optim muon only
+        micro_train_batch_size ~ micro-batches follow a token budget
+        packing_samples ~ pairs are always packed
+        flash_attn attn_implementation use_liger_kernel ~ Rather has its own attention and head
+        apply_chat_template ~ the tokenizer's template is always applied, where it has one
+        ckpt_path save_hf_ckpt disable_ds_ckpt max_ckpt_mem use_ds_universal_ckpt overlap_comm zpg
+        grad_accum_dtype disable_fast_tokenizer local_rank deepcompile dataset_split eval_split
+        wandb_org wandb_group wandb_project wandb_run_name disable_trace_cache full_determinism
+        gradient_checkpointing_use_reentrant torch_compile use_ms ring_head_stride
+        experts_implementation dataloader_num_workers ~
+    """),
+    "lora_rank": lambda value, given: gives({"model.lora_rank": value or None}),
     PROGRAM: algorithm({"train_dpo": "sigmoid"}),
     "optim": only("adam", why="the optimizer is AdamW"),
-    "adam_eps": to(TRAINING + "adam_epsilon"),
-    "min_lr_ratio": needless("lr_scheduler says it"),
-    "muon.*": needless("used with --optim muon only"),
-    "pretrain": to("pretrain"),
-    "ref_pretrain": to("reference.model_args.model_name_or_path"),
     "ref_offload": to("reference.offload", {True: "on", False: "auto"}),
     "dataset": dataset(),
-    "eval_dataset": dataset("validation.data_args.file_name"),
-    "prompt_key": lambda value, given: Outcome(RENAMED, {DATA + "columns": {"prompt": value}} if value else {}),
-    "chosen_key": to("chosen_key"),
-    "rejected_key": to("rejected_key"),
-    "tokenizer_chat_template": never("name a template or a Jinja file: global_template"),
-    "input_template": never("write a Jinja file and name it: global_template"),
+    "eval_dataset": dataset(HELD_OUT),
+    "prompt_key": when(lambda value, given: value, to("data.columns", lambda value: {"prompt": value})),
     "max_len": length(cut="truncate_response", note="OpenRLHF writes EOS over the last token of a cut answer"),
     "max_samples": most_rows(dataset(), 100000000, 1000000),
-    "beta": to("beta"),
     "ipo": ipo,
-    "label_smoothing": to("label_smoothing"),
-    "nll_loss_coef": to("rpo_alpha", note="a mean over the tokens of the step; prompt tokens are never in it"),
-    "learning_rate": to(TRAINING + "learning_rate"),
     "lr_scheduler": schedule,
-    "lr_warmup_ratio": to(TRAINING + "warmup_ratio"),
     "adam_betas": betas,
-    "l2": to(TRAINING + "weight_decay"),
-    "max_norm": to("max_grad_norm"),
-    "max_epochs": to(TRAINING + "num_train_epochs", float),
-    "train_batch_size": to("train_batch_size"),
-    "micro_train_batch_size": needless("micro-batches follow a token budget"),
-    "zero_stage": zero_stage,
-    "adam_offload": left_out("strategy_name: zero2_cpu keeps the optimizer on the host"),
-    "ds_tensor_parallel_size": to(DETAILS + "tp_size"),
-    "ring_attn_size": to(DETAILS + "cp_size"),
+    "max_epochs": to("training.num_train_epochs", float),
+    "zero_stage": lambda value, given: gives({STRATEGY: f"zero{value}" if value else "ddp"}),
     "bf16": bf16,
-    "param_dtype": to(MODEL + "dtype"),
     "gradient_checkpointing": recompute,
     "save_path": run_folder,
-    "save_steps": lambda value, given: Outcome(RENAMED, {"save_steps": value if value and value > 0 else None}),
-    "logging_steps": to("logging_steps"),
+    "save_steps": lambda value, given: gives({"save_steps": value if value and value > 0 else None}),
     "eval_steps": positive("eval_steps"),
-    "max_ckpt_num": to("max_ckpt_to_keep"),
     "load_checkpoint": to("resume_from_checkpoint", {True: "auto", False: False}),
-    "seed": to("seed"),
     "use_wandb": tracker("wandb"),
     "use_tensorboard": tracker("tensorboard"),
-    "packing_samples": needless("pairs are always packed"),
-    **each("flash_attn attn_implementation use_liger_kernel", needless("Rather has its own attention and head")),
-    "apply_chat_template": needless("the tokenizer's template is always applied, where it has one"),
-    "aux_loss_coef": never("mixtures of experts are not supported", unless=(0, 0.0)),
-    **each("ckpt_path save_hf_ckpt disable_ds_ckpt max_ckpt_mem use_ds_universal_ckpt overlap_comm zpg "
-           "grad_accum_dtype disable_fast_tokenizer local_rank deepcompile dataset_split eval_split "
-           "wandb_org wandb_group wandb_project wandb_run_name disable_trace_cache full_determinism "
-           "gradient_checkpointing_use_reentrant torch_compile "
-           "use_ms ring_head_stride experts_implementation dataloader_num_workers", needless(MACHINERY)),
-    "dataset_probs": never("data_args.weights mixes files"),
 }  # fmt: skip
 
 OPENRLHF = Peer(

@@ -68,7 +68,7 @@ ROLL = Peer(
     marks=("actor_train.strategy_args.strategy_name", "actor_train.training_args.learning_rate",
            "checkpoint_config.type", "is_offload_states", "rollout_batch_size", "actor_train.infer_batch_size"),
     words=("start_dpo_pipeline.py",),
-    reader=composed_values,
+    reader=lambda path, flags: composed_values(path) | flags,
     whole=("reference.data_args", "hydra", *compat.GROUPS),
     always=("beta, ipo and label_smoothing count here; ROLL's pipeline never hands them to its loss.",
             "The schedule is as long as the run; ROLL divides it by the number of data-parallel ranks.",

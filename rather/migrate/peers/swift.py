@@ -5,30 +5,31 @@ Facts of 4.6 (swift/arguments, swift/trainers/arguments.py, swift/megatron/argum
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from rather.migrate.engine import COUNT, PROGRAM, Peer
+from rather.files import parse_json, yaml_text
+from rather.migrate.engine import COUNT, FOLDER, PROGRAM, Peer
 from rather.migrate.peers.shared import (
-    DATA,
+    CPO_LOSSES,
+    HELD_OUT,
     HF,
     HF_DEFAULTS,
     HF_KNOWN,
-    MACHINERY,
-    MODEL,
-    TRAINING,
+    STRATEGY,
     adapter,
+    cpo_weight,
     dataset,
     images,
+    is_simpo,
     length,
     loss_name,
-    megatron,
     optimizer,
     trained,
 )
 from rather.migrate.peers.trl import DIVERGENCES
 from rather.migrate.rules import (
     NOT_NEEDED,
-    RENAMED,
     UNSET,
     Given,
     Outcome,
@@ -37,10 +38,10 @@ from rather.migrate.rules import (
     algorithm,
     by,
     each,
+    facts,
+    gives,
     if_set,
     keys,
-    left_out,
-    needless,
     never,
     to,
     when,
@@ -128,101 +129,118 @@ def loss_type(value: Any, given: Given) -> Outcome:
     if not value:
         return NOT_NEEDED
     if given.get("rlhf_type") == "cpo":
-        return to("pref_loss", {"sigmoid": "cpo", "simpo": "simpo"})(value, given)
+        return CPO_LOSSES(value, given)
     if is_megatron(given) and value != "sigmoid":
         raise Unsupported("megatron rlhf trains sigmoid whatever is written here")
     return loss_name(kto_pair=None)(value, given) if given.get("rlhf_type") == "dpo" else NOT_NEEDED
 
 
-def cpo_alpha(value: Any, given: Given) -> Outcome:
-    """The weight of the NLL is part of cpo, and an addition to simpo."""
-    keys = {"simpo": "rpo_alpha", "cpo": "cpo_alpha"}
-    kind = "simpo" if given.get("loss_type") == "simpo" else given.get("rlhf_type")
-    return to(keys[str(kind)])(value, given) if kind in keys else NOT_NEEDED
+def own_dtype(given: Given) -> Any:
+    """Without torch_dtype it is that of the model's config.json, if that is here."""
+    for place in (given[FOLDER], Path()):
+        file = place / str(given.get("model")) / "config.json"
+        if file.is_file():
+            config = parse_json(yaml_text(file))
+            return config.get("dtype") or config.get("torch_dtype") or UNSET
+    return UNSET
+
+
+def columns(value: Any, given: Given) -> Outcome:
+    """swift writes {the file's: its own}, Rather the other way round."""
+    if other := set(value.values()) - {"messages", "rejected_response", "system", "tools"}:
+        raise Unsupported(f"{', '.join(sorted(other))}: rename the columns in the file")
+    return gives({"data.columns": {own: theirs for theirs, own in value.items()}})
 
 
 def dtype(value: Any, given: Given) -> Outcome:
     """It computes in fp16 if the weights are float16 or float32, unless bf16 or fp16 is set."""
     if given.get("bf16") is not None or given.get("fp16") is not None:
         return NOT_NEEDED
-    return to(MODEL + "dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"})(
+    return to("model.dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"})(
         value, given
     )
 
 
 def min_lr(value: Any, given: Given) -> Outcome:
-    values = {TRAINING + "lr_scheduler_type": "cosine_with_min_lr",
-              TRAINING + "lr_scheduler_kwargs": {"min_lr": value}}  # fmt: skip
     if value and given.get("lr_scheduler_type") != "cosine":
         raise Unsupported("only a cosine has a least learning rate")
-    return Outcome(RENAMED, values) if value else NOT_NEEDED
+    cosine = {"training.lr_scheduler_type": "cosine_with_min_lr",
+              "training.lr_scheduler_kwargs": {"min_lr": value}}  # fmt: skip
+    return gives(cosine) if value else NOT_NEEDED
 
 
 def cut(value: Any, given: Given) -> Outcome:
     note = "" if value == "delete" else "left cuts the prompt, right the answers"
-    return to(DATA + "overlong", CUTS, note=note)(value, given)
+    return to("data.overlong", CUTS, note=note)(value, given)
+
+
+def degree(path: str) -> Rule:
+    return when(
+        lambda value, given: value and value > 1,
+        lambda value, given: gives({STRATEGY: "megatron_train", path: value}),
+    )
 
 
 RULES: dict[str, Rule] = {
     **HF,
-    **adapter("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save",
-              off=("tuner_type", ("full",))),
+    **adapter("lora_rank lora_alpha lora_dropout target_modules modules_to_save", "tuner_type", "full"),
+    **facts("""
+        global_batch_size = train_batch_size
+        reference_free = reference_free
+        model = pretrain
+        model_revision = model.revision
+        ref_model = reference.model_args.model_name_or_path
+        loss_weights = loss_weights
+        beta = beta
+        label_smoothing = label_smoothing
+        rpo_alpha = rpo_alpha
+        ld_alpha = ld_alpha
+        sequence_parallel_size = actor_train.strategy_args.cp_size
+        moe_aux_loss_coeff router_aux_loss_coef ! mixtures of experts are not supported
+        ref_adapters ! the reference has the policy's starting adapter, or none
+        template ! name one of ours: global_template
+        system ! write the system message into the rows
+        packing ! a step has a number of full sequences there, here a number of pairs; set train_batch_size
+        optimizer_cpu_offload ? strategy_name: zero2_cpu keeps the optimizer on the host
+        micro_batch_size ~ micro-batches follow a token budget
+        sequence_parallel ~ norms by sequence change no result
+        padding_free ~ pairs are always packed
+        attn_impl ~ Rather has its own attention
+        freeze_vit freeze_llm freeze_aligner ~ language models only
+        save_safetensors finetune cross_entropy_loss_fusion attention_backend recompute_method
+        recompute_num_layers recompute_modules no_save_optim no_save_rng use_precision_aware_optimizer
+        optimizer_offload_fraction no_load_optim no_load_rng moe_permute_fusion moe_grouped_gemm
+        moe_shared_expert_overlap merge_lora group_by_length use_distributed_optimizer
+        overlap_grad_reduce overlap_param_gather tensorboard_dir wandb_project wandb_exp_name async_save
+        packing_length check_model use_logits_to_keep use_hf model_type task_type add_version
+        dataset_shuffle lazy_tokenize load_from_cache_file create_checkpoint_symlink model_author
+        model_name strict ignore_args_error streaming num_labels ~
+    """),
     "tuner_type": trained,
     PROGRAM: algorithm({"swift rlhf": None, "megatron rlhf": None}),
     "rlhf_type": algorithm(KINDS),
-    "global_batch_size": to("train_batch_size"),
-    "micro_batch_size": needless("micro-batches follow a token budget"),
     "min_lr": min_lr,
-    "tensor_model_parallel_size": megatron("tp_size"),
-    "pipeline_model_parallel_size": megatron("pp_size"),
+    "tensor_model_parallel_size": degree("strategy.tp_size"),
+    "pipeline_model_parallel_size": degree("strategy.pp_size"),
     "expert_model_parallel_size": never("mixtures of experts are not supported", unless=(1,)),
-    "sequence_parallel": needless("norms by sequence change no result"),
-    "recompute_granularity": to(MODEL + "disable_gradient_checkpointing", {"full": False, "selective": False, "none": True}),
-    "optimizer_cpu_offload": left_out("strategy_name: zero2_cpu keeps the optimizer on the host"),
+    "recompute_granularity": to("model.disable_gradient_checkpointing", {"full": False, "selective": False, "none": True}),
     "optimizer": optimizer,
-    "moe_aux_loss_coeff": never("mixtures of experts are not supported", unless=(0, 0.0)),
-    "reference_free": to("reference_free"),
     "discopop_tau": when(lambda value, given: "discopop" in str(given.get("loss_type")), to("discopop_tau")),
-    "router_aux_loss_coef": never("mixtures of experts are not supported", unless=(0, 0.0)),
-    **each("save_safetensors finetune cross_entropy_loss_fusion attention_backend recompute_method recompute_num_layers "
-           "recompute_modules no_save_optim no_save_rng use_precision_aware_optimizer optimizer_offload_fraction "
-           "no_load_optim no_load_rng moe_permute_fusion moe_grouped_gemm moe_shared_expert_overlap merge_lora "
-           "group_by_length use_distributed_optimizer overlap_grad_reduce overlap_param_gather tensorboard_dir "
-           "wandb_project wandb_exp_name async_save packing_length check_model use_logits_to_keep", needless(MACHINERY)),
-    **each("vit_lr aligner_lr vit_gradient_checkpointing", images),
-    "model": to("pretrain"),
-    "model_revision": to(MODEL + "revision"),
-    "adapters": to(MODEL + "adapter_name_or_path", lambda value: value[0] if isinstance(value, list) else value),
-    "ref_model": to("reference.model_args.model_name_or_path"),
-    "ref_adapters": never("the reference has the policy's starting adapter, or none"),
+    **each("vit_lr aligner_lr vit_gradient_checkpointing max_pixels", images),
+    "adapters": to("model.adapter_name_or_path", lambda value: value[0] if isinstance(value, list) else value),
+    "columns": columns,
     "torch_dtype": dtype,
-    "quant_bits": to(MODEL + "quantization", {4: "4bit"}),
+    "quant_bits": to("model.quantization", {4: "4bit"}),
     "dataset": dataset(),
-    "val_dataset": dataset("validation.data_args.file_name"),
-    "split_dataset_ratio": if_set("validation.data_args.split"),
-    "template": never("name one of ours: global_template"),
-    "system": never("write the system message into the rows"),
+    "val_dataset": dataset(HELD_OUT),
+    "split_dataset_ratio": if_set("held_out.split"),
     "max_length": length(),
     "truncation_strategy": cut,
-    "loss_scale": to(DATA + "score", {"last_round": "last", "default": "assistant", "all": "all"}),
+    "loss_scale": to("data.score", {"last_round": "last", "default": "assistant", "all": "all"}),
     "loss_type": loss_type,
-    "loss_weights": to("loss_weights"),
-    "beta": to("beta"),
-    "label_smoothing": to("label_smoothing"),
-    "rpo_alpha": to("rpo_alpha"),
-    "simpo_gamma": when(lambda value, given: "simpo" in (given.get("rlhf_type"), given.get("loss_type")), to("gamma")),
-    "cpo_alpha": cpo_alpha,
-    "ld_alpha": to("ld_alpha"),
+    "simpo_gamma": when(is_simpo, to("gamma")),
+    "cpo_alpha": when(lambda value, given: given.get("rlhf_type") in ("cpo", "simpo"), cpo_weight),
     "f_divergence_type": to("f_divergence_type", DIVERGENCES),
-    "sequence_parallel_size": to("actor_train.strategy_args.cp_size"),
-    "columns": to(DATA + "columns", note="swift writes its name first: {theirs: ours}; turn the entries round"),
-    **each("packing padding_free", needless("pairs are always packed")),
-    "attn_impl": needless("Rather has its own attention"),
-    **each("freeze_vit freeze_llm freeze_aligner", needless("language models only")),
-    "max_pixels": images,
-    **each("use_hf model_type task_type add_version dataset_shuffle lazy_tokenize load_from_cache_file "
-           "create_checkpoint_symlink dataloader_num_workers model_author model_name strict ignore_args_error "
-           "streaming num_labels ddp_timeout save_only_model", needless(MACHINERY)),
 }  # fmt: skip
 
 SWIFT = Peer(
@@ -239,7 +257,7 @@ SWIFT = Peer(
         "learning_rate": by("tuner_type", {"full": 1e-5, "lora": 1e-4}), "lora_rank": 8, "lora_alpha": 32,
         "logging_steps": 5, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
         "beta": by("rlhf_type", {"simpo": 2.0}, 0.1), "simpo_gamma": 1.0, "cpo_alpha": 1.0,
-        "loss_type": by("rlhf_type", {"dpo": "sigmoid", "cpo": "sigmoid"}), "bf16": UNSET,
+        "loss_type": by("rlhf_type", {"dpo": "sigmoid", "cpo": "sigmoid"}), "bf16": UNSET, "torch_dtype": own_dtype,
         "per_device_train_batch_size": unless_megatron(1), "gradient_accumulation_steps": accumulation,
         "global_batch_size": by(PROGRAM, {"megatron rlhf": 16}), "num_train_epochs": unless_megatron(3.0),
     },

@@ -11,36 +11,36 @@ from typing import Any
 
 from rather.migrate.engine import PROGRAM, Peer
 from rather.migrate.peers.shared import (
-    DATA,
+    CPO_LOSSES,
     DTYPES,
+    HELD_OUT,
     HF,
     HF_DEFAULTS,
     HF_KNOWN,
-    MACHINERY,
-    MODEL,
-    OVERLONG,
+    STRATEGY,
     adapter,
+    cpo_weight,
     dataset,
+    devices,
+    is_simpo,
     length,
     loss_name,
 )
 from rather.migrate.rules import (
-    CHANGED,
     NEEDLESS,
     NOT_NEEDED,
     OPEN,
-    RENAMED,
     UNSET,
     Given,
     Outcome,
     Rule,
     Unsupported,
     algorithm,
-    each,
+    converted,
+    facts,
+    gives,
     if_given,
     keys,
-    left_out,
-    needless,
     never,
     only,
     to,
@@ -57,11 +57,13 @@ DPO_ONLY = ("precompute_ref_log_probs", "precompute_ref_batch_size", "f_divergen
             "f_alpha_divergence_coef", "use_weighting", "discopop_tau", "ld_alpha", "loss_weights",
             "truncation_mode")  # fmt: skip
 KNOWN = keys(
-    """
-    is_encoder_decoder padding_value base_model_attribute_name ref_model_init_kwargs datasets
-    fraction streaming
-    """
+    "is_encoder_decoder padding_value base_model_attribute_name ref_model_init_kwargs "
+    "streaming fraction"
 )
+# Files of accelerate that TRL has: the strategy, and how many processes they start.
+LAUNCHED = {name: (name, 8) for name in ("zero1", "zero2", "zero3")} | {
+    "fsdp1": ("fsdp2_train", 8), "fsdp2": ("fsdp2_train", 8), "multi_gpu": ("ddp", 8), "single_gpu": ("ddp", 1),
+}  # fmt: skip
 DIVERGENCES = {
     "reverse_kl": "reverse_kl", "forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"
 }  # fmt: skip
@@ -72,34 +74,35 @@ def is_old(given: Given) -> bool:
     return any(key in given for key in REMOVED)
 
 
+def is_cpo(given: Given) -> bool:
+    return "cpo" in str(given.get(PROGRAM))
+
+
 def label_smoothing(value: Any, given: Given) -> Outcome:
-    if "cpo" in str(given.get(PROGRAM)):
-        return to("label_smoothing")(value or None, given)
     losses = given.get("loss_type") or ["sigmoid"]
     names = losses if isinstance(losses, list) else [losses]
     if not value:
         return NOT_NEEDED
-    if any(name in SMOOTHED for name in names) or (is_old(given) and "sigmoid" in names):
-        return Outcome(RENAMED, {"label_smoothing": value})
-    return Outcome(
-        CHANGED, {}, f"TRL 1.x ignores it for {', '.join(names)}; set it in the YAML if you want it"
-    )
+    known = (*SMOOTHED, "sigmoid") if is_old(given) else SMOOTHED
+    if is_cpo(given) or any(name in known for name in names):
+        return gives({"label_smoothing": value})
+    lost = ", ".join(names)
+    return gives({}, f"TRL 1.x ignores it for {lost}; set it in the YAML if you want it")
 
 
 def truncation(value: Any, given: Given) -> Outcome:
     if value in (None, "keep_start"):
-        return Outcome(RENAMED, {OVERLONG: "truncate_response"})
+        return gives({"data.overlong": "truncate_response"})
     note = "the common prompt is cut; pairs with an answer that is too long alone are dropped"
-    return Outcome(CHANGED, {OVERLONG: "truncate_prompt"}, note)
+    return gives({"data.overlong": "truncate_prompt"}, note)
 
 
 def alpha(value: Any, given: Given) -> Outcome:
     if given.get("f_divergence_type") != "alpha_divergence":
         return NOT_NEEDED
-    if is_old(given):
-        note = "1 - alpha, as TRL writes it since 0.29"
-        return Outcome(CHANGED, {"f_alpha_divergence_coef": 1 - value}, note)
-    return Outcome(RENAMED, {"f_alpha_divergence_coef": value})
+    key = "f_alpha_divergence_coef"
+    old = gives({key: 1 - value}, "1 - alpha, as TRL writes it since 0.29")
+    return old if is_old(given) else gives({key: value})
 
 
 def weights_dtype(value: Any, given: Given) -> Outcome:
@@ -107,7 +110,7 @@ def weights_dtype(value: Any, given: Given) -> Outcome:
     if value in (None, "auto", "float32"):
         return Outcome(NEEDLESS, note="the optimizer always has float32 weights")
     note = "weights have exact float32 copies, so no small update is lost"
-    return Outcome(CHANGED, {MODEL + "dtype": DTYPES[value]}, note)
+    return gives({"model.dtype": DTYPES[value]}, note)
 
 
 def init_kwargs(value: Any, given: Given) -> Outcome:
@@ -116,14 +119,13 @@ def init_kwargs(value: Any, given: Given) -> Outcome:
     known = weights_dtype(value.get("dtype") or value.get("torch_dtype"), given)
     read = ("dtype", "torch_dtype", "attn_implementation", "use_cache")
     lost = [key for key in value if key not in read]
-    return Outcome(CHANGED, known.values, f"ignored: {', '.join(lost)}") if lost else known
+    return gives(known.values, f"ignored: {', '.join(lost)}") if lost else known
 
 
 def loss_type(value: Any, given: Given) -> Outcome:
     """The losses of cpo.py have no reference and another name."""
-    if "cpo" in str(given.get(PROGRAM)):
-        return to("pref_loss", {"sigmoid": "cpo", "simpo": "simpo"})(value, given)
-    return loss_name(kto_pair=None, bco_pair="bco_pair", aot_pair="aot_unpaired")(value, given)
+    named = loss_name(kto_pair=None, bco_pair="bco_pair", aot_pair="aot_unpaired")
+    return (CPO_LOSSES if is_cpo(given) else named)(value, given)
 
 
 def loss_default(given: Given) -> Any:
@@ -132,19 +134,8 @@ def loss_default(given: Given) -> Any:
     return "sigmoid" if is_dpo or given.get(PROGRAM) else UNSET
 
 
-def cpo_weight(value: Any, given: Given) -> Outcome:
-    """The weight of the NLL is part of cpo, and an addition to simpo."""
-    if "cpo" not in str(given.get(PROGRAM)):
-        raise Unsupported("a setting of cpo.py; pass the command line")
-    return to("rpo_alpha" if given.get("loss_type") == "simpo" else "cpo_alpha")(value, given)
-
-
 def of_cpo(default: Any) -> Any:
-    return lambda given: default if "cpo" in str(given.get(PROGRAM)) else UNSET
-
-
-def use_peft(value: Any, given: Given) -> Outcome:
-    return NOT_NEEDED if value else Outcome(RENAMED, {MODEL + "lora_rank": None})
+    return lambda given: default if is_cpo(given) else UNSET
 
 
 def named_dataset(value: Any, given: Given) -> Outcome:
@@ -153,65 +144,75 @@ def named_dataset(value: Any, given: Given) -> Outcome:
     if str(given.get("eval_strategy", "no")) == "no" or found.status != OPEN:
         return found
     held_out = f"{Path(str(value)).name}-{given.get('dataset_test_split', 'test')}.jsonl"
-    return Outcome(OPEN, {**found.values, "validation.data_args.file_name": held_out}, found.note)
+    return Outcome(OPEN, {**found.values, HELD_OUT: held_out}, found.note)
 
 
-def beta(value: Any, given: Given) -> Outcome:
-    alone = given.get("loss_type") in ("sft", ["sft"])
-    return Outcome(NEEDLESS, note="sft has none") if alone else Outcome(RENAMED, {"beta": value})
+def mixture(value: Any, given: Given) -> Outcome:
+    if more := {key for entry in value for key in entry} - {"path", "name", "split"}:
+        raise Unsupported(f"{', '.join(sorted(more))}: save the rows to a file of their own")
+    return dataset()([entry["path"] for entry in value], given)
+
+
+def launched(value: Any, given: Given) -> Outcome:
+    """Of `trl dpo`: accelerate's file, of which --num_processes replaces the processes."""
+    strategy, count = converted(LAUNCHED, value)
+    return gives({STRATEGY: strategy} | devices(given.get("num_processes") or count))
 
 
 RULES: dict[str, Rule] = {
     **HF,
-    **adapter("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
-              off=("use_peft", (False, None))),
-    "use_peft": use_peft,
+    **adapter("lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "use_peft", False, None),
+    **facts("""
+        model_name_or_path = pretrain
+        model_revision = model.revision
+        trust_remote_code = model.trust_remote_code
+        test_split_size = held_out.split
+        loss_weights = loss_weights
+        ld_alpha = ld_alpha
+        use_weighting = use_weighting
+        rpo_alpha = rpo_alpha; the NLL is a mean over all tokens of the step, whatever the micro-batches
+        reference_free = reference_free
+        max_prompt_length = data.max_prompt_length
+        precompute_ref_batch_size = reference.infer_batch_size
+        sync_ref_model = sync_ref_model
+        alpha ! AlphaPO is another loss: pref_loss: alphapo
+        lora_target_parameters ! only linear layers take an adapter
+        max_completion_length ! the answer alone has no limit; overlong: truncate_response cuts it
+        router_aux_loss_coef ! mixtures of experts are not offered
+        generate_during_eval ? no answers are generated during evaluation
+        dataset_config dataset_train_split dataset_test_split ~ name the files of the split you want
+        force_use_ref_model ~ the loss decides whether there is a reference
+        padding_free ~ pairs are always packed, which changes no result
+        ref_adapter_name model_adapter_name ~ the starting adapter is the reference
+        tools ~ tools are a column of the rows
+        dataset_streaming ignore_bias_buffers pad_to_multiple_of pad_token label_pad_token_id
+        use_logits_to_keep activation_offloading ~
+    """),
+    "use_peft": lambda value, given: NOT_NEEDED if value else gives({"model.lora_rank": None}),
     PROGRAM: algorithm({**dict.fromkeys(("dpo", "trl dpo"), None), "orpo": "orpo", "cpo": "cpo"}),
-    "cpo_alpha": cpo_weight,
-    "simpo_gamma": when(lambda value, given: given.get("loss_type") == "simpo", to("gamma")),
-    "alpha": never("AlphaPO is another loss: pref_loss: alphapo", unless=(0, 0.0)),
-    "lora_target_parameters": never("only linear layers take an adapter"),
-    "model_name_or_path": to("pretrain"),
-    "model_revision": to(MODEL + "revision"),
-    "trust_remote_code": to(MODEL + "trust_remote_code"),
+    "cpo_alpha": lambda value, given: (
+        cpo_weight if is_cpo(given) else never("a setting of cpo.py; pass the command line"))(value, given),
+    "simpo_gamma": when(is_simpo, to("gamma")),
     "dtype": weights_dtype,
     "torch_dtype": weights_dtype,
     "model_init_kwargs": init_kwargs,
     "dataset_name": named_dataset,
-    **each("dataset_config dataset_train_split dataset_test_split", needless("name the files of the split you want")),
-    **each("dataset_streaming ignore_bias_buffers", needless(MACHINERY)),
-    "test_split_size": to("validation.data_args.split"),
+    "datasets": mixture,
+    "num_processes": lambda value, given: gives(devices(value)),
+    "accelerate_config": launched,
     "loss_type": loss_type,
-    "loss_weights": to("loss_weights"),
-    "beta": beta,
+    "beta": lambda value, given: NOT_NEEDED if given.get("loss_type") in ("sft", ["sft"]) else gives({"beta": value}),
     "label_smoothing": label_smoothing,
-    "ld_alpha": to("ld_alpha"),
     "f_divergence_type": to("f_divergence_type", DIVERGENCES),
     "f_alpha_divergence_coef": alpha,
-    "use_weighting": to("use_weighting"),
-    "discopop_tau": when(lambda value, given: "discopop" in str(given.get("loss_type")),
-                         to("discopop_tau")),
-    "rpo_alpha": to("rpo_alpha", note="the NLL is a mean over all tokens of the step, whatever the micro-batches"),
-    "reference_free": to("reference_free"),
+    "discopop_tau": when(lambda value, given: "discopop" in str(given.get("loss_type")), to("discopop_tau")),
     "max_length": length(),
     "truncation_mode": truncation,
-    "max_prompt_length": to(DATA + "max_prompt_length"),
-    "max_completion_length": never("the answer alone has no limit; overlong: truncate_response cuts it"),
     "precompute_ref_log_probs": to("reference.cache.enabled", lambda value: True,
                                    note="the reference is always computed once and kept on disk"),
-    "precompute_ref_batch_size": to("reference.infer_batch_size"),
-    "sync_ref_model": to("sync_ref_model"),
     "ref_model_mixup_alpha": if_given("sync_ref_model", True, "ref_model_mixup_alpha"),
     "ref_model_sync_steps": if_given("sync_ref_model", True, "ref_model_sync_steps"),
-    "router_aux_loss_coef": never("mixtures of experts are not offered", unless=(0, 0.0)),
     "disable_dropout": only(True, why="dropout is always off in preference training"),
-    "generate_during_eval": left_out("no answers are generated during evaluation"),
-    "force_use_ref_model": needless("the loss decides whether there is a reference"),
-    **each("padding_free", needless("pairs are always packed, which changes no result")),
-    **each("pad_to_multiple_of pad_token label_pad_token_id use_logits_to_keep activation_offloading",
-           needless(MACHINERY)),
-    **each("ref_adapter_name model_adapter_name", needless("the starting adapter is the reference")),
-    "tools": needless("tools are a column of the rows"),
 }  # fmt: skip
 
 TRL = Peer(

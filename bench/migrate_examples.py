@@ -1,0 +1,347 @@
+"""`rather migrate` over the published examples of eight tools: what is converted, and is it right?
+
+    python bench/migrate_examples.py FOLDER [--train] [--write]
+
+FOLDER has a git checkout of each tool: trl, LLaMA-Factory, axolotl, OpenRLHF, ms-swift, RL
+(NeMo-RL), ColossalAI, ROLL. An example is a file, or a command line in a docstring or in Markdown,
+that trains on preferences. Each is converted, incomplete or refused, and the settings that decide a
+training are compared with the expected ones: those of TRL come from its own parser in the checkout,
+those of the others from migrate_expected.json, which was written from the tools' sources and
+documentation. `--train` also loads each converted YAML with `rather config show` and trains two
+steps of a tiny model with it; `--write` writes bench/results/migrate_examples.json and the tables
+of docs/coming_from/index.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rather.errors import ConfigError
+from rather.migrate.engine import Migrated, migrate
+from rather.migrate.peers import PEERS
+from rather.migrate.rules import INCOMPLETE
+from rather.migrate.source import SourceSettings, read_file, read_line
+
+HERE = Path(__file__).parent
+RESULTS, EXPECTED = HERE / "results" / "migrate_examples.json", HERE / "migrate_expected.json"
+PAGE = HERE.parent / "docs" / "coming_from" / "index.md"
+FIELDS = ("loss", "beta", "nll", "learning_rate", "pairs", "adapter", "weights", "precision")
+STATES = ("converted", "incomplete", "refused")
+ROUNDED = ("8bit", "none")  # base weights in 8 bits stay as they are, which the conversion says
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Where the examples of a tool are: files whose text matches, and command lines in texts."""
+
+    name: str
+    folder: str
+    files: tuple[str, ...] = ()
+    text: str = "."
+    lines: tuple[str, ...] = ()
+    command: str = "$^"
+
+
+TOOLS = (
+    Tool("trl", "trl",
+         lines=("README.md", "docs/source/*.md", "examples/scripts/*.py", "trl/scripts/*.py"),
+         command=r"\btrl (dpo|kto)\b|(?<!ain_)\b((online_|s)?dpo|orpo|cpo|kto)(_vlm)?\.py"),
+    Tool("llama-factory", "LLaMA-Factory", ("examples/**/*.yaml",),
+         r"(?m)^stage: (dpo|kto)|dpo_demo"),
+    Tool("axolotl", "axolotl", ("examples/**/*.y*ml",), r"(?m)^rl: (dpo|ipo|orpo|simpo|kto|gdpo)"),
+    Tool("openrlhf", "OpenRLHF", ("examples/**/*.sh",), r"train_(dpo|kto)"),
+    Tool("swift", "ms-swift", ("examples/**/*.sh",), r"rlhf_type (dpo|orpo|simpo|cpo|kto)",
+         ("README.md",), r"swift rlhf"),
+    Tool("nemo-rl", "RL", ("examples/configs/**/*dpo*.yaml",), ".",
+         ("README.md", "docs/guides/dpo.md"), r"run_dpo\.py"),
+    Tool("colossalchat", "ColossalAI",
+         ("applications/ColossalChat/examples/training_scripts/*.sh",
+          "applications/ColossalChat/benchmarks/*.sh"), r"train_(dpo|orpo|kto)\.py"),
+    Tool("roll", "ROLL", ("examples/dpo_examples/*",)),
+)  # fmt: skip
+# What the scripts leave to their readers; without it they do not run as they are published.
+BLANKS = {"colossalchat": ('PRETRAINED_MODEL_PATH=""', 'PRETRAINED_MODEL_PATH="org/model"')}
+SKIPPED = re.compile(r"<[A-Z ]+>|COMMAND=|\.\.\.$")  # command lines that are patterns
+
+
+@dataclass
+class Example:
+    """One example, what became of it, and what it should have become."""
+
+    name: str
+    tool: Tool
+    file: Path | None = None
+    line: str = ""
+    folder: Path = Path()
+    family: str = "pairs"
+    state: str = ""
+    found: dict[str, Any] = field(default_factory=dict)
+    expected: dict[str, Any] | None = None
+    problems: list[str] = field(default_factory=list)
+    yaml: str = ""
+    trained: str = ""
+
+    @property
+    def wrong(self) -> list[str]:
+        """Return the settings that differ from the expected ones; None is not determined."""
+        if self.state == "refused" or self.expected is None:
+            return []
+        return [
+            f"{name}: {self.found.get(name)} instead of {self.expected[name]}"
+            for name in FIELDS
+            if None not in (self.expected.get(name), self.found.get(name))
+            and not same(self.expected[name], self.found[name])
+            and (self.expected[name], self.found[name]) != ROUNDED
+        ]
+
+
+def same(left: Any, right: Any) -> bool:
+    return left == right or (
+        not isinstance(left, str) and not isinstance(right, str) and abs(left - right) < 1e-12
+    )
+
+
+# ---- examples
+
+
+def discover(tool: Tool, root: Path, scratch: Path) -> Iterator[Example]:
+    """Yield the examples of a tool."""
+    pattern = re.compile(tool.text)
+    for glob in tool.files:
+        for file in sorted(root.glob(glob)):
+            if file.suffix in (".sh", ".yaml", ".yml") and pattern.search(file.read_text()):
+                yield Example(str(file.relative_to(root)), tool, file, folder=file.parent)
+    for glob in tool.lines:
+        for file in sorted(root.glob(glob)):
+            yield from commands(tool, root, file, scratch)
+
+
+def commands(tool: Tool, root: Path, file: Path, scratch: Path) -> Iterator[Example]:
+    """Yield the command lines of a text; a YAML block that begins with its name is its config."""
+    lines = file.read_text().splitlines()
+    place = 0
+    folder = scratch / file.stem
+    while place < len(lines):
+        start, line = place, lines[place].strip()
+        place += 1
+        block = re.fullmatch(r"# (\w+\.yaml)", line)
+        if block and lines[start - 1] == "```yaml":
+            ends = [i for i in range(place, len(lines)) if lines[i].startswith("```")]
+            folder = scratch / f"{file.stem}-{start}"
+            folder.mkdir(parents=True)
+            (folder / block[1]).write_text("\n".join(lines[place : ends[0]]))
+        while line.endswith("\\") and place < len(lines):
+            line = f"{line[:-1]} {lines[place].strip()}"
+            place += 1
+        line = line.partition("  #")[0]
+        starts = re.match(r"(\w+=\S+ )*(python|accelerate|trl|uv|swift|deepspeed) ", line)
+        if starts and re.search(tool.command, line) and not SKIPPED.search(line):
+            own = folder if "--config " in line and tool.name == "trl" else root
+            yield Example(f"{file.relative_to(root)}:{start + 1}", tool, None, line, own)
+
+
+# ---- what becomes of them
+
+
+def source_of(example: Example, scratch: Path) -> SourceSettings:
+    if example.file is None:
+        return read_line(example.line, example.name, example.folder)
+    if example.tool.name not in BLANKS:
+        return read_file(example.file)
+    old, new = BLANKS[example.tool.name]
+    copy = scratch / example.file.name
+    copy.write_text(example.file.read_text().replace(old, new))
+    return read_file(copy)
+
+
+def convert(example: Example, scratch: Path) -> None:
+    try:
+        result = migrate(source_of(example, scratch), PEERS[example.tool.name])
+    except ConfigError as why:
+        example.state, example.problems = "refused", [str(why)]
+        return
+    example.state = "converted" if result.is_complete else "incomplete"
+    example.problems = [row.line for row in result.rows if row.status in INCOMPLETE]
+    example.found, example.yaml = settings(result), result.yaml()
+
+
+def settings(result: Migrated) -> dict[str, Any]:
+    """Return the settings that decide a training; None where a problem names them."""
+    config = result.config
+    model, training = config.actor_train.model_args, config.actor_train.training_args
+    nll = config.cpo_alpha if config.loss_names == ["cpo"] else config.rpo_alpha or config.pref_ftx
+    rank = model.lora_rank
+    missing = {row.key.strip("()") for row in result.rows if row.status in INCOMPLETE}
+    if any("device_mapping" in path for row in result.rows for path in row.rejected):
+        missing.add("batch")
+    values = {
+        "loss": " + ".join(config.loss_names),
+        "beta": config.beta,
+        "nll": nll or 0,
+        "learning_rate": training.learning_rate,
+        "pairs": config.global_batch(),
+        "adapter": f"lora {rank}" if rank else "none",
+        "weights": model.quantization or "none",
+        "precision": model.dtype,
+    }
+    names = {name: name for name in values} | {"learning rate": "learning_rate", "batch": "pairs",
+                                               "packing": "pairs", "dpo.sft_loss_weight": "nll"}  # fmt: skip
+    return values | {names[name]: None for name in missing if name in names}
+
+
+def expect(examples: list[Example], checkout: Path) -> None:
+    """Fill in what each example of one tool should become."""
+    if examples[0].tool.name != "trl":
+        table = json.loads(EXPECTED.read_text())[examples[0].tool.name]
+        for example in examples:
+            known = table["examples"].get(example.name)
+            if isinstance(known, str):
+                example.family = known
+            elif known is not None:
+                example.expected = table["common"] | known
+        return
+    for example in examples:
+        found = re.search(r"\b(\w*(?:dpo|po|kto)(?:_vlm)?)\b(\.py| )", example.line)
+        program = found[1] if found else "?"
+        example.family = "pairs" if program in ("dpo", "orpo", "cpo") else program
+    pairs = [each for each in examples if each.family == "pairs"]
+    lines = [(shlex.split(each.line), str(each.folder)) for each in pairs]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "trl_parser.py")],
+        input=json.dumps(lines),
+        env=os.environ | {"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": ""},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    for example, values in zip(pairs, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        example.expected = values
+
+
+# ---- does it run?
+
+
+def train(example: Example, folder: Path) -> str:
+    """Load the YAML with `rather config show`, and train two steps of a tiny model with it."""
+    file = folder / "migrated.yaml"
+    file.write_text(example.yaml)
+    if problem := run("config", "show", str(file)):
+        return f"does not load: {problem}"
+    values = yaml.safe_load(example.yaml)
+    values = {key: value for key, value in values.items() if key not in ("reference", "num_nodes")}
+    actor = values["actor_train"]
+    for name in ("strategy_args", "device_mapping", "infer_batch_size"):
+        actor.pop(name, None)
+    for name in ("tokenizer_name_or_path", "revision"):
+        actor.get("model_args", {}).pop(name, None)
+    values |= {
+        "pretrain": str(folder / "base"), "output_dir": str(folder / "out"), "exp_name": "run",
+        "logging_dir": str(folder / "logs"), "max_steps": 2, "track_with": None, "overwrite": True,
+        "platform": "cpu", "global_template": "none", "sequence_length": 64,
+        "num_gpus_per_node": 1, "system_envs": {}, "tracker_kwargs": {}, "validation": {},
+        "save_steps": None, "eval_steps": None, "save_best": False, "train_batch_size": 4,
+        "early_stopping_patience": None, "resume_from_checkpoint": False, "checkpoint_config": {},
+        "chosen_key": "chosen", "rejected_key": "rejected",
+    }  # fmt: skip
+    actor["data_args"] = {"file_name": str(folder / "pairs.jsonl"), "preprocessing_num_workers": 1}
+    file.write_text(yaml.safe_dump(values))
+    return run("train", str(file)) or "2 steps"
+
+
+def run(*words: str) -> str:
+    """Run a command of Rather; return the end of its output if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rather", *words], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(HERE.parent), "RAY_DISABLE": "1"},
+    )  # fmt: skip
+    return "" if done.returncode == 0 else (done.stderr or done.stdout).strip()[-300:]
+
+
+# ---- the tables
+
+
+def checkout_of(path: Path) -> str:
+    form = "--format=%h %cs"
+    return subprocess.run(
+        ["git", "-C", str(path), "log", "-1", form], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def counts(examples: list[Example]) -> dict[str, int]:
+    pairs = [each for each in examples if each.family == "pairs"]
+    return {
+        "examples": len(examples),
+        **{state: sum(each.state == state for each in examples) for state in STATES},
+        "wrong": sum(bool(each.wrong) for each in examples),
+        "unchecked": sum(each.expected is None for each in pairs),
+        "pairs": len(pairs),
+        "pairs_converted": sum(each.state == "converted" for each in pairs),
+        "trained": sum(each.trained == "2 steps" for each in examples),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", help="one tool")
+    args = parser.parse_args()
+    report = {}
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        for tool in TOOLS:
+            if args.only in (None, tool.name):
+                report[tool.name] = examine(
+                    tool, args.folder.resolve() / tool.folder, scratch, args.train
+                )
+    for name, facts in report.items():
+        for row in facts["examples"]:
+            print(f"{name} {row['state']:10} {row['name']} {row['found'] or ''}")
+            for text in (*row["wrong"], *row["problems"][:6]):
+                print(f"      {text}")
+            if row["trained"] not in ("", "2 steps"):
+                print("      TRAIN", row["trained"])
+        print(name, facts["checkout"], facts["counts"])
+    if args.write:
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(facts["counts"]["wrong"] for facts in report.values()))
+
+
+def examine(tool: Tool, checkout: Path, scratch: Path, trains: bool) -> dict[str, Any]:
+    scratch = scratch / tool.name
+    scratch.mkdir()
+    os.chdir(scratch)
+    for model, dtype in (
+        json.loads(EXPECTED.read_text()).get(tool.name, {}).get("models", {}).items()
+    ):
+        Path(model).mkdir(parents=True)  # as if it were here: part of its config.json
+        (Path(model) / "config.json").write_text(json.dumps({"torch_dtype": dtype}))
+    examples = list(discover(tool, checkout, scratch))
+    expect(examples, checkout)
+    for example in examples:
+        convert(example, scratch)
+        if trains and example.state == "converted":
+            example.trained = train(example, scratch)
+    names = ("name", "family", "state", "found", "expected", "wrong", "problems", "trained")
+    return {
+        "checkout": checkout_of(checkout),
+        "version": PEERS[tool.name].version,
+        "counts": counts(examples),
+        "examples": [{name: getattr(each, name) for name in names} for each in examples],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
