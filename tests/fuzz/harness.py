@@ -1,8 +1,8 @@
 """`make fuzz`: damaged inputs for the commands, each in a forked process with limits.
 
-python -m tests.fuzz --minutes 10 --seed 7        all kinds in turn
+python -m tests.fuzz --minutes 10 --seed 7        planted bugs, then all kinds in turn
 python -m tests.fuzz --seed 7 --only rows:12      one input again; its folder is kept
-python -m tests.fuzz --planted                    bugs that are planted on purpose must be found
+python -m tests.fuzz --planted only               bugs that are planted on purpose must be found
 
 The oracle: memory limit and deadline hold; the exit code is documented; an error is one message
 without a traceback; files outside are unchanged; and on success the result is that of the undamaged
@@ -12,6 +12,8 @@ input, or the difference is reported. A kind's `judge` checks the last point.
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import os
 import random
@@ -20,15 +22,17 @@ import resource
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 SECONDS = 10  # of CPU for one input; the slowest undamaged one takes one
@@ -47,6 +51,7 @@ class Case:
     judge: Callable[[int], str | None] = lambda code: None
     own_message: bool = False  # the command reports on stdout, also if it fails
     inputs: int = 1
+    forks: bool = True  # the tokenising child, which costs half a second otherwise
 
 
 Kind = Callable[[Any, random.Random, Path], Case]
@@ -83,7 +88,10 @@ class Fuzzer:
     kinds: dict[str, Kind]
     seed: int
     jobs: int = 2
-    inputs: Counter[str] = field(default_factory=Counter)
+    started: Counter[str] = field(default_factory=Counter)  # cases by kind
+    given: Counter[str] = field(default_factory=Counter)  # inputs of these cases
+    inputs: Counter[str] = field(default_factory=Counter)  # of those that have ended
+    cpu: Counter[str] = field(default_factory=Counter)  # seconds
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     running: dict[int, Running] = field(default_factory=dict)
@@ -93,21 +101,21 @@ class Fuzzer:
 
     def run(self, seconds: float, *, most: int = 10**9, until: str = "(?!)") -> None:
         """Run for some time, up to so many inputs of each kind, or until a problem is found."""
-        end, names = time.monotonic() + seconds, self._order(most)
+        end = time.monotonic() + seconds
         outside = self.world.outside()
+        gc.freeze()  # so that a child's collector touches, and copies, no page of this process
         while self.running or time.monotonic() < end:
             end = 0.0 if self.found(until) else end
             while len(self.running) < self.jobs and time.monotonic() < end:
-                try:
-                    self.start(*next(names))
-                except StopIteration:
+                # All kinds get as many inputs, whatever one of them costs.
+                name = min(self.kinds, key=lambda name: self.given[name])
+                if self.started[name] < most:
+                    self.start(name, self.started[name])
+                else:
                     end = 0.0
             self._collect()
         if not self.findings and self.world.outside() != outside:
             raise AssertionError("files outside were changed, and no input was blamed for it")
-
-    def _order(self, most: int) -> Iterator[tuple[str, int]]:
-        return ((name, number) for number in range(most) for name in self.kinds)
 
     def start(self, name: str, number: int) -> None:
         folder = self.world.folder / "inputs" / f"{name}-{number}".replace(" ", "-")
@@ -115,6 +123,8 @@ class Fuzzer:
         folder.mkdir(parents=True)
         draw = random.Random(f"{self.seed}/{name}/{number}")
         case = self.kinds[name](self.world, draw, folder)
+        self.started[name] += 1
+        self.given[name] += case.inputs
         sys.stdout.flush()
         if (child := os.fork()) == 0:
             _run_child(case, folder)
@@ -131,6 +141,7 @@ class Fuzzer:
                 run = self.running.pop(child)
                 with suppress(ProcessLookupError):
                     os.killpg(child, signal.SIGKILL)  # what the command has left behind
+                self.cpu[run.kind] += used.ru_utime + used.ru_stime
                 self._count(run, os.waitstatus_to_exitcode(status), used.ru_maxrss * 1024)
             elif time.monotonic() > self.running[child].deadline:
                 os.killpg(child, signal.SIGKILL)
@@ -169,12 +180,57 @@ class Fuzzer:
         return _text(run.folder / COMPLAINT) or None
 
     def table(self) -> str:
-        lines = [f"{'kind':<14}{'inputs':>8}  outcomes (exit code: inputs)"]
+        head = f"{'kind':<16}{'inputs':>7}{'CPU s each':>12}  outcomes (exit code: inputs)"
+        lines = [head]
         for name in self.kinds:
             found = sorted(self.outcomes.get(name, {}).items())
             shown = ", ".join(f"{outcome}: {number}" for outcome, number in found)
-            lines.append(f"{name:<14}{self.inputs[name]:>8}  {shown}")
+            cost = self.cpu[name] / max(1, self.inputs[name])
+            lines.append(f"{name:<16}{self.inputs[name]:>7}{cost:>12.2f}  {shown}")
+        problems = Counter(
+            finding.problem.split(":")[0].split("\n")[0] for finding in self.findings
+        )
+        for broken in ("printed a traceback", "died of signal", "did not end in time"):
+            number = sum(count for text, count in problems.items() if text.startswith(broken))
+            lines.append(f"inputs that {broken}: {number}")
         return "\n".join(lines)
+
+
+class Forked:
+    """Stands in for subprocess.Popen of the tokenising child: a fork, which has all imports."""
+
+    def __init__(
+        self, _: Sequence[str], *, pass_fds: tuple[int, int], env: dict[str, str], **__: Any
+    ) -> None:
+        from rather.data import pool
+
+        self.code: int | None = None
+        self.child = os.fork()
+        if self.child:
+            return
+        code = 1
+        try:
+            os.dup2(2, 1)
+            for low, high in itertools.pairwise([2, *sorted(pass_fds), 1024]):
+                os.closerange(low + 1, high)
+            os.environ.clear()
+            os.environ.update(env)
+            pool.main(*pass_fds)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def kill(self) -> None:
+        if self.code is None:
+            os.kill(self.child, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+        return self.code
 
 
 def _run_child(case: Case, folder: Path) -> None:
@@ -190,6 +246,11 @@ def _run_child(case: Case, folder: Path) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         for what, most in ((resource.RLIMIT_CPU, SECONDS), (resource.RLIMIT_AS, used + ADDRESSES)):
             resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
+        if case.forks:
+            from rather.data import pool
+
+            standing_in = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
+            pool.subprocess = standing_in  # type: ignore[attr-defined]
         code = case.work() if callable(case.work) else command(case.work)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -232,7 +293,9 @@ def main() -> int:
     asked.add_argument("--jobs", type=int, default=2)
     asked.add_argument("--kinds", nargs="+")
     asked.add_argument("--only", help="kind:number of one input")
-    asked.add_argument("--planted", action="store_true", help="find the planted bugs instead")
+    asked.add_argument(
+        "--planted", choices=("first", "only", "no"), default="first", help="planted bugs"
+    )
     asked.add_argument("--json", action="store_true", help="print the results as JSON at the end")
     given = asked.parse_args()
     # Before torch is imported: its threads would not survive a fork.
@@ -240,26 +303,27 @@ def main() -> int:
     from tests.fuzz.kinds import KINDS, World
     from tests.fuzz.planted import find_planted
 
-    folder = Path(tempfile.mkdtemp(prefix="rather-fuzz-"))
+    folder, began = Path(tempfile.mkdtemp(prefix="rather-fuzz-")), time.monotonic()
     print(f"fuzz: seed {given.seed}, inputs in {folder}", flush=True)
     world, kinds = World(folder), {name: KINDS[name] for name in given.kinds or KINDS}
-    began = time.monotonic()
-    if given.planted:
-        missed = find_planted(world, given.seed, 60 * given.minutes)
-        shutil.rmtree(folder)
-        return int(bool(missed))
+    missed = []
+    if given.planted != "no" and not given.only:
+        missed = find_planted(world, given.seed, 20 * given.minutes)
     fuzzer = Fuzzer(world, kinds, given.seed, given.jobs)
     if given.only:
         name, _, number = given.only.partition(":")
         fuzzer.start(name, int(number))
         print(f"fuzz: {next(iter(fuzzer.running.values())).case}", flush=True)
-    fuzzer.run(0 if given.only else 60 * given.minutes, most=given.most)
-    print(fuzzer.table())
+    left = began + 60 * given.minutes - time.monotonic()
+    fuzzer.run(0 if given.only or given.planted == "only" else left, most=given.most)
     total, found = sum(fuzzer.inputs.values()), len(fuzzer.findings)
-    print(f"fuzz: {total} inputs in {time.monotonic() - began:.0f} s, {found} findings")
+    if given.planted != "only":
+        print(fuzzer.table())
+    took = time.monotonic() - began
+    print(f"fuzz: seed {given.seed}: {total} inputs in {took:.0f} s, {found} findings")
     if given.json:
         outcomes = {name: dict(found) for name, found in fuzzer.outcomes.items()}
         print(json.dumps({"inputs": dict(fuzzer.inputs), "outcomes": outcomes, "findings": found}))
     if not found:
         shutil.rmtree(folder)
-    return int(found > 0)
+    return int(bool(found or missed))

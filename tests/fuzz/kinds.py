@@ -231,7 +231,7 @@ def rows(world: World, draw: Random, folder: Path) -> Case:
         kept = [row["id"] for row, line in zip(ROWS, world.rows, strict=True) if line in lines]
         return None if code else same_pairs(world.results[file.name], kept, out)
 
-    return Case(what, world.preparing(file, out), judge)
+    return Case(what, world.preparing(file, out), judge, forks=draw.random() < 0.9)
 
 
 def _table(name: str, read: Callable[[Path], Any]) -> Kind:

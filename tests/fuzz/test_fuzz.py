@@ -22,7 +22,7 @@ def fuzz(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_thirty_seconds_find_nothing() -> None:
-    done = fuzz("--minutes", "0.5", "--most", "60", "--json")
+    done = fuzz("--minutes", "0.5", "--most", "60", "--planted", "no", "--json")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["inputs"].keys() == KINDS.keys()
@@ -31,7 +31,7 @@ def test_thirty_seconds_find_nothing() -> None:
 
 @pytest.mark.wide
 def test_planted_bugs_are_found() -> None:
-    done = fuzz("--minutes", "5", "--planted")
+    done = fuzz("--minutes", "15", "--planted", "only")
     found = [line for line in done.stdout.splitlines() if "planted bug found: " in line]
     assert len(found) == len(BUGS) >= 5, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.returncode == 0
