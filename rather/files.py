@@ -24,9 +24,12 @@ MOST_JSON_BYTES = 256 << 20  # the largest tokenizer.json has a tenth of it
 MOST_VALUES = 20_000  # a config has some hundred; an alias bomb has 10^9
 MOST_DEPTH = 100
 MOST_DIGITS = 4_300  # Python's own limit; YAML's 1:00:00 would be computed
-MOST_LAYERS = 10_000
+MOST_LAYERS, MOST_WIDTH = 10_000, 10_000_000
 Opener = Callable[[str, int], int]
 LAYERS = re.compile(r"(.+_)?layers?")
+WIDTHS = re.compile(
+    r"(hidden|intermediate|vocab)_size|head_dim|num_.*heads|n_(embd|inner)|d_(model|ff)|ffn_dim|r"
+)
 VOCABULARIES = {"tokenizer.json", "vocab.json"}  # large, and not read by recursion
 # What transformers, tokenizers and PEFT open in a folder.
 OPENED = {".json", ".safetensors", ".jinja", ".model", ".txt", ".py"}
@@ -151,26 +154,76 @@ def refuse_outside(folder: Path, path: Path) -> None:
         )
 
 
-def inspect_folder(folder: Path) -> None:
-    """Check type, place, size and depth of every file that a library may open in a folder."""
-    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
-        if path.suffix not in OPENED:
-            continue
-        refuse_outside(folder, path)
+def inspect_folder(
+    name: str | Path, revision: str | None = None, *, local_files_only: bool = False
+) -> None:
+    """Check type, place, size and depth of every file that a library may open in a folder.
+
+    A hub name stands for its snapshot in the hub cache; what is missing there is downloaded first,
+    except weights.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        from huggingface_hub import snapshot_download
+
         try:
-            with open(path, "rb", opener=regular) as file:
-                size = os.fstat(file.fileno()).st_size
-            if path.suffix != ".safetensors" and size > MOST_JSON_BYTES:
-                raise ValueError(f"more than {MOST_JSON_BYTES:,} bytes")
+            small = [f"*{suffix}" for suffix in OPENED - {".safetensors"}]
+            folder = Path(
+                snapshot_download(
+                    str(name), revision=revision, allow_patterns=small, ignore_patterns=["*/*"],
+                    local_files_only=local_files_only,
+                )
+            )  # fmt: skip
+        except (OSError, ValueError):  # the library that opens it reports why
+            return
+    found = sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
+    sizes = {path: _size(folder, path) for path in found if path.suffix in OPENED}
+    weights = sum(size for path, size in sizes.items() if path.suffix == ".safetensors")
+    for path in sizes:
+        try:
             if path.suffix == ".json" and path.name not in VOCABULARIES:
-                _refuse_many_layers(read_json(path))
+                _refuse_huge(read_json(path), weights)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{path}: cannot be read ({reason})") from error
+            raise _unreadable(path, error) from error
 
 
-def _refuse_many_layers(values: Any) -> None:
-    for key, value in values.items() if isinstance(values, dict) else ():
-        _refuse_many_layers(value)
-        if isinstance(value, int) and value > MOST_LAYERS and LAYERS.fullmatch(key):
+def _size(folder: Path, path: Path) -> int:
+    """Return the bytes of a regular file; refuse any other, and text that is too large."""
+    refuse_outside(folder, path)
+    try:
+        with open(path, "rb", opener=regular) as file:
+            size = os.fstat(file.fileno()).st_size
+        if path.suffix != ".safetensors" and size > MOST_JSON_BYTES:
+            raise ValueError(f"more than {MOST_JSON_BYTES:,} bytes")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    return size
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
+
+
+def _refuse_huge(values: Any, weights: int) -> None:
+    """Refuse too many layers, and matrices larger than the weights next to a config allow.
+
+    `weights`: their bytes, 0 if there are none. A matrix of the model has hidden_size rows or
+    columns; eight weights in a byte are more than any format packs. An adapter's rank, r, belongs
+    to a matrix of at least 64 numbers.
+    """
+    if not isinstance(values, dict):
+        return
+    numbers = {key: value for key, value in values.items() if isinstance(value, int)}
+    hidden = next(
+        (numbers[key] for key in ("hidden_size", "n_embd", "d_model") if key in numbers), 1
+    )
+    held = 8 * max(weights, 1 << 20) if weights else MOST_WIDTH
+    for key, value in values.items():
+        _refuse_huge(value, weights)
+        if key in numbers and LAYERS.fullmatch(key) and value > MOST_LAYERS:
             raise ValueError(f"{key}: {value} is more than {MOST_LAYERS:,}")
+        if key in numbers and WIDTHS.fullmatch(key):
+            times = 512 if key == "r" else hidden if weights else 1
+            times *= numbers.get("head_dim", 1) if key.endswith("heads") else 1
+            if value > MOST_WIDTH or value * times > held:
+                raise ValueError(f"{key}: {value} is too large for the weights next to it")

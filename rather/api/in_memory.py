@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -65,6 +66,15 @@ class InMemoryWorker(ActorWorker):
         super().__init__(config, role, RankInfo(rank, world, trainer.device))
         self.trainer = trainer
         self.causal_lm = next(models_of(trainer.policy))
+
+    def frozen_digest(self) -> str | None:
+        """Return a digest of the weights that are not trained: no checkpoint contains them."""
+        digest = sha256()
+        frozen = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.requires_grad]
+        for name, parameter in frozen:
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest() if frozen else None
 
     def _share(self, batches: Sequence[PairBatch]) -> StepShare:
         longest = max((int(batch.positions_N.max()) for batch in batches), default=0) + 1

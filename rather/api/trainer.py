@@ -468,6 +468,9 @@ class DPOTrainer:
             on_record(record)
 
         own = {"overrides": type(self).__qualname__} if self.overrides else {}
+        workers = {"model weights": self.worker, "reference weights": self.ref_worker}
+        whole = folder and self.roles.drivers == 1  # ranks have shards, by their layout
+        frozen = {name: each.frozen_digest() for name, each in workers.items() if each and whole}
         fixed = {"logging_steps": 1, "track_with": None, **settings}
         DPOPipeline.from_parts(
             self.config.model_copy(update=fixed),
@@ -479,6 +482,7 @@ class DPOTrainer:
                 "seed": [self.config.seed, self.config.data_seed],
                 "global batch": [source.feed.size, source.accumulation, self.roles.drivers],
                 "rounding": self.config.rounding,
+                **{name: digest for name, digest in frozen.items() if digest},
             },
             evaluate=evaluate,
             on_record=add,

@@ -164,15 +164,23 @@ def shares(batches: Sequence[PairBatch], ranks: int) -> list[list[PairBatch]]:
 def shared_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder next to `folder` that all ranks can write to, then remove it.
 
-    Under torchrun all processes call this.
+    Under torchrun all processes call this. If the folder cannot be made, all of them raise the
+    error: one that alone goes on, as after a missed save, would leave the others waiting.
     """
     made = folder.absolute().with_name(f".pieces-{folder.name}")
-    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    is_main, failed = not dist.is_initialized() or dist.get_rank() == 0, None
     try:
         if is_main:
             shutil.rmtree(made, ignore_errors=True)
             made.mkdir(parents=True)
-        yield broadcast(made) if dist.is_initialized() else made
+    except OSError as error:
+        failed = error
+    try:
+        if dist.is_initialized():
+            made, failed = broadcast((made, failed))
+        if failed:
+            raise failed
+        yield made
     finally:
         if is_main:
             shutil.rmtree(made, ignore_errors=True)

@@ -30,7 +30,7 @@ from rather.plan.forecast import (
     enough_devices,
 )
 from rather.plan.memory import Device
-from rather.plan.speed import GPUS, Speed, listed_speed, measured_speed
+from rather.plan.speed import GPUS, MORE, Speed, listed_speed, measured_speed
 
 GIB = 1 << 30
 ROLES = ("actor_train", "reference")
@@ -102,12 +102,15 @@ def _for_batch(pairs: PairSample, config: DPOConfig) -> PairSample:
 
 def _speed(
     config: DPOConfig, sizes: Sizes, device: Device, gpu: str | None, pairs: PairSample
-) -> Speed:
+) -> Speed | None:
     """Measure the speed of a device that is here; otherwise, or if compiled, use its data sheet."""
     compiled = compiles(config, sizes, device, pairs.steps)
     name = gpu or (gpu_here(device.kind) if compiled else None)
     if name:
         return listed_speed(name, sizes.weights, compiled=compiled)
+    timed = sizes.in_layers / sizes.layers * MORE + 2 * sizes.of_head
+    if 8 * timed > device.memory:  # weights and gradients
+        return None
     chosen = Forecast(config, sizes, device, pairs, None).chosen
     return measured_speed(config, sizes, pairs.sample[0], chosen, device.kind)
 
@@ -142,6 +145,8 @@ def _facts(own: Forecast) -> Iterator[str]:
     if own.seconds:
         run = f", {(own.run_seconds or 0) / 60:.3g} minutes for the run" if pairs.steps else ""
         yield f"time: {own.seconds.total:.3g} s per step{run} ({own.speed})"
+    else:
+        yield f"time: unknown; {MORE} layers of the model do not fit here and cannot be timed"
     if own.reference_device:
         size = _size(own.reference_device)
         yield f"reference: {size} of weights on each of its own devices"

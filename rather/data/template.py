@@ -135,7 +135,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    inspect_folder(Path(path).expanduser())
+    inspect_folder(path, revision)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code

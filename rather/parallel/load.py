@@ -269,7 +269,7 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
         "revision": args.revision,
         "trust_remote_code": args.trust_remote_code,
     }
-    inspect_folder(Path(name).expanduser())
+    inspect_folder(name, args.revision)
     with _opening(name, "config"):
         # transformers would silently apply an adapter next to a model, or in its place.
         if found := find_adapter_config_file(name, revision=args.revision):

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather import DPOConfig, DPOTrainer
+from rather.cluster.role import shared_folder
 from rather.coati import DPOTrainer as CoatiTrainer
 from rather.coati import Plugin
 from rather.config.schema import StrategyArgs, TrainingArgs
@@ -163,3 +164,18 @@ def test_ranks_take_the_steps_of_one_process(
     )
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-4
+
+
+def shared_folder_below(file: Path) -> str:
+    try:
+        with shared_folder(file / "model"):
+            return "made"
+    except OSError as error:
+        return type(error).__name__
+
+
+def test_a_shared_folder_that_cannot_be_made_fails_on_all_ranks(tmp_path: Path) -> None:
+    """The rank that makes it would otherwise go on alone, and the others wait for it."""
+    (tmp_path / "file").touch()
+    assert pool(2).run(shared_folder_below, tmp_path / "file") == 2 * ["NotADirectoryError"]
+    assert pool(2).run(shared_folder_below, tmp_path / "folder") == 2 * ["made"]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -187,6 +188,30 @@ def test_other_pairs_or_another_loss_are_refused(base: Path, tmp_path: Path) -> 
     changed = DPOConfig(max_steps=2, beta=0.5)
     with pytest.raises(CheckpointError, match="belongs to another run"):
         trainer_of(base, config=changed).fit(TOKENS, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize("changed", ["model", "reference"])
+def test_other_weights_that_no_checkpoint_contains_are_refused(
+    base: Path, tmp_path: Path, changed: str
+) -> None:
+    """The base under an adapter, and the reference."""
+
+    def trainer(*, change: bool) -> DPOTrainer:
+        models = {
+            name: AutoModelForCausalLM.from_pretrained(base) for name in ("model", "reference")
+        }
+        if change:
+            with torch.no_grad():
+                next(models[changed].parameters())[0, 0] += 1
+        settings = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(models["model"], settings)
+        args = TrainingArgs(per_device_train_batch_size=4)
+        return DPOTrainer(model, DPOConfig(max_steps=1), models["reference"], args)
+
+    history = trainer(change=False).fit(TOKENS, output_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=f"belongs to another run:\n  {changed} weights: "):
+        trainer(change=True).fit(TOKENS, output_dir=tmp_path)
+    assert trainer(change=False).fit(TOKENS, output_dir=tmp_path) == history
 
 
 def generated() -> Iterator[Any]:

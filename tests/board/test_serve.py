@@ -43,11 +43,11 @@ def write_run(folder: Path, lines: int = 3, **config: Any) -> Path:
     )
     rest = '"rewards/accuracies": 0.5, "logps/chosen": -7.5, "grad_norm": 1.25, "lr": 1e-06'
     numbers = ((step, 1 / step, step / 7) for step in range(1, lines + 1))
-    told = (
+    records = (
         f'{{"step": {at}, "loss": {loss}, "rewards/margins": {margin}, {rest}}}\n'
         for at, loss, margin in numbers
     )
-    (folder / "metrics.jsonl").write_text("".join(told))
+    (folder / "metrics.jsonl").write_text("".join(records))
     return folder
 
 
@@ -200,11 +200,11 @@ def test_the_list_shows_what_the_runs_did(board: Board, trained: dict[str, DPOCo
 
 def test_a_run_and_its_differences(board: Board) -> None:
     found = rows(board)
-    told = asked(board, f"/api/run?run={found['first']['id']}")
-    assert told["health"]["lines"] == [FINDING]
-    assert told["incidents"]["lines"] == [INCIDENT]
-    assert told["config"]["actor_train.training_args.per_device_train_batch_size"] == 8
-    assert told["problems"] == []
+    details = asked(board, f"/api/run?run={found['first']['id']}")
+    assert details["health"]["lines"] == [FINDING]
+    assert details["incidents"]["lines"] == [INCIDENT]
+    assert details["config"]["actor_train.training_args.per_device_train_batch_size"] == 8
+    assert details["problems"] == []
     differ = asked(
         board, f"/api/differences?run={found['first']['id']}&run={found['second']['id']}"
     )["differences"]
@@ -350,11 +350,11 @@ def test_damaged_folders_are_shown_as_such(serve: Serve, tmp_path: Path) -> None
     assert found["empty"]["state"] == "failed"
     for name, row in found.items():
         curves = asked(board, f"/api/curves?run={row['id']}&metric=loss")[row["id"]]
-        told = asked(board, f"/api/run?run={row['id']}")
+        details = asked(board, f"/api/run?run={row['id']}")
         asked(board, f"/api/differences?run={row['id']}&run={found['good']['id']}")
         assert get(board, f"/api/pair?run={row['id']}&index=0")[0].status == 200
         assert curves["damaged"] == {"garbage": 2, "strange": 2}.get(name, 0)
-        assert bool(told["problems"]) == (
+        assert bool(details["problems"]) == (
             name in {"binary", "no yaml", "list", "bomb", "deep", "nested", "digits"}
             or name in {"pipe config.yaml", "pipe incidents.jsonl"}
         ), name
@@ -372,9 +372,9 @@ def test_a_linked_report_and_a_gigantic_file_are_not_read(
     assert row["incidents"] == 3
     assert get(board, f"/report?run={row['id']}")[0].status == 404
     monkeypatch.setattr(board_runs, "MOST_EVENTS", 20)
-    told = asked(board, f"/api/run?run={row['id']}")
-    assert told["incidents"]["lines"] == []
-    assert "incidents.jsonl: 1 damaged lines are left out" in told["problems"]
+    details = asked(board, f"/api/run?run={row['id']}")
+    assert details["incidents"]["lines"] == []
+    assert "incidents.jsonl: 1 damaged lines are left out" in details["problems"]
 
 
 # --- while a run writes ---

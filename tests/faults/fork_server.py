@@ -88,9 +88,9 @@ def _forked(
     code = 1
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        told = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(told, 1)
-        os.dup2(told, 2)
+        log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         faulthandler.dump_traceback_later(0.9 * PATIENCE)
         os.environ.update(environment)

@@ -413,9 +413,9 @@ def _in_its_role(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = _here.role, _here.rank, _here.step
         _here.role, _here.rank = self.role, self.member.rank
-        told = _markers and _markers / "steps" / self.role
-        if told and told.exists():  # a worker on Ray
-            at_step(int(told.read_text()))
+        noted = _markers and _markers / "steps" / self.role
+        if noted and noted.exists():  # a worker on Ray
+            at_step(int(noted.read_text()))
         try:
             return method(self, *args, **kwargs)
         finally:

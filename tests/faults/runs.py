@@ -86,21 +86,23 @@ class Run:
             each = [{**self.environment, **process} for process in own]
             work = (self.folder, self.layout, self.changes, fault)
             codes = fork_server().run(train, work, each, logs)
-        assert LATE not in codes, f"start {self.starts} did not end: {codes}\n{self.told()}"
+        assert LATE not in codes, f"start {self.starts} did not end: {codes}\n{self.output()}"
         return codes
 
     def until_it_ends(self, fault: str) -> None:
         """Starts the same command again and again; every fault must strike, and nothing else may go wrong."""
         expected = len(inject.parse(fault))
         while any(codes := self.start(fault)):
-            assert self.starts <= expected, f"start {self.starts} ended with {codes}\n{self.told()}"
+            assert self.starts <= expected, (
+                f"start {self.starts} ended with {codes}\n{self.output()}"
+            )
         assert self.struck() == expected, f"of {fault}, {self.struck()} struck"
 
     def struck(self) -> int:
         """How many faults struck, in all starts."""
         return len(list((self.config.run_dir / inject.MARKERS).glob("*kind=*")))
 
-    def told(self) -> str:
+    def output(self) -> str:
         logs = sorted((self.folder / "starts" / str(self.starts)).glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs)
 
@@ -170,13 +172,13 @@ def _environments(layout: str) -> Iterator[list[dict[str, str]]]:
         yield [{}]
         return
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = {
+    environment = {
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    told |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    yield [{**told, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    yield [{**environment, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
 
 
 def _is_time(key: str) -> bool:

@@ -8,71 +8,67 @@ later SIGCONT. The same command is started until it ends well, and must then giv
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import signal
-import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from tests.faults.attack import Attack, command_line
 from tests.faults.fork_server import fork_server
-from tests.faults.world import World
+from tests.faults.runs import Run
 
 LAYOUTS = ("dp2", "ray")
 MOST = 5  # strikes at one run
 CODES = {0, 5, -signal.SIGKILL}  # of a process whose run lost one; 7 would be a hang
 
 
-class Strikes:
-    """Draws moments, victims and signals by its seed, and reports a line for every strike."""
-
-    def __init__(self, world: World, seed: int, tell: Callable[[str], None]) -> None:
-        self.world, self.draw, self.tell = world, random.Random(seed), tell
-        self.struck: Counter[str] = Counter()
+class Strikes(Attack):
+    """Draws moments, victims and signals, and reports every strike."""
 
     def run(self, layout: str, strikes: int) -> None:
         """Strike so often, at one run after another; compare each with an uninterrupted one."""
         self.world.clean("one")  # so that the fork server is warm
         began = time.monotonic()
         expected = self.world.clean(layout)
-        took = time.monotonic() - began
-        while self.struck[layout] < strikes:
-            run, left = self.world.run(layout), min(MOST, strikes - self.struck[layout])
-            codes, aim = [1], self.struck[layout] + left
-            while any(codes):
-                ended, began = threading.Event(), time.monotonic()
-                striker = threading.Thread(target=self._strike, args=(layout, aim, took, ended))
-                striker.start()
-                try:
-                    codes = run.start()
-                finally:
-                    ended.set()
-                    striker.join()
-                # A driver may also be stopped while it connects, until Ray's patience has ended.
-                expects = {*CODES, 2} if "no Ray cluster answers" in run.told() else CODES
-                assert set(codes) <= expects, f"start {run.starts}: exit {codes}\n{run.told()}"
-                assert run.starts <= 2 * MOST, f"{run.folder}: does not end\n{run.told()}"
-                self.tell(f"{layout}: start {run.starts} ended with {codes}")
-                if not any(codes):  # the first run has also started Ray
-                    took = min(took, time.monotonic() - began)
-            assert run.outcome() == expected, f"{run.folder}: differs from an uninterrupted run"
+        self.took = time.monotonic() - began
+        end = self.struck + strikes
+        while self.struck < end:
+            self.runs += 1
+            run, aim = self.world.run(layout), min(self.struck + MOST, end)
+            self.until_it_ends(
+                run, expected, lambda run=run, aim=aim: self._start(run, aim), lambda: 2 * MOST
+            )
 
-    def _strike(self, layout: str, aim: int, took: float, ended: threading.Event) -> None:
-        """Strike during one start, until `aim` strikes are done in all."""
-        while self.struck[layout] < aim and not ended.wait(self.draw.uniform(0, took)):
+    def _start(self, run: Run, aim: int) -> list[int]:
+        """Start a run and strike meanwhile, until `aim` strikes are done in all."""
+        ended, began = threading.Event(), time.monotonic()
+        striker = threading.Thread(target=self._strike, args=(run.layout, aim, ended))
+        striker.start()
+        try:
+            codes = run.start()
+        finally:
+            ended.set()
+            striker.join()
+        # A driver may also be stopped while it connects, until Ray's patience has ended.
+        expects = {*CODES, 2} if "no Ray cluster answers" in run.output() else CODES
+        assert set(codes) <= expects, f"start {run.starts}: exit {codes}\n{run.output()}"
+        if not any(codes):  # the first run has also started Ray
+            self.took = min(self.took, time.monotonic() - began)
+        return codes
+
+    def _strike(self, layout: str, aim: int, ended: threading.Event) -> None:
+        while self.struck < aim and not ended.wait(self.draw.uniform(0, self.took)):
             victims = sorted(_processes(layout))
             if not victims:
                 continue
             victim, kills = self.draw.choice(victims), self.draw.random() < 0.6
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL if kills else signal.SIGSTOP)
-                self.struck[layout] += 1
-                self.tell(f"{layout}: {'killed' if kills else 'stopped'} {victim}")
+                self.struck += 1
+                self.report(f"{layout}: {'killed' if kills else 'stopped'} {victim}")
                 if not kills:
                     ended.wait(self.draw.uniform(0.1, 3))
                     os.kill(victim, signal.SIGCONT)
@@ -105,21 +101,11 @@ def _is_below(child: int, parents: dict[int, int]) -> bool:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    asked.add_argument("--strikes", type=int, default=40)
-    asked.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    asked.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    given = asked.parse_args()
-    world = World(Path(tempfile.mkdtemp(prefix="rather-strikes-")))
-    strikes = Strikes(world, given.seed, lambda line: print(f"strikes: {line}", flush=True))
-    try:
+    with command_line("strikes", str(__doc__), LAYOUTS, strikes=40) as (world, given, report):
+        strikes = Strikes(world, given.seed, report)
         for layout in given.layouts:
             strikes.run(layout, given.strikes // len(given.layouts))
-    finally:
-        world.close()
-    print(f"strikes: seed {given.seed}: {dict(strikes.struck)}, the same bits each time")
+        report(f"seed {given.seed}: {strikes.struck} strikes, the same bits each time")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def swap(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "file", "told"),
+    ("damage", "file", "message"),
     [
         (flip_bit, "model-00001-00001", "model-00001-00001.safetensors: is damaged: its SHA-256"),
         pytest.param(
@@ -41,13 +41,13 @@ def swap(file: Path) -> None:
     ],
 )
 def test_a_file_of_one_of_two_ranks(
-    world: World, damage: Callable[[Path], None], file: str, told: str
+    world: World, damage: Callable[[Path], None], file: str, message: str
 ) -> None:
     expected = world.clean("dp2", ALL)
     run = world.ended("dp2", ALL)
     damage(run.config.run_dir / "checkpoint-6" / f"{file}.safetensors")
-    assert run.start() == [0, 0], run.told()
-    assert f"checkpoint-6/{told}" in run.told()
-    assert "checkpoint-4 is used instead: the newest good checkpoint, step 4" in run.told()
+    assert run.start() == [0, 0], run.output()
+    assert f"checkpoint-6/{message}" in run.output()
+    assert "checkpoint-4 is used instead: the newest good checkpoint, step 4" in run.output()
     assert run.outcome() == expected
     assert run.leftovers() == []

@@ -22,7 +22,7 @@ def test_another_number_of_ranks_at_every_start(world: World) -> None:
     run.layout, run.changes = "dp2", ZERO3
     assert run.start(kill("backward", step=5, rank=1))[1] == -9
     run.layout, run.changes = "one", IN_TURN
-    assert run.start() == [0], run.told()
+    assert run.start() == [0], run.output()
     starts = list(map(json.loads, (run.config.run_dir / "starts.jsonl").read_text().splitlines()))
     assert [(start["step"], start["environment"]["devices"]) for start in starts] == [
         (0, 1),

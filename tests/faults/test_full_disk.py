@@ -24,7 +24,7 @@ def test_a_full_disk_during_an_export(world: World, layout: str) -> None:
     changes = {"save_best": True}
     run = world.run(layout, changes)
     run_dir = run.config.run_dir
-    assert set(run.start(FAULT)) == {9}, run.told()
+    assert set(run.start(FAULT)) == {9}, run.output()
     assert run.struck() == 2
     (missed,) = map(json.loads, (run_dir / "incidents.jsonl").read_text().splitlines())
     assert (missed["kind"], missed["step"], missed["folder"]) == (
@@ -33,14 +33,14 @@ def test_a_full_disk_during_an_export(world: World, layout: str) -> None:
         str(run_dir / "best_model"),
     )
     assert "could not be written (No space left on device)" in missed["reason"]
-    assert "MISSED SAVE of the best model at step 3" in run.told()
+    assert "MISSED SAVE of the best model at step 3" in run.output()
     assert (
         f"{run_dir / 'model'}: could not be written (No space left on device). Free some"
-        in run.told()
+        in run.output()
     )
     assert run.leftovers() == []
     assert (run_dir / "best_model" / "model.safetensors").exists()
     assert not (run_dir / "model").exists()
-    assert set(run.start()) == {0}, run.told()
+    assert set(run.start()) == {0}, run.output()
     assert run.outcome() == world.clean(layout, changes)
     assert run.leftovers() == []

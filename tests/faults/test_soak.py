@@ -25,4 +25,4 @@ def test_random_kills_and_stops_end_in_the_same_bits(world: World, layout: str) 
     """Forty in all, at any moment and at any process of the run."""
     strikes = Strikes(world, 18, print)
     strikes.run(layout, 20)
-    assert strikes.struck == {layout: 20}
+    assert strikes.struck == 20

@@ -68,10 +68,10 @@ class World:
         if not self._ray:
             self._ray_folder = private_folder()
             self._ray, _ = connected(None, SLOTS, self._ray_folder)
-        told = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+        environment = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
         return {
             "changes": {"ray__address": self._ray.get_runtime_context().gcs_address},
-            "environment": told,
+            "environment": environment,
         }
 
 

@@ -352,8 +352,8 @@ def run_folders(world: World, draw: Random, folder: Path) -> Case:
             return None
         same = _records(file) == _records(world.run / file.name)
         shown = (folder / STDOUT).read_text().replace(str(run), str(world.run))
-        told = shown != world.unchanged or (folder / STDERR).read_text()
-        return None if same or told else "other metrics are not shown as different"
+        reported = shown != world.unchanged or (folder / STDERR).read_text()
+        return None if same or reported else "other metrics are not shown as different"
 
     return Case(what, arguments, judge, own_message=arguments[0] == "verify")
 

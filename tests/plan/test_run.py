@@ -176,6 +176,15 @@ def test_plan_times_this_machine_without_data(run: dict[str, Any], tmp_path: Pat
     assert "timed on this cpu" in found["speed"]
 
 
+def test_plan_does_not_time_layers_that_do_not_fit(run: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((run["yaml"].parent / "base" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 10**6}))
+    done = invoke("plan", str(run["yaml"]), f"actor_train.model_args.model_name_or_path={tmp_path}")
+    assert done.exit_code == 0, done.output
+    assert "time: unknown; 3 layers of the model do not fit here" in done.stdout
+    assert "does not fit: needs" in done.stdout
+
+
 # --- doctor ---
 
 

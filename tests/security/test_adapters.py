@@ -91,6 +91,14 @@ def test_a_linked_adapter_cannot_lead_out(
     assert not Path("written").exists()
 
 
+def test_an_adapter_of_a_huge_rank(config: Config, good: Path, adapter: Path) -> None:
+    text = (adapter / CONFIG).read_text()
+    (adapter / CONFIG).write_text(text.replace('"r": 2', '"r": 1000000'))
+    file = config(actor_train__model_args__adapter_name_or_path=str(adapter))
+    for command in (("train", file), *commands(good, adapter)):
+        assert "r: 1000000 is too large for the weights next to it" in refused(*command)
+
+
 @pytest.mark.parametrize("linked", [True, False], ids=["linked", "there"])
 def test_an_adapter_next_to_a_model_is_not_loaded(
     config: Config, good: Path, model: Path, made: Path, adapter: Path, marker: Path, linked: bool

@@ -263,6 +263,9 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "a linked template": (lambda folder: linked_templates(folder), "outside of its folder"),
     "many layers": (lambda folder: change(folder, num_hidden_layers=10**7), "num_hidden_layers: 10000000"),
     "many layers inside": (lambda folder: change(folder, text_config={"n_layer": 10**7}), "n_layer: 10000000"),
+    "width": (lambda folder: change(folder, hidden_size=10**6), "hidden_size: 1000000 is too large"),
+    "width without weights": (lambda folder: [(folder / "model.safetensors").unlink(), change(folder, d_ff=10**9)], "d_ff: 1000000000"),
+    "heads": (lambda folder: change(folder, head_dim=64, num_key_value_heads=10**5), "num_key_value_heads: 100000"),
     "depth": (lambda folder: (folder / "config.json").write_text("[" * 5000), "inside each other"),
     "digits": (lambda folder: (folder / "config.json").write_text('{"a": ' + "9" * 5000 + "}"), "digits"),
     "no json": (lambda folder: (folder / "generation_config.json").write_text("{"), "cannot be read"),
@@ -287,3 +290,34 @@ def test_a_folder_is_inspected_before_a_library_opens_it(
         done = rather(*command)
         assert done.exit_code == 2, (command, done.output, done.exception)
         assert reason in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("case", ["pipe", "depth", "width"])
+def test_the_hub_cache_is_inspected_as_well(
+    config: Config, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """A hub name stands for its snapshot, whose files are links to blobs."""
+    repository = tmp_path / "hub" / "models--someone--tiny"
+    for folder in ("refs", "blobs", "snapshots/abc123"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc123")
+    for file in model.iterdir():
+        shutil.copy(file, repository / "blobs" / file.name)
+        (repository / "snapshots" / "abc123" / file.name).symlink_to(f"../../blobs/{file.name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    inspect_folder("someone/tiny")
+    blob = repository / "blobs" / "config.json"
+    if case == "pipe":
+        blob.unlink()
+        os.mkfifo(blob)
+    elif case == "depth":
+        blob.write_text("[" * 5000)
+    else:
+        change(repository / "blobs", hidden_size=10**6)
+    for command in (
+        ("train", config(), "pretrain=someone/tiny"),
+        ("chat", "someone/tiny", "--prompt", "w1"),
+    ):
+        done = rather(*command)
+        assert done.exit_code == 2, (command, done.output, done.exception)
+        assert "snapshots/abc123/config.json: cannot be read" in done.stderr.replace("\n", "")
