@@ -75,7 +75,10 @@ class Strikes(Attack):
 
 
 def _processes(layout: str) -> Iterator[int]:
-    """Yield the processes of the run: drivers, and on Ray the workers that have work."""
+    """Yield the processes of the run: drivers, and on Ray the workers that have work.
+
+    Not Ray's own agents: the node ends with them, and all runs share it.
+    """
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -87,7 +90,8 @@ def _processes(layout: str) -> Iterator[int]:
     for child in parents if layout == "ray" else ():
         with suppress(OSError):
             name = Path(f"/proc/{child}/cmdline").read_bytes()
-            if name.startswith(b"ray::") and b"IDLE" not in name and _is_below(child, parents):
+            has_work = name.startswith(b"ray::") and b"IDLE" not in name and b"Agent" not in name
+            if has_work and _is_below(child, parents):
                 yield child
 
 
