@@ -73,15 +73,16 @@ class Run:
     changes: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     starts: int = 0
+    logs: Path = Path()  # of the last start
 
     @property
     def config(self) -> DPOConfig:
         return config_of(self.folder, self.layout, self.changes)
 
-    def start(self, fault: str = "") -> list[int]:
-        """Exit codes of the processes of one start."""
+    def start(self, fault: str = "", logs: Path | None = None) -> list[int]:
+        """Exit codes of the processes of one start; what they print is in `logs`."""
         self.starts += 1
-        logs = self.folder / "starts" / str(self.starts)
+        self.logs = logs = logs or self.folder / "starts" / str(self.starts)
         with _environments(self.layout) as own:
             each = [{**self.environment, **process} for process in own]
             work = (self.folder, self.layout, self.changes, fault)
@@ -103,7 +104,7 @@ class Run:
         return len(list((self.config.run_dir / inject.MARKERS).glob("*kind=*")))
 
     def output(self) -> str:
-        logs = sorted((self.folder / "starts" / str(self.starts)).glob("*.log"))
+        logs = sorted(self.logs.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs)
 
     def outcome(self) -> Outcome:
@@ -116,7 +117,7 @@ class Run:
         files = {str(file.relative_to(run_dir)): _sha(file) for file in (*tensors, *model)}
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
         metrics = [
-            {key: value for key, value in line.items() if not _is_time(key)} for line in lines
+            {key: value for key, value in line.items() if not is_time(key)} for line in lines
         ]
         return Outcome(metrics, files, {key: last.state[key] for key in STATE})
 
@@ -181,7 +182,7 @@ def _environments(layout: str) -> Iterator[list[dict[str, str]]]:
     yield [{**environment, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
 
 
-def _is_time(key: str) -> bool:
+def is_time(key: str) -> bool:
     return key.startswith("time/") or key.endswith("_per_second")
 
 

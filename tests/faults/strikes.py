@@ -61,7 +61,7 @@ class Strikes(Attack):
 
     def _strike(self, layout: str, aim: int, ended: threading.Event) -> None:
         while self.struck < aim and not ended.wait(self.draw.uniform(0, self.took)):
-            victims = sorted(_processes(layout))
+            victims = sorted(processes(layout))
             if not victims:
                 continue
             victim, kills = self.draw.choice(victims), self.draw.random() < 0.6
@@ -74,7 +74,7 @@ class Strikes(Attack):
                     os.kill(victim, signal.SIGCONT)
 
 
-def _processes(layout: str) -> Iterator[int]:
+def processes(layout: str) -> Iterator[int]:
     """Yield the processes of the run: drivers, and on Ray the workers that have work.
 
     Not Ray's own agents: the node ends with them, and all runs share it.
