@@ -195,11 +195,12 @@ class DPOTrainer:
                 )
         if mesh.sizes and isinstance(policy, PolicyModel):
             runner = WholeModelRunner(policy, STAGES[placing.stage])
-        trainer = RankTrainer(policy, self.loss, mesh=mesh, runner=runner, count_zeros=trains)
+        balance = self.config.actor_train.model_args.moe_aux_loss_coef if trains else None
+        options: dict[str, Any] = {"mesh": mesh, "count_zeros": trains, "router_loss": balance}
+        trainer = RankTrainer(policy, self.loss, runner=runner, **options)
         if trains and self.overrides:
             assert isinstance(policy, PolicyModel)
-            function = self._post_compute_loss
-            trainer = LogitsTrainer(policy, self.loss, function, mesh=mesh, count_zeros=trains)
+            trainer = LogitsTrainer(policy, self.loss, self._post_compute_loss, **options)
         return InMemoryWorker(self.config, role, trainer)
 
     # --- losses ---

@@ -155,6 +155,7 @@ def shares(batches: Sequence[PairBatch], ranks: int) -> list[list[PairBatch]]:
     """
     smallest = min(batches, key=lambda batch: len(batch.ids_N))
     none = {name: getattr(smallest, name)[:0] for name in SCORED}
+    none["counted_N"] = torch.zeros_like(smallest.counted_N)
     empty = replace(smallest, real_tokens=0, **none)
     padded = [*batches, *[empty] * (-len(batches) % ranks)]
     return [padded[rank::ranks] for rank in range(ranks)]

@@ -145,9 +145,11 @@ class ActorWorker:
         elif isinstance(policy, PolicyModel):
             runner = WholeModelRunner(policy, STAGES[self.layout.stage])
         zeros = trains and self.config.actor_train.training_args.log_num_zeros_in_grad
+        balance = self.config.actor_train.model_args.moe_aux_loss_coef if trains else None
         self.trainer = RankTrainer(
-            policy, self._objective(), optimizer, mesh=self.mesh, runner=runner, count_zeros=zeros
-        )
+            policy, self._objective(), optimizer, mesh=self.mesh, runner=runner, count_zeros=zeros,
+            router_loss=balance,
+        )  # fmt: skip
         if not trains and self.config.reference.offload == "on":
             self.park()
 

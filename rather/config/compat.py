@@ -60,6 +60,7 @@ TOP_IGNORED = {
     "profiler_output_dir": "the timeline of `trace: true` is in the run folder",
     "checkpoint_config.async_upload": "checkpoints are copied before the run continues",
     "checkpoint_config.keep_local_file": "the run folder keeps checkpoints; see max_ckpt_to_keep",
+    "reference.model_args.moe_aux_loss_coef": "only the policy has a router loss",
     "reference.data_args": "both roles read the same tokens, made by actor_train.data_args",
 }
 ROLE_IGNORED = {
@@ -89,7 +90,6 @@ ROLE_REFUSED = {
     "router_replay": EXPERTS,
     "mtp_training_mode": "is not supported; remove it",
     "model_args.ulysses_size": "set strategy_args.cp_size instead",
-    "model_args.moe_aux_loss_coef": EXPERTS,
     "model_args.freeze_module_prefix": "all weights are trained; remove it",
     "model_args.model_config_kwargs": "edit the model's config.json instead",
     "training_args.max_steps": "set max_steps at the top level instead",

@@ -116,6 +116,9 @@ class ActorModelArgs(ModelArgs):
     base weights)."""
     lora_config: Text | None = None
     """JSON file with these settings, as in ColossalChat; keys set here take precedence."""
+    moe_aux_loss_coef: NotNegative | None = None
+    """Weight of the router loss of a mixture of experts; default: router_aux_loss_coef of the
+    model's config.json, or 0 if it has none."""
 
     @property
     def has_adapter(self) -> bool:

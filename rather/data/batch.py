@@ -95,6 +95,7 @@ class PairBatch:
 
     ids_N: Tensor
     positions_N: Tensor
+    counted_N: Tensor  # 1; 0 for fillers, and for tokens that another batch of the step has too
     segments: Segments
     rows_U: Tensor  # the hidden row that predicts target U
     targets_U: Tensor

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -127,6 +128,7 @@ class _Unit:
 
     def __init__(self, pairs: Pairs, places: Numbers) -> None:
         self.places, self.prompt = places, pairs[places[0]].prompt
+        self.earlier: list[Tokens] = []  # responses to this prompt in earlier units of the step
         # Each branch: its response, an earlier branch, and how many tokens both begin with.
         self.branches: list[tuple[Tokens, int, int]] = []
         # The branch and the scored spans of each pair's chosen and rejected response.
@@ -168,6 +170,9 @@ def _units(pairs: Pairs, budget: int, max_pairs: int) -> list[_Unit]:
         else:
             half = (len(places) + 1) // 2
             waiting += [places[half:], places[:half]]
+    for before, unit in pairwise(units):  # halves of a group follow one another
+        if len(unit.prompt) and np.array_equal(before.prompt, unit.prompt):
+            unit.earlier = before.earlier + [response for response, _, _ in before.branches]
     return units
 
 
@@ -196,12 +201,16 @@ def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int) -> PairBatch:
             segments.append((ids, path))
         return path
 
+    counted = np.where(count < real_tokens, np.float32(1), np.float32(0))
     scored, lengths = [count[:0]], list[int]()
     for unit in units:
         (first, _, _), *others = unit.branches
         paths = [add(np.concatenate([unit.prompt, first]), count[:0])]
         for response, earlier, shared in others:
             paths.append(add(response[shared:], paths[earlier][: len(unit.prompt) + shared]))
+        for (response, _, _), path in zip(unit.branches, paths, strict=True):
+            known = [common_tokens(response, other) for other in unit.earlier]
+            counted[path[: len(unit.prompt) + max(known) if known else 0]] = 0
         for branch, spans in unit.sides:
             scored += [paths[branch][start:stop] for start, stop in spans]
             lengths.append(sum(stop - start for start, stop in spans))
@@ -217,7 +226,7 @@ def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int) -> PairBatch:
         for name in ("weight", "margin", "soft_label")
     }
     tensors["pair_P"] = np.asarray(places, np.int64)
-    tensors["ids_N"] = ids
+    tensors["ids_N"], tensors["counted_N"] = ids, counted
     tensors["positions_N"] = np.concatenate(
         [count[len(path) - len(own) : len(path)] for own, path in segments]
     )

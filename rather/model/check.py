@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rather.data.batch import PairBatch, TokenPair
@@ -39,13 +40,39 @@ TOLERANCE = {
 
 def check_family(config: PretrainedConfig) -> bool:
     """Refuse a family whose packed log-probs differ from padded ones; False without a twin."""
+    has_experts = experts_of(config) > 0
     try:
         twin = twin_of(config)
         _padded(twin, two_pairs(twin.config.vocab_size)[0])
-    except Exception:  # a config that cannot be shrunk is only checked on its real weights
-        return False
+        if has_experts:
+            (_, router), *_ = routers_of(twin)
+            _logits, _scores, _chosen = router(torch.zeros(1, twin.config.hidden_size))
+    except Exception as error:
+        if has_experts:
+            raise ConfigError(
+                f"model family '{config.model_type}' cannot be trained: its experts cannot be "
+                f"checked on a small model ({error}); use another model."
+            ) from error
+        return False  # a config that cannot be shrunk is only checked on its real weights
     check_model(PolicyModel(twin))
     return True
+
+
+def experts_of(config: PretrainedConfig) -> int:
+    """Return the number of experts of a layer among which a router chooses; 0 for a dense model."""
+    text = config.get_text_config()
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    return max(int(getattr(text, key, None) or 0) for key in keys)
+
+
+def routers_of(model: nn.Module) -> Iterator[tuple[int, Any]]:
+    """Yield (number of its layer, router) for each layer with experts."""
+    for name, module in model.named_modules():
+        router = getattr(module, "gate", None) or getattr(module, "router", None)
+        if isinstance(getattr(module, "experts", None), nn.Module) and isinstance(
+            router, nn.Module
+        ):
+            yield int(re.findall(r"\.(\d+)\.", name)[-1]), router
 
 
 @torch.no_grad()
@@ -95,21 +122,10 @@ def check_length(config: PretrainedConfig, tokens: int) -> None:
 
 
 def untrained_parts(config: PretrainedConfig) -> Iterator[str]:
-    """Yield the parts of a model that training would silently leave out; warn about experts."""
+    """Yield the parts of a model that training would silently leave out."""
     for part in ("vision_config", "audio_config"):
         if getattr(config, part, None) is not None:
             yield f"config.json has a {part}: only text is trained; use a text model"
-    routed = getattr(config.get_text_config(), "output_router_logits", None)
-    if routed:
-        yield (
-            "config.json has output_router_logits: true, but the load-balancing loss of experts is "
-            "not computed; set it to false to train without that loss"
-        )
-    if routed is not None:
-        _warn(
-            f"'{config.model_type}' is a mixture of experts: the load-balancing loss of its router "
-            "is not added"
-        )
 
 
 def two_pairs(vocab: int) -> list[TokenPair]:
@@ -180,7 +196,22 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
         "num_key_value_heads": 2 * few if kv_heads == heads else few,
         "head_dim": 16,
         "intermediate_size": 96,
-        "moe_intermediate_size": 48,
+        # A dense layer, if there are any, and one with experts; of several groups two are left.
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": min(2, getattr(config, "num_experts_per_tok", None) or 2),
+        "n_group": min(2, getattr(config, "n_group", None) or 1),
+        "topk_group": 1,
+        "first_k_dense_replace": min(1, getattr(config, "first_k_dense_replace", None) or 0),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0] if getattr(config, "mlp_only_layers", None) else [],
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "qk_head_dim": 32,
+        "v_head_dim": 16,
         "vocab_size": 128,
         "sliding_window": 8,
         "pad_token_id": None,

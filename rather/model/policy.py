@@ -7,6 +7,7 @@ two numbers per pair.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class PolicyModel(nn.Module):
         self.token_parts = 1  # with sequence parallel: among how many tp ranks tokens are divided
         self.context: Group | None = None  # ranks that divide the tokens of a micro-batch ...
         self.divide: Callable[[PairBatch], PairBatch] | None = None  # ... and how
+        self.balance: Any = None  # of the routers of a trained mixture of experts
         config = causal_lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
@@ -48,6 +50,7 @@ class PolicyModel(nn.Module):
 
     def hidden(self, batch: PairBatch) -> Tensor:
         """Return the hidden states of the base model: [1, N, D]."""
+        mask_N = self.balance.see(batch) if self.balance else None
         states: Tensor = self.causal_lm.base_model(
             input_ids=batch.ids_N[None],
             # Segments define what each token sees. A mask of four dimensions is used as it is;
@@ -58,6 +61,9 @@ class PolicyModel(nn.Module):
             segments=batch.segments,
             use_cache=False,
         ).last_hidden_state
+        if mask_N is not None and states.requires_grad:
+            # Backward may compute layers again, after other micro-batches have been seen.
+            states.register_hook(partial(self.balance.see_again, mask_N))
         return states
 
     def forward(self, batch: PairBatch, *, squares: bool = False) -> tuple[Tensor, Tensor]:

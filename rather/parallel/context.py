@@ -59,6 +59,7 @@ def filled_to(batch: PairBatch, tokens: int) -> PairBatch:
         batch,
         ids_N=torch.cat([batch.ids_N, batch.ids_N.new_zeros(tokens - have)]),
         positions_N=torch.cat([batch.positions_N, *map(torch.arange, more)]),
+        counted_N=torch.cat([batch.counted_N, batch.counted_N.new_zeros(tokens - have)]),
         segments=Segments.of(
             (*segments.q_lens, *more),
             (*segments.k_lens, *more),
@@ -84,6 +85,7 @@ def share_of(
         batch,
         ids_N=batch.ids_N[own],
         positions_N=batch.positions_N[own],
+        counted_N=batch.counted_N[own],
         segments=_own_segments(batch.segments, own, place, group),
         real_tokens=int((own < batch.real_tokens).sum()),
         **_own_scored(batch, place - rank * len(own), len(own)),

@@ -405,7 +405,9 @@ class Stages(nn.Module):
 
 def _emptied(batch: PairBatch) -> PairBatch:
     """Return a micro-batch without pairs and tokens."""
-    none = {name: getattr(batch, name)[:0] for name in ("ids_N", "positions_N", *SCORED)}
+    none = {
+        name: getattr(batch, name)[:0] for name in ("ids_N", "positions_N", "counted_N", *SCORED)
+    }
     has = batch.segments
     segments = replace(has, cu_q=has.cu_q[:1], cu_k=has.cu_k[:1], key_index_K=has.key_index_K[:0])
     return replace(batch, segments=segments, real_tokens=0, **none)

@@ -75,6 +75,11 @@ CURVES = (
           "Correlation of margin and length difference. Far above 0, the policy learns to write "
           "more.",
           {"range": [-1.02, 1.02]}),
+    Curve("Router loss", ("router_loss",),
+          "Of a mixture of experts. The experts per token if all get as many tokens; else more."),
+    Curve("Busiest expert", ("experts/max_load",),
+          "Tokens of the expert with most of them, in any layer, as a multiple of the mean."),
+    Curve("Idle experts", ("experts/idle",), "Share of the experts that got no token.", SHARE),
     Curve("Gradient norm", ("grad_norm",), "Before clipping, in the last step of a log line."),
     Curve("Learning rate", ("lr",), "In the last step of a log line.", {"exponentformat": "e"}),
     Curve("Speed", ("pairs_per_second",), "Pairs per second, with data, reference and training."),
@@ -127,6 +132,13 @@ def curves(run: Folder) -> str:
             for trace, style in zip(figure["data"], styles, strict=True):
                 trace |= style
             charts.append(chart(figure, name, text))
+    loads = {name.rpartition("/")[2]: run.metrics[name].values[-1]
+             for name in run.metrics if name.startswith("experts/load/")}  # fmt: skip
+    if loads:
+        bars = {"type": "bar", "x": list(loads), "y": list(loads.values())}
+        layout = {"xaxis": {"title": {"text": "expert"}, "type": "category"}}
+        text = "Tokens of each expert over all layers, as a multiple of the mean; the last line."
+        charts.append(chart({"data": [bars], "layout": layout}, "Load of the experts", text))
     return _grid(charts) if charts else "<p>No step has been logged yet.</p>"
 
 

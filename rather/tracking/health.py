@@ -42,6 +42,7 @@ STORMY = 30.0  # times the first gradient norm; where a run learns, norms fall
 RISEN = 0.1  # of the first held-out loss; evaluations differ by less
 LONGER, LONGER_TOKENS = 1.5, 3.0  # times as long as the reference's answers, and tokens longer
 REPEATED = 0.25  # more repeated runs of four tokens than in the reference's answers
+IDLE, UNEVEN = 0.1, 1.5  # more of the experts idle than at first, times the first router loss
 UNENDED = 0.25  # more answers without an end token than the reference
 
 
@@ -279,6 +280,22 @@ def overfitting(h: Health) -> Found:
             now = known.last[-1]["loss"]
             losses = {"now": now, "best": best, "before": before, "train": train, "step": step}
             return {"number": now - best, "name": f" of {name}" if name else "", **losses}
+    return {}
+
+
+@HealthRule(
+    "warning",
+    "{number:.0%} of the experts got no token, and {idle:.0%} at the start; the router loss is "
+    "{loss:.3g}, and was {before:.3g}: the routers send more and more tokens to few experts.",
+    "Raise moe_aux_loss_coef, or lower learning_rate; experts/load in the metrics shows which "
+    "experts are used.",
+)
+def experts_collapse(h: Health) -> Found:
+    for then, now, _ in h.changes("router_loss"):
+        before, loss = then["router_loss"], now.get("router_loss", 0.0)
+        idle, number = then.get("experts/idle", 0.0), now.get("experts/idle", 0.0)
+        if number - idle >= IDLE or loss >= UNEVEN * before:
+            return {"number": number, "idle": idle, "loss": loss, "before": before}
     return {}
 
 

@@ -28,6 +28,7 @@ from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
 from rather.parallel.canonical import Canonical
 from rather.parallel.mesh import Mesh
+from rather.parallel.routers import balance_of
 from rather.parallel.shard import Stage, announce, counted, local, places, settle
 from rather.parallel.stages import Objective, Stages
 from rather.train.nonfinite import (
@@ -110,6 +111,7 @@ class RankTrainer:
         mesh: Mesh | None = None,
         runner: Runner | None = None,
         count_zeros: bool = False,
+        router_loss: float | None = None,
     ) -> None:
         self.policy, self.loss, self.optimizer = policy, loss, optimizer
         self.mesh, self.count_zeros = mesh or Mesh(), count_zeros
@@ -118,6 +120,7 @@ class RankTrainer:
         self.device = device_of(policy)
         own = policy if isinstance(policy, Stages) else WholeModelRunner(policy)
         self.runner: Runner = runner or own
+        self.balance = balance_of(policy, self.mesh, router_loss, self.device)
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
         self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
@@ -212,7 +215,11 @@ class RankTrainer:
             rows.append(weighted_sums(scored, batch.weight_P, self.loss))
             return scored.losses @ batch.weight_P / total * scale
 
-        self.runner.backward(batches, self.loss.token_columns, objective)
+        if self.balance:
+            wanted = self.loss.token_columns
+            self.balance.backward(self.runner, batches, wanted, objective, scale)
+        else:
+            self.runner.backward(batches, self.loss.token_columns, objective)
         self._complete_gradients()
         result = self._update(rows or [self._no_sums(facts, known)], policy, len(batches), limits)
         if result.skip_reason == "nonfinite":
@@ -309,6 +316,8 @@ class RankTrainer:
         logps = numbers[2 + table.numel() :].view_as(policy)
         total = reduce(torch.add, table)  # in order: the same bits on any number of ranks
         sums, *each = (dict(zip(rows[0], row.tolist(), strict=True)) for row in [total, *table])
+        for name, value in self.balance.metrics().items() if self.balance else ():
+            sums[name] = value * sums["weight"]
         found = int(zeros) if self.count_zeros else None
         by_batch = [row for row in each if row["weight"]]
         result = StepResult(sums, logps, grad_norm, optimizer.lr, None, found, by_batch=by_batch)

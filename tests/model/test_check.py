@@ -206,26 +206,15 @@ def test_rotary_positions_have_no_end_but_a_warning(
     ]
 
 
-def test_parts_that_are_not_trained(caplog: pytest.LogCaptureFixture) -> None:
-    check._warn.cache_clear()
+def test_parts_that_are_not_trained() -> None:
     assert not [*untrained_parts(LlamaConfig())]
     [text] = untrained_parts(Gemma3Config())
     assert "vision_config: only text is trained" in text
-    assert not caplog.messages
-    assert not [*untrained_parts(MixtralConfig())]
-    assert "'mixtral' is a mixture of experts" in caplog.text
-    [text] = untrained_parts(MixtralConfig(output_router_logits=True))
-    assert "output_router_logits: true" in text
+    assert not [*untrained_parts(MixtralConfig(output_router_logits=True))]
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [({"vision_config": {}}, "vision_config"), ({"output_router_logits": True}, "router_logits")],
-    ids=["vision", "router"],
-)
-def test_such_a_model_is_refused_before_rows_are_read(
-    tmp_path: Path, change: dict[str, Any], text: str
-) -> None:
+def test_such_a_model_is_refused_before_rows_are_read(tmp_path: Path) -> None:
+    change, text = {"vision_config": {}}, "vision_config"
     config, file = make_config(tmp_path, max_steps=1), tmp_path / "base" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     (tmp_path / "pairs.jsonl").write_text("no rows")

@@ -1,0 +1,188 @@
+"""The router loss of a mixture of experts, over all real tokens of an optimizer step.
+
+With E experts it is E x sum over e of f_e P_e: f_e is the share of the rows (a token in a layer)
+that chose expert e, P_e its mean probability. transformers computes the same over the rows of one
+padded batch. Here rows are those of the whole step, on all ranks; fillers do not count, and a
+prompt that answers share counts once. So it does not depend on how a step is divided.
+
+It is not a sum over micro-batches, but only P has a gradient. Once the choices of the step are
+counted, each probability of expert e has the slope `coefficient x E x f_e / rows`, which every
+router adds to the gradient of its own probabilities in the ordinary pass. If a step has several
+micro-batches, a pass without gradients and without the head counts first; it costs one forward
+pass. A single micro-batch is counted on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rather.data.batch import Columns, PairBatch
+from rather.errors import ConfigError
+from rather.model.check import experts_of, routers_of
+from rather.model.policy import PolicyModel
+from rather.parallel.mesh import Mesh
+from rather.parallel.stages import SCORED, Objective, Stages
+
+
+class Balance:
+    """Counts what the routers of a policy choose, and adds the gradient of their loss."""
+
+    def __init__(
+        self, policy: PolicyModel | Stages, mesh: Mesh, coefficient: float, device: str
+    ) -> None:
+        parts = [module for module in policy.modules() if isinstance(module, PolicyModel)]
+        config: Any = parts[0].causal_lm.config.get_text_config()
+        self.coefficient, self.mask_N = coefficient, torch.ones(0, device=device)
+        self._world, self._staged = mesh.world, isinstance(policy, Stages)
+        # Ranks of a tp group see the same tokens, or with sequence parallel a part of them each.
+        self._parts = parts[0].token_parts
+        self._part = mesh.rank("tp") % self._parts
+        self._reports = mesh.rank("tp") == 0 or self._parts > 1
+        experts = experts_of(config)
+        # Choices and summed probabilities of each layer since `reset`.
+        shape = (config.num_hidden_layers, 2, experts)
+        self.record = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.step = torch.zeros_like(self.record)  # of the last step, over all ranks
+        self.slope = torch.zeros(experts, device=device)
+        for part in parts:
+            part.balance = self
+            for layer, router in routers_of(part):
+                router.balance, router.balance_record = self, self.record[layer]
+                router.forward = MethodType(_count, router)
+
+    def see(self, batch: PairBatch) -> Tensor:
+        """Count the tokens of this micro-batch from now on."""
+        self.mask_N = batch.counted_N.chunk(self._parts)[self._part]
+        return self.mask_N
+
+    def see_again(self, mask_N: Tensor, _gradient: Tensor) -> None:
+        self.mask_N = mask_N
+
+    def backward(
+        self,
+        runner: Any,
+        batches: Sequence[PairBatch],
+        wanted: Collection[str],
+        objective: Objective,
+        scale: float,
+    ) -> None:
+        """Run `runner.backward` with the router loss of the step added to the objective."""
+        self.record.zero_()
+        at_once = not self.coefficient or (len(batches) == 1 and not self._staged)
+        if not at_once:
+            with torch.no_grad():
+                runner.columns([_unscored(batch) for batch in batches], ())
+            self._finish_counting(scale)
+
+        def counted(batch: PairBatch, columns: Columns) -> Tensor:
+            if at_once and self.coefficient:
+                self._finish_counting(scale)
+            return objective(batch, columns)
+
+        runner.backward(batches, wanted, counted)
+        if not self.coefficient:  # counted twice where activations are recomputed: equal shares
+            self._finish_counting(scale)
+
+    @torch.no_grad()
+    def _finish_counting(self, scale: float) -> None:
+        """Sum the counts over all ranks, and set the slopes for backward."""
+        self.step.copy_(self.record if self._reports else torch.zeros_like(self.record))
+        if self._world > 1:
+            dist.all_reduce(self.step)
+        choices, probabilities = self.step.sum(0)
+        rows = probabilities.sum().clamp(min=1)
+        slope = scale * self.coefficient * len(choices) * choices / rows.square()
+        # `data`: a graph that has saved the slopes for backward shall see the new ones.
+        self.slope.data.copy_(slope)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the loss and how the last step used the experts; a load of 1 is the mean."""
+        choices, probabilities = self.step.sum(0)
+        rows = probabilities.sum().clamp(min=1)
+        loss = len(choices) * (choices @ probabilities) / rows.square()
+        layers = self.step[:, 0][self.step[:, 1].sum(1) > 0]
+        loads = layers / layers.mean(1, keepdim=True)
+        found = {
+            "router_loss": loss,
+            "experts/max_load": loads.max(),
+            "experts/idle": (loads == 0).double().mean(),
+        }
+        found |= {f"experts/load/{i}": load for i, load in enumerate(loads.mean(0))}
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+
+
+def balance_of(
+    policy: PolicyModel | Stages, mesh: Mesh, coefficient: float | None, device: str
+) -> Balance | None:
+    """Return the balance of a policy that is trained; None if it has no routers."""
+    if not any(p.requires_grad for p in policy.parameters()):
+        return None
+    part = next(module for module in policy.modules() if isinstance(module, PolicyModel))
+    config = part.causal_lm.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    if not experts_of(config):
+        if coefficient:
+            raise ConfigError(
+                f"actor_train.model_args.moe_aux_loss_coef: model family '{config.model_type}' has "
+                "no experts; remove it"
+            )
+        return None
+    return Balance(policy, mesh, float(own or 0) if coefficient is None else coefficient, device)
+
+
+def _unscored(batch: PairBatch) -> PairBatch:
+    """Return the tokens of a micro-batch alone: the head has nothing to do."""
+    return replace(batch, **{name: getattr(batch, name)[:0] for name in SCORED})
+
+
+def _count(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward of a router, all of whose layers share this function and its compiled code."""
+    logits, scores, chosen_NK = type(router).forward(router, hidden)
+    balance: Balance = router.balance
+    mask_N, record = balance.mask_N, router.balance_record
+    if len(mask_N) != len(logits):  # generation
+        return logits, scores, chosen_NK
+    if hasattr(router, "e_score_correction_bias"):  # independent affinities (DeepSeek-V3)
+        affinity = logits.float().sigmoid()
+        p_NE = affinity / affinity.sum(-1, keepdim=True)
+    else:
+        p_NE = logits.float().softmax(-1)
+    p_E = mask_N @ p_NE
+    each = mask_N.repeat_interleave(chosen_NK.shape[1])
+    choices_E = torch.zeros_like(p_E).scatter_add(0, chosen_NK.flatten(), each)
+    scores = torch.ops.rather.balance(scores, p_E, choices_E, record, balance.slope)
+    return logits, scores, chosen_NK
+
+
+# One operator, so that compiled layers neither specialise on a layer nor drop the counting. It adds
+# to `record` without saying so: nothing else in a graph reads that, and recomputed activations are
+# counted after the record has been read.
+@torch.library.custom_op("rather::balance", mutates_args=())
+def _balance(
+    scores: Tensor, p_E: Tensor, choices_E: Tensor, record: Tensor, slope: Tensor
+) -> Tensor:
+    record.data.add_(torch.stack([choices_E, p_E]))
+    return scores.clone()
+
+
+@_balance.register_fake
+def _(scores: Tensor, *_rest: Tensor) -> Tensor:
+    return torch.empty_like(scores)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[-1])
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad, ctx.saved_tensors[0].clone(), None, None, None
+
+
+_balance.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,248 @@
+"""Mixtures of experts on one device: everything equals padded rows through plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from rather.config.schema import TrainingArgs
+from rather.data.batch import TokenPair
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.losses.objective import configure
+from rather.model.attention import IMPLEMENTATION
+from rather.model.check import check_family, routers_of, twin_of
+from rather.model.policy import PolicyModel
+from rather.optim.optimizer import Optimizer
+from rather.train.rank_trainer import RankTrainer, StepResult
+from tests.padded import padded_logps, random_pairs, ranked_pairs
+from tests.tiny import tiny_policy
+
+VOCAB, BETA, COEFFICIENT = 97, 0.5, 0.3
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4,
+    "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "num_mtp_layers": 0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "olmoe": {"num_experts": 8, "num_key_value_heads": 4},
+    "deepseek_v3": DEEPSEEK,
+}
+
+
+def tiny(family: str, attention: str = IMPLEMENTATION, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.05)
+    return model
+
+
+def the_pairs() -> list[TokenPair]:
+    return [*random_pairs(3, VOCAB, seed=1, longest=12), *ranked_pairs(VOCAB)[:8]]
+
+
+def step(
+    family: str,
+    budget: int = 10**6,
+    *,
+    coefficient: float | None = COEFFICIENT,
+    model: Any = None,
+    **options: Any,
+) -> tuple[StepResult, dict[str, Tensor]]:
+    """One step that changes nothing: its result, and the gradient of every parameter."""
+    seen: dict[str, Tensor] = {}
+
+    class Recording(Optimizer):
+        def step(self, grad_norm: float) -> None:
+            seen.update({name: g.clone() for name, g in self.named_gradients().items()})
+
+    policy, pairs = PolicyModel(model or tiny(family)), the_pairs()
+    optimizer = Recording(
+        policy.named_parameters(), TrainingArgs(), schedule=lambda _: 0.0, max_grad_norm=0.0
+    )
+    trainer = RankTrainer(
+        policy,
+        configure(["sigmoid"], {"beta": BETA}),
+        optimizer,
+        router_loss=coefficient,
+        **options,
+    )
+    return trainer.train_step(pack(pairs, budget), {"sum": reference(pairs)}), seen
+
+
+def reference(pairs: Sequence[TokenPair]) -> Tensor:
+    draw = torch.Generator().manual_seed(2)
+    return torch.randn(len(pairs), 2, generator=draw).double() - 40
+
+
+def counted_once(pairs: Sequence[TokenPair]) -> Tensor:
+    """1 for each place of the padded rows whose beginning no earlier row has."""
+    rows = [np.concatenate([p.prompt, side]) for p in pairs for side in (p.chosen, p.rejected)]
+    mask, known = torch.zeros(len(rows), max(map(len, rows))), set()
+    for i, row in enumerate(rows):
+        for end in range(1, len(row) + 1):
+            beginning = row[:end].tobytes()
+            mask[i, end - 1] = float(beginning not in known)
+            known.add(beginning)
+    return mask
+
+
+def plain(family: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Log-probs, loss, router loss and gradients of padded rows in plain transformers."""
+    model, pairs, routed = tiny(family, "eager"), the_pairs(), []
+    for _, router in routers_of(model):
+        router.register_forward_hook(lambda _module, _args, output: routed.append(output))
+    logps = padded_logps(model, pairs)
+    gap = ((logps - reference(pairs)) @ torch.tensor([1.0, -1.0]).double()) * BETA
+    loss, mask = -logsigmoid(gap).mean(), counted_once(pairs)
+    if family == "deepseek_v3":  # its own formula: normalised sigmoids, the choices of groups
+        rows = mask.sum() * len(routed)
+        p = sum(
+            mask.view(-1) @ (z.sigmoid() / z.sigmoid().sum(1, keepdim=True)) for z, *_ in routed
+        )
+        one_hot = [torch.nn.functional.one_hot(chosen, 8).sum(1).float() for *_, chosen in routed]
+        f = sum(mask.view(-1) @ each for each in one_hot)
+        balance = 8 * (f * p).sum() / rows**2
+    else:
+        logits = tuple(z for z, *_ in routed)
+        balance = load_balancing_loss_func(logits, logits[0].shape[1], 2, mask)
+    (loss + COEFFICIENT * balance).backward()
+    gradients = {f"causal_lm.{n}": p.grad for n, p in model.named_parameters()}
+    return logps.detach(), loss.detach(), balance.detach(), gradients
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        assert error < tolerance, f"{name}: {error:.2g}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_equals_padded_transformers(family: str) -> None:
+    logps, loss, balance, gradients = plain(family)
+    for budget in (10**6, 80, 1):  # one micro-batch, several, one for each pair
+        result, found = step(family, budget)
+        assert torch.allclose(result.policy, logps, rtol=1e-5)
+        assert result.loss == pytest.approx(float(loss), rel=1e-5)
+        weight = result.sums["weight"]
+        assert result.sums["router_loss"] / weight == pytest.approx(float(balance), rel=1e-5)
+        assert_equal(found, gradients, 1e-5)
+
+
+def test_the_router_loss_changes_the_gradient() -> None:
+    """Otherwise the comparison above could not fail."""
+    without, with_it = (step("qwen3_moe", coefficient=number)[1] for number in (0.0, COEFFICIENT))
+    with pytest.raises(AssertionError, match="gate"):
+        assert_equal(
+            {name: without[name] for name in without if ".gate." in name},
+            {name: with_it[name] for name in with_it if ".gate." in name},
+            0.01,
+        )
+
+
+def test_the_coefficient_is_that_of_the_model_by_default() -> None:
+    model = tiny("olmoe", router_aux_loss_coef=0.25)
+    assert_equal(step("olmoe", coefficient=None, model=model)[1],
+                 step("olmoe", coefficient=0.25)[1], 1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", [10**6, 80])
+def test_without_a_coefficient_the_metrics_stay(budget: int) -> None:
+    for family in ("deepseek_v3", "qwen3_moe"):
+        expected = step(family)[0].sums
+        found = step(family, budget, coefficient=0.0)[0].sums
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_loads_of_experts() -> None:
+    """A router that always chooses the same two of eight experts."""
+    model = tiny("qwen3_moe")
+    with torch.no_grad():
+        for layer, router in routers_of(model):
+            router.weight.zero_()
+            router.weight[layer : layer + 2] = 0  # ties are broken by the order
+    sums = step("qwen3_moe", model=model)[0].sums
+    found = {name: value / sums["weight"] for name, value in sums.items()}
+    assert found["experts/max_load"] == pytest.approx(4.0)
+    assert found["experts/idle"] == pytest.approx(6 / 8)
+    assert found["router_loss"] == pytest.approx(
+        2.0
+    )  # uniform probabilities: the experts a token has
+    loads = [found[f"experts/load/{i}"] for i in range(8)]
+    assert sorted(loads) == pytest.approx([0.0] * 6 + [4.0] * 2)
+
+
+def test_recomputed_layers_count_once() -> None:
+    from rather.model.layers import arrange_layers
+
+    model = tiny("qwen3_moe")
+    arrange_layers(PolicyModel(model), recompute="full")
+    for budget in (10**6, 80):
+        result, gradients = step("qwen3_moe", budget, model=model)
+        expected, plainly = step("qwen3_moe", budget)
+        assert result.sums == pytest.approx(expected.sums, rel=1e-6)
+        assert_equal(gradients, plainly, 1e-6)
+        model.zero_grad()
+
+
+def test_a_dense_model_has_no_router_loss() -> None:
+    with pytest.raises(ConfigError, match=r"moe_aux_loss_coef.*no experts"):
+        RankTrainer(tiny_policy(), configure(["sigmoid"], {}), router_loss=0.01)
+
+
+# --- the twin ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_size_config_gets_a_twin_with_a_router(family: str) -> None:
+    config = AutoConfig.for_model(family)
+    assert check_family(config)
+    twin = twin_of(config)
+    assert any(routers_of(twin))
+    assert sum(p.numel() for p in twin.parameters()) < 400_000
+
+
+def test_a_twin_without_a_router_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rather.model.check.routers_of", lambda _model: iter(()))
+    with pytest.raises(ConfigError, match="its experts cannot be checked"):
+        check_family(AutoConfig.for_model("mixtral"))
+
+
+def test_attention_sinks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'gpt_oss' cannot be trained.*attention sinks"):
+        check_family(AutoConfig.for_model("gpt_oss"))
