@@ -168,6 +168,7 @@ class Shape:
 
 SHAPES = {
     "15M": Shape("llama", 288, 6, 6, 6, 768, 32_000, True),
+    "135M": Shape("llama", 576, 30, 9, 3, 1536, 49_152, True),
     "0.5B": Shape("qwen2", 896, 24, 14, 2, 4864, 151_936, True),
     "1.5B": Shape("qwen2", 1536, 28, 12, 2, 8960, 151_936, True),
     "3B": Shape("qwen2", 2048, 36, 16, 2, 11_008, 151_936, True),
@@ -400,6 +401,7 @@ def ours(
     lean: bool = False,
     compiled: bool = False,
     rounding: str = "dithered",
+    lora: int | None = None,
 ) -> Ours:
     """Our engine as the workers build it, with random weights instead of a folder's. `plan` comes next."""
     from rather.config.schema import TrainingArgs
@@ -416,7 +418,10 @@ def ours(
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     policy = PolicyModel(shape.model(dtype, device, IMPLEMENTATION))
     loss = configure(["sigmoid"], {"beta": 0.1})
-    frozen = None
+    frozen: Any = None
+    if lora:
+        _adapt(policy.causal_lm, lora)
+        reference = False
     if reference:
         frozen = RankTrainer(copy.deepcopy(policy).requires_grad_(False), loss)
         arrange_layers(frozen.policy, compiled=compiled)
@@ -425,7 +430,40 @@ def ours(
     options: dict[str, Any] = {"schedule": rate, "max_grad_norm": 1.0, "lean": lean}
     options["rounding"] = Rounding(rounding)  # type: ignore[arg-type]
     optimizer = Optimizer(policy.named_parameters(), training, **options)
-    return Ours(RankTrainer(policy, loss, optimizer), frozen, compiled=compiled)
+    trainer = RankTrainer(policy, loss, optimizer)
+    return Ours(trainer, AdaptersOff(trainer) if lora else frozen, compiled=compiled)
+
+
+class AdaptersOff:
+    """The reference of a policy with an adapter: itself without it."""
+
+    parked = None
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def park(self) -> bool:
+        return False
+
+    def log_probs(self, batches: Any) -> Columns:
+        from rather.model.adapters import as_reference
+
+        with as_reference(self.trainer.policy):
+            columns: Columns = self.trainer.log_probs(batches)
+            return columns
+
+
+def _adapt(causal_lm: Any, rank: int) -> None:
+    """A new adapter on all linear layers: its second matrices are zero."""
+    from rather.config.schema import ActorModelArgs
+    from rather.model.adapters import inject
+
+    inject(causal_lm, ActorModelArgs(lora_rank=rank, lora_target="all-linear"))
+    for name, parameter in causal_lm.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(causal_lm.dtype)
+            if ".lora_B." in name:
+                parameter.data.zero_()
 
 
 def known_columns(pairs: int) -> Columns:

@@ -44,10 +44,16 @@ from rather.data.batch import Columns
 LENGTHS = ("ultrafeedback", "long", "four")
 PAIRS = {"ultrafeedback": 64, "long": 32, "four": 96}  # of an optimizer step, for both
 PAIRS_7B = {"ultrafeedback": 64, "long": 16, "four": 48}
-STEPS = {"0.5B": 5, "1.5B": 5, "3B": 3, "7B": 2}  # of ours that are measured
-TRL_STEPS = {"0.5B": 3, "1.5B": 3, "3B": 2, "7B": 1}
-TRL_BATCH = {"0.5B": 16, "1.5B": 8, "3B": 8, "7B": 4}  # pairs; the fastest found on an H200
-TRL_BATCH_LONG = {"0.5B": 8, "1.5B": 4, "3B": 4, "7B": 1}
+STEPS = {"135M": 9, "0.5B": 5, "1.5B": 5, "3B": 3, "7B": 2}  # of ours that are measured
+TRL_STEPS = {"135M": 4, "0.5B": 3, "1.5B": 3, "3B": 2, "7B": 1}
+TRL_BATCH = {
+    "135M": 32,
+    "0.5B": 16,
+    "1.5B": 8,
+    "3B": 8,
+    "7B": 4,
+}  # pairs; the fastest found on an H200
+TRL_BATCH_LONG = {"135M": 16, "0.5B": 8, "1.5B": 4, "3B": 4, "7B": 1}
 GOAL_MFU = {"0.5B": 0.38, "1.5B": 0.48, "3B": 0.51, "7B": 0.51}
 GOAL_RATIO = {
     "0.5B": (5.0, 6.5),
@@ -113,6 +119,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--recompute", choices=("none", "half", "selective", "full"), help="else chosen by memory"
     )
+    parser.add_argument(
+        "--lora", type=int, help="rank of an adapter on all linear layers, for both"
+    )
+    parser.add_argument("--pairs", type=int, help="of an optimizer step")
     parser.add_argument("--steps", type=int, help="measured steps of ours")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -121,7 +131,7 @@ def arguments() -> argparse.Namespace:
 def measured_steps(
     args: argparse.Namespace, lengths: str, *, seed: int = 0, **options: Any
 ) -> list[list[Any]]:
-    pairs = (PAIRS_7B if args.model == "7B" else PAIRS)[lengths]
+    pairs = args.pairs or (PAIRS_7B if args.model == "7B" else PAIRS)[lengths]
     count = options.pop("steps", args.steps or STEPS[args.model])
     vocabulary = SHAPES[args.model].vocabulary
     return make_steps(lengths, vocabulary, steps=count, pairs=pairs, seed=seed, **options)
@@ -170,6 +180,7 @@ def prepared(
     if engine is None:
         compiled, online = not args.eager, reference == "online"
         options = {"lean": args.lean, "compiled": compiled, "rounding": args.rounding}
+        options["lora"] = args.lora
         engine = ours(SHAPES[args.model], "cuda", reference=online, **options)
     if args.offload and engine.reference:
         engine.reference.park()
@@ -305,7 +316,12 @@ def report(args: argparse.Namespace, cells: Sequence[Cell], light: dict[str, flo
         ]
         beside = cell.system == "ours" and cell.reference == "cached"
         goal = None
-        if cell.system == "ours" and cell.lengths == "ultrafeedback":
+        if (
+            cell.system == "ours"
+            and cell.lengths == "ultrafeedback"
+            and args.model in GOAL_MFU
+            and not args.lora
+        ):
             goal = f"{GOAL_RATIO[args.model][beside]}x, {GOAL_MFU[args.model]:.0%}"
         rows.append(
             (

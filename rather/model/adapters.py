@@ -209,6 +209,30 @@ def tuned_layers(model: nn.Module) -> dict[str, Any]:
     return {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
 
 
+class AdaptedLinear(LoraLinear):
+    """PEFT's layer without the checks that a compiler would repeat for every layer.
+
+    The scale multiplies the narrow tensor between the two matrices: its gradient is narrow as well.
+    """
+
+    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        result: Tensor = self.base_layer(x)
+        if self._disable_adapters:
+            return result
+        (name,) = self.active_adapters
+        inner = self.lora_A[name](x) * self.scaling[name]
+        added: Tensor = self.lora_B[name](inner)
+        return result + added
+
+    @classmethod
+    def replace(cls, model: nn.Module) -> None:
+        """Use this class for the plain LoRA layers of a model in one dtype, without dropout."""
+        for layer in tuned_layers(model).values():
+            dtypes = {parameter.dtype for parameter in layer.parameters()}
+            if type(layer) is LoraLinear and not layer.lora_variant and len(dtypes) == 1:
+                layer.__class__ = cls
+
+
 @contextmanager
 def as_reference(model: nn.Module) -> Iterator[None]:
     """Run the model as its own reference: with the frozen start of its adapter, or the base alone.

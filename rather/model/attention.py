@@ -111,54 +111,47 @@ def _varlen(
     by_token = [x[0].transpose(0, 1) for x in (query, key, value)]
     places = (s.key_index_K, s.order_K, s.start_N, s.cu_q, s.cu_k, s.max_q, s.max_k)
     left = -1 if window is None else window - 1
-    out: Tensor = torch.ops.rather.segment_attention(*by_token, *places, scale, left)[0]
+    out: Tensor = _SegmentAttention.apply(*by_token, *places, scale, left)
     return out[None]
 
 
 # Gather and kernel are one operator, so that a compiler sees neither the number of gathered keys
 # nor the sum over their gradients, which it would turn into slow atomic additions. torch's own
 # `varlen_attn` calls the same kernels, but its option for grouped heads changes between releases.
-@torch.library.custom_op("rather::segment_attention", mutates_args=(), device_types="cuda")
+_operators = torch.library.Library("rather", "FRAGMENT")
+_PLACES = (
+    "Tensor key_index, Tensor order, Tensor start, Tensor cu_q, Tensor cu_k, SymInt max_q, "
+    "SymInt max_k, float scale, SymInt left"
+)
+_operators.define(
+    f"segment_attention(Tensor query, Tensor key, Tensor value, {_PLACES}) -> (Tensor, Tensor)"
+)
+_operators.define(
+    "segment_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, "
+    f"Tensor lse, {_PLACES}) -> (Tensor, Tensor, Tensor)"
+)
+
+
 def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     key_index: Tensor,
-    order: Tensor,
-    start: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    left: int,
+    _order: Tensor,
+    _start: Tensor,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     """query [N, H, D], key and value [N, Hkv, D] -> out [N, H, D], log-sum-exp [H, N]."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query.contiguous(),
         key.index_select(0, key_index),
         value.index_select(0, key_index),
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        0.0,
-        left < 0,  # causal; with a window, its right end of 0 is
-        False,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=0,
+        *_arguments(*rest),
+        **_options(*rest),
     )
     return out, lse
 
 
-@_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_places: Any) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-    return torch.empty_like(query, memory_format=torch.contiguous_format), lse
-
-
-@torch.library.custom_op("rather::segment_attention_backward", mutates_args=(), device_types="cuda")
 def _backward(
     grad: Tensor,
     query: Tensor,
@@ -169,12 +162,7 @@ def _backward(
     key_index: Tensor,
     order: Tensor,
     start: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    left: int,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from rather.model.kernels import sum_by_key
 
@@ -186,42 +174,60 @@ def _backward(
         value.index_select(0, key_index),
         out,
         lse,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        0.0,
-        left < 0,
+        *_arguments(*rest)[:-1],
         no_dropout,
         no_dropout,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=0,
+        **_options(*rest),
     )
     return d_query, sum_by_key(d_key, order, start), sum_by_key(d_value, order, start)
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
-    )  # type: ignore[return-value]
+def _arguments(
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, _scale: float, left: int
+) -> tuple[Any, ...]:
+    """Return the arguments behind the tensors: without dropout, causal, no debug mask."""
+    return cu_q, cu_k, max_q, max_k, 0.0, left < 0, False  # with a window, its right end of 0 is
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *places, max_q, max_k, scale, left = inputs
-    ctx.save_for_backward(query, key, value, *output, *places)
-    ctx.numbers = (max_q, max_k, scale, left)
+def _options(*numbers: Any) -> dict[str, Any]:
+    *_, scale, left = numbers
+    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
 
-def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.rather.segment_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    return (*gradients, *[None] * 9)
+def _fake_forward(query: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    return torch.empty_like(query, memory_format=torch.contiguous_format), lse
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+def _fake_backward(_grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in rest[:3])
+
+
+for _name, _real, _fake in (
+    ("segment_attention", _forward, _fake_forward),
+    ("segment_attention_backward", _backward, _fake_backward),
+):
+    _operators.impl(_name, _real, "CUDA")
+    torch.library.register_fake(f"rather::{_name}", _fake, lib=_operators)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    """The operators with their gradient: `torch.library.register_autograd` takes longer to call."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *places: Any) -> Tensor:
+        out, lse = torch.ops.rather.segment_attention(query, key, value, *places)
+        ctx.save_for_backward(query, key, value, out, lse, *places[:5])
+        ctx.numbers = places[5:]
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gradients = torch.ops.rather.segment_attention_backward(
+            grads[0], *ctx.saved_tensors, *ctx.numbers
+        )
+        return (*gradients, *[None] * 9)
+
 
 AttentionInterface.register(IMPLEMENTATION, segment_attention)
 # Segments define what each token sees: transformers must not build a mask from the positions.

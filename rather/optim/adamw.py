@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from rather.optim.rounding import Rounding, exact, low_bits, rounded
+from rather.optim.summing import SummingLinear
 
 BLOCK = 256  # weights that share the base exponents of their lean moments
 CHUNK = 1 << 22  # weights expanded to float32 at a time on the CPU; a multiple of BLOCK
@@ -108,6 +109,7 @@ class ParameterState:
                 blocks = -(-own.numel() // BLOCK)
                 self.moments[f"{kind}_base"] = own.new_zeros(blocks, dtype=torch.int16)
         self._sum: Tensor | None = None
+        self.linear: SummingLinear | None = None  # sums the gradient by itself
         self.sums_wide = parameter.dtype == torch.float16
         self.sums_wide |= self.form == "split" and parameter.dtype == torch.bfloat16
         if self.sums_wide:
@@ -128,11 +130,14 @@ class ParameterState:
 
     @property
     def gradient(self) -> Tensor | None:
-        grad = self._sum if self.sums_wide else self.parameter.grad
+        total = self.linear.total if self.linear else self._sum
+        grad = total if self.sums_wide else self.parameter.grad
         return None if grad is None else local_part(grad)
 
     def zero_grad(self) -> None:
         self._sum = self.parameter.grad = None
+        if self.linear:
+            self.linear.set_total(None)
 
     def master(self) -> Tensor:
         """Return the weights as exactly as they are known, in float32."""
@@ -162,8 +167,22 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def update_parameters(states: Sequence[ParameterState], update: Update) -> None:
-    """Update parameters that have a gradient."""
+def prepare(states: Sequence[ParameterState], update: Update) -> Callable[[float], None] | None:
+    """Return what updates half-precision parameters on CUDA, given the scale of the gradients."""
+    half = [state for state in states if state.form != "wide" and state.gradient is not None]
+    if not half or not half[0].local.is_cuda:
+        return None
+    from rather.optim import kernels
+
+    return kernels.prepare(half, update)
+
+
+def update_parameters(
+    states: Sequence[ParameterState],
+    update: Update,
+    prepared: Callable[[float], None] | None = None,
+) -> None:
+    """Update parameters that have a gradient; `prepared` those in half precision on CUDA."""
     wide = [state for state in states if state.form == "wide"]
     if wide and update.gradient_scale != 1.0:
         torch._foreach_mul_([_gradient(state) for state in wide], update.gradient_scale)
@@ -175,13 +194,10 @@ def update_parameters(states: Sequence[ParameterState], update: Update) -> None:
     for state in wide:
         if state.rest is not None:
             state.parameter.copy_(state.rest)
-    half = [state for state in states if state.form != "wide"]
-    if half and half[0].local.is_cuda:
-        from rather.optim import kernels
-
-        kernels.adamw(half, update)
+    if launch := prepared or prepare(states, update):
+        launch(update.gradient_scale)
         return
-    for state in half:
+    for state in [state for state in states if state.form != "wide"]:
         _update_chunks(state, update)
 
 

@@ -9,7 +9,7 @@ table and a few numbers per parameter there. Imported only if CUDA is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -28,25 +28,35 @@ TILE = 1024  # weights at a time
 BLOCK = tl.constexpr(256)  # adamw.BLOCK
 
 
-def adamw(states: Sequence[ParameterState], update: Update) -> None:
-    """Update parameters of one form and dtype in one launch: one for each would take longer."""
+def prepare(states: Sequence[ParameterState], update: Update) -> Callable[[float], None]:
+    """Return one launch that updates all parameters of one form and dtype.
+
+    It takes the scale of the gradients. One launch for each parameter would take longer.
+    """
     dtypes = {state.parameter.dtype for state in states}
     if len(dtypes) > 1:
-        for dtype in dtypes:
-            adamw([state for state in states if state.parameter.dtype == dtype], update)
-        return
+        several = [[s for s in states if s.parameter.dtype == dtype] for dtype in dtypes]
+        launches = [prepare(same, update) for same in several]
+
+        def launch_all(scale: float) -> None:
+            for one in launches:
+                one(scale)
+
+        return launch_all
     rows, numbers, gradients = [], [], []
     lean = states[0].form == "lean"
     for state in states:
-        assert state.gradient is not None
-        gradients.append(state.gradient.contiguous())
+        gradient = state.gradient
+        assert gradient is not None
+        gradients.append(gradient.contiguous())
         rest = [] if state.rest is None else [state.rest, state.rest]
-        tensors = [state.local, gradients[-1], *state.moments.values(), *rest]
+        weight = state.local
+        tensors = [weight, gradients[-1], *state.moments.values(), *rest]
         addresses = [tensor.data_ptr() for tensor in tensors]
         first, second = hash_key(state.name)
         seed = update.noise_seed(state.name) if lean else signed(second) << 32 | first
-        where = place(state.rounding.place(state.name, state.local))
-        rows.append([state.local.numel(), seed, *addresses, *where])
+        where = place(state.rounding.place(state.name, weight))
+        rows.append([weight.numel(), seed, *addresses, *where])
         done = state.steps + 1
         step_size = update.lr / (1 - update.beta1**done)
         correction = math.sqrt(1 - update.beta2**done)
@@ -59,15 +69,19 @@ def adamw(states: Sequence[ParameterState], update: Update) -> None:
     table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
     each = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
     chunks = _chunks(sizes, device)
-    with torch.cuda.device_of(table):
-        _kernel[(len(chunks),)](
-            table, each, chunks, update.beta1, 1 - update.beta1, update.beta2, 1 - update.beta2,
-            update.eps, update.gradient_scale, LEAN=lean,
-            DITHERED=states[0].rounding.kind == "dithered", SLICED=sliced, FAR=far,
-            HELD=states[0].parameter.dtype == torch.float32,
-            WIDE=gradients[0].dtype == torch.float32, ALIGN=16 if aligned else 1, CHUNK=CHUNK,
-            TILE=TILE, num_warps=4,
-        )  # fmt: skip
+    held, wide = states[0].parameter.dtype == torch.float32, gradients[0].dtype == torch.float32
+
+    def launch(scale: float) -> None:
+        assert gradients  # alive until the kernel has its addresses
+        with torch.cuda.device_of(table):
+            _kernel[(len(chunks),)](
+                table, each, chunks, update.beta1, 1 - update.beta1, update.beta2,
+                1 - update.beta2, update.eps, scale, LEAN=lean,
+                DITHERED=states[0].rounding.kind == "dithered", SLICED=sliced, FAR=far, HELD=held,
+                WIDE=wide, ALIGN=16 if aligned else 1, CHUNK=CHUNK, TILE=TILE, num_warps=4,
+            )  # fmt: skip
+
+    return launch
 
 
 @lru_cache(maxsize=8)

@@ -20,8 +20,15 @@ from torch import Tensor, nn
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
-from rather.optim.adamw import ParameterState, Update, local_part, update_parameters
+from rather.optim.adamw import (
+    ParameterState,
+    Update,
+    local_part,
+    prepare,
+    update_parameters,
+)
 from rather.optim.rounding import Rounding
+from rather.optim.summing import share_zeros, summing
 
 
 @dataclass
@@ -77,6 +84,7 @@ class Optimizer:
         }  # fmt: skip
         self.masters: Mapping[str, Tensor] = _Masters(self._states)
         self.updates = 0
+        self._prepared: Callable[[float], None] | None = None
         half = torch.float16 in (compute, *(p.dtype for p in self.parameters.values()))
         self.loss_scale = LossScale() if half else None
 
@@ -116,14 +124,21 @@ class Optimizer:
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm / self.scale
 
+    def prepare(self) -> None:
+        """Do what an update can do before the norm of the gradient is known."""
+        self._prepared = prepare(list(self._states.values()), self._update(1.0))
+
+    def _update(self, clip: float) -> Update:
+        numbers = (self.args.adam_beta1, self.args.adam_beta2, self.args.adam_epsilon)
+        return Update(self.updates, self.lr, *numbers, clip / self.scale, self.seed)
+
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
         """Do one update; the caller has checked that `grad_norm` is finite."""
         clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
-        numbers = (self.args.adam_beta1, self.args.adam_beta2, self.args.adam_epsilon)
-        update = Update(self.updates, self.lr, *numbers, clip / self.scale, self.seed)
         moved = [state for state in self._states.values() if state.gradient is not None]
-        update_parameters(moved, update)
+        update_parameters(moved, self._update(clip), self._prepared)
+        self._prepared = None
         for state in moved:
             state.steps += 1
         self.updates += 1
@@ -141,6 +156,17 @@ class Optimizer:
             state.sums_wide = False
         return bool(wide)
 
+    def sum_inside(self, modules: Iterable[nn.Module]) -> None:
+        """Let the linear layers among modules on CUDA add to the sums of their gradients."""
+        wide = {s.parameter: s for s in self._states.values() if s.sums_wide}
+        for parameter, linear in summing(modules, wide).items():
+            wide[parameter].linear = linear
+
+    def begin_sums(self) -> None:
+        """Give totals of zeros to the linear layers that sum gradients; `zero_grad` frees them."""
+        if linears := [s.linear for s in self._states.values() if s.linear and s.sums_wide]:
+            share_zeros(linears)
+
     def gradient_bytes(self) -> int:
         """Return the size of all gradients of this rank."""
         own = [(local_part(state.parameter), state.sums_wide) for state in self._states.values()]
@@ -153,6 +179,7 @@ class Optimizer:
         return sum(local_part(tensor).nbytes for tensor in kept if tensor is not None)
 
     def zero_grad(self) -> None:
+        self._prepared = None
         for state in self._states.values():
             state.zero_grad()
 

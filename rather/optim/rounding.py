@@ -16,6 +16,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Literal
 
@@ -40,12 +41,14 @@ def plain_name(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
+@cache
 def hash_key(name: str) -> tuple[int, int]:
     """Return the two 32-bit keys of a parameter."""
     digest = hashlib.blake2b(plain_name(name).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
+@cache
 def place(spec: ShardSpec) -> tuple[int, int, int]:
     """Return (run, stride, offset): local flat index i is i // run * stride + i % run + offset.
 

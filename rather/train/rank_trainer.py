@@ -23,7 +23,7 @@ from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.losses.metrics import Scored, weighted_sums
 from rather.losses.objective import PairLoss
 from rather.model.collectives import all_reduce_
-from rather.model.layers import HostOffloaded
+from rather.model.layers import HostOffloaded, layers_of
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
 from rather.parallel.canonical import Canonical
@@ -123,6 +123,8 @@ class RankTrainer:
         self.balance = balance_of(policy, self.mesh, router_loss, self.device)
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
+        if optimizer and isinstance(policy, PolicyModel) and self.device.startswith("cuda"):
+            _streamline(policy, optimizer)
         self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
         # Of several ranks with the same pairs, only the primary one reports numbers.
         self._is_primary = self.mesh.rank("cp") == self.mesh.rank("tp") == 0
@@ -203,6 +205,7 @@ class RankTrainer:
             sums, logps, slopes = self._slopes(batches, facts, known, total)
             policy.copy_(logps)
             rows.append(sums)
+        self._trained.begin_sums()
 
         def objective(batch: PairBatch, columns: Columns) -> Tensor:
             places = batch.pair_P
@@ -230,6 +233,7 @@ class RankTrainer:
 
     def rehearse(self, batch: PairBatch) -> None:
         """Run forward and backward to measure memory, without an update. Call `forget` then."""
+        self._trained.begin_sums()
         self.runner.backward([batch], (), lambda _batch, columns: columns["sum"].sum())
 
     def forget(self) -> None:
@@ -310,6 +314,7 @@ class RankTrainer:
         values = torch.stack([torch.stack(list(row.values())) for row in rows])
         table = values.new_zeros(self._dp * batches, values.shape[1])  # dp ranks take turns
         table[self._dp_rank :: self._dp][: len(rows)] = values
+        optimizer.prepare()  # the next line waits for the device
         numbers = self._reduce_numbers(torch.cat([table.flatten(), policy.flatten()]))
         grad_norm, zeros = numbers[:2].tolist()
         table = numbers[2 : 2 + table.numel()].view_as(table)
@@ -446,6 +451,15 @@ class RankTrainer:
 
     def _on_device(self, columns: Columns) -> Columns:
         return {name: each.to(self.device, non_blocking=True) for name, each in columns.items()}
+
+
+def _streamline(policy: PolicyModel, optimizer: Optimizer) -> None:
+    """Replace linear layers by ones that need fewer kernels on CUDA."""
+    if hasattr(policy.causal_lm, "peft_config"):
+        from rather.model.adapters import AdaptedLinear
+
+        AdaptedLinear.replace(policy.causal_lm)
+    optimizer.sum_inside(module for layer in layers_of(policy) for module in layer.modules())
 
 
 def device_of(policy: PolicyModel | Stages) -> str:

@@ -1,0 +1,127 @@
+"""Linear layers that sum their weight gradients in float32, and adapters in fewer steps: on the CPU in bfloat16."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rather.config.schema import ActorModelArgs, TrainingArgs
+from rather.model.adapters import AdaptedLinear, as_reference, inject
+from rather.model.attention import IMPLEMENTATION
+from rather.model.layers import layers_of
+from rather.model.policy import PolicyModel
+from rather.optim.optimizer import Optimizer, schedule
+from rather.optim.summing import SummingLinear
+
+INPUTS = [torch.randn(1, rows, 8, generator=torch.Generator().manual_seed(rows)) for rows in (3, 5)]
+
+
+def optimizer_of(model: nn.Module) -> Optimizer:
+    rate = schedule(TrainingArgs(), total_steps=10)
+    return Optimizer(model.named_parameters(), TrainingArgs(), schedule=rate, max_grad_norm=1.0)
+
+
+def gradients(model: Any, optimizer: Optimizer) -> dict[str, Tensor]:
+    optimizer.zero_grad()
+    optimizer.begin_sums()
+    for x in INPUTS:
+        model(x.bfloat16().requires_grad_()).float().square().sum().backward()
+    return {name: grad.clone() for name, grad in optimizer.named_gradients().items()}
+
+
+def test_sums_are_those_of_separate_additions() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 6), nn.SiLU(), nn.Linear(6, 8)).bfloat16()
+    summing = copy.deepcopy(plain)
+    optimizer = optimizer_of(summing)
+    optimizer.sum_inside(summing.modules())
+    assert [type(m) for m in summing] == [SummingLinear, nn.SiLU, SummingLinear]
+    expected = gradients(plain, optimizer_of(plain))
+    for _step in range(2):  # a second one begins with zeros again
+        found = gradients(summing, optimizer)
+        assert found.keys() == expected.keys()
+        for name, grad in found.items():
+            assert grad.dtype == torch.float32
+            torch.testing.assert_close(grad, expected[name], rtol=0.02, atol=0.02)
+    optimizer.zero_grad()
+    assert all(layer.total is None for layer in summing if isinstance(layer, SummingLinear))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["added after", "added inside"])
+def test_a_product_is_not_rounded_before_it_is_added(inside: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 1, bias=False)).bfloat16()
+    optimizer = optimizer_of(model)
+    if inside:
+        optimizer.sum_inside(model.modules())
+    optimizer.begin_sums()
+    for x in INPUTS:
+        model(x.bfloat16()).sum().backward()  # the gradient of a weight is a sum of inputs
+    (found,) = optimizer.gradients()
+    exact = sum(x.bfloat16().double().sum((0, 1)) for x in INPUTS)
+    assert ((found - exact).abs().max() < 1e-6) == inside
+
+
+def test_without_gradients_or_after_narrowing_it_is_a_plain_layer() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8)).bfloat16()
+    optimizer = optimizer_of(model)
+    optimizer.sum_inside(model.modules())
+    optimizer.begin_sums()
+    with torch.no_grad():
+        model(INPUTS[0].bfloat16())
+    assert not model[0].total.any()
+    optimizer.zero_grad()
+    assert optimizer.narrow_gradients()
+    assert all(grad.dtype == torch.bfloat16 for grad in gradients(model, optimizer).values())
+
+
+def test_weights_that_are_not_summed_in_float32_keep_their_layers() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))  # float32: a gradient is its own sum
+    optimizer_of(model).sum_inside(model.modules())
+    assert type(model[0]) is nn.Linear
+
+
+def adapted(**options: Any) -> PolicyModel:
+    torch.manual_seed(0)
+    config: Any = Qwen2Config(hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    config.num_attention_heads, config.num_key_value_heads, config.vocab_size = 2, 1, 50
+    config._attn_implementation = IMPLEMENTATION
+    causal_lm: Any = Qwen2ForCausalLM
+    model = causal_lm(config)
+    inject(model, ActorModelArgs(lora_rank=2, lora_target="all-linear", **options))
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter)
+    return PolicyModel(model).eval()
+
+
+@pytest.mark.parametrize("reference", [False, True], ids=["adapter", "adapter off"])
+def test_an_adapted_layer_computes_what_peft_computes(reference: bool) -> None:
+    results = []
+    for replaced in (False, True):
+        policy = adapted()
+        if replaced:
+            AdaptedLinear.replace(policy.causal_lm)
+        layer = layers_of(policy)[0].mlp.down_proj
+        assert type(layer) is (AdaptedLinear if replaced else LoraLinear)
+        x = torch.randn(1, 4, 24, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with as_reference(policy) if reference else torch.enable_grad():
+            y = layer(x)
+        y.square().sum().backward()
+        trained = [p.grad for p in layer.parameters() if p.requires_grad and p.grad is not None]
+        assert bool(trained) is not reference
+        results.append([y.detach(), x.grad, *trained])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_of_another_kind_keeps_its_layer() -> None:
+    policy = adapted(use_dora=True)
+    AdaptedLinear.replace(policy.causal_lm)
+    assert type(layers_of(policy)[0].mlp.down_proj) is LoraLinear
