@@ -169,12 +169,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def prepare(states: Sequence[ParameterState], update: Update) -> Callable[[float], None] | None:
     """Return what updates half-precision parameters on CUDA, given the scale of the gradients."""
-    half = [state for state in states if state.form != "wide" and state.gradient is not None]
-    if not half or not half[0].local.is_cuda:
-        return None
     from rather.optim import kernels
 
-    return kernels.prepare(half, update)
+    half = [state for state in states if state.form != "wide" and state.gradient is not None]
+    return kernels.prepare(half, update) if half else None
 
 
 def update_parameters(
@@ -194,9 +192,8 @@ def update_parameters(
     for state in wide:
         if state.rest is not None:
             state.parameter.copy_(state.rest)
-    if launch := prepared or prepare(states, update):
-        launch(update.gradient_scale)
-        return
+    if prepared:
+        return prepared(update.gradient_scale)
     for state in [state for state in states if state.form != "wide"]:
         _update_chunks(state, update)
 

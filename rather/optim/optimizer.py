@@ -85,6 +85,7 @@ class Optimizer:
         self.masters: Mapping[str, Tensor] = _Masters(self._states)
         self.updates = 0
         self._prepared: Callable[[float], None] | None = None
+        self._on_cuda = any(p.is_cuda for p in self.parameters.values())
         half = torch.float16 in (compute, *(p.dtype for p in self.parameters.values()))
         self.loss_scale = LossScale() if half else None
 
@@ -126,7 +127,8 @@ class Optimizer:
 
     def prepare(self) -> None:
         """Do what an update can do before the norm of the gradient is known."""
-        self._prepared = prepare(list(self._states.values()), self._update(1.0))
+        if self._on_cuda:
+            self._prepared = prepare(list(self._states.values()), self._update(1.0))
 
     def _update(self, clip: float) -> Update:
         numbers = (self.args.adam_beta1, self.args.adam_beta2, self.args.adam_epsilon)
@@ -136,6 +138,8 @@ class Optimizer:
     def step(self, grad_norm: float) -> None:
         """Do one update; the caller has checked that `grad_norm` is finite."""
         clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
+        if self._prepared is None:
+            self.prepare()
         moved = [state for state in self._states.values() if state.gradient is not None]
         update_parameters(moved, self._update(clip), self._prepared)
         self._prepared = None
