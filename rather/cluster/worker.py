@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
@@ -26,7 +27,7 @@ from rather.config.values import worker_class
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.errors import ConfigError, DiskError, MemoryShortage
 from rather.losses.objective import PairLoss, from_config, own_loss
-from rather.model.budget import TOKENS, Budget, NoRoom, choose_budget
+from rather.model.budget import TOKENS, Budget, NoRoom, agree_on_budget, choose_budget
 from rather.model.check import check_length
 from rather.model.export import Kept, export_run
 from rather.model.generate import Decoding, GeneratedAnswer, generate
@@ -159,6 +160,12 @@ class ActorWorker:
         return bool(self.mesh.sizes) and not self.layout.canonical
 
     @property
+    def _compiles_by_itself(self) -> bool:
+        """Return whether `compile: auto` may compile this layout."""
+        layout = self.layout
+        return not layout.offload and layout.tp == layout.cp == layout.pp == 1
+
+    @property
     def _recompute(self) -> Recompute:
         """Return the recomputation if no measurement decides what fits, as for a divided model."""
         return self.layout.recompute or ("full" if self.on_gpu else "none")
@@ -179,10 +186,12 @@ class ActorWorker:
             policy = load_policy(name, args, self.device, **options)
         weights = sum(p.numel() for p in policy.parameters())
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        # Compiling takes a minute or two; auto compiles runs that are likely to take many.
+        if config.compile == "auto" and self.on_gpu and self._compiles_by_itself:
+            self.compiled = worth_compiling(config, weights, total_steps)
+        if isinstance(policy, PolicyModel) and self.is_divided and self.compiled and not trains:
+            arrange_layers(policy, compiled=True)
         if isinstance(policy, PolicyModel) and not self.is_divided:
-            # Compiling takes a minute or two; auto compiles runs that are likely to take many.
-            if config.compile == "auto" and self.on_gpu and not self.layout.offload:
-                self.compiled = worth_compiling(config, weights, total_steps)
             options = {"offload": self.layout.offload, "compiled": self.compiled}
             if not trains:  # a policy's layers are arranged by what fits
                 arrange_layers(policy.requires_grad_(False), compiled=self.compiled)
@@ -229,21 +238,23 @@ class ActorWorker:
         """
         tokens = self.config.actor_train.max_tokens_per_microbatch_in_train
         policy, budget = self.trainer.policy, None
-        if self.is_divided or self.layout.canonical or not isinstance(policy, PolicyModel):
+        options: dict[str, Any] = {
+            "tokens": tokens,
+            "recompute": self.layout.recompute,
+            "offload": self.layout.offload,
+            "compiled": self.compiled,
+            "largest_pair": largest_pair,
+        }
+        measures = self.on_gpu and not self.layout.host if self.is_divided else True
+        if not measures or self.layout.canonical or not isinstance(policy, PolicyModel):
             budget = Budget(tokens or TOKENS[self.device.split(":")[0]], self._recompute)
         while budget is None:
             assert isinstance(policy, PolicyModel)
             try:
-                budget = choose_budget(
-                    policy,
-                    self.trainer,
-                    tokens=tokens,
-                    recompute=self.layout.recompute,
-                    offload=self.layout.offload,
-                    compiled=self.compiled,
-                    largest_pair=largest_pair,
-                    make_room=make_room,
-                )
+                if self.is_divided:
+                    budget = agree_on_budget(policy, self.trainer, self._least, **options)
+                else:
+                    budget = choose_budget(policy, self.trainer, make_room=make_room, **options)
             except NoRoom as error:
                 if not self.trainer.narrow_gradients():
                     raise MemoryShortage(f"{error}\n{explanation(self, tokens or 0)}") from error
@@ -257,6 +268,13 @@ class ActorWorker:
         )
         self.peak.begin_training()
         return budget.tokens
+
+    def _least(self, number: int) -> int:
+        """Return the least of what all ranks of this role pass."""
+        numbers = torch.tensor(number, device=self.device)
+        if self.mesh.world > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        return int(numbers)
 
     def train_step(
         self,

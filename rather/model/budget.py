@@ -32,6 +32,14 @@ REHEARSED_PAIR = 1024  # tokens of the pairs in them
 # From so many tokens per step, copying an offloaded reference back is cheaper than recomputing.
 PARKING_PAYS = 20_000
 SHARE = 0.94  # of the free memory is used; the rest covers fragmentation
+SHARED = 0.85  # the same on several ranks, which cannot try and fail: the others would wait
+ROOMY = 12  # kept activations take at most so many times the memory of recomputed ones
+
+
+_NO_ROOM = (
+    "the policy does not fit: next to its weights and optimizer there is memory for micro-batches "
+    "of {} tokens, but {} are needed ({} by the longest pair)."
+)
 
 
 class NoRoom(MemoryShortage):
@@ -88,11 +96,44 @@ def choose_budget(
             tried := _largest_tried(policy, trainer, min(wanted, fitting), least, largest_pair)
         ):
             return Budget(tried, level, each)
-    raise NoRoom(
-        f"the policy does not fit: next to its weights and optimizer there is memory for "
-        f"micro-batches of {fitting} tokens, but {needed} are "
-        f"needed ({largest_pair} by the longest pair)."
-    )
+    raise NoRoom(_NO_ROOM.format(fitting, needed, largest_pair))
+
+
+def agree_on_budget(
+    policy: PolicyModel,
+    trainer: Rehearsing,
+    least: Callable[[int], int],
+    *,
+    tokens: int | None,
+    recompute: Recompute | None,
+    offload: bool,
+    compiled: bool,
+    largest_pair: int,
+) -> Budget:
+    """Choose the same on several ranks: each measures, and `least` returns the minimum of all.
+
+    A rank that ran out of memory would leave the others waiting. So the level that needs least is
+    measured first, and the others only if it leaves room for their trial passes.
+    """
+    wanted = tokens or TOKENS["cuda"]
+    needed = max(tokens or min(LEAST, wanted), largest_pair)
+
+    def measure(level: Recompute, *, compiled: bool) -> tuple[int, float | None]:
+        arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
+        fitting, each = _tokens_that_fit(policy, trainer, SHARED)
+        return least(fitting), each
+
+    level: Recompute = recompute or "full"
+    fitting, each = measure(level, compiled=False)
+    if fitting < needed:
+        raise NoRoom(_NO_ROOM.format(fitting, needed, largest_pair))
+    if recompute is None and fitting >= ROOMY * REHEARSED[1]:
+        for other in LEVELS[:-1]:
+            room, of_token = measure(other, compiled=compiled)
+            if room >= needed:
+                return Budget(min(wanted, room), other, of_token)
+    arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
+    return Budget(min(wanted, fitting), level, each)
 
 
 def _largest_tried(
@@ -115,14 +156,16 @@ def _largest_tried(
         tokens //= 2
 
 
-def _tokens_that_fit(policy: PolicyModel, trainer: Rehearsing) -> tuple[int, float | None]:
+def _tokens_that_fit(
+    policy: PolicyModel, trainer: Rehearsing, share: float = SHARE
+) -> tuple[int, float | None]:
     """Return the tokens that fit, from the peaks of two trial passes, and the bytes per token.
 
     0 tokens if even the trial passes do not fit.
     """
     torch.cuda.empty_cache()
     resting = torch.cuda.memory_allocated()
-    room = SHARE * torch.cuda.mem_get_info()[0]  # the cache is empty: all that is free
+    room = share * torch.cuda.mem_get_info()[0]  # the cache is empty: all that is free
     peaks = []
     try:
         batches = [_rehearsal(policy, tokens, REHEARSED_PAIR) for tokens in REHEARSED]

@@ -17,7 +17,19 @@ from tests.padded import random_pairs
 sys.path.insert(0, str(ROOT / "bench"))  # a script's own folder is where it finds `common`
 
 from common import Shape
-from gpu_parallel import WAYS, Apart, Plain, Work, attempt, one_rank, reference_of
+from gpu_parallel import (
+    WAYS,
+    Apart,
+    Plain,
+    Work,
+    attempt,
+    one_rank,
+    reference_of,
+    train,
+    trainer_of,
+)
+
+from rather.model.budget import TOKENS, NoRoom, agree_on_budget
 
 pytestmark = pytest.mark.gpu
 
@@ -78,3 +90,28 @@ def test_a_wrong_layout_is_detected(folder: Path) -> None:
     _, apart = attempt(WAYS["zero3"], plain, replace(changed, known=known))
     assert apart.norm > SAME["bf16"].norm
     assert apart.weights > SAME["bf16"].weights
+
+
+@pytest.mark.parametrize("rooms", [[10**6, 10**6], [10**6, 100], [2048]], ids=str)
+def test_several_ranks_agree_on_a_budget(rooms: list[int], folder: Path) -> None:
+    """Another rank with little room decides: no kept activations, or no run at all."""
+    from torch._dynamo.utils import counters
+
+    work, _ = measured(folder, "bf16")
+    trainer = trainer_of(WAYS["zero3"], work)
+    others = iter(rooms)
+    options = {"tokens": None, "recompute": None, "offload": False, "compiled": True}
+    arguments = (trainer.policy, trainer, lambda own: min(own, next(others)))
+    if len(rooms) == 1:
+        with pytest.raises(NoRoom, match="2048 tokens, but 3072"):
+            agree_on_budget(*arguments, largest_pair=512, **options)
+        return
+    if rooms[1] == 100:
+        others = iter([rooms[0], *[100] * 3])
+    budget = agree_on_budget(*arguments, largest_pair=512, **options)
+    assert budget.recompute == ("none" if rooms[1] > 100 else "full")
+    assert budget.tokens == TOKENS["cuda"]
+    train(trainer, work)
+    counters.clear()
+    train(trainer, work)
+    assert not counters["stats"]["unique_graphs"]  # nothing is compiled again
