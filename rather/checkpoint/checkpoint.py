@@ -367,8 +367,8 @@ def latest_name(run_dir: Path) -> str:
         return ""
 
 
-def prune(run_dir: Path, keep: int, spared: Path | None = None) -> None:
-    """Delete all but the newest `keep` checkpoints (0 keeps all) and the one that is `spared`.
+def prune(run_dir: Path, keep: int, *spared: Path | None) -> None:
+    """Delete all but the newest `keep` checkpoints (0 keeps all) and those `spared`.
 
     Nothing is deleted before a newer checkpoint has been fully verified; damaged ones newer than
     that do not count. The one in LATEST and symbolic links, which Rather never creates, stay.
@@ -387,7 +387,7 @@ def prune(run_dir: Path, keep: int, spared: Path | None = None) -> None:
     for path in found[damaged + keep :]:
         if path.is_symlink():
             log.warning("%s: is a symbolic link and is kept; remove it by hand.", path)
-        elif path.name != latest and path.resolve() != spared:
+        elif path.name != latest and {path, path.resolve()}.isdisjoint(spared):
             # Renamed before it is deleted: a kill in between never leaves half a checkpoint.
             doomed = path.with_name(f".tmp-checkpoint-doomed-{_step(path)}")
             try:

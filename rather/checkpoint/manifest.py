@@ -63,13 +63,13 @@ def damages(path: Path, files: Written, *, full: bool = True) -> Iterator[tuple[
         elif full or name == STATE:
             whole.append(name)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        digests = pool.map(lambda name: _sha256(path / name), whole)
+        digests = pool.map(lambda name: file_sha256(path / name), whole)
         for name, digest in zip(whole, digests, strict=True):
             if digest != files[name][1]:
                 yield path / name, "is damaged: its SHA-256 differs from the manifest"
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     with open(path, "rb", opener=own) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -58,7 +58,7 @@ TOP_IGNORED = {
     "model_download_type": "models come from a folder or from the Hugging Face hub",
     "profiler_timeline": "use `trace: true` to write the run's timeline",
     "profiler_output_dir": "the timeline of `trace: true` is in the run folder",
-    "checkpoint_config.async_upload": "checkpoints are copied before the run continues",
+    "checkpoint_config.async_upload": "checkpoints are uploaded in the background",
     "checkpoint_config.keep_local_file": "the run folder keeps checkpoints; see max_ckpt_to_keep",
     "reference.model_args.moe_aux_loss_coef": "only the policy has a router loss",
     "reference.data_args": "both roles read the same tokens, made by actor_train.data_args",

@@ -103,6 +103,9 @@ def load_found(path: Path, *, trust_remote_code: bool = False) -> DPOConfig:
             for part, name in (("data_args", "cache_dir"), ("cache", "path")):
                 if isinstance(inner := section.get(part), dict):
                     inner.pop(name, None)
+                    for key in inner.keys() & {"file_name", "dataset_dir"}:
+                        text = json.dumps(inner[key], default=str).replace("s3:", "not downloaded:")
+                        inner[key] = json.loads(text)
             if isinstance(args := section.get("model_args"), dict):
                 args["trust_remote_code"] = trust_remote_code
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from rather.config.schema import DPOConfig, as_list
+from rather.config.values import STORE
 from rather.errors import ConfigError, DataError
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -67,6 +68,8 @@ def is_local(name: str) -> bool:
 def _problem(kind: str, name: str, file: Path | None) -> str | None:
     """Return why a folder, or a file where one is given, cannot be used."""
     path = (file or Path(name)).expanduser()
+    if kind == "data" and name.startswith(STORE):
+        return None
     if "://" in name:
         return f"{name} is an address; only local files are read: download it first"
     try:

@@ -18,12 +18,14 @@ from rather.config import checks, inherit
 from rather.config.strategies import data_parallel, possible_layout
 from rather.config.values import (
     PISSA,
+    STORE,
     BelowHalf,
     BelowOne,
     Count,
     Devices,
     Environment,
     Folder,
+    FolderOrStore,
     FourOrMore,
     HeldOut,
     Initialization,
@@ -207,7 +209,7 @@ class DataArgs(Section):
     def locate(self, name: str) -> Path:
         """Return the path of a file: relative names are tried in dataset_dir, then here."""
         path = Path(name).expanduser()
-        if not self.dataset_dir:
+        if not self.dataset_dir or name.startswith(STORE):
             return path
         folder = Path(self.dataset_dir).expanduser()
         # `file_name: data/x.json` next to `dataset_dir: data` names the folder twice.
@@ -392,8 +394,9 @@ class CheckpointArgs(Section):
 
     type: Literal["file_system"] = "file_system"
     """Kind of storage."""
-    output_dir: Folder | None = None
-    """Folder for a second copy of the checkpoints."""
+    output_dir: FolderOrStore | None = None
+    """Folder for a second copy of the checkpoints, or an object store (s3://bucket/name) that also
+    gets exports and run files, and from which another machine resumes."""
     verify: Literal["full", "size"] = "full"
     """What a resume compares with the manifest: every byte, or only the file sizes of tensors."""
     async_save: OnOffAuto = "auto"
@@ -799,11 +802,18 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
     @property
     def checkpoint_copy_dir(self) -> Path:
         """Return the folder of the second copy of checkpoints; the run folder if there is none."""
-        if not self.checkpoint_config.output_dir:
+        given = self.checkpoint_config.output_dir
+        if not given or given.startswith(STORE):
             return self.run_dir
-        folder = Path(self.checkpoint_config.output_dir).expanduser()
+        folder = Path(given).expanduser()
         # Runs never share a folder.
         return folder if folder.name == self.exp_name else folder / self.exp_name
+
+    @property
+    def checkpoint_store(self) -> str | None:
+        """Return the address of this run in an object store."""
+        given = (self.checkpoint_config.output_dir or "").rstrip("/")
+        return f"{given}/{self.exp_name}" if given.startswith(STORE) else None
 
     @property
     def tracker_dir(self) -> Path:

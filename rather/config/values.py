@@ -27,6 +27,7 @@ from rather.config.plugins import did_you_mean
 
 MASK = "***"
 MOST_DEVICES = 65_536
+STORE = "s3://"  # how the address of an object store begins
 PISSA = re.compile(r"pissa(_niter_[1-9]\d*)?")
 
 
@@ -143,7 +144,8 @@ def _check(is_valid: Callable[[Any], Any], message: str) -> AfterValidator:
 
 def _is_writable(value: str) -> bool:
     path = Path(value).expanduser().resolve()
-    return bool(value.strip()) and path != path.parent and value.rstrip("/") != ".."
+    is_folder = path != path.parent and value.rstrip("/") != ".." and "://" not in value
+    return bool(value.strip()) and is_folder
 
 
 Devices = Annotated[list[int] | None, BeforeValidator(device_list)]
@@ -162,6 +164,13 @@ RunName = Annotated[
 ]
 Folder = Annotated[
     str, _check(_is_writable, "runs are written there; name a folder of its own, such as ./output")
+]
+FolderOrStore = Annotated[
+    str,
+    _check(
+        lambda value: re.fullmatch(rf"{STORE}[\w.-]+(/.*)?", value) or _is_writable(value),
+        "copies are written there; name a folder, or an object store: s3://bucket/name",
+    ),
 ]
 Environment = Annotated[
     dict[str, str],

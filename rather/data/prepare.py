@@ -196,6 +196,15 @@ def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataA
     )
 
 
+def _local(file: Path, cache: Cache) -> Path:
+    """Return a file, or the copy of an object s3://bucket/name in the cache."""
+    if file.parts[:1] != ("s3:",):
+        return file
+    from rather.checkpoint.store import download  # imports torch
+
+    return download(file, cache.folder)
+
+
 @dataclass
 class _Builder:
     """Makes datasets from files, or finds them in the cache."""
@@ -230,9 +239,9 @@ class _Builder:
         self, files: list[Path], data: DataArgs, weights: list[float]
     ) -> tuple[PairDataset, Json]:
         """Return the pairs of files, and the report about them."""
-        groups = [find_sources(file) for file in files]
-        sources = [source for group in groups for source in group]
         cache = Cache(self.config.data_cache_dir(data))
+        groups = [find_sources(_local(file, cache)) for file in files]
+        sources = [source for group in groups for source in group]
         columns = dict(data.columns)
         for name in ("chosen", "rejected"):
             key = getattr(self.config, f"{name}_key")

@@ -310,6 +310,8 @@ class TrainingLoop:
         folder = self.config.run_dir / "best_model"
         try:
             self._export(folder)
+            if self.saving:
+                self.saving.upload_results()
         except DiskError as error:
             facts = {"folder": str(folder), "reason": str(error)}
             self.incidents.add("missed_save", self.progress.step, **facts)

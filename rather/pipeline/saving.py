@@ -20,6 +20,7 @@ from typing import Any
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint, Draft
 from rather.checkpoint.manifest import Written
+from rather.checkpoint.store import Store, Uploads
 from rather.cluster.launch import Roles, mappings
 from rather.cluster.role import Role
 from rather.config.schema import DPOConfig, SpikeArgs
@@ -37,7 +38,13 @@ from rather.pipeline.checks import refuse_other_run
 from rather.plan.forecast import checkpoint_bytes
 from rather.plan.memory import known_shapes
 from rather.run_folder.incidents import Incidents
-from rather.run_folder.layout import FINISHED, checkpoint_to_resume, named_checkpoint
+from rather.run_folder.layout import (
+    FINISHED,
+    RESULTS,
+    STORED_FILES,
+    checkpoint_to_resume,
+    named_checkpoint,
+)
 from rather.tracking.json_lines import MetricsPosition, current_name
 from rather.tracking.outcome import skipped_text
 from rather.train.nonfinite import StepLimits
@@ -170,6 +177,11 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._abandoned = threading.Event()
+        self._uploads: Uploads | None = None
+        if roles.is_main and (address := config.checkpoint_store):
+            add_incident = Incidents(self.run_dir).add
+            where = Store(address), self.run_dir, STORED_FILES
+            self._uploads = Uploads(*where, config.max_ckpt_to_keep, add_incident)
 
     # --- resuming ---
 
@@ -178,9 +190,13 @@ class Saving:
         newest = None
         if self.roles.is_main:
             checkpoint.clean(self.run_dir)  # a run that saves no more would never do it
+            if self._uploads and not named_checkpoint(self.config):
+                self._uploads.begin(overwrite=self.config.overwrite)
             newest = checkpoint_to_resume(self.config)
         if newest:
             refuse_other_run(newest, self.identity, self.config.resume.allow)
+            if self._uploads and newest.path.parent == self.run_dir:
+                self._uploads.add(newest.path, newest.step)
         return self._shared(newest)
 
     def newest(self) -> Checkpoint | None:
@@ -287,6 +303,15 @@ class Saving:
             self._abandoned.set()
             self._thread.join()
             self._thread = None
+        if self._uploads:
+            self.upload_results()
+            self._uploads.close()
+
+    def upload_results(self) -> None:
+        """Upload the exported models and adapters, if there is an object store for them."""
+        for folder in (self.run_dir / name for name in RESULTS):
+            if self._uploads and folder.is_dir():
+                self._uploads.add(folder, self.last_saved or 0)
 
     def _publish_in_background(self, draft: Draft, state: Mapping[str, Any]) -> None:
         try:
@@ -313,8 +338,12 @@ class Saving:
             return
         self.last_saved = draft.step
         self.misses[self.run_dir].clear()
-        checkpoint.prune(self.run_dir, config.max_ckpt_to_keep, spared)
-        if config.checkpoint_config.output_dir:
+        uploading = None
+        if self._uploads:
+            self._uploads.add(path, draft.step)
+            uploading = self._uploads.current
+        checkpoint.prune(self.run_dir, config.max_ckpt_to_keep, spared, uploading)
+        if copies != self.run_dir:
             try:
                 checkpoint.copy_to(path, copies)
                 self.misses[copies].clear()

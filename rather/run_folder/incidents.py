@@ -25,8 +25,8 @@ class Incidents:
     def add(self, kind: str, step: int, **facts: Any) -> None:
         """Append one incident that happened in `step`.
 
-        `kind` is nonfinite, spike, out_of_memory, missed_save, worker_lost, reference_lost, hang,
-        rollback or damaged_checkpoint.
+        `kind` is nonfinite, spike, out_of_memory, missed_save, missed_upload, worker_lost,
+        reference_lost, hang, rollback or damaged_checkpoint.
         """
         if self.silent:
             return

@@ -36,10 +36,9 @@ OWN_FILES = (
     TRACKER_IDS, FINISHED, "incidents.jsonl", PLAN, STARTS, REPORT_PAGE,
     "health.jsonl", "answers.jsonl", LOST_METRICS,
 )  # fmt: skip
-OWN_NAMES = (
-    *OWN_FILES, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*",
-    "model", "best_model", "adapter", "best_adapter",
-)  # fmt: skip
+RESULTS = ("model", "best_model", "adapter", "best_adapter")
+OWN_NAMES = (*OWN_FILES, *RESULTS, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*")
+STORED_FILES = tuple(name for name in OWN_FILES if name not in ("LATEST", FINISHED))
 LOGS = ("*.log", "events.out.*")  # in the run folder if logging_dir and output_dir are the same
 MOUNTS = Path("/proc/self/mounts")
 

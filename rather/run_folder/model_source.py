@@ -20,9 +20,9 @@ from rather.model.files import model_folder
 from rather.model.policy import PolicyModel
 from rather.optim.rounding import Rounding
 from rather.parallel.load import Start, load_policy
+from rather.run_folder.layout import RESULTS
 
 DITHERED = Rounding("dithered")
-RESULTS = ("model", "best_model", "adapter", "best_adapter")
 
 
 @dataclass(frozen=True)

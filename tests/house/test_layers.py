@@ -50,6 +50,8 @@ DOORS = {
     "mlflow": ("rather/tracking/",),
     "swanlab": ("rather/tracking/",),
     "ray": ("rather/cluster/",),
+    "boto3": ("rather/checkpoint/store.py",),
+    "botocore": ("rather/checkpoint/store.py",),
     "peft": ("rather/model/adapters.py",),
     "plotly": ("rather/report/",),
 }

@@ -91,7 +91,7 @@ def test_a_script_next_to_the_data_is_not_run(
 
 
 @pytest.mark.parametrize(
-    "name", ["https://example.org/p.jsonl", "s3://bucket/p.jsonl", "file:///etc/passwd"]
+    "name", ["https://example.org/p.jsonl", "gs://bucket/p.jsonl", "file:///etc/passwd"]
 )
 def test_an_address_is_not_fetched(config: Config, marker: Path, name: str) -> None:
     done = rather("data", config(actor_train__data_args__file_name=name))
