@@ -36,14 +36,15 @@ SHARED = 0.85  # the same on several ranks, which cannot try and fail: the other
 ROOMY = 12  # kept activations take at most so many times the memory of recomputed ones
 
 
-_NO_ROOM = (
-    "the policy does not fit: next to its weights and optimizer there is memory for micro-batches "
-    "of {} tokens, but {} are needed ({} by the longest pair)."
-)
-
-
 class NoRoom(MemoryShortage):
     """Not even the smallest useful micro-batch fits."""
+
+    def __init__(self, fitting: int, needed: int, largest_pair: int) -> None:
+        super().__init__(
+            f"the policy does not fit: next to its weights and optimizer there is memory for "
+            f"micro-batches of {fitting} tokens, but {needed} are "
+            f"needed ({largest_pair} by the longest pair)."
+        )
 
 
 class Rehearsing(Protocol):
@@ -96,7 +97,7 @@ def choose_budget(
             tried := _largest_tried(policy, trainer, min(wanted, fitting), least, largest_pair)
         ):
             return Budget(tried, level, each)
-    raise NoRoom(_NO_ROOM.format(fitting, needed, largest_pair))
+    raise NoRoom(fitting, needed, largest_pair)
 
 
 def agree_on_budget(
@@ -126,7 +127,7 @@ def agree_on_budget(
     level: Recompute = recompute or "full"
     fitting, each = measure(level, compiled=False)
     if fitting < needed:
-        raise NoRoom(_NO_ROOM.format(fitting, needed, largest_pair))
+        raise NoRoom(fitting, needed, largest_pair)
     if recompute is None and fitting >= ROOMY * REHEARSED[1]:
         for other in LEVELS[:-1]:
             room, of_token = measure(other, compiled=compiled)
