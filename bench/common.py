@@ -136,6 +136,11 @@ class Shape:
     def weights(self) -> int:
         return self.block_weights + self.head_weights * (1 if self.tied else 2)
 
+    @property
+    def more(self) -> dict[str, Any]:
+        """Further settings of transformers' configuration."""
+        return {}
+
     def forward_flops(self, tokens: float, rows: float, cells: float) -> float:
         """Tokens through the layers, rows through the head, (query, key) cells through attention."""
         attention = 4 * self.layers * self.hidden * cells
@@ -158,6 +163,7 @@ class Shape:
             initializer_range=0.02,
             bos_token_id=1,
             eos_token_id=2,
+            **self.more,
         )
         torch.manual_seed(seed)
         with torch.device(device):

@@ -77,13 +77,13 @@ def _apply_liger(shape: Shape, *models: Any) -> None:
 
     It replaces functions of transformers' module as well: whatever runs later in this process has them too.
     """
-    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen2
+    from liger_kernel import transformers as liger
 
-    apply = {"llama": apply_liger_kernel_to_llama, "qwen2": apply_liger_kernel_to_qwen2}[
-        shape.family
-    ]
+    apply = getattr(liger, f"apply_liger_kernel_to_{shape.family}")
+    # Liger's experts are modules of their own; those of transformers 5 are stacked, and grouped.
+    more = {"swiglu": False} if shape.family == "qwen3_moe" else {}
     for model in filter(None, models):
-        apply(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+        apply(cross_entropy=False, fused_linear_cross_entropy=False, model=model, **more)
 
 
 def _trainer(

@@ -154,7 +154,7 @@ def _count(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         p_NE = affinity / affinity.sum(-1, keepdim=True)
     else:
         p_NE = logits.float().softmax(-1)
-    p_E = mask_N @ p_NE
+    p_E = (p_NE * mask_N[:, None]).sum(0)
     each = mask_N.repeat_interleave(chosen_NK.shape[1])
     choices_E = torch.zeros_like(p_E).scatter_add(0, chosen_NK.flatten(), each)
     scores = torch.ops.rather.balance(scores, p_E, choices_E, record, balance.slope)
