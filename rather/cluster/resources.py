@@ -27,7 +27,7 @@ from rather.cluster.host import Host, Process, all_gone, connection_problem
 from rather.cluster.memory import Ledger, Room
 from rather.config import plugins
 from rather.config.schema import Timeouts
-from rather.errors import ConfigError, RayGone, WorkerError
+from rather.errors import ConfigError, RayGone, WorkerError, WorkerLost
 from rather.files import read_bytes
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B1
 SNAPSHOTS = "snapshots"  # threads that answer while the main work hangs
 ENDS = 1.0  # seconds in which a process that can do so ends
 RAY_KILLS = 6.0  # seconds after which Ray has ended a process that does not end by itself
+STARTS = 3  # of processes, one of which dies before it has done anything
 RAY_CHECKS, RAY_WAITS = 2.0, 12.0  # seconds without its server. After 60 Ray would end this process
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds every port to loopback, also on Linux
 RESUME = "Run the same command again to resume from the last checkpoint."
@@ -165,9 +166,17 @@ class ResourceManager:
                     f"{self.num_nodes} x num_gpus_per_node {self.num_gpus_per_node} gives devices "
                     f"0 to {self.devices - 1}."
                 )
-            self._seats[mapping] = started = self._start(mapping, environment)
-            if len(started) > 1:
-                self._introduce(started)
+            for start in range(1, STARTS + 1):
+                try:
+                    started = self._start(mapping, environment)
+                    if len(started) > 1:
+                        self._introduce(started)
+                    break
+                except WorkerLost as error:  # a process that is in no pipeline yet
+                    if start == STARTS:
+                        raise
+                    log.warning("%s; starting again (%d of %d)", error, start + 1, STARTS)
+            self._seats[mapping] = started
         return self._seats[mapping]
 
     def _start(self, mapping: tuple[int, ...], environment: Mapping[str, str]) -> list[Seat]:
@@ -237,7 +246,7 @@ class ResourceManager:
         return int(port)
 
     def _all(self, asked: Sequence[Any], doing: str, seconds: float | None = None) -> list[Any]:
-        from ray.exceptions import GetTimeoutError, RayError
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
         seconds = seconds or self.timeouts.connect
         try:
@@ -245,7 +254,8 @@ class ResourceManager:
         except RayError as error:
             late = isinstance(error, GetTimeoutError)
             why = f"timed out after {seconds:.0f} s" if late else last_line(error)
-            raise WorkerError(f"{self._cluster}: could not {doing}: {why}") from error
+            kind = WorkerLost if isinstance(error, RayActorError) else WorkerError
+            raise kind(f"{self._cluster}: could not {doing}: {why}") from error
 
     # --- lost processes ---
 

@@ -28,7 +28,7 @@ from rather.cluster.worker import ActorWorker, RankInfo
 from rather.config.schema import DPOConfig, Timeouts
 from rather.data.batch import Columns, PairBatch
 from rather.data.pack import pack
-from rather.errors import ConfigError, WorkerError
+from rather.errors import ConfigError, WorkerError, WorkerLost
 from rather.losses.objective import from_config
 from rather.parallel import tensor
 from rather.parallel.mesh import Mesh
@@ -191,6 +191,35 @@ def test_ranks_meet_at_an_address_and_port_of_the_first_one() -> None:
         WorkerError, match=r"device 1 on .+ cannot reach device 0 on .+ at 192.0.2.1:9 within 0 s: "
     ):
         manager._port_of(nowhere, seats[1:])
+
+
+@pytest.mark.parametrize("deaths", [2, 3])
+def test_processes_that_die_while_they_start_are_started_again(
+    deaths: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ray.exceptions import ActorDiedError
+
+    manager, starts = ResourceManager.__new__(ResourceManager), 0
+    manager._cluster, manager.devices, manager._seats = "this machine", 1, {}
+
+    def get(*_: Any, **__: Any) -> list[str]:
+        if starts <= deaths:
+            raise ActorDiedError("it died")
+        return ["started"]
+
+    def start(*_: Any) -> list[Any]:
+        nonlocal starts
+        starts += 1
+        return manager._all([], "start a process", 1.0)
+
+    manager._ray, manager._start = SimpleNamespace(get=get), start  # type: ignore[assignment, method-assign]
+    if deaths == 3:
+        with pytest.raises(WorkerLost, match="this machine: could not start a process"):
+            manager.seats([0], {})
+        assert manager._seats == {}
+        return
+    assert manager.seats([0], {}) == ["started"]
+    assert "starting again (3 of 3)" in caplog.text
 
 
 def test_a_machine_of_the_same_name_is_another_machine() -> None:

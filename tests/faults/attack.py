@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,3 +67,4 @@ def command_line(
         yield world, given, report
     finally:
         world.close()
+    shutil.rmtree(folder)  # kept for a look after a failure
