@@ -303,9 +303,10 @@ def main() -> int:
     from tests.fuzz.kinds import KINDS, World
     from tests.fuzz.planted import find_planted
 
-    folder, began = Path(tempfile.mkdtemp(prefix="rather-fuzz-")), time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="rather-fuzz-"))
     print(f"fuzz: seed {given.seed}, inputs in {folder}", flush=True)
     world, kinds = World(folder), {name: KINDS[name] for name in given.kinds or KINDS}
+    began = time.monotonic()
     missed = []
     if given.planted != "no" and not given.only:
         missed = find_planted(world, given.seed, 20 * given.minutes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,10 +19,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import typer.main
 import yaml
 
-from rather import errors
+from rather import cli, errors
 from rather.board.serve import ROUTES, Board
+from rather.config import load as load_module
 from rather.config.load import load
 from rather.data.save import DATA
 from rather.tracking.json_lines import flatten
@@ -65,6 +69,7 @@ class World:
         pq.write_table(table, folder / "rows.parquet", row_group_size=2)
         self.config = folder / "dpo.yaml"
         self.config.write_text(self._yaml())
+        share_with_children(self.config)
         self.settings = settings_of(self.config)
         assert command(["train", str(self.config)]) == 0
         self.run = folder / "output" / "run"
@@ -151,6 +156,27 @@ class World:
         """Return the files outside that have changed since the last call."""
         before, self.seen = self.seen, self.outside()
         return sorted(key for key in before | self.seen if before.get(key) != self.seen.get(key))
+
+
+def share_with_children(config: Path) -> None:
+    """Build once, before the forks, what is the same for all inputs and costs most of their time:
+    the command line, and the undamaged config before overrides."""
+    typer.main.get_command = cache(typer.main.get_command)
+    typer.main.get_command(cli.app)
+    initialize, compose = load_module.initialize_config_dir, load_module.compose
+    folder, known = "", cache(lambda: compose(config.stem, []))
+
+    def remember_folder(given: str, **options: Any) -> Any:
+        nonlocal folder
+        folder = given
+        return initialize(given, **options)
+
+    def compose_once(name: str, own: list[str]) -> Any:
+        is_known = (folder, name, own) == (str(config.parent.resolve()), config.stem, [])
+        return copy.deepcopy(known()) if is_known else compose(name, own)
+
+    load_module.initialize_config_dir = remember_folder  # type: ignore[attr-defined]
+    load_module.compose = compose_once  # type: ignore[attr-defined]
 
 
 # --- judges ---
