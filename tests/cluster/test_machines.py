@@ -204,7 +204,7 @@ def test_processes_that_die_while_they_start_are_started_again(
 
     def get(*_: Any, **__: Any) -> list[str]:
         if starts <= deaths:
-            raise ActorDiedError("it died")
+            raise ActorDiedError
         return ["started"]
 
     def start(*_: Any) -> list[Any]:
