@@ -221,6 +221,8 @@ app.add_typer(prepare.recipes_app, name="recipes", rich_help_panel="Prepare")
 
 
 def main() -> None:
+    # huggingface_hub reads it when it is imported; without it, it asks for more than files.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         app()
     except SystemExit as end:

@@ -104,7 +104,8 @@ def load_found(path: Path, *, trust_remote_code: bool = False) -> DPOConfig:
                 if isinstance(inner := section.get(part), dict):
                     inner.pop(name, None)
                     for key in inner.keys() & {"file_name", "dataset_dir"}:
-                        text = json.dumps(inner[key], default=str).replace("s3:", "not downloaded:")
+                        text = json.dumps(inner[key], default=str)
+                        text = re.sub(r"(s3|hf):/", "not downloaded:/", text)
                         inner[key] = json.loads(text)
             if isinstance(args := section.get("model_args"), dict):
                 args["trust_remote_code"] = trust_remote_code

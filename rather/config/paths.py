@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from rather.config.schema import DPOConfig, as_list
-from rather.config.values import STORE
+from rather.config.values import HUB_DATASET, STORE
 from rather.errors import ConfigError, DataError
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -68,10 +68,11 @@ def is_local(name: str) -> bool:
 def _problem(kind: str, name: str, file: Path | None) -> str | None:
     """Return why a folder, or a file where one is given, cannot be used."""
     path = (file or Path(name)).expanduser()
-    if kind == "data" and name.startswith(STORE):
+    if kind == "data" and (name.startswith(STORE) or HUB_DATASET.fullmatch(name)):
         return None
     if "://" in name:
-        return f"{name} is an address; only local files are read: download it first"
+        known = ", s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]"
+        return f"{name} is an address; only local files{known if kind == 'data' else ''} are read"
     try:
         is_folder = any(next(path.glob(each), None) for each in FOLDERS.get(kind, ()))
         if is_folder or (path.is_file() if file else not is_local(name)):
@@ -80,7 +81,10 @@ def _problem(kind: str, name: str, file: Path | None) -> str | None:
             files = " or ".join(FOLDERS.get(kind, ("text",)))
             return f"{path.absolute()} is not a {kind} folder: it has no {files}"
         what = f"{kind} {'file' if file else 'folder'}"
-        return f"the {what} {path.absolute()} does not exist{nearest_names(path)}"
+        text = f"the {what} {path.absolute()} does not exist{nearest_names(path)}"
+        is_dataset = kind == "data" and "/" in name and "." not in Path(name).name
+        hub = f"; a dataset of the hub is hf://datasets/{name}" if is_dataset else ""
+        return text + (hub if HUB_NAME.fullmatch(name) else "")
     except OSError as error:  # a folder that may not be searched, a name too long
         return f"{name[:80]} cannot be read ({error.strerror or error})"
 

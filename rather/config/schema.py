@@ -18,6 +18,7 @@ from rather.config import checks, inherit
 from rather.config.strategies import data_parallel, possible_layout
 from rather.config.values import (
     PISSA,
+    REMOTE,
     STORE,
     BelowHalf,
     BelowOne,
@@ -209,7 +210,7 @@ class DataArgs(Section):
     def locate(self, name: str) -> Path:
         """Return the path of a file: relative names are tried in dataset_dir, then here."""
         path = Path(name).expanduser()
-        if not self.dataset_dir or name.startswith(STORE):
+        if not self.dataset_dir or name.startswith(REMOTE):
             return path
         folder = Path(self.dataset_dir).expanduser()
         # `file_name: data/x.json` next to `dataset_dir: data` names the folder twice.
@@ -221,8 +222,8 @@ class TrainDataArgs(DataArgs):
     """The training pairs."""
 
     file_name: str | list[str] | None = None
-    """File or files of training pairs: JSON, JSONL, Parquet, Arrow, .gz; or folders of tokenised
-    pairs."""
+    """File or files of training pairs: JSON, JSONL, Parquet, Arrow, .gz; folders of tokenised
+    pairs; or addresses s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]."""
     weights: list[Positive] | None = None
     """Mixing weights of the files, one number per file."""
 

@@ -28,6 +28,10 @@ from rather.config.plugins import did_you_mean
 MASK = "***"
 MOST_DEVICES = 65_536
 STORE = "s3://"  # how the address of an object store begins
+HUB_DATASET = re.compile(
+    r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<split>[\w./-]+))?"
+)
+REMOTE = (STORE, "hf://")  # data that is downloaded
 PISSA = re.compile(r"pissa(_niter_[1-9]\d*)?")
 
 

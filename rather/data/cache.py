@@ -71,7 +71,7 @@ class Cache:
             report = json.loads(json.dumps(make(temporary)))  # as a later start reads it
             sha = _sha(temporary, report)
             os.replace(temporary, path)
-            _write(path.with_suffix(".json"), {"sha256": sha, "report": report})
+            write_json(path.with_suffix(".json"), {"sha256": sha, "report": report})
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskError(
@@ -94,7 +94,7 @@ class Cache:
             known = {}
         if known.get(str(path), [None])[0] != stamp:
             known[str(path)] = [stamp, file_sha(path)]
-            _write(memory, known)
+            write_json(memory, known)
         return str(known[str(path)][1])
 
 
@@ -113,7 +113,7 @@ def _find(path: Path) -> tuple[PairFile, Json] | None:
     return None
 
 
-def _write(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     with open(temporary, "w", encoding="utf-8", opener=own) as file:
         json.dump(value, file)

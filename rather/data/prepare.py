@@ -24,6 +24,7 @@ from rich.console import Console
 from rather.config.compat import check_even
 from rather.config.schema import DataArgs, DPOConfig
 from rather.config.strategies import data_parallel
+from rather.data import hub
 from rather.data.cache import Cache, batch_writer, file_sha, text_sha
 from rather.data.findings import examine, mix
 from rather.data.formats import RowLayout
@@ -196,13 +197,18 @@ def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataA
     )
 
 
-def _local(file: Path, cache: Cache) -> Path:
-    """Return a file, or the copy of an object s3://bucket/name in the cache."""
-    if file.parts[:1] != ("s3:",):
-        return file
+def _local(file: Path, cache: Cache, commits: dict[str, str]) -> list[Path]:
+    """Return a file, or the copies of what an address s3:// or hf:// names; note its commit."""
+    scheme, *parts = file.parts
+    if scheme == "hf:":
+        address = f"hf://{'/'.join(parts)}"
+        commits[address], files = hub.download(address)
+        return files
+    if scheme != "s3:":
+        return [file]
     from rather.checkpoint.store import download  # imports torch
 
-    return download(file, cache.folder)
+    return [download(file, cache.folder)]
 
 
 @dataclass
@@ -240,7 +246,11 @@ class _Builder:
     ) -> tuple[PairDataset, Json]:
         """Return the pairs of files, and the report about them."""
         cache = Cache(self.config.data_cache_dir(data))
-        groups = [find_sources(_local(file, cache)) for file in files]
+        commits: dict[str, str] = {}
+        groups = [
+            [source for each in _local(file, cache, commits) for source in find_sources(each)]
+            for file in files
+        ]
         sources = [source for group in groups for source in group]
         columns = dict(data.columns)
         for name in ("chosen", "rejected"):
@@ -261,7 +271,7 @@ class _Builder:
             parts.append((start, end, weight))
             start = end
         add_paths(report, sources)
-        report |= {"overlong": data.overlong, "cache": str(file.path)}
+        report |= {"overlong": data.overlong, "cache": str(file.path), "commits": commits}
         return PairDataset(file, address, parts), report
 
     def _address(self, files: list[str], data: DataArgs, layout: RowLayout) -> str:

@@ -74,6 +74,8 @@ def report_rows(report: Json) -> Iterator[tuple[str, str, str, str, str]]:
         if "rows" in entry:
             files = ", ".join(short(file["path"]) for file in entry["files"])
             yield name, "rows read", f"{entry['rows']:,}", files, ""
+        for address, commit in entry.get("commits", {}).items():
+            yield name, "from the hub", "", f"{address} at commit {commit}", ""
         if "held_out_of" in entry:
             detail = f"held out of {entry['held_out_of']}"
         else:

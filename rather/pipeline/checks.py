@@ -107,7 +107,7 @@ def check_step_zero(
 # A word of resume.allow -> the fields that it lets change, and the keys that bring them back.
 GUARDS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (
-        ("data",),
+        ("data", "data commits"),
         "the files and settings of actor_train.data_args, sequence_length, a held-out split",
     ),
     "tokenizer": (
@@ -152,6 +152,7 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         "model": roles["model"].model_args.has_adapter,
         "reference": objective.needs_reference,
     }
+    commits = data.report["train"]["commits"]
     sha = Cache(config.data_cache_dir(config.actor_train.data_args)).sha
     for name in (name for name, is_frozen in frozen.items() if is_frozen):
         folder = model_folder(*paths[name])
@@ -161,6 +162,7 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
             "pairs": data.train.fingerprint,
             "parts": [list(part) for part in data.train.parts],
         },
+        **({"data commits": [*commits.values()]} if commits else {}),
         "tokenizer": data.report["tokenizer_sha256"],
         "chat template": dict(data.report["train"]["template"]),
         **{name: list(path) for name, path in paths.items()},

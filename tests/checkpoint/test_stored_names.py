@@ -49,7 +49,7 @@ STATE = {
     "schedule.log_num_zeros_in_grad", "schedule.dtype",
 }  # fmt: skip
 GUARDED = {
-    "data": ("data",),
+    "data": ("data", "data commits"),
     "tokenizer": ("tokenizer", "chat template"),
     "model": ("model", "model config", "model weights", "adapter", "rounding"),
     "reference": ("reference", "reference config", "reference weights", "synced reference"),

@@ -485,7 +485,7 @@ def test_missing_paths_are_named_together(write, tmp_path: Path) -> None:
         f"{tmp_path}/models is not a data folder: it has no *.arrow or state.json "
         "or dataset_dict.json or part-*/state.json"
     )
-    assert "only local files are read" in lines[5]
+    assert "only local files, s3://bucket/name and hf://" in lines[5]
     assert lines[6].startswith("validation.data_args.file_name (command line): the data file /")
     assert len(lines) == 7
 

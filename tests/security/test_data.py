@@ -96,7 +96,7 @@ def test_a_script_next_to_the_data_is_not_run(
 def test_an_address_is_not_fetched(config: Config, marker: Path, name: str) -> None:
     done = rather("data", config(actor_train__data_args__file_name=name))
     assert done.exit_code == 3
-    assert "only local files are read" in done.stderr
+    assert "is an address; only local files, s3://" in done.stderr
 
 
 def test_only_regular_files_are_opened(config: Config, tmp_path: Path, marker: Path) -> None:

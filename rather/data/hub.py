@@ -1,0 +1,183 @@
+"""Datasets of the Hugging Face hub: `hf://datasets/ORG/NAME[@revision][:[config/]split]`.
+
+The revision is resolved to a commit, and every file is of that commit. What was downloaded for an
+address is recorded, so that the same address works without a network.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from glob import escape
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rather.config.values import HUB_DATASET
+from rather.data.cache import text_sha, write_json
+from rather.errors import DataError
+from rather.files import parse_yaml, read_bytes, read_json
+
+log = logging.getLogger(__name__)
+
+CARD, MOST_CARD_BYTES = "README.md", 4 << 20
+DATA_FILE = re.compile(r"(?!.*(^|/)(\.|dataset_infos?\.json|dataset_dict\.json|state\.json))"
+                       r".+\.(jsonl?|ndjson|parquet|arrow)(\.gz)?")  # fmt: skip
+SHARD = re.compile(r"-\d{5}-of-\d{5}.*")
+WORDS = {  # names of a split in a path, as the library `datasets` knows them
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+SHOWN = 20  # files in an error
+REASONS = {
+    "RepositoryNotFoundError": "no such dataset, or a private one: check the name, set HF_TOKEN.",
+    "GatedRepoError": "accept the terms on its page and set HF_TOKEN.",
+    "RevisionNotFoundError": "no such revision.",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the cache does not have it.",
+}
+
+
+def download(address: str) -> tuple[str, list[Path]]:
+    """Return the commit and the files of a split, downloaded unless the hub's cache has them."""
+    import huggingface_hub as hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    match = HUB_DATASET.fullmatch(address)
+    if not match:
+        raise DataError(f"{address}: write hf://datasets/ORG/NAME[@revision][:split].")
+    repo, revision, wanted = match["repo"], match["revision"] or "main", match["split"] or ""
+    record = hub.cached_assets_path("rather", "datasets") / f"{text_sha(address)}.json"
+    known = _recorded(record)
+    if known and known[0] == revision:  # a commit never changes
+        return known
+    try:
+        of: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
+        info = hub.HfApi().dataset_info(repo, revision=revision, timeout=10)
+        of["revision"] = commit = str(info.sha)
+        if known and known[0] == commit:
+            return known
+        names = hub.HfApi().list_repo_files(**of)
+        card = _card(Path(hub.hf_hub_download(filename=CARD, **of)) if CARD in names else None)
+        chosen = choose(names, card, wanted, f"{address} (commit {commit})")
+        folder = Path(hub.snapshot_download(allow_patterns=[*map(escape, chosen)], **of))
+    except DataError:
+        raise
+    except Exception as error:  # of the hub, its HTTP library, or the network
+        answered = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+        if known and not answered:
+            log.warning("%s: the hub does not answer; using commit %s, cached", address, known[0])
+            return known
+        reason = REASONS.get(type(error).__name__) or str(error).strip().partition("\n")[0]
+        raise DataError(f"{address}: not downloaded from the hub: {reason}") from error
+    record.parent.mkdir(parents=True, exist_ok=True)
+    files = [folder / name for name in chosen]
+    write_json(record, {"commit": commit, "files": list(map(str, files))})
+    return commit, files
+
+
+def choose(names: Iterable[str], card: Mapping[str, Any], wanted: str, where: str) -> list[str]:
+    """Return the files of a split: by the `configs` of the dataset's card, then by their names.
+
+    `wanted` is '', a split, config/split, or the path of a file.
+    """
+    found = sorted(filter(DATA_FILE.fullmatch, names))
+    if wanted in found:
+        return [wanted]
+    config, _, split = wanted.rpartition("/")
+    configs = [entry for entry in _list(card.get("configs")) if isinstance(entry, dict)]
+    splits: dict[str, list[str]] = {}
+    if configs:
+        entry = _config(configs, config, where)
+        splits, folder = _patterns(entry.get("data_files")), str(entry.get("data_dir") or "")
+        if not splits:
+            config = folder.strip("/")
+    if splits:
+        name = split or ("train" if "train" in splits or len(splits) > 1 else next(iter(splits)))
+        chosen = [each for each in found if any(_fits(each, p) for p in splits.get(name, ()))]
+        others = f"its splits are {', '.join(splits)}"
+    else:
+        inside = [each for each in found if not config or each.startswith(f"{config}/")]
+        chosen = _by_name(inside, split or "train")
+        chosen = inside if not (chosen or split) and len(inside) == 1 else chosen
+        others = "no name of a file says so"
+    if not chosen:
+        listed = "".join(f"\n  {each}" for each in found[:SHOWN]) or " none"
+        more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise DataError(
+            f"{where}: no files of split '{split or 'train'}' ({others}). Add :SPLIT, or "
+            f":PATH of one of its data files:{listed}{more}"
+        )
+    return chosen
+
+
+def _config(configs: list[dict[str, Any]], wanted: str, where: str) -> dict[str, Any]:
+    by_name = {str(entry.get("config_name", "default")): entry for entry in configs}
+    marked = (entry for entry in configs if entry.get("default") or len(configs) == 1)
+    entry = by_name.get(wanted) if wanted else next(marked, by_name.get("default"))
+    if entry is None:
+        raise DataError(
+            f"{where}: choose one of its configs, such as :{next(iter(by_name))}/train; they are "
+            f"{', '.join(by_name)}."
+        )
+    return entry
+
+
+def _patterns(files: Any) -> dict[str, list[str]]:
+    """Return the patterns of each split in any of the forms that `datasets` reads."""
+    if isinstance(files, dict):
+        return {str(name): list(map(str, _list(paths))) for name, paths in files.items()}
+    splits: dict[str, list[str]] = {}
+    for each in _list(files):
+        is_split = isinstance(each, dict)
+        paths = _list(each.get("path")) if is_split else [each]
+        name = str(each.get("split", "train")) if is_split else "train"
+        splits.setdefault(name, []).extend(map(str, paths))
+    return splits
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a path fits a pattern; ** crosses folders, * does not."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern.removeprefix("./"))
+    meaning = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return bool(re.fullmatch("".join(meaning.get(p) or re.escape(p) for p in parts), name))
+
+
+def _by_name(names: list[str], split: str) -> list[str]:
+    """Return the files whose name or folder is the split, or else has a word for it."""
+    paths = {name: PurePosixPath(name) for name in names}
+    exact = [
+        name
+        for name, path in paths.items()
+        if split in (SHARD.sub("", path.name.split(".")[0]), *path.parts[:-1])
+    ]
+    if exact or any(SHARD.search(name) for name in names):  # shards carry the name of their split
+        return exact
+    words = WORDS.get(split, {split})
+    return [name for name in names if words & set(re.split(r"[^a-z]+", name.lower()))]
+
+
+def _card(file: Path | None) -> dict[str, Any]:
+    """Return the YAML at the top of a dataset's card."""
+    try:
+        text = read_bytes(file, MOST_CARD_BYTES).decode(errors="replace") if file else ""
+        top = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+        values = parse_yaml(top[1]) if top else {}
+    except ValueError as error:
+        log.warning("%s: its YAML cannot be read (%s); splits are found by file names", file, error)
+        values = {}
+    return values if isinstance(values, dict) else {}
+
+
+def _recorded(record: Path) -> tuple[str, list[Path]] | None:
+    """Return what was downloaded before, if all of it is still in the cache."""
+    try:
+        known = read_json(record)
+        files = [Path(name) for name in known["files"]]
+        return (str(known["commit"]), files) if all(f.is_file() for f in files) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
