@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from rather.commands import models, prepare, runs
 from rather.commands.doctor import doctor_command
+from rather.commands.pairs import pairs_command
 from rather.commands.terminal import (
     AsJson,
     ConfigPath,
@@ -197,6 +198,7 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
     ),
     "Watch and manage runs": (
         ("board", runs.board_command, "output"),
+        ("pairs", pairs_command, "output/dpo --write corrections.jsonl"),
         ("health", runs.health_command, "output/dpo"),
         ("report", runs.report_command, "output/dpo"),
         ("compare", runs.compare_command, "output/a output/b"),

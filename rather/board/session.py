@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -19,6 +20,7 @@ from rather.config.load import load_found
 from rather.config.redaction import hide
 from rather.config.show import secret_values
 from rather.data.batch import PairFacts
+from rather.data.corrections import hex_id
 from rather.data.pack import pack
 from rather.data.pairs import PairDataset
 from rather.data.prepare import prepare
@@ -31,6 +33,7 @@ from rather.model.policy import PolicyModel
 from rather.parallel.load import same_weights, stored_dtype
 from rather.plan.memory import known_shapes
 from rather.report.folder import CONFIG, FINISHED
+from rather.report.pairs import MEANINGS, Doctor
 from rather.run_folder.model_source import Weights, rounding_of
 from rather.tracking.json_lines import JsonObject
 
@@ -80,20 +83,30 @@ class Session:
         return self.sets[name]
 
     def search(self, name: str, text: str, start: int) -> JsonObject:
-        """Return pairs from `start` on that contain the text, ignoring case, or have it as id."""
+        """Return pairs from `start` on that contain the text, ignoring case, or have it as id.
+
+        A finding of `rather pairs`, such as likely_flipped, lists its pairs, the worst first.
+        """
         pairs, wanted, hits = self.dataset(name), text.casefold(), list[JsonObject]()
         until, place = monotonic() + SEARCH_SECONDS, max(0, start)
         self.doing = "searching"
-        while place < len(pairs) and len(hits) < HITS and (monotonic() < until or place == start):
-            (pair,) = pairs.take([place])
+        order: Sequence[int] = range(len(pairs))
+        if is_finding := name == "train" and text in MEANINGS:
+            order = self._pairs_of(text, pairs)
+        while place < len(order) and len(hits) < HITS and (monotonic() < until or place == start):
+            (pair,) = pairs.take([order[place]])
             prompt, chosen, rejected = map(self.decode, (pair.prompt, pair.chosen, pair.rejected))
             whole = f"{prompt}{chosen}\n{prompt}{rejected}".casefold()
-            if wanted in whole or (text and text == pair.id):
+            if is_finding or wanted in whole or (text and text in (pair.id, hex_id(pair.digest))):
                 shown = {"prompt": prompt[-160:], "chosen": chosen[:120]}
-                hits.append({"index": place, "id": pair.id, **shown})
+                hits.append({"index": order[place], "id": pair.id, **shown})
             place += 1
-        following = place if place < len(pairs) else None
+        following = place if place < len(order) else None
         return {"sets": self.sizes, "hits": hits, "next": following}
+
+    def _pairs_of(self, finding: str, pairs: PairDataset) -> list[int]:
+        places = {digest: i for i, digest in enumerate(pairs.column("pair_hash").tolist())}
+        return [places[each] for each in Doctor.of(self.run_dir).ids_of(finding) if each in places]
 
     def decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))

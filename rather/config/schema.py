@@ -226,6 +226,9 @@ class TrainDataArgs(DataArgs):
     pairs; or addresses s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]."""
     weights: list[Positive] | None = None
     """Mixing weights of the files, one number per file."""
+    corrections: Text | list[Text] | None = None
+    """JSONL file or files of {id, weight, flip} as `rather pairs --write` makes them: drops, weights
+    or flips training pairs. A pair that two files flip is as it was."""
 
     @property
     def files(self) -> list[Path]:
@@ -652,6 +655,9 @@ class TrackingKeys(Section):
     trace: bool = False
     """Write a timeline of the run to trace.json in the run folder, for chrome://tracing or
     ui.perfetto.dev."""
+    pair_ledger: bool = True
+    """Write ledger.arrows into the run folder: margin, log-ratios and gradient weight of every pair
+    in every epoch (about 60 bytes a row), which `rather pairs` reads."""
     report_html: bool | Literal["auto"] = "auto"
     """Write report.html (5 MB, works offline) into the run folder: true, false, or auto: if the
     extra `report` is installed. `rather report` writes it later."""

@@ -37,6 +37,7 @@ class TokenPair:
     margin: float = math.nan  # NaN if the data has none
     soft_label: float = math.nan  # probability that chosen is the better answer
     id: str = ""
+    digest: int = 0  # of its texts: the same in any tokenizer; 0 if it did not come from a file
 
     @property
     def tokens(self) -> int:

@@ -7,10 +7,11 @@ second of import, and a copy of each row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +41,27 @@ SCHEMA = pa.schema(
 )
 
 
+class Correction(NamedTuple):
+    """A change of one pair that `data_args.corrections` asks for."""
+
+    weight: float = 1.0  # times the pair's own; 0 drops it
+    flip: bool = False  # the rejected answer is the better one
+
+    def apply(self, pair: TokenPair) -> TokenPair:
+        pair = replace(pair, weight=pair.weight * self.weight)
+        if not self.flip:
+            return pair
+        return replace(
+            pair,
+            chosen=pair.rejected,
+            rejected=pair.chosen,
+            chosen_scored=pair.rejected_scored,
+            rejected_scored=pair.chosen_scored,
+            margin=-pair.margin,
+            soft_label=1 - pair.soft_label,
+        )
+
+
 class _Batch:
     """A record batch as numpy views: row i of a list is values[offsets[i]:offsets[i + 1]]."""
 
@@ -48,6 +70,7 @@ class _Batch:
         self.lists = [(column.offsets.to_numpy(), column.values.to_numpy()) for column in lists]
         self.numbers = [batch.column(name).to_numpy() for name in NUMBERS]
         self.ids = batch.column("id")
+        self.digests = batch.column("pair_hash").to_numpy()
 
     def pair(self, i: int) -> TokenPair:
         from rather.data.batch import TokenPair  # here, because only who takes pairs needs torch
@@ -56,8 +79,10 @@ class _Batch:
         prompt, chosen, rejected, *scored = rows
         first, second = (tuple(zip(s[::2].tolist(), s[1::2].tolist(), strict=True)) for s in scored)
         weight, margin, soft = (float(column[i]) for column in self.numbers)
-        name = self.ids[i].as_py()
-        return TokenPair(prompt, chosen, rejected, first, second, weight, margin, soft, name)
+        name, digest = self.ids[i].as_py(), int(self.digests[i])
+        return TokenPair(
+            prompt, chosen, rejected, first, second, weight, margin, soft, name, digest
+        )
 
 
 class PairFile:
@@ -93,9 +118,12 @@ class PairDataset:
         fingerprint: str,
         parts: Sequence[Part],
         rows: Ints | None = None,
+        corrections: Mapping[int, Correction] | None = None,
     ) -> None:
+        """`corrections` belong to rows of the file. `take` applies them, columns do not have them."""
         self.file, self.fingerprint, self.rows = file, fingerprint, rows
         self.parts: tuple[Part, ...] = tuple(parts)
+        self.corrections = corrections or {}
 
     def __len__(self) -> int:
         return len(self.file) if self.rows is None else len(self.rows)
@@ -123,7 +151,11 @@ class PairDataset:
         rows = wanted if self.rows is None else self.rows[wanted]
         batches = np.searchsorted(self.file.starts, rows, side="right") - 1
         places = zip(batches.tolist(), (rows - self.file.starts[batches]).tolist(), strict=True)
-        return [self.file.batches[batch].pair(i) for batch, i in places]
+        pairs = [self.file.batches[batch].pair(i) for batch, i in places]
+        if not self.corrections:
+            return pairs
+        own = map(self.corrections.get, rows.tolist())
+        return [each.apply(pair) if each else pair for pair, each in zip(pairs, own, strict=True)]
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column of numbers."""

@@ -22,10 +22,11 @@ import numpy as np
 from rich.console import Console
 
 from rather.config.compat import check_even
-from rather.config.schema import DataArgs, DPOConfig
+from rather.config.schema import DataArgs, DPOConfig, as_list
 from rather.config.strategies import data_parallel
 from rather.data import hub
 from rather.data.cache import Cache, batch_writer, file_sha, text_sha
+from rather.data.corrections import corrected
 from rather.data.findings import examine, mix
 from rather.data.formats import RowLayout
 from rather.data.messages import common_length
@@ -96,6 +97,8 @@ def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
     if validation.split is not None:
         train, evals[""] = held_out(train, validation.split, config.data_seed)
         report["evals"][""] = {"pairs": len(evals[""]), "held_out_of": "train"}
+    if names := as_list(data.corrections):
+        train, report["corrections"] = corrected(train, [data.locate(name) for name in names])
     check_even(config, len(train), data_parallel(config.actor_train))
     train_report["used"] = len(train)
     report["warnings"] += _warnings(config, train, train_report)

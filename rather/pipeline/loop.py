@@ -127,6 +127,9 @@ class TrainingLoop:
                 return self.actor_train.train_step(batches, reference, limits=limits)
 
         result = self.retry.run("train", step, work)
+        if self.summary and self.config.pair_ledger and not result.nonfinite:
+            columns = result.ledger(PairFacts.of_step(step.policy))
+            self.tracker.log_pairs(step.number, [pair.digest for pair in step.pairs], columns)
         if self.summary and step.number == 1 and reference and not result.nonfinite:
             lengths = PairFacts.of_step(step.policy).length
             used_cache = self.reference_stream.used_cache

@@ -21,12 +21,14 @@ from rather.report.folder import (
     MetricColumns,
 )
 from rather.report.page import LEVELS, chart, escape, lines, page, plotly_bundle, slug, table
-from rather.tracking.json_lines import JsonObject
+from rather.report.pairs import MEANINGS, Doctor
+from rather.tracking.json_lines import LEDGER, JsonObject
 from rather.tracking.outcome import outcome_text
 
 log = logging.getLogger(__name__)
 
 MOST_ANSWERS, MOST_INCIDENTS = 12, 200
+MOST_SUSPECTS, MOST_POINTS = 20, 20_000
 COMPUTING = ("torch", "transformers", "tokenizers", "peft", "numpy")
 MISSING = f"<p>{STARTS} is missing.</p>"
 TILES = (("rewards/accuracies", "accuracy", ".1%"), ("rewards/margins", "margin", ".3g"))
@@ -414,6 +416,44 @@ def _pairs(pairs: Sequence[JsonObject]) -> str:
     return text
 
 
+# --- what the ledger says about the pairs ---
+
+
+def pairs(run: Folder) -> str:
+    if not (run.path / LEDGER).exists():
+        return ""
+    doctor = Doctor.of(run.path)
+    found, history = doctor.summary(), doctor.history
+    counts = [(name.replace("_", " "), found[name], text) for name, text in MEANINGS.items()]
+    counts.append(("explained by length", f"{found['explained_by_length']:.0%}", "R^2 of margins"))
+    text = table("What training says about its pairs", ["finding", "pairs", "meaning"], counts)
+    if known := doctor.calibration:
+        text += (
+            f"<p>Planted flips: AUC {known['auc']:.2f}; the cut finds {known['recall']:.0%} of "
+            f"them, and at least {known['precision']:.0%} of what it finds is wrong.</p>"
+        )
+    seen = history.first, history.last
+    traces = [
+        {"type": "histogram", "name": name, "x": values[:MOST_POINTS].tolist(), "opacity": 0.6}
+        for name, values in zip(("first seen", "last epoch"), seen, strict=True)
+    ]
+    layout = {"barmode": "overlay", "xaxis": {"title": {"text": "margin, without beta"}}}
+    about = "Pairs by their margin when first seen, and when last seen."
+    text += _grid([chart({"data": traces, "layout": layout}, "Margins of the pairs", about)])
+    worst = history.rows(doctor.findings)[:MOST_SUSPECTS]
+    cells = [
+        (one["id"], f"{one['flip_score']:.3g}", f"{one['first']:.3g}", f"{one['last']:.3g}",
+         ", ".join(one["findings"]).replace("_", " "))
+        for one in worst
+    ]  # fmt: skip
+    heads = ["id", "flip score", "margin first seen", "last", "findings"]
+    text += table("The most suspicious pairs", heads, cells)
+    return text + (
+        "<p class='muted'>To read them token by token, open the board and search its pair "
+        "inspector for an id, or for <code>likely_flipped</code>.</p>"
+    )
+
+
 # --- the page ---
 
 SECTIONS: dict[str, Callable[[Folder], str]] = {
@@ -421,6 +461,7 @@ SECTIONS: dict[str, Callable[[Folder], str]] = {
     "Health": health,
     "Answers before and after": answers,
     "Data": data,
+    "Pairs": pairs,
     "Time and cost": time_and_cost,
     "Incidents": incidents,
     "Settings": settings,

@@ -17,7 +17,14 @@ from rather.config.schema import DPOConfig
 from rather.errors import CheckpointError, ConfigError, DiskError
 from rather.files import own, parse_json, write_own
 from rather.run_folder import control
-from rather.tracking.json_lines import LONGEST_LINE, LOST_METRICS, MetricsPosition, strict_json
+from rather.tracking.json_lines import (
+    LEDGER,
+    LONGEST_LINE,
+    LOST_LEDGER,
+    LOST_METRICS,
+    MetricsPosition,
+    strict_json,
+)
 from rather.tracking.trackers import TRACKER_IDS
 
 log = logging.getLogger(__name__)
@@ -34,7 +41,8 @@ FINISHED = ".finished"
 OWN_FILES = (
     "metrics.jsonl", "config.yaml", DATA_REPORT, "LATEST", REFERENCE_LOG, RUN_REPORT, TRACE,
     TRACKER_IDS, FINISHED, "incidents.jsonl", PLAN, STARTS, REPORT_PAGE,
-    "health.jsonl", "answers.jsonl", LOST_METRICS,
+    "health.jsonl", "answers.jsonl", LOST_METRICS, LEDGER, LOST_LEDGER,
+    "pairs.json",
 )  # fmt: skip
 RESULTS = ("model", "best_model", "adapter", "best_adapter")
 OWN_NAMES = (*OWN_FILES, *RESULTS, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*")
@@ -170,7 +178,12 @@ def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> MetricsPos
     state = newest.state
     if not is_own:
         return MetricsPosition()
-    return MetricsPosition(int(state["metrics_bytes"]), state.get("metrics_sha256"))
+    return MetricsPosition(
+        int(state["metrics_bytes"]),
+        state.get("metrics_sha256"),
+        int(state.get("ledger_bytes", 0)),
+        state.get("ledger_sha256"),
+    )
 
 
 def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:

@@ -29,6 +29,7 @@ _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 LONGEST_LINE = 4 << 20  # bytes
 MOST_PIECES = 8  # of that size without a line end
 LOST_METRICS = "metrics.lost.jsonl"  # a metrics.jsonl that did not fit its checkpoint
+LEDGER, LOST_LEDGER = "ledger.arrows", "ledger.lost.arrows"  # numbers of each pair and epoch
 REMEMBERED = 256  # bytes before the position, to notice a file that was cut and written again
 
 
@@ -129,22 +130,31 @@ def read_lines(path: Path) -> tuple[list[JsonObject], int]:
 
 
 class MetricsPosition(NamedTuple):
-    """The length of metrics.jsonl at a checkpoint, and the SHA-256 of that many bytes."""
+    """The length of metrics.jsonl at a checkpoint, and the SHA-256 of that many bytes.
+
+    Then the same of ledger.arrows; 0 and None if the run writes none.
+    """
 
     metrics_bytes: int = 0
     metrics_sha256: str | None = None  # None in checkpoints of earlier versions
+    ledger_bytes: int = 0
+    ledger_sha256: str | None = None
 
 
-class MetricsFile:
-    """Appends one JSON object per line; after each call the file holds whole lines only.
+class AppendedFile:
+    """Appends parts to a file, whole or not at all, and returns to its length at a checkpoint.
 
-    A line that a full disk does not take is kept and written with a later one.
+    A part that a full disk does not take is kept and written with a later one.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._unwritten = path, b""
         self._open()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._size or self._unwritten)
 
     def _open(self) -> None:
         self._descriptor = own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -158,9 +168,9 @@ class MetricsFile:
             place += len(part)
         return digest
 
-    def append(self, record: Record) -> None:
+    def write(self, part: bytes) -> None:
         already_failing = bool(self._unwritten)
-        self._unwritten += json_line(record).encode()
+        self._unwritten += part
         try:
             self._write()
         except OSError as error:
@@ -168,29 +178,30 @@ class MetricsFile:
                 text = "%s: cannot be written (%s); new lines are kept in memory."
                 log.warning(text, self.path, error.strerror)
 
-    def position(self) -> MetricsPosition:
-        """Return length and digest of the file, with every line on the disk."""
+    def position(self) -> tuple[int, str]:
+        """Return length and digest of the file, with every part on the disk."""
         try:
             self._write()
             os.fsync(self._descriptor)
         except OSError as error:
             raise DiskError(
                 f"{self.path}: cannot be written ({error.strerror}); {len(self._unwritten):,} "
-                "bytes of metrics wait for room on the disk."
+                "bytes wait for room on the disk."
             ) from error
-        return MetricsPosition(self._size, self._digest.hexdigest())
+        return self._size, self._digest.hexdigest()
 
-    def truncate(self, position: MetricsPosition) -> None:
-        """Cut the file to its length at a checkpoint; the run writes the later lines again.
+    def truncate(self, size: int, saved: str | None) -> None:
+        """Cut the file to its length at a checkpoint; the run writes what follows again.
 
         A file that is not the one of the checkpoint is set aside: it costs the log, not the run.
         """
-        size, saved = position
-        ends_line = not size or os.pread(self._descriptor, 1, size - 1) == b"\n"
         digest = self._hash(size)
         self._unwritten = b""
-        if self._size < size or not ends_line or saved not in (None, digest.hexdigest()):
-            lost = self.path.with_name(LOST_METRICS)
+        # Without a digest, from an earlier version, at least a whole line of text must end there.
+        known = saved or (b"\n" if size else None)
+        last = os.pread(self._descriptor, 1, size - 1) if size else None
+        if self._size < size or known not in (digest.hexdigest(), last):
+            lost = self.path.with_name(f"{self.path.stem}.lost{self.path.suffix}")
             text = "%s: is not the file that the checkpoint was saved with: it was cut, changed or "
             text += "removed. It is now %s, and a new file begins with the next step."
             log.warning(text, self.path, lost.name)
@@ -220,6 +231,13 @@ class MetricsFile:
         self._digest.update(self._unwritten)
         self._size += done
         self._unwritten = b""
+
+
+class MetricsFile(AppendedFile):
+    """metrics.jsonl: one JSON object per line."""
+
+    def append(self, record: Record) -> None:
+        self.write(json_line(record).encode())
 
 
 def read_records(path: Path) -> Iterator[JsonObject]:

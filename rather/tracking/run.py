@@ -5,22 +5,41 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from rather.tracking.health import HealthWatch
-from rather.tracking.json_lines import MetricsFile, MetricsPosition, Record
+from rather.tracking.json_lines import (
+    LEDGER,
+    AppendedFile,
+    MetricsFile,
+    MetricsPosition,
+    Record,
+)
 from rather.tracking.trackers import TRACKERS, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
 
 log = logging.getLogger(__name__)
+
+LEDGER_SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("id", pa.uint64()),  # the digest of the pair's texts
+        *((name, pa.float64()) for name in ("margin", "chosen", "rejected")),
+        ("gradient_weight", pa.float32()),
+        *((name, pa.int32()) for name in ("chosen_tokens", "rejected_tokens")),
+    ]
+)
 
 
 class NoTracker:
@@ -29,6 +48,10 @@ class NoTracker:
     def go_back(self, metrics_position: MetricsPosition, start_step: int) -> None: ...
 
     def log(self, record: Record) -> None: ...
+
+    def log_pairs(
+        self, step: int, digests: Sequence[int], columns: Mapping[str, NDArray[Any]]
+    ) -> None: ...
 
     def position(self) -> MetricsPosition:
         return MetricsPosition()
@@ -60,6 +83,7 @@ class RunTracker(NoTracker):
         metrics.jsonl is written from scratch. `quiet` switches the console off.
         """
         self._metrics = MetricsFile(config.run_dir / "metrics.jsonl")
+        self._ledger = AppendedFile(config.run_dir / LEDGER) if config.pair_ledger else None
         self._config, self._total_steps, self._quiet = config, total_steps, quiet
         self._trackers: dict[str, Tracker] = {}
         self.go_back(metrics_position, start_step)
@@ -67,7 +91,9 @@ class RunTracker(NoTracker):
     def go_back(self, metrics_position: MetricsPosition, start_step: int) -> None:
         """Return to the state of a checkpoint; later records will be logged again."""
         self._close_trackers(failed=False)
-        self._metrics.truncate(metrics_position)
+        self._metrics.truncate(*metrics_position[:2])
+        if self._ledger:
+            self._ledger.truncate(*metrics_position[2:])
         run, steps = TrackedRun(self._config, start_step), (self._total_steps, start_step)
         makers: dict[str, Callable[[], Tracker]] = {
             name: partial(TRACKERS[name], run) for name in self._config.trackers
@@ -87,13 +113,32 @@ class RunTracker(NoTracker):
         for name, tracker in list(self._trackers.items()):
             self._attempt(name, partial(tracker.log, int(record["step"]), record))
 
+    def log_pairs(
+        self, step: int, digests: Sequence[int], columns: Mapping[str, NDArray[Any]]
+    ) -> None:
+        """Append the pairs of a step to ledger.arrows, in their order within it.
+
+        Each step is one record batch, so that the bytes do not depend on when the run is saved. The
+        stream has no end mark; readers take the end of the file for it.
+        """
+        assert self._ledger
+        step_and_digest = [np.full(len(digests), step), np.array(digests, np.uint64)]
+        arrays = zip(LEDGER_SCHEMA, [*step_and_digest, *columns.values()], strict=True)
+        cells = [pa.array(values.astype(field.type.to_pandas_dtype())) for field, values in arrays]
+        head = LEDGER_SCHEMA.serialize().to_pybytes() if self._ledger.is_empty else b""
+        batch = pa.record_batch(cells, schema=LEDGER_SCHEMA)
+        self._ledger.write(head + batch.serialize().to_pybytes())
+
     def position(self) -> MetricsPosition:
-        """Return the position in metrics.jsonl, with every line on the disk, for a checkpoint."""
-        return self._metrics.position()
+        """Return the positions in both files, with every line on the disk, for a checkpoint."""
+        ledger = self._ledger.position() if self._ledger else ()
+        return MetricsPosition(*self._metrics.position(), *ledger)
 
     def close(self, *, failed: bool = False) -> None:
         self._close_trackers(failed=failed)
         self._metrics.close()
+        if self._ledger:
+            self._ledger.close()
 
     def _close_trackers(self, *, failed: bool) -> None:
         for name, tracker in list(self._trackers.items()):

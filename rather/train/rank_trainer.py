@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rather.checkpoint.sharded_tensors import LocalShards, Shard, ShardSpec
 from rather.data.batch import Columns, PairBatch, PairFacts
+from rather.losses.losses import gap
 from rather.losses.metrics import Scored, weighted_sums
 from rather.losses.objective import PairLoss
 from rather.model.collectives import all_reduce_
@@ -52,6 +54,8 @@ class StepResult:
     zeros_in_grad: int | None
     nonfinite: NonFiniteReport | None = None  # where NaN or Inf was found
     by_batch: Sequence[Mapping[str, float]] = ()  # the same sums of each micro-batch
+    reference: Tensor | None = None  # [pairs, 2] log-probs; None if the loss compares with none
+    slopes: Tensor | None = None  # [pairs, 2] derivative of the step's loss by each log-prob
 
     @property
     def skipped(self) -> int:
@@ -63,6 +67,21 @@ class StepResult:
 
     def __str__(self) -> str:
         return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
+
+    def ledger(self, facts: PairFacts) -> dict[str, NDArray[Any]]:
+        """Return a ledger row of each pair: log-ratios, or without a reference log-probs per token.
+
+        The gradient weight is the derivative of the pair's loss, times its own weight, by the
+        difference of both log-probs: beta * sigmoid(-beta * margin) for DPO.
+        """
+        assert self.slopes is not None
+        known = self.reference
+        values = self.policy / facts.length if known is None else self.policy - known
+        pull = self.slopes.abs().sum(dim=1) / 2 * facts.weight.sum()
+        columns = {"margin": gap(values), "chosen": values[:, 0], "rejected": values[:, 1]}
+        columns |= {"gradient_weight": pull, "chosen_tokens": facts.length[:, 0]}
+        columns["rejected_tokens"] = facts.length[:, 1]
+        return {name: column.numpy() for name, column in columns.items()}
 
 
 class WholeModelRunner:
@@ -198,9 +217,11 @@ class RankTrainer:
         facts = facts or PairFacts.of_step(batches)
         total, scale = float(facts.weight.sum()) or 1.0, self._trained.scale
         facts, known = facts.to(self.device), reference and self._on_device(reference)
-        rows: list[Sums] = []
-        policy, watched = torch.zeros_like(facts.length), torch.zeros_like(facts.length)
-        slopes: dict[str, Tensor] = {}
+        rows, slopes = list[Sums](), dict[str, Tensor]()
+        numbers = facts.length.new_zeros(len(facts.length), 4 if known is None else 6)
+        policy, watched = numbers[:, :2], numbers[:, 2:4]
+        if known and not any(self.mesh.places.values()):
+            numbers[:, 4:] = known["sum"]
         if self.loss.whole_batch:
             sums, logps, slopes = self._slopes(batches, facts, known, total)
             policy.copy_(logps)
@@ -224,10 +245,10 @@ class RankTrainer:
         else:
             self.runner.backward(batches, self.loss.token_columns, objective)
         self._complete_gradients()
-        result = self._update(rows or [self._no_sums(facts, known)], policy, len(batches), limits)
+        result = self._update(rows or [self._no_sums(facts, known)], numbers, len(batches), limits)
         if result.skip_reason == "nonfinite":
             losses = [] if slopes else [row["loss"] for row in rows]
-            result = self._with_report(result, torch.cat([policy, watched], 1), batches, losses)
+            result = self._with_report(result, numbers, batches, losses)
         self._trained.zero_grad()
         return result
 
@@ -307,7 +328,7 @@ class RankTrainer:
         return weighted_sums(scored, facts.weight[none], self.loss)
 
     def _update(
-        self, rows: Sequence[Sums], policy: Tensor, batches: int, limits: StepLimits | None
+        self, rows: Sequence[Sums], pairs: Tensor, batches: int, limits: StepLimits | None
     ) -> StepResult:
         """Clip and step, unless the numbers, which all ranks share, are a reason to skip it."""
         optimizer, scale = self._trained, self._trained.loss_scale
@@ -315,17 +336,17 @@ class RankTrainer:
         table = values.new_zeros(self._dp * batches, values.shape[1])  # dp ranks take turns
         table[self._dp_rank :: self._dp][: len(rows)] = values
         optimizer.prepare()  # the next line waits for the device
-        numbers = self._reduce_numbers(torch.cat([table.flatten(), policy.flatten()]))
+        numbers = self._reduce_numbers(torch.cat([table.flatten(), pairs.flatten()]))
         grad_norm, zeros = numbers[:2].tolist()
         table = numbers[2 : 2 + table.numel()].view_as(table)
-        logps = numbers[2 + table.numel() :].view_as(policy)
+        logps, slopes, *known = torch.split(numbers[2 + table.numel() :].view_as(pairs), 2, dim=1)
         total = reduce(torch.add, table)  # in order: the same bits on any number of ranks
         sums, *each = (dict(zip(rows[0], row.tolist(), strict=True)) for row in [total, *table])
         for name, value in self.balance.metrics().items() if self.balance else ():
             sums[name] = value * sums["weight"]
-        found = int(zeros) if self.count_zeros else None
-        by_batch = [row for row in each if row["weight"]]
-        result = StepResult(sums, logps, grad_norm, optimizer.lr, None, found, by_batch=by_batch)
+        shown = int(zeros) if self.count_zeros else None, None, [r for r in each if r["weight"]]
+        of_pairs = known[0] if known else None, slopes / optimizer.scale
+        result = StepResult(sums, logps, grad_norm, optimizer.lr, None, *shown, *of_pairs)
         reason = self._skip_reason(result, limits)
         if reason is None:
             optimizer.step(grad_norm)

@@ -37,7 +37,7 @@ def train(folder: Path, name: str, **changes: Any) -> int:
 
 
 def outcome(config: DPOConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], bytes]:
-    """Metrics without times, every tensor of the last checkpoint, and the exported weights."""
+    """Metrics without times, every tensor of the last checkpoint, exported weights and ledger."""
     run = config.run_dir
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = open_checkpoint(run / f"checkpoint-{config.max_steps}")
@@ -45,7 +45,8 @@ def outcome(config: DPOConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Te
         f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()
     }
     plain = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-    return plain, tensors, (run / "model" / "model.safetensors").read_bytes()
+    files = ("model/model.safetensors", "ledger.arrows")
+    return plain, tensors, b"".join((run / name).read_bytes() for name in files)
 
 
 def assert_same(one: DPOConfig, other: DPOConfig) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
+from rather.report.pairs import read_ledger
 from tests.house.source import ROOT
 from tests.tiny import make_config, metrics
 
@@ -61,6 +62,10 @@ def test_two_processes_train_as_one_does_and_resume(tmp_path: Path) -> None:
             [line[key] for line in metrics(each) if key in line] for each in (alone, both)
         )
         assert other == pytest.approx(one, rel=1e-5), key
+    rows, same = (read_ledger(each.run_dir).to_pydict() for each in (alone, both))
+    assert same.pop("id") == rows.pop("id")
+    for name, values in rows.items():
+        assert same[name] == pytest.approx(values, rel=1e-6, abs=1e-6), name
     one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, both))
     assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-6
 

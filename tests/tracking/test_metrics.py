@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rather.errors import DiskError
-from rather.tracking.json_lines import MetricsFile, MetricsPosition, json_line
+from rather.tracking.json_lines import MetricsFile, json_line
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_a_resume_cuts_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     with open(file.path, "ab") as half:
         half.write(b'{"step": 3, "lo')  # killed while writing
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.truncate(saved)
+    file.truncate(*saved)
     file.append({"step": 2})
     file.close()
     assert lines(file.path) == [{"step": 1}, {"step": 2}]
@@ -91,19 +91,19 @@ def test_a_file_that_does_not_fit_the_checkpoint_is_set_aside(
     file.close()
     file.path.write_text(CHANGES[change])
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.truncate(saved)
+    file.truncate(*saved)
     assert "it was cut, changed or removed. It is now metrics.lost.jsonl" in caplog.text
     assert (tmp_path / "metrics.lost.jsonl").read_text() == CHANGES[change]
     file.append({"step": 3})
     assert lines(file.path) == [{"step": 3}]
-    assert file.position().metrics_sha256 == sha256(file.path.read_bytes()).hexdigest()
+    assert file.position()[1] == sha256(file.path.read_bytes()).hexdigest()
     file.close()
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_digest(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.truncate(MetricsPosition(12))
+    file.truncate(12, None)
     assert lines(file.path) == [{"step": 1}]
     file.close()
 

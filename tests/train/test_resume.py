@@ -52,7 +52,7 @@ def train(folder: Path, changes: dict[str, Any], kill_after: str = "", number: s
 
 
 def outcome(folder: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], bytes]:
-    """Metrics without times, every tensor of the last checkpoint, and the exported weights."""
+    """Metrics without times, every tensor of the last checkpoint, exported weights and ledger."""
     run = folder / "output" / name
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = open_checkpoint(run / "checkpoint-12")
@@ -60,7 +60,8 @@ def outcome(folder: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, to
         f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()
     }
     plain = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-    return plain, tensors, (run / "model" / "model.safetensors").read_bytes()
+    files = ("model/model.safetensors", "ledger.arrows")
+    return plain, tensors, b"".join((run / name).read_bytes() for name in files)
 
 
 def assert_same(one: Any, other: Any) -> None:

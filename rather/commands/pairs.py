@@ -1,0 +1,158 @@
+"""`rather pairs`: which training pairs look wrong, and corrections to train again with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rather.commands.terminal import AsJson, RunFolder, command, print_table, writable
+from rather.errors import ConfigError
+from rather.tracking.json_lines import strict_json
+
+if TYPE_CHECKING:
+    from rather.data.pairs import PairDataset
+
+Action = Literal["drop", "weight", "flip"]
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "drop": {"weight": 0},
+    "weight": {"weight": 0.5},
+    "flip": {"flip": True},
+}
+
+
+@command
+def pairs_command(
+    run: RunFolder,
+    as_json: AsJson = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write corrections of the likely flipped pairs for data_args.corrections.",
+            callback=writable,
+        ),
+    ] = None,
+    action: Annotated[
+        Action, typer.Option(help="What the corrections do with a pair; weight: count half.")
+    ] = "drop",
+    plant: Annotated[
+        float | None,
+        typer.Option(
+            help="Train a copy of the run with this share of labels flipped, to calibrate the "
+            "score; its folder is <exp_name>-planted.",
+            min=0.01,
+            max=0.5,
+        ),
+    ] = None,
+    shown: Annotated[int, typer.Option(help="Pairs in the table.", min=0)] = 20,
+) -> int:
+    """Say which training pairs look wrong: flipped labels, never learned, unlearned, contradicting.
+
+    Reads the ledger that training wrote. --json prints one object per pair and line.
+    """
+    from rather.report.pairs import MEANINGS, Doctor
+
+    data = _training_pairs(run)
+    if plant is not None and (code := _calibrate(run, data, plant)):
+        return code
+    doctor = Doctor.of(run)
+    rows, summary = doctor.history.rows(doctor.findings), doctor.summary()
+    if data:
+        summary["contradicting"] = _add_places(rows, data)
+    if write:
+        ids = [row["id"] for row in rows if "likely_flipped" in row["findings"]]
+        lines = (strict_json({"id": each, **CORRECTIONS[action]}) + "\n" for each in ids)
+        write.write_text("".join(lines), encoding="utf-8")
+    if as_json:
+        for row in rows:
+            typer.echo(strict_json(row))
+        return 0
+    meanings = {
+        **MEANINGS,
+        "contradicting": "the same two answers are also preferred the other way",
+    }
+    counts = [(name, summary[name], text) for name, text in meanings.items() if name in summary]
+    title = f"{run}: {summary['pairs']} pairs, seen up to {summary['epochs']} times"
+    print_table(("finding", "pairs", "meaning"), counts, title)
+    typer.echo(f"Length alone explains {summary['explained_by_length']:.0%} of the margins (R^2).")
+    if known := doctor.calibration:
+        typer.echo(
+            f"Planted flips: AUC {known['auc']:.2f}; likely_flipped finds {known['recall']:.0%} of "
+            f"them, and at least {known['precision']:.0%} of its pairs were flipped."
+        )
+    columns = ("place", "id", "flip_score", "first", "last", "visits")
+    cells = [
+        [*(row.get(name, "") for name in columns), ", ".join(row["findings"])]
+        for row in rows[:shown]
+    ]
+    if shown:
+        print_table((*columns, "findings"), cells, "The most suspicious pairs:")
+    if write:
+        typer.echo(f"{len(ids)} corrections in {write}. Train again with them:")
+        typer.echo(f"  actor_train.data_args.corrections={write}")
+    return 0
+
+
+def _training_pairs(run: Path) -> PairDataset | None:
+    """Return the training pairs of a run; None if its data is not on this machine."""
+    from rich.console import Console
+
+    from rather.config.load import load_found
+    from rather.data.prepare import prepare
+    from rather.errors import RatherError
+
+    try:
+        return prepare(load_found(run / "config.yaml"), console=Console(quiet=True)).train
+    except (OSError, RatherError) as error:
+        typer.echo(f"rather: the texts of the pairs are not available ({error})", err=True)
+        return None
+
+
+def _add_places(rows: list[dict[str, Any]], data: PairDataset) -> int:
+    """Add the number that each pair has in the board; count those that another one contradicts."""
+    digests = data.column("pair_hash").tolist()
+    swapped = set(data.column("swapped_hash").tolist())
+    places = {f"{digest:016x}": i for i, digest in reversed(list(enumerate(digests)))}
+    for row in rows:
+        if (place := places.get(row["id"])) is not None:
+            row["place"] = place
+            if digests[place] in swapped:
+                row["findings"].append("contradicting")
+    return sum("contradicting" in row["findings"] for row in rows)
+
+
+def _calibrate(run: Path, data: PairDataset | None, share: float) -> int:
+    """Train a copy with planted flips, and store what it says about the score; the exit code."""
+    import numpy as np
+
+    from rather.commands.terminal import settings
+    from rather.commands.train import train_run
+    from rather.config.schema import as_list
+    from rather.data.corrections import hex_id
+    from rather.files import write_own
+    from rather.report.pairs import CALIBRATION, Doctor, calibrate
+    from rather.run_folder.control import StopRequest
+
+    if data is None:
+        raise ConfigError(f"--plant: the training pairs of {run} are needed.")
+    config = settings(run / "config.yaml", [])
+    digests = np.unique(data.column("pair_hash"))
+    draw = np.random.default_rng(config.seed)
+    planted = draw.permutation(digests)[: max(1, round(share * len(digests)))]
+    name = f"{config.exp_name}-planted"
+    file = config.run_dir.with_name(f"{name}.jsonl").absolute()
+    lines = [strict_json({"id": hex_id(int(each)), "flip": True}) + "\n" for each in planted]
+    write_own(file, "".join(lines))
+    before = as_list(config.actor_train.data_args.corrections)
+    changes = [f"exp_name={name}", "report_html=false"]
+    changes.append(f"actor_train.data_args.corrections={[*before, str(file)]}")
+    with StopRequest() as stop:
+        copy = settings(run / "config.yaml", changes)
+        if code := train_run(copy, stop):
+            return code
+    found = calibrate(Doctor.of(copy.run_dir).history, planted)
+    write_own(part := run / f".tmp-{CALIBRATION}", strict_json({**found, "share": share}) + "\n")
+    os.replace(part, run / CALIBRATION)
+    return 0

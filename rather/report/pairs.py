@@ -1,0 +1,191 @@
+"""The label doctor: reads the ledger of a run and says which pairs look wrong, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rather.data.corrections import hex_id
+from rather.errors import ConfigError
+from rather.tracking.json_lines import LEDGER, read_object
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+CALIBRATION = "pairs.json"  # in the run folder, from flips that `rather pairs --plant` made
+MEANINGS = {
+    "likely_flipped": "training never believed the label: the mean margin is too low",
+    "never_learned": "the margin was never above 0",
+    "unlearned": "the margin was above 0, and ended at 0 or below",
+    "chosen_falls": "the chosen answer became less likely",
+}
+
+
+def read_ledger(run_dir: Path) -> Any:
+    """Return the rows of a run's ledger as an Arrow table, mapped, up to the last whole step."""
+    file = run_dir / LEDGER
+    try:
+        reader = pa.ipc.open_stream(pa.memory_map(str(file)))
+        return pa.Table.from_batches(_whole_batches(reader), reader.schema)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ConfigError(
+            f"{file}: cannot be read ({error}). Runs write it unless pair_ledger is false."
+        ) from error
+
+
+def _whole_batches(reader: Any) -> Iterator[Any]:
+    """Yield the steps of a stream; a run that writes, or was killed, may leave half of one."""
+    with suppress(StopIteration, OSError, pa.ArrowInvalid):
+        while True:
+            yield reader.read_next_batch()
+
+
+@dataclass(frozen=True)
+class PairHistory:
+    """What the ledger knows of each pair, one entry per pair in the order of their digests."""
+
+    ids: NDArray[np.uint64]
+    visits: NDArray[np.int64]
+    first: Floats  # margin before the pair was trained on
+    last: Floats
+    mean: Floats
+    lowest: Floats  # margin after the first visit
+    highest: Floats  # margin before the last visit
+    chosen_moved: Floats  # log-ratio of the chosen answer at the last visit minus the first
+    gradient_weight: Floats  # mean
+    longer: Floats  # scored tokens of chosen minus rejected
+
+    @staticmethod
+    def of(ledger: Any) -> PairHistory:
+        column = {name: ledger.column(name).to_numpy() for name in ledger.column_names}
+        ids, pair_of, visits = np.unique(column["id"], return_inverse=True, return_counts=True)
+        if not len(ids):
+            raise ConfigError("The ledger is empty: no step is finished yet.")
+        # A stable sort keeps the visits of a pair in the order of the steps.
+        order = np.argsort(pair_of, kind="stable")
+        start = np.cumsum(visits) - visits
+        last = start + visits - 1
+        margin, chosen = column["margin"][order], column["chosen"][order]
+        after, before = margin.copy(), margin.copy()
+        after[start[visits > 1]] = np.inf
+        before[last[visits > 1]] = -np.inf
+        longer = (column["chosen_tokens"] - column["rejected_tokens"])[order][start]
+        return PairHistory(
+            ids,
+            visits,
+            margin[start],
+            margin[last],
+            np.add.reduceat(margin, start) / visits,
+            np.minimum.reduceat(after, start),
+            np.maximum.reduceat(before, start),
+            chosen[last] - chosen[start],
+            np.add.reduceat(column["gradient_weight"][order].astype(float), start) / visits,
+            longer.astype(float),
+        )
+
+    @cached_property
+    def flip_score(self) -> Floats:
+        """Minus the mean margin over all visits: high if training never believes the label."""
+        return -self.mean
+
+    @property
+    def findings(self) -> dict[str, Flags]:
+        """Return which pairs were never learned, were unlearned, or have a falling chosen answer."""
+        again = self.visits > 1
+        return {
+            "never_learned": again & (self.highest <= 0) & (self.last <= 0),
+            "unlearned": again & (self.highest > 0) & (self.last <= 0),
+            "chosen_falls": again & (self.chosen_moved < 0),
+        }
+
+    @property
+    def explained_by_length(self) -> float:
+        """Return R^2 of the last margin on the difference of lengths; 0 if either is constant."""
+        if np.ptp(self.last) == 0 or np.ptp(self.longer) == 0:
+            return 0.0
+        return float(np.corrcoef(self.last, self.longer)[0, 1] ** 2)
+
+    def rows(self, findings: dict[str, Flags]) -> list[dict[str, Any]]:
+        """Return one object per pair, the most suspicious first."""
+        numbers = ("flip_score", "first", "last", "mean", "chosen_moved", "gradient_weight")
+        return [
+            {
+                "id": hex_id(int(self.ids[i])),
+                **{name: round(float(getattr(self, name)[i]), 6) for name in numbers},
+                "visits": int(self.visits[i]),
+                "longer": int(self.longer[i]),
+                "findings": [name for name, flags in findings.items() if flags[i]],
+            }
+            for i in np.argsort(-self.flip_score, kind="stable").tolist()
+        ]
+
+
+def auc(score: Floats, positive: Flags) -> float:
+    """Return the chance that a positive has a higher score than a negative; ties count half."""
+    _, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - (counts - 1) / 2  # mean rank of each value, from 1
+    ranks, size = middle[inverse], int(positive.sum())
+    others = len(score) - size
+    if not size or not others:
+        raise ValueError("both positives and negatives are needed")
+    return float((ranks[positive].sum() - size * (size + 1) / 2) / (size * others))
+
+
+# --- calibration ---
+
+
+def calibrate(history: PairHistory, planted: NDArray[np.uint64]) -> dict[str, float]:
+    """Return how well the score finds planted flips, and the lowest score worth flagging.
+
+    From that score on, at least half of the pairs are planted flips. This is a lower bound for wrong
+    labels: the others may be wrong as well.
+    """
+    flipped, score = np.isin(history.ids, planted), history.flip_score
+    order = np.argsort(-score, kind="stable")
+    right = np.cumsum(flipped[order])
+    good = np.flatnonzero(2 * right >= np.arange(1, len(order) + 1))
+    last = int(good[-1]) if len(good) else 0
+    return {
+        "auc": auc(score, flipped),
+        "cut": float(score[order[last]]),
+        "precision": float(right[last] / (last + 1)),
+        "recall": float(right[last] / max(1, flipped.sum())),
+    }
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """The findings of a run, with its calibration if flips were planted."""
+
+    history: PairHistory
+    calibration: dict[str, float]
+
+    @staticmethod
+    def of(run_dir: Path) -> Doctor:
+        history = PairHistory.of(read_ledger(run_dir))
+        return Doctor(history, read_object(run_dir / CALIBRATION))
+
+    @cached_property
+    def findings(self) -> dict[str, Flags]:
+        """Return name -> which pairs. Without a calibration, a negative mean margin is suspicious."""
+        flagged = self.history.flip_score > 0
+        if self.calibration:
+            flagged = self.history.flip_score >= self.calibration["cut"]
+        return {"likely_flipped": flagged, **self.history.findings}
+
+    def ids_of(self, finding: str) -> list[int]:
+        """Return the digests of the pairs of a finding, the most suspicious first."""
+        order = np.argsort(-self.history.flip_score, kind="stable")
+        return [int(each) for each in self.history.ids[order][self.findings[finding][order]]]
+
+    def summary(self) -> dict[str, Any]:
+        counts = {name: int(flags.sum()) for name, flags in self.findings.items()}
+        found = {"pairs": len(self.history.ids), "epochs": int(self.history.visits.max()), **counts}
+        return found | {"explained_by_length": round(self.history.explained_by_length, 4)}

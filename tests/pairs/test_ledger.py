@@ -1,0 +1,190 @@
+"""The ledger of pairs: what it holds, that it changes nothing, and what the doctor makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rather.cli import app
+from rather.config.schema import DPOConfig
+from rather.data.corrections import hex_id
+from rather.data.pairs import Correction
+from rather.data.prepare import prepare
+from rather.errors import ConfigError, DataError
+from rather.pipeline.pipeline import DPOPipeline
+from rather.report.pairs import PairHistory, auc, calibrate, read_ledger
+from tests.tiny import make_config
+
+BETA = 0.1
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    own = {"exp_name": name, "max_steps": 10, "beta": BETA, "report_html": False}
+    own["actor_train__training_args__num_train_epochs"] = 2.0  # of five steps
+    return make_config(folder, **{**own, **changes})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> DPOConfig:
+    config = config_of(tmp_path_factory.mktemp("ledger"), "whole")
+    assert DPOPipeline(config).run() == 0
+    return config
+
+
+def test_every_pair_is_there_once_an_epoch_in_the_order_of_the_steps(run: DPOConfig) -> None:
+    ledger, train = read_ledger(run.run_dir), prepare(run).train
+    assert ledger.column("step").to_pylist() == [s for s in range(1, 11) for _ in range(8)]
+    ids, digests = ledger.column("id").to_numpy(), train.column("pair_hash")
+    pipeline_order = DPOPipeline(config_of(Path(run.output_dir).parent, "order")).source.order
+    assert np.array_equal(ids, np.concatenate([digests[pipeline_order.step(s)] for s in range(10)]))
+    lengths = dict(zip(digests.tolist(), train.lengths("chosen").tolist(), strict=True))
+    assert ledger.column("chosen_tokens").to_pylist() == [lengths[each] for each in ids.tolist()]
+
+
+def test_margin_and_gradient_weight_are_those_of_the_loss(run: DPOConfig) -> None:
+    rows = {n: c.to_numpy() for n, c in zip(*_columns(read_ledger(run.run_dir)), strict=True)}
+    assert np.allclose(rows["margin"], rows["chosen"] - rows["rejected"])
+    assert np.allclose(rows["margin"][:8], 0, atol=1e-5)  # policy = reference before the first step
+    assert np.abs(rows["margin"][40:]).min() > 1e-4
+    weight = BETA / (1 + np.exp(BETA * rows["margin"]))
+    assert np.allclose(rows["gradient_weight"], weight, rtol=1e-5)
+    logged = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").open()]
+    margins = [each["rewards/margins"] for each in logged if "rewards/margins" in each]
+    assert np.allclose(margins, BETA * rows["margin"].reshape(10, 8).mean(1), atol=1e-6)
+
+
+def _columns(table: Any) -> tuple[list[str], list[Any]]:
+    return table.column_names, table.columns
+
+
+def test_off_means_no_file_and_the_same_weights(run: DPOConfig) -> None:
+    off = config_of(Path(run.output_dir).parent, "off", pair_ledger=False)
+    assert DPOPipeline(off).run() == 0
+    assert not (off.run_dir / "ledger.arrows").exists()
+    one, other = (c.run_dir / "model" / "model.safetensors" for c in (run, off))
+    assert one.read_bytes() == other.read_bytes()
+    with pytest.raises(ConfigError, match="pair_ledger is false"):
+        read_ledger(off.run_dir)
+
+
+def test_without_a_reference_values_are_per_token(run: DPOConfig) -> None:
+    config = config_of(Path(run.output_dir).parent, "simpo", pref_loss="simpo", beta=2.5)
+    assert DPOPipeline(config).run() == 0
+    rows = read_ledger(config.run_dir).to_pydict()
+    logged = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
+    rewards = next(each["rewards/chosen"] for each in logged if each["step"] == 1)
+    assert 2.5 * np.mean(rows["chosen"][:8]) == pytest.approx(rewards, rel=1e-6)
+    assert all(weight > 0 for weight in rows["gradient_weight"])
+
+
+def test_half_a_step_at_the_end_is_left_out(run: DPOConfig, tmp_path: Path) -> None:
+    whole = (run.run_dir / "ledger.arrows").read_bytes()
+    for cut in (1, 500):
+        (tmp_path / "ledger.arrows").write_bytes(whole[:-cut])
+        assert read_ledger(tmp_path).column("step").to_pylist()[-1] == 9
+    (tmp_path / "ledger.arrows").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"ledger\.arrows"):
+        read_ledger(tmp_path)
+
+
+def history(margins: dict[int, list[float]]) -> PairHistory:
+    """The history of pairs whose margins are given by visit."""
+    rows = [
+        {"step": step, "id": pair, "margin": values[step], "chosen": -step, "rejected": 0.0}
+        | {"gradient_weight": 0.1, "chosen_tokens": 3, "rejected_tokens": pair}
+        for step in range(3)
+        for pair, values in margins.items()
+    ]
+    return PairHistory.of(pa.Table.from_pylist(rows))
+
+
+def test_findings_and_score() -> None:
+    found = history({1: [0.1, 2, 3], 2: [0.2, -1, -2], 3: [-0.1, -1, -1], 4: [-0.5, 1, 2]})
+    flags = {name: found.ids[each].tolist() for name, each in found.findings.items()}
+    assert flags["never_learned"] == [3]
+    assert flags["unlearned"] == [2]
+    assert flags["chosen_falls"] == [1, 2, 3, 4]
+    assert found.ids[np.argsort(-found.flip_score)].tolist() == [2, 3, 4, 1]
+    assert found.first.tolist() == [0.1, 0.2, -0.1, -0.5]
+    assert auc(found.flip_score, np.isin(found.ids, [2, 3])) == 1.0
+    assert auc(found.flip_score, np.isin(found.ids, [2, 1])) == 0.5
+    assert auc(np.zeros(4), np.isin(found.ids, [2])) == 0.5
+    known = calibrate(found, np.array([2, 3], np.uint64))
+    assert (known["precision"], known["recall"]) == (0.5, 1.0)  # the last cut with one in two
+    assert known["cut"] == found.flip_score.min()
+
+
+def test_corrections_drop_weight_and_flip_by_identity(run: DPOConfig, tmp_path: Path) -> None:
+    plain = prepare(run)
+    digests = [hex_id(each) for each in plain.train.column("pair_hash").tolist()]
+    lines = [{"id": digests[0], "weight": 0}, {"id": digests[1], "flip": True}]
+    lines += [{"id": digests[2], "weight": 0.5}, {"id": "0" * 16, "weight": 0}]
+    file, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    again.write_text(json.dumps(lines[1]) + "\n")
+
+    def train(*files: Path) -> tuple[list[Any], Any]:
+        names = [str(each) for each in files]
+        data = prepare(run.model_copy(deep=True, update={}))
+        config = config_of(
+            Path(run.output_dir).parent, "corrected", actor_train__data_args__corrections=names
+        )
+        found = prepare(config)
+        assert data.train.fingerprint != found.train.fingerprint
+        return found.train.take(range(len(found.train))), found.report["corrections"]
+
+    before = plain.train.take(range(40))
+    pairs, counts = train(file)
+    assert len(pairs) == 39
+    assert pairs[0].chosen.tolist() == before[1].rejected.tolist()
+    assert pairs[0].rejected_scored == before[1].chosen_scored
+    assert pairs[0].digest == before[1].digest  # the identity of the row in the file
+    assert [pair.weight for pair in pairs[:3]] == [1.0, 0.5, 1.0]
+    kept = {key: counts[key] for key in ("dropped", "flipped", "weighted", "unknown_ids")}
+    assert kept == {"dropped": 1, "flipped": 1, "weighted": 1, "unknown_ids": 1}
+    assert train(file, again)[0][0].chosen.tolist() == before[1].chosen.tolist()  # flipped twice
+    again.write_text('{"id": "12"}\n')
+    with pytest.raises(DataError, match=r"b\.jsonl:1"):
+        train(again)
+    again.write_text(json.dumps(lines[3]) + "\n")
+    with pytest.raises(DataError, match="no id belongs to a training pair"):
+        train(again)
+
+
+def test_a_flipped_pair_has_the_other_margin_and_soft_label(run: DPOConfig) -> None:
+    (pair,) = prepare(run).train.take([0])
+    once = Correction(flip=True).apply(pair)
+    assert np.isnan(once.margin)
+    assert torch.equal(torch.tensor(once.chosen), torch.tensor(pair.rejected))
+
+
+def test_the_command_closes_the_loop(run: DPOConfig, tmp_path: Path) -> None:
+    def invoke(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["pairs", str(run.run_dir), *arguments])
+        assert result.exit_code == 0, result.output
+        return str(result.stdout)
+
+    rows = [json.loads(line) for line in invoke("--json").splitlines()]
+    assert len(rows) == 40
+    scores = [row["flip_score"] for row in rows]
+    assert scores == sorted(scores, reverse=True)
+    assert {row["place"] for row in rows} == set(range(40))
+    file = tmp_path / "corrections.jsonl"
+    text = invoke("--write", str(file), "--action", "flip", "--shown", "3")
+    flagged = [json.loads(line) for line in file.read_text().splitlines()]
+    assert flagged == [{"id": row["id"], "flip": True} for row in rows if row["flip_score"] > 0]
+    assert f"{len(flagged)} corrections in {file}" in text
+    invoke("--plant", "0.2")
+    known = json.loads((run.run_dir / "pairs.json").read_text())
+    assert 0 <= known["auc"] <= 1
+    assert known["share"] == 0.2
+    assert "Planted flips: AUC" in invoke()
+    planted = read_ledger(run.run_dir.with_name("whole-planted"))
+    assert planted.num_rows == 80
