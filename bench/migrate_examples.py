@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typer.testing import CliRunner
 
+from rather.cli import app
 from rather.errors import ConfigError
 from rather.migrate.engine import Migrated, migrate
 from rather.migrate.peers import PEERS
@@ -196,6 +198,15 @@ def settings(result: Migrated) -> dict[str, Any]:
         "adapter": f"lora {rank}" if rank else "none",
         "weights": model.quantization or "none",
         "precision": model.dtype,
+        "steps": config.max_steps or training.num_train_epochs,
+        "schedule": training.lr_scheduler_type,
+        "warmup": training.warmup_steps or training.warmup_ratio or 0,
+        "decay": training.weight_decay,
+        "beta2": training.adam_beta2,
+        "clip": config.max_grad_norm or 0,
+        "length": config.sequence_length,
+        "alpha": model.lora_alpha if rank else None,
+        "gamma": config.gamma if config.loss_names == ["simpo"] else None,
     }
     names = {name: name for name in values} | {"learning rate": "learning_rate", "batch": "pairs",
                                                "packing": "pairs", "dpo.sft_loss_weight": "nll"}  # fmt: skip
@@ -234,7 +245,12 @@ def expect(examples: list[Example], checkout: Path) -> None:
 
 def train(example: Example, folder: Path) -> str:
     """Load the YAML with `rather config show`, and train two steps of a tiny model with it."""
-    file = folder / "migrated.yaml"
+    from tests.tiny import make_model, make_pairs
+
+    file, base, pairs = folder / "migrated.yaml", folder / "base", folder / "pairs.jsonl"
+    if not base.exists():
+        make_model(base)
+        make_pairs(pairs, 16)
     file.write_text(example.yaml)
     if problem := run("config", "show", str(file)):
         return f"does not load: {problem}"
@@ -245,8 +261,10 @@ def train(example: Example, folder: Path) -> str:
         actor.pop(name, None)
     for name in ("tokenizer_name_or_path", "revision"):
         actor.get("model_args", {}).pop(name, None)
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "warmup_steps"):
+        actor["training_args"].pop(name, None)
     values |= {
-        "pretrain": str(folder / "base"), "output_dir": str(folder / "out"), "exp_name": "run",
+        "pretrain": str(base), "output_dir": str(folder / "out"), "exp_name": "run",
         "logging_dir": str(folder / "logs"), "max_steps": 2, "track_with": None, "overwrite": True,
         "platform": "cpu", "global_template": "none", "sequence_length": 64,
         "num_gpus_per_node": 1, "system_envs": {}, "tracker_kwargs": {}, "validation": {},
@@ -254,18 +272,19 @@ def train(example: Example, folder: Path) -> str:
         "early_stopping_patience": None, "resume_from_checkpoint": False, "checkpoint_config": {},
         "chosen_key": "chosen", "rejected_key": "rejected",
     }  # fmt: skip
-    actor["data_args"] = {"file_name": str(folder / "pairs.jsonl"), "preprocessing_num_workers": 1}
+    actor["data_args"] = {"file_name": str(pairs), "preprocessing_num_workers": 1}
     file.write_text(yaml.safe_dump(values))
-    return run("train", str(file)) or "2 steps"
+    if problem := run("train", str(file)):
+        return problem
+    lines = (folder / "out" / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [row["step"] for row in map(json.loads, lines) if "loss" in row]
+    return f"{steps[-1]} steps"
 
 
 def run(*words: str) -> str:
-    """Run a command of Rather; return the end of its output if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rather", *words], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(HERE.parent), "RAY_DISABLE": "1"},
-    )  # fmt: skip
-    return "" if done.returncode == 0 else (done.stderr or done.stdout).strip()[-300:]
+    """Run a command of Rather in this process; return the end of its output if it fails."""
+    done = CliRunner().invoke(app, list(words))
+    return "" if done.exit_code == 0 else f"{done.output.strip()[-300:]} {done.exception!r}"
 
 
 # ---- the tables
