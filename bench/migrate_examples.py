@@ -8,8 +8,8 @@ that trains on preferences. Each is converted, incomplete or refused, and the se
 training are compared with the expected ones: those of TRL come from its own parser in the checkout,
 those of the others from migrate_expected.json, which was written from the tools' sources and
 documentation. `--train` also loads each converted YAML with `rather config show` and trains two
-steps of a tiny model with it; `--write` writes bench/results/migrate_examples.json and the tables
-of docs/coming_from/index.md.
+steps of a tiny model with it; `--write` writes bench/results/migrate_examples.json and the
+table of docs/coming_from/index.md.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from rather.migrate.source import SourceSettings, read_file, read_line
 
 HERE = Path(__file__).parent
 RESULTS, EXPECTED = HERE / "results" / "migrate_examples.json", HERE / "migrate_expected.json"
+MARK = "<!-- made by bench/migrate_examples.py -->"
 PAGE = HERE.parent / "docs" / "coming_from" / "index.md"
-FIELDS = ("loss", "beta", "nll", "learning_rate", "pairs", "adapter", "weights", "precision")
+FIELDS = ("loss", "beta", "nll", "gamma", "learning_rate", "pairs", "adapter", "alpha", "weights",
+          "precision", "steps", "schedule", "warmup", "decay", "beta2", "clip", "length")  # fmt: skip
 STATES = ("converted", "incomplete", "refused")
 ROUNDED = ("8bit", "none")  # base weights in 8 bits stay as they are, which the conversion says
 
@@ -158,20 +160,18 @@ def commands(tool: Tool, root: Path, file: Path, scratch: Path) -> Iterator[Exam
 # ---- what becomes of them
 
 
-def source_of(example: Example, scratch: Path) -> SourceSettings:
+def source_of(example: Example) -> SourceSettings:
     if example.file is None:
         return read_line(example.line, example.name, example.folder)
     if example.tool.name not in BLANKS:
         return read_file(example.file)
-    old, new = BLANKS[example.tool.name]
-    copy = scratch / example.file.name
-    copy.write_text(example.file.read_text().replace(old, new))
-    return read_file(copy)
+    text = example.file.read_text().replace(*BLANKS[example.tool.name])
+    return read_line(text, example.file.name, example.folder, str(example.file))
 
 
-def convert(example: Example, scratch: Path) -> None:
+def convert(example: Example) -> None:
     try:
-        result = migrate(source_of(example, scratch), PEERS[example.tool.name])
+        result = migrate(source_of(example), PEERS[example.tool.name])
     except ConfigError as why:
         example.state, example.problems = "refused", [str(why)]
         return
@@ -199,7 +199,7 @@ def settings(result: Migrated) -> dict[str, Any]:
         "weights": model.quantization or "none",
         "precision": model.dtype,
         "steps": config.max_steps or training.num_train_epochs,
-        "schedule": training.lr_scheduler_type,
+        "schedule": training.lr_scheduler_type.removesuffix("_with_warmup"),
         "warmup": training.warmup_steps or training.warmup_ratio or 0,
         "decay": training.weight_decay,
         "beta2": training.adam_beta2,
@@ -310,6 +310,16 @@ def counts(examples: list[Example]) -> dict[str, int]:
     }
 
 
+def table(report: dict[str, Any]) -> Iterator[str]:
+    columns = ("examples", "converted", "incomplete", "refused", "wrong", "trained")
+    yield f"| tool | checkout | {' | '.join(columns)} | of preference pairs, converted |"
+    yield "|---" * (len(columns) + 3) + "|"
+    for name, facts in report.items():
+        count = facts["counts"]
+        cells = [name, facts["checkout"], *(str(count[column]) for column in columns)]
+        yield f"| {' | '.join(cells)} | {count['pairs_converted']} of {count['pairs']} |"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -335,6 +345,8 @@ def main() -> int:
         print(name, facts["checkout"], facts["counts"])
     if args.write:
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        before, mark, _ = PAGE.read_text().partition(MARK)
+        PAGE.write_text(before + mark + "\n\n" + "\n".join(table(report)) + "\n")
     return int(any(facts["counts"]["wrong"] for facts in report.values()))
 
 
@@ -350,7 +362,7 @@ def examine(tool: Tool, checkout: Path, scratch: Path, trains: bool) -> dict[str
     examples = list(discover(tool, checkout, scratch))
     expect(examples, checkout)
     for example in examples:
-        convert(example, scratch)
+        convert(example)
         if trains and example.state == "converted":
             example.trained = train(example, scratch)
     names = ("name", "family", "state", "found", "expected", "wrong", "problems", "trained")

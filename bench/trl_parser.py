@@ -60,6 +60,14 @@ def parsed(words: list[str], folder: str) -> dict[str, Any]:
         "pairs": size * processes([*words[:at], *rest]),
         "adapter": f"lora {model.lora_r}" if model.use_peft else "none",
         "weights": "4bit" if model.load_in_4bit else "8bit" if model.load_in_8bit else "none",
+        "alpha": float(model.lora_alpha) if model.use_peft else None,
+        "steps": training.max_steps if training.max_steps > 0 else training.num_train_epochs,
+        "schedule": str(training.lr_scheduler_type.value),
+        "warmup": training.warmup_steps,
+        "decay": training.weight_decay,
+        "beta2": training.adam_beta2,
+        "clip": training.max_grad_norm,
+        "length": training.max_length,
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32",
     }
 

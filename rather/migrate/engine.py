@@ -24,6 +24,7 @@ from rather.migrate.rules import (
     KEPT,
     LEFT_OUT,
     MISSING,
+    MIXTURE,
     NEEDLESS,
     OPEN,
     RENAMED,
@@ -54,6 +55,7 @@ ESSENTIAL = {
     "batch": ("train_batch_size", _TRAINING + "per_device_train_batch_size"),
     "adapter": tuple(_MODEL + key for key in ("lora_rank", "lora_config", "adapter_name_or_path")),
     "precision": (_MODEL + "dtype",),
+    "router loss": (_MODEL + "moe_aux_loss_coef",),
 }
 # What a source says besides its keys.
 PROGRAM, COUNT, FOLDER, ALIASED = "(program)", "(devices)", "(folder)", "(other names)"
@@ -61,6 +63,7 @@ OTHERS = re.compile(  # programs that train something else
     r"(?i)(^|[_ .-])(sft|kto|bco|r?ppo|grpo|gdpo|gspo|sdpo|xpo|tpo|rloo|rm|prm|reward\w*|online\w*|"
     r"nash\w*|gkd|gold|sdft|ssd|distill\w*|embedding|pt|pretrain|vlm|mpo)($|[_ .-])"
 )
+UNSURE = "the number of processes is only known when the launcher runs; pass --devices"
 VISION = re.compile(
     r"(?i)(^|[^a-z])(intern)?(vl|vlm|llava\w*|vision|omni|pixtral|idefics\w*)($|[^a-z])"
 )
@@ -191,6 +194,7 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     written = {PROGRAM: source.program} if is_named else {}
     written |= dict(_without_no(peer, *item) for item in flat(values, peer.whole))
     count = devices or source.devices
+    unsure = [Row("(devices)", None, Outcome(MISSING, note=UNSURE))] if count == 0 else []
     here = {COUNT: count or 1, FOLDER: file.parent if file else source.folder,
             ALIASED: any(key in peer.aliases for key in written)}  # fmt: skip
     given = here | {peer.aliases.get(key, key): v for key, v in written.items()}
@@ -198,10 +202,10 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     filled = []
     for key, default in defaults.items():
         value = default(given) if callable(default) else default
-        if key not in given and value is not UNSET:
+        if value is not UNSET and not _says(peer, key, given):
             given[key] = value
             filled.append(key)
-    rows = [_row(peer, key, value, given) for key, value in written.items()]
+    rows = _agreed([_row(peer, key, value, given) for key, value in written.items()]) + unsure
     stated = {path for row in rows for path in row.outcome.values}
     fallbacks = [_row(peer, key, given[key], given) for key in filled]
     rows += [row for each in fallbacks if (row := _default(each, stated))]
@@ -216,9 +220,30 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     return Migrated(peer, source, nested(_values(rows)), ordered, config)
 
 
+def _says(peer: Peer, key: str, given: Given) -> bool:
+    """Return whether a key is set; an empty one is, only if that has a meaning of its own."""
+    if given.get(key) is not None or key not in given:
+        return key in given
+    return bool(_ruled(peer, key, None, given).outcome.values)
+
+
+def _agreed(rows: list[Row]) -> list[Row]:
+    """Report keys that set the same key of Rather to different values."""
+    first: dict[str, Row] = {}
+    result = []
+    for row in rows:
+        values = row.outcome.values
+        against = {first[path].key for path, value in values.items()
+                   if first.setdefault(path, row).outcome.values[path] != value}  # fmt: skip
+        note = f"contradicts {', '.join(sorted(against))}; remove one of them"
+        result.append(Row(row.key, row.value, Outcome(IMPOSSIBLE, note=note)) if against else row)
+    return result
+
+
 def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> list[Row]:
     """Return what makes a training and is neither in the source nor a default of the tool."""
     needless = {"beta"} if config.loss_names == ["sft"] else set()
+    needless |= set() if MIXTURE.search(str(config.pretrain)) else {"router loss"}
     note = f"neither set in the source file nor a fixed default of {peer.name}; set "
     return [
         Row(f"({name})", None, Outcome(MISSING, note=note + paths[0]))

@@ -20,6 +20,9 @@ OPEN = "to fill in"
 INCOMPLETE = (MISSING, IMPOSSIBLE, UNKNOWN)
 UNSET: Any = object()  # a default that depends on something which the source does not say
 MACHINERY = "internal to that tool; no result depends on it"
+MIXTURE = re.compile(  # names of models that are mixtures of experts
+    r"(?i)(^|[^a-z])(\d+x\d+b|\d+b-?a\d|a\d+(\.\d+)?b|\w*moe|mixtral|deepseek-v[23]|gpt-oss)($|[^a-z])"
+)
 SECTIONS = {  # short names that the tables use
     "training": "actor_train.training_args",
     "model": "actor_train.model_args",
@@ -137,6 +140,11 @@ def algorithm(names: Mapping[Any, str | None]) -> Rule:
 def by(key: str, values: Mapping[Any, Any], otherwise: Any = UNSET) -> Callable[[Given], Any]:
     """Return a default that depends on another key."""
     return lambda given: values.get(given.get(key), otherwise)
+
+
+def of_mixture(model: str, value: Any) -> Callable[[Given], Any]:
+    """Return a default that only mixtures of experts have."""
+    return lambda given: value if MIXTURE.search(str(given.get(model))) else UNSET
 
 
 def needless(why: str) -> Rule:

@@ -91,7 +91,8 @@ class _Lexer:
                 self._skip_redirection()
             elif not words and (name := ASSIGNMENT.match(self.text, self.at)):
                 self.at = name.end()
-                assigned[name[1]] = self._array() if self._peek() == "(" else self._value()
+                value = self._array() if self._peek() == "(" else self._value()
+                assigned[name[1]] = self._assigned(name, value)
             else:
                 found = self._word()
                 if words or found[:1] not in ([word] for word in (*FLOW, *DECLARE)):
@@ -107,6 +108,16 @@ class _Lexer:
             self.at += 1
         if self._peek() not in ("", "\n"):
             self._word()
+
+    def _assigned(self, name: re.Match[str], value: list[str]) -> list[str]:
+        """Return the variable after `a=`, `a+=` (more of an array, or of a text), or `a[1]=`."""
+        before = self.variables.get(name[1], ["${" + name[1] + "}"])
+        if name[2]:
+            return ["${" + name[1] + "}"]
+        if not name[0].endswith("+="):
+            return value
+        is_array = self.text[name.end() : name.end() + 1] == "("
+        return [*before, *value] if is_array else [before[0] + value[0], *before[1:]]
 
     def _value(self) -> list[str]:
         return [" ".join(self._word())]
@@ -206,11 +217,12 @@ class _Lexer:
         inner = name[1] if name[1] is not None else name[2]
         key, colon, default = inner.partition(":")
         key = key.removesuffix("[@]").removesuffix("[*]")
-        if key in self.variables:
-            values = self.variables[key]
+        if colon and default[:1] not in ("-", "="):  # ${a:+b}, ${a:0:3}
+            return ["${" + inner + "}"]
+        if any(values := self.variables.get(key, [])) or (key in self.variables and not colon):
             kept = values if "[" in inner else values[:1]
             return " ".join(kept).split() or [""]
-        if colon and default[:1] in "-=":
+        if colon:
             return default[1:].strip("\"'").split() or [""]
         if not key or key.isdigit() or key in "@*#?":
             return [""]

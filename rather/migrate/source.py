@@ -26,6 +26,7 @@ TRAINS = re.compile(
 PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "n_gpus_per_node",
              "NPROC_PER_NODE")  # fmt: skip
 NODES = ("nnodes", "num_nodes", "num_machines", "NNODES")
+ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES")
 ALL_VISIBLE = ("accelerate", "deepspeed", "llamafactory-cli", "axolotl")  # start one each
 MAPPING_OF = ("compute_environment", "distributed_type")  # keys of accelerate's own file
 
@@ -37,7 +38,7 @@ class SourceSettings:
     name: str
     values: dict[str, Any]
     words: tuple[str, ...] = ()
-    devices: int | None = None
+    devices: int | None = None  # 0: the launcher is told, but only when it runs
     file: Path | None = None
     program: str = ""
     flags: dict[str, Any] = field(default_factory=dict)
@@ -68,11 +69,16 @@ def read_line(
     launcher = dict(_written(words[:after])) if start else dict(_written(words))
     written = [item for item in _written(words[after:]) if start or item[0] not in _LAUNCHED]
     flags = {key: value for key, value in written if key}
-    config = _config_file(flags, [str(value) for key, value in written if not key], folder, name)
+    others = [str(value) for key, value in written if not key]
+    config = _config_file(flags, others, folder, name)
+    if start:  # a typing error such as -lr for --lr
+        flags |= {word: True for word in others if not word.endswith(FILES)}
     for key in ("config", "config_path", "config_name") if config else ():
         flags.pop(key, None)
     values = (read_mapping(config) if config else {}) | flags
-    devices = _devices(words[:1], {**environment, **_accelerate(launcher, folder), **launcher})
+    own = {key: environment[key] for key in ENVIRONMENT if key in environment}
+    launched = {**own, **_accelerate(launcher, folder), **launcher}
+    devices = _devices(words[:1], launched, folder)
     script = folder / words[after - 1] if start else None
     script = script if script and script.is_file() else None
     return SourceSettings(
@@ -240,12 +246,20 @@ def _accelerate(launcher: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def _devices(first: list[str], flags: Mapping[str, Any]) -> int | None:
+def _devices(first: list[str], flags: Mapping[str, Any], folder: Path) -> int | None:
+    """Return how many processes a launcher starts; 0 if that is only known when it runs."""
     numbers = {key: plain(flags[key]) for key in (*PROCESSES, *NODES) if key in flags}
-    processes = next((numbers[key] for key in PROCESSES if isinstance(numbers.get(key), int)), None)
-    nodes = next((numbers[key] for key in NODES if isinstance(numbers.get(key), int)), 1)
+    processes = next((numbers[key] for key in PROCESSES if key in numbers), None)
+    nodes = next((numbers[key] for key in NODES if key in numbers), 1)
+    if hosts := flags.get("hostfile"):
+        file = folder / str(hosts)
+        nodes = len(_text(file).split()) if file.is_file() else None
     if processes is None:
         visible = str(flags.get("CUDA_VISIBLE_DEVICES", ""))
         every = first and first[0].rpartition("/")[2] in ALL_VISIBLE
-        return len(visible.split(",")) if visible and every else None
-    return int(processes) * (1 if "num_processes" in flags else int(nodes))
+        processes = len(visible.split(",")) if visible and every and "$" not in visible else None
+        if processes is None:
+            return None if nodes == 1 and not {"include", "exclude"} & set(flags) else 0
+    if not isinstance(processes, int) or not isinstance(nodes, int):
+        return 0
+    return processes * (1 if "num_processes" in flags else nodes)

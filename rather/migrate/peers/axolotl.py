@@ -18,6 +18,7 @@ from rather.migrate.peers.shared import (
     SCHEDULES,
     adapter,
     dataset,
+    epochs,
     images,
     length,
     loss_name,
@@ -84,11 +85,11 @@ KNOWN = keys(
     shrink_embeddings shuffle_before_merging_datasets skip_prepare_dataset streaming
     tokenizer_legacy tokenizer_use_mistral_common torch_compile_options torchdistx_path
     total_num_tokens total_supervised_tokens trainer_cls trl unk_token use_comet use_eaft
-    use_kernels use_onebitllms use_scattermoe use_sonicmoe use_otel_metrics use_pose use_trackio use_whitening vllm
+    use_onebitllms use_otel_metrics use_pose use_trackio use_whitening vllm
     """
 )
-HARMLESS = ("LigerPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin")  # speed and reports
-LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
+HARMLESS = ("LigerPlugin", "KernelsPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin")  # speed and reports
+LOSSES = {"dpo": None, "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 TEMPLATES = {
     "chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "qwen_25": "qwen2_5", "qwen3": "qwen3", "phi_3": "phi3",
     "tokenizer_default": "native",
@@ -194,9 +195,12 @@ def adapter_kind(value: Any, given: Given) -> Outcome:
     return only("lora", why="adapters are LoRA or QLoRA")(value, given)
 
 
+ADAPTER = adapter(
+    "lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "adapter", None, ""
+)
 RULES: dict[str, Rule] = {
     **HF,
-    **adapter("lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "adapter", None, ""),
+    **ADAPTER,
     **facts("""
         peft_use_rslora = model.use_rslora
         peft_use_dora = model.use_dora
@@ -241,7 +245,7 @@ RULES: dict[str, Rule] = {
         trackio_project_name trackio_run_name heads_k_stride ring_attn_func gpu_memory_limit
         max_memory device device_map swanlab_project swanlab_experiment_name swanlab_description
         swanlab_mode swanlab_workspace swanlab_log_completions swanlab_completion_log_interval
-        swanlab_completion_max_buffer swanlab_log_model ~
+        swanlab_completion_max_buffer swanlab_log_model use_kernels use_scattermoe use_sonicmoe ~
     """),
     "adapter": adapter_kind,
     "lora_target_linear": when(lambda value, given: value, to("model.lora_target", lambda _: "all-linear")),
@@ -253,14 +257,16 @@ RULES: dict[str, Rule] = {
            never("set strategy_args", unless=(1,))),
     "simpo_gamma": if_given("rl", "simpo", "gamma"),
     "cpo_alpha": if_given("rl", "simpo", "rpo_alpha"),
-    "orpo_alpha": if_given("rl", "orpo", "beta"),
+    "orpo_alpha": to("beta"),
+    "lora_target_modules": lambda value, given: (
+        NOT_NEEDED if given.get("lora_target_linear") else ADAPTER["lora_target_modules"](value, given)),
     "datasets": datasets(SAMPLES),
     "test_datasets": datasets(HELD_OUT),
     "val_set_size": to("held_out.split", lambda value: int(value) if value >= 1 else value or None),
     "chat_template": template,
     "sequence_len": length(),
     "excess_length_strategy": to("data.overlong", {"drop": "drop", "truncate": "truncate_response", "raise": "error"}),
-    "num_epochs": to("training.num_train_epochs", float),
+    "num_epochs": epochs,
     "optimizer": optimizer,
     "lr_scheduler": to("training.lr_scheduler_type", SCHEDULES),
     "auto_resume_from_checkpoints": to("resume_from_checkpoint", {True: "auto", False: False}),
@@ -282,7 +288,7 @@ AXOLOTL = Peer(
     defaults={
         **{key: value for key, value in HF_DEFAULTS.items() if key in ("logging_steps", "save_steps", "save_total_limit",
                                                                        "gradient_accumulation_steps")},
-        "rl": None, "micro_batch_size": 1, "adapter": None, "bf16": "auto", "simpo_gamma": 0.5, "cpo_alpha": 1.0,
+        "rl": None, "dpo_loss_type": "sigmoid", "micro_batch_size": 1, "adapter": None, "bf16": "auto", "simpo_gamma": 0.5, "cpo_alpha": 1.0,
         "warmup_ratio": lambda given: UNSET if given.get("warmup_steps") else 0.03,
         "rl_beta": lambda given: UNSET if given.get("orpo_alpha") or given.get("trl.beta") else 0.1, "sequence_len": 2048, "num_epochs": 1.0, "lr_scheduler": "cosine",
     },

@@ -39,6 +39,7 @@ from rather.migrate.rules import (
     facts,
     if_given,
     keys,
+    of_mixture,
     only,
     to,
 )
@@ -145,6 +146,7 @@ RULES: dict[str, Rule] = {
         use_galore use_badam use_apollo use_muon use_adam_mini loraplus_lr_ratio freeze_trainable_layers
         train_on_prompt resize_vocab rope_scaling neat_packing use_unsloth use_mca ! not supported
         hf_hub_token ms_hub_token om_hub_token ? set it in the environment
+        moe_aux_loss_coef ~ its DPO adds no router loss
         flash_attn ~ Rather has its own attention
         packing ~ pairs are always packed, which changes no result
         overwrite_cache plot_loss use_fast_tokenizer low_cpu_mem_usage enable_liger_kernel
@@ -156,7 +158,8 @@ RULES: dict[str, Rule] = {
         quantization_type swanlab_project swanlab_mode ~
     """),
     PROGRAM: algorithm(dict.fromkeys(COMMANDS)),
-    "stage": algorithm({"dpo": "sigmoid"}),
+    "stage": algorithm({"dpo": None}),
+    "(router)": to("model.moe_aux_loss_coef"),
     "finetuning_type": trained,
     **each("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate "
            "freeze_vision_tower freeze_multi_modal_projector media_dir", images),
@@ -186,7 +189,7 @@ LLAMA_FACTORY = Peer(
     defaults={
         **HF_DEFAULTS, "stage": "sft", "cutoff_len": 2048, "dataset_dir": "data", "finetuning_type": "lora",
         "lora_rank": 8, "lora_alpha": lambda given: 2 * given["lora_rank"], "lora_target": "all", "pref_beta": 0.1,
-        "pref_loss": "sigmoid", "simpo_gamma": 0.5,
+        "pref_loss": "sigmoid", "simpo_gamma": 0.5, "(router)": of_mixture("model_name_or_path", 0.0),
     },
     marks=("stage", "finetuning_type", "pref_beta", "pref_loss", "pref_ftx", "cutoff_len", "dpo_label_smoothing",
            "quantization_bit", "plot_loss", "overwrite_cache"),

@@ -28,6 +28,7 @@ from rather.migrate.peers.shared import (
     tracker,
 )
 from rather.migrate.rules import (
+    IMPOSSIBLE,
     NOT_NEEDED,
     OPEN,
     UNSET,
@@ -149,31 +150,44 @@ def gpus(value: Any, given: Given) -> Outcome:
 
 
 def schedule(value: Any, given: Given) -> Outcome:
-    """Translate a list of torch schedulers: a linear warm-up and what follows it."""
-    parts = value if isinstance(value, list) else [value]
-    named = {str(part.get("name", "")).rpartition(".")[2]: part.get("kwargs", {}) for part in parts}
-    values: dict[str, Any] = {"training.lr_scheduler_type": "constant"}
-    if "CosineAnnealingLR" in named:
-        floor = named["CosineAnnealingLR"].get("eta_min")
-        values = {"training.lr_scheduler_type": "cosine"}
-        values |= {"training.lr_scheduler_kwargs": {"min_lr": floor}} if floor else {}
-    kinds = [str(part.get("name", "")).rpartition(".")[2] for part in parts if part.get("name")]
-    if set(kinds) - {"LinearLR", "ConstantLR", "CosineAnnealingLR"} or kinds.count("LinearLR") > 2:
-        raise Unsupported(f"a schedule of {', '.join(kinds)}")
-    if kinds[1:] == ["LinearLR"]:
-        falls = parts[1].get("kwargs", {})
-        if falls.get("end_factor"):
-            raise Unsupported("a linear schedule ends at 0 here")
-        values = {"training.lr_scheduler_type": "linear"}
-        named["LinearLR"] = parts[0].get("kwargs", {})
-    if kinds[:1] == ["LinearLR"]:
-        values["training.warmup_steps"] = int(named["LinearLR"].get("total_iters", 0))
-    return gives(values, "warm-up starts at 0, and a cosine ends with the run")
+    """Translate a list of torch schedulers: a linear warm-up and what follows it, to the end."""
+    parts = [part for part in (value if isinstance(value, list) else [value]) if part.get("name")]
+    found = [(str(part["name"]).rpartition(".")[2], part.get("kwargs") or {}) for part in parts]
+    warmup = 0
+    if found[:1] and found[0][0] == "LinearLR" and found[0][1].get("end_factor", 1.0) == 1:
+        warmup = int(found.pop(0)[1].get("total_iters", 5))
+    kind, numbers = found[0] if found else ("ConstantLR", {"factor": 1.0})
+    steps = numbers.get("T_max", numbers.get("total_iters", 5))
+    is_flat = kind == "ConstantLR" and numbers.get("factor", 1 / 3) == 1
+    falls = kind == "CosineAnnealingLR" or (kind == "LinearLR" and numbers.get("start_factor") == 1)
+    if len(found) > 1 or not (is_flat or (falls and warmup + steps == given.get("dpo.max_num_steps"))):
+        raise Unsupported("not a warm-up and a constant, linear or cosine schedule until max_num_steps")
+    name = {"ConstantLR": "constant", "LinearLR": "linear", "CosineAnnealingLR": "cosine"}[kind]
+    floors = {"min_lr": numbers.get("eta_min"), "min_lr_rate": numbers.get("end_factor")}
+    floor = {key: number for key, number in floors.items() if number and not is_flat}
+    values = {"training.lr_scheduler_type": name, "training.warmup_steps": warmup}
+    values |= {"training.lr_scheduler_kwargs": floor} if floor else {}
+    return gives(values, "the warm-up starts at 0" if warmup else "")
+
+
+def with_megatron(value: Any, given: Given) -> bool:
+    return bool(given.get("policy.megatron_cfg.enabled"))
+
+
+def without_megatron(value: Any, given: Given) -> bool:
+    return not with_megatron(value, given)
+
+
+def same_as(key: str) -> Rule:
+    """Accept a key that repeats another one."""
+    return lambda value, given: (
+        NOT_NEEDED if value == given.get(key) else Outcome(IMPOSSIBLE, note=f"differs from {key}")
+    )
 
 
 STYLES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 IS_ADAMW = only(*ADAMW, why="the optimizer is AdamW")
-NO_EXPERTS = never("mixtures of experts are not supported", unless=(1,))
+NO_EXPERTS = never("experts are not divided among devices", unless=(1,))
 PARALLEL = {
     "context_parallel_size": above_one("strategy.cp_size"),
     "activation_checkpointing": recompute,
@@ -189,6 +203,7 @@ RULES: dict[str, Rule] = {
     }),
     **of("megatron_cfg", PARALLEL | facts("""
         optimizer.lr = training.learning_rate
+        optimizer.clip_grad = max_grad_norm
         optimizer.weight_decay = training.weight_decay
         optimizer.adam_beta1 = training.adam_beta1
         optimizer.adam_beta2 = training.adam_beta2
@@ -205,9 +220,8 @@ RULES: dict[str, Rule] = {
         attention_backend gradient_accumulation_fusion use_fused_weighted_squared_relu
         optimizer.bf16 optimizer.fp16 optimizer.params_dtype optimizer.sgd_momentum
         optimizer.use_distributed_optimizer optimizer.use_precision_aware_optimizer
-        optimizer.clip_grad optimizer.optimizer_cpu_offload optimizer.optimizer_offload_fraction
-        optimizer.overlap_cpu_optimizer_d2h_h2d scheduler.start_weight_decay
-        scheduler.end_weight_decay scheduler.lr_warmup_init scheduler.lr_decay_iters
+        optimizer.optimizer_cpu_offload optimizer.optimizer_offload_fraction
+        optimizer.overlap_cpu_optimizer_d2h_h2d scheduler.lr_warmup_init
         distributed_data_parallel_config.* fp8_cfg.* env_vars.* env_vars freeze_moe_router
         moe_router_dtype moe_router_load_balancing_type moe_router_bias_update_rate
         moe_permute_fusion moe_per_layer_logging moe_enable_deepep moe_token_dispatcher_type
@@ -218,6 +232,11 @@ RULES: dict[str, Rule] = {
             lambda value, given: given.get("policy.megatron_cfg.scheduler.lr_decay_style") != "constant" and value,
             never("a least learning rate; set lr_scheduler_kwargs")),
         "scheduler.lr_decay_style": to("training.lr_scheduler_type", STYLES),
+        "scheduler.lr_decay_iters": when(
+            lambda value, given: given.get("policy.megatron_cfg.scheduler.lr_decay_style") != "constant",
+            same_as("dpo.max_num_steps")),
+        **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"),
+                        same_as("policy.megatron_cfg.optimizer.weight_decay")),
         "scheduler.weight_decay_incr_style": only("constant", why="it is constant here"),
         "expert_model_parallel_size": NO_EXPERTS,
         "tensor_model_parallel_size": above_one("strategy.tp_size"),
@@ -233,10 +252,6 @@ RULES: dict[str, Rule] = {
         policy.tokenizer.name = model.tokenizer_name_or_path
         policy.train_global_batch_size = train_batch_size
         policy.logprob_batch_size = actor_train.infer_batch_size
-        policy.max_grad_norm = max_grad_norm
-        policy.optimizer.kwargs.lr = training.learning_rate
-        policy.optimizer.kwargs.weight_decay = training.weight_decay
-        policy.optimizer.kwargs.eps = training.adam_epsilon
         logger.log_dir = logging_dir
         cluster.num_nodes = num_nodes
         policy.hf_config_overrides.* ! change the config.json of the model instead
@@ -274,9 +289,15 @@ RULES: dict[str, Rule] = {
     "policy.max_total_sequence_length": length(note="longer pairs are dropped and counted; NeMo-RL keeps them with "
                                                "weight 0"),
     "policy.precision": to("model.dtype", DTYPES),
-    "policy.optimizer.name": IS_ADAMW,
-    "policy.optimizer.kwargs.betas": betas,
-    "policy.scheduler": schedule,
+    **{f"policy.{key}": when(without_megatron, rule) for key, rule in {
+        "max_grad_norm": to("max_grad_norm"),
+        "optimizer.name": IS_ADAMW,
+        "optimizer.kwargs.lr": to("training.learning_rate"),
+        "optimizer.kwargs.weight_decay": to("training.weight_decay"),
+        "optimizer.kwargs.eps": to("training.adam_epsilon"),
+        "optimizer.kwargs.betas": betas,
+        "scheduler": schedule,
+    }.items()},
     "policy.dtensor_cfg.enabled": backend("fsdp2_train"),
     "policy.megatron_cfg.enabled": backend("megatron_train"),
     "data.dataset_name": with_validation,

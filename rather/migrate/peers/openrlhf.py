@@ -29,9 +29,11 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
+    Unsupported,
     algorithm,
     facts,
     gives,
+    of_mixture,
     only,
     to,
     when,
@@ -47,8 +49,9 @@ def schedule(value: Any, given: Given) -> Outcome:
 
 
 def ipo(value: Any, given: Given) -> Outcome:
-    note = "OpenRLHF's IPO sums log-probs; Rather averages them over tokens, as the paper does"
-    return gives({"pref_loss": "ipo"}, note) if value else NOT_NEEDED
+    if value:
+        raise Unsupported("OpenRLHF's IPO sums log-probs, Rather's averages them: choose pref_loss, beta")
+    return NOT_NEEDED
 
 
 # The groups of 0.11, and the names of 0.8.
@@ -110,7 +113,7 @@ RULES: dict[str, Rule] = {
         seed = seed
         tokenizer_chat_template ! name a template or a Jinja file: global_template
         input_template ! write a Jinja file and name it: global_template
-        aux_loss_coef ! mixtures of experts are not supported
+        aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
         dataset_probs ! data_args.weights mixes files
         adam_offload ? strategy_name: zero2_cpu keeps the optimizer on the host
         min_lr_ratio ~ lr_scheduler says it
@@ -118,7 +121,6 @@ RULES: dict[str, Rule] = {
         micro_train_batch_size ~ micro-batches follow a token budget
         packing_samples ~ pairs are always packed
         flash_attn attn_implementation use_liger_kernel ~ Rather has its own attention and head
-        apply_chat_template ~ the tokenizer's template is always applied, where it has one
         ckpt_path save_hf_ckpt disable_ds_ckpt max_ckpt_mem use_ds_universal_ckpt overlap_comm zpg
         grad_accum_dtype disable_fast_tokenizer local_rank deepcompile dataset_split eval_split
         wandb_org wandb_group wandb_project wandb_run_name disable_trace_cache full_determinism
@@ -127,6 +129,7 @@ RULES: dict[str, Rule] = {
     """),
     "lora_rank": lambda value, given: gives({"model.lora_rank": value or None}),
     PROGRAM: algorithm({"train_dpo": "sigmoid"}),
+    "apply_chat_template": to("global_template", {True: "native", False: "none"}),
     "optim": only("adam", why="the optimizer is AdamW"),
     "ref_offload": to("reference.offload", {True: "on", False: "auto"}),
     "dataset": dataset(),
@@ -159,6 +162,7 @@ OPENRLHF = Peer(
         "max_len": 512, "learning_rate": 1e-5, "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03,
         "min_lr_ratio": 0.1, "adam_betas": [0.9, 0.95], "train_batch_size": 128, "beta": 0.1, "save_steps": -1,
         "zero_stage": 2, "param_dtype": precision, "lora_rank": 0, "lora_alpha": 16, "max_epochs": 1, "seed": 42,
+        "aux_loss_coef": of_mixture("pretrain", 0.0), "apply_chat_template": False,
     },
     marks=("micro_train_batch_size", "max_len", "zero_stage", "nll_loss_coef", "lr_warmup_ratio", "ref_pretrain",
            "packing_samples", "max_ckpt_num", "adam_offload"),

@@ -20,7 +20,7 @@ from rather.migrate.rules import (
     needless,
 )
 
-RANK = "actor_train.model_args.lora_rank"
+RANK, ROUTER = (f"actor_train.model_args.{key}" for key in ("lora_rank", "moe_aux_loss_coef"))
 
 
 class OwnKeys(Mapping[str, Rule]):
@@ -50,7 +50,7 @@ class OwnKeys(Mapping[str, Rule]):
 
 
 def kept(key: str, value: Any, given: Given) -> Outcome:
-    if value is None and key != RANK:
+    if value is None and key not in (RANK, ROUTER):
         return NOT_NEEDED
     return Outcome(RENAMED, {key: value})
 
@@ -63,7 +63,7 @@ ROLL = Peer(
     defaults={
         "pref_loss": "sigmoid", "beta": 0.1, "actor_train.training_args.learning_rate": 5e-5,
         "actor_train.training_args.per_device_train_batch_size": 8, "actor_train.model_args.dtype": "bf16",
-        RANK: lambda given: 8 if given.get("actor_train.model_args.lora_target") else None,
+        ROUTER: None, RANK: lambda given: 8 if given.get("actor_train.model_args.lora_target") else None,
     },
     marks=("actor_train.strategy_args.strategy_name", "actor_train.training_args.learning_rate",
            "checkpoint_config.type", "is_offload_states", "rollout_batch_size", "actor_train.infer_batch_size"),

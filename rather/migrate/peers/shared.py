@@ -293,6 +293,31 @@ def best_metric(value: Any, given: Given) -> Outcome:
     return to(path)(f"eval/{str(value).removeprefix('eval_')}", given) if value else NOT_NEEDED
 
 
+def has_steps(given: Given) -> bool:
+    steps = given.get("max_steps")
+    return isinstance(steps, int) and steps > 0
+
+
+def epochs(value: Any, given: Given) -> Outcome:
+    if has_steps(given):
+        return Outcome(NEEDLESS, note="max_steps counts alone")
+    return to("training.num_train_epochs", float)(value, given)
+
+
+def most_steps(value: Any, given: Given) -> Outcome:
+    """transformers goes on for max_steps, however many epochs that takes; Rather stops at either."""
+    values = {"max_steps": value, "training.num_train_epochs": float(value or 0)}
+    return gives(values) if value and value > 0 else NOT_NEEDED
+
+
+def split_batches(value: Any, given: Given) -> Outcome:
+    if not isinstance(value, dict | None):
+        raise Unsupported("a file of its own; set the sizes yourself")
+    if (value or {}).get("split_batches"):
+        raise Unsupported("split_batches makes per_device_train_batch_size that of all devices")
+    return NOT_NEEDED
+
+
 CPU = to("platform", {True: "cpu", False: "auto"})
 HF: dict[str, Rule] = facts("""
     learning_rate = training.learning_rate
@@ -324,7 +349,7 @@ HF: dict[str, Rule] = facts("""
     disable_tqdm remove_unused_columns dataloader_num_workers dataloader_pin_memory
     dataloader_persistent_workers dataloader_prefetch_factor dataloader_drop_last ddp_timeout
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_backend local_rank fsdp_config
-    accelerator_config gradient_checkpointing_kwargs torch_compile_backend torch_compile_mode
+    gradient_checkpointing_kwargs torch_compile_backend torch_compile_mode
     torch_empty_cache_steps greater_is_better eval_delay eval_on_start eval_accumulation_steps
     include_num_input_tokens_seen tf32 average_tokens_across_devices save_safetensors bf16_full_eval
     fp16_full_eval attn_implementation batch_eval_metrics dataloader_in_order
@@ -336,8 +361,9 @@ HF: dict[str, Rule] = facts("""
 """) | {
     "output_dir": run_folder,
     "lr_scheduler_type": to("training.lr_scheduler_type", SCHEDULES),
-    "num_train_epochs": to("training.num_train_epochs", float),
-    "max_steps": positive("max_steps"),
+    "num_train_epochs": epochs,
+    "max_steps": most_steps,
+    "accelerator_config": split_batches,
     "warmup_steps": warmup,
     "warmup_ratio": warmup_ratio,
     "optim": optimizer,

@@ -43,11 +43,12 @@ from rather.migrate.rules import (
     if_set,
     keys,
     never,
+    of_mixture,
     to,
     when,
 )
 
-KINDS = {"dpo": "sigmoid", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo"}
+KINDS = {"dpo": None, "orpo": "orpo", "simpo": "simpo", "cpo": None}  # None: loss_type says it
 CUTS = {"delete": "drop", "left": "truncate_prompt", "right": "truncate_response"}
 KNOWN = keys(
     """
@@ -164,9 +165,7 @@ def dtype(value: Any, given: Given) -> Outcome:
 def min_lr(value: Any, given: Given) -> Outcome:
     if value and given.get("lr_scheduler_type") != "cosine":
         raise Unsupported("only a cosine has a least learning rate")
-    cosine = {"training.lr_scheduler_type": "cosine_with_min_lr",
-              "training.lr_scheduler_kwargs": {"min_lr": value}}  # fmt: skip
-    return gives(cosine) if value else NOT_NEEDED
+    return gives({"training.lr_scheduler_kwargs": {"min_lr": value}}) if value else NOT_NEEDED
 
 
 def cut(value: Any, given: Given) -> Outcome:
@@ -196,7 +195,8 @@ RULES: dict[str, Rule] = {
         rpo_alpha = rpo_alpha
         ld_alpha = ld_alpha
         sequence_parallel_size = actor_train.strategy_args.cp_size
-        moe_aux_loss_coeff router_aux_loss_coef ! mixtures of experts are not supported
+        router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
+        moe_aux_loss_coeff ! Megatron adds it up over layers and micro-batches; choose moe_aux_loss_coef
         ref_adapters ! the reference has the policy's starting adapter, or none
         template ! name one of ours: global_template
         system ! write the system message into the rows
@@ -222,7 +222,7 @@ RULES: dict[str, Rule] = {
     "min_lr": min_lr,
     "tensor_model_parallel_size": degree("strategy.tp_size"),
     "pipeline_model_parallel_size": degree("strategy.pp_size"),
-    "expert_model_parallel_size": never("mixtures of experts are not supported", unless=(1,)),
+    "expert_model_parallel_size": never("experts are not divided among devices", unless=(1,)),
     "recompute_granularity": to("model.disable_gradient_checkpointing", {"full": False, "selective": False, "none": True}),
     "optimizer": optimizer,
     "discopop_tau": when(lambda value, given: "discopop" in str(given.get("loss_type")), to("discopop_tau")),
@@ -259,7 +259,7 @@ SWIFT = Peer(
         "beta": by("rlhf_type", {"simpo": 2.0}, 0.1), "simpo_gamma": 1.0, "cpo_alpha": 1.0,
         "loss_type": by("rlhf_type", {"dpo": "sigmoid", "cpo": "sigmoid"}), "bf16": UNSET, "torch_dtype": own_dtype,
         "per_device_train_batch_size": unless_megatron(1), "gradient_accumulation_steps": accumulation,
-        "global_batch_size": by(PROGRAM, {"megatron rlhf": 16}), "num_train_epochs": unless_megatron(3.0),
+        "router_aux_loss_coef": of_mixture("model", 0.0), "global_batch_size": by(PROGRAM, {"megatron rlhf": 16}), "num_train_epochs": unless_megatron(3.0),
     },
     marks=("rlhf_type", "train_type", "tuner_type", "split_dataset_ratio", "loss_scale", "ref_adapters",
            "truncation_strategy", "attn_impl", "quant_bits"),

@@ -42,6 +42,7 @@ from rather.migrate.rules import (
     if_given,
     keys,
     never,
+    of_mixture,
     only,
     to,
     when,
@@ -117,9 +118,9 @@ def init_kwargs(value: Any, given: Given) -> Outcome:
     if not value:
         return NOT_NEEDED
     known = weights_dtype(value.get("dtype") or value.get("torch_dtype"), given)
-    read = ("dtype", "torch_dtype", "attn_implementation", "use_cache")
-    lost = [key for key in value if key not in read]
-    return gives(known.values, f"ignored: {', '.join(lost)}") if lost else known
+    if lost := set(value) - {"dtype", "torch_dtype", "attn_implementation", "use_cache"}:
+        raise Unsupported(f"{', '.join(sorted(lost))}: change the model's folder instead")
+    return known
 
 
 def loss_type(value: Any, given: Given) -> Outcome:
@@ -132,6 +133,12 @@ def loss_default(given: Given) -> Any:
     """A file does not say which trainer reads it, unless it has a key that only DPOConfig has."""
     is_dpo = any(key in given for key in DPO_ONLY) or is_old(given)
     return "sigmoid" if is_dpo or given.get(PROGRAM) else UNSET
+
+
+def router(given: Given) -> Any:
+    """Before 0.29, and in orpo.py and cpo.py, it depends on the model's config.json."""
+    is_dpo = "dpo" in str(given.get(PROGRAM)) and not is_old(given)
+    return of_mixture("model_name_or_path", 0.001)(given) if is_dpo else UNSET
 
 
 def of_cpo(default: Any) -> Any:
@@ -178,7 +185,7 @@ RULES: dict[str, Rule] = {
         alpha ! AlphaPO is another loss: pref_loss: alphapo
         lora_target_parameters ! only linear layers take an adapter
         max_completion_length ! the answer alone has no limit; overlong: truncate_response cuts it
-        router_aux_loss_coef ! mixtures of experts are not offered
+        router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
         generate_during_eval ? no answers are generated during evaluation
         dataset_config dataset_train_split dataset_test_split ~ name the files of the split you want
         force_use_ref_model ~ the loss decides whether there is a reference
@@ -189,7 +196,7 @@ RULES: dict[str, Rule] = {
         use_logits_to_keep activation_offloading ~
     """),
     "use_peft": lambda value, given: NOT_NEEDED if value else gives({"model.lora_rank": None}),
-    PROGRAM: algorithm({**dict.fromkeys(("dpo", "trl dpo"), None), "orpo": "orpo", "cpo": "cpo"}),
+    PROGRAM: algorithm({**dict.fromkeys(("dpo", "trl dpo", "cpo"), None), "orpo": "orpo"}),
     "cpo_alpha": lambda value, given: (
         cpo_weight if is_cpo(given) else never("a setting of cpo.py; pass the command line"))(value, given),
     "simpo_gamma": when(is_simpo, to("gamma")),
@@ -223,7 +230,7 @@ TRL = Peer(
     known=HF_KNOWN | KNOWN,
     defaults={
         **HF_DEFAULTS, "learning_rate": 1e-6, "logging_steps": 10, "bf16": True, "max_length": 1024,
-        "loss_type": loss_default, "beta": 0.1, "cpo_alpha": of_cpo(1.0), "simpo_gamma": of_cpo(0.5),
+        "loss_type": loss_default, "beta": 0.1, "router_aux_loss_coef": router, "cpo_alpha": of_cpo(1.0), "simpo_gamma": of_cpo(0.5),
         "truncation_mode": "keep_start", "use_peft": False, "lora_r": 16, "lora_alpha": 32,
         "lora_target_modules": ["q_proj", "v_proj"],  # PEFT's choice for most families
     },
