@@ -194,18 +194,17 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     written = {PROGRAM: source.program} if is_named else {}
     written |= dict(_without_no(peer, *item) for item in flat(values, peer.whole))
     count = devices or source.devices
-    unsure = [Row("(devices)", None, Outcome(MISSING, note=UNSURE))] if count == 0 else []
     here = {COUNT: count or 1, FOLDER: file.parent if file else source.folder,
             ALIASED: any(key in peer.aliases for key in written)}  # fmt: skip
     given = here | {peer.aliases.get(key, key): v for key, v in written.items()}
     defaults = {**peer.defaults, **(peer.early if peer.is_early(given) else {})}
     filled = []
     for key, default in defaults.items():
-        value = default(given) if callable(default) else default
+        value = _filled(default, given)
         if value is not UNSET and not _says(peer, key, given):
             given[key] = value
             filled.append(key)
-    rows = _agreed([_row(peer, key, value, given) for key, value in written.items()]) + unsure
+    rows = _agreed([_row(peer, key, value, given) for key, value in written.items()])
     stated = {path for row in rows for path in row.outcome.values}
     fallbacks = [_row(peer, key, given[key], given) for key in filled]
     rows += [row for each in fallbacks if (row := _default(each, stated))]
@@ -218,6 +217,14 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
         raise ConfigError(f"{source.name}: {config.pretrain}: Rather trains language models only.")
     ordered = sorted(rows, key=lambda row: ORDER.index(row.status))
     return Migrated(peer, source, nested(_values(rows)), ordered, config)
+
+
+def _filled(default: Any, given: Given) -> Any:
+    """Return a default, which may depend on other keys; not on values that make no sense."""
+    try:
+        return default(given) if callable(default) else default
+    except (TypeError, ValueError, ArithmeticError):
+        return UNSET
 
 
 def _says(peer: Peer, key: str, given: Given) -> bool:
@@ -296,6 +303,8 @@ def _row(peer: Peer, key: str, value: Any, given: Given) -> Row:
     public = bool(paths) and not any(map(looks_secret, paths))
     if not (looks_secret(key) and isinstance(value, str)) or public:
         return row
+    if row.status in INCOMPLETE:
+        return replace(row, value=MASK)
     note = "secrets are not written; set it in the environment"
     return Row(key, MASK, Outcome(LEFT_OUT, note=note))
 
@@ -356,6 +365,8 @@ def _default(row: Row, said: set[str]) -> Row | None:
 def _device_rows(devices: int | None) -> list[Row]:
     if devices is None or devices == 1:
         return []
+    if not devices:
+        return [Row("(devices)", None, Outcome(MISSING, note=UNSURE))]
     values = {DEVICES: f"0-{devices - 1}"}
     return [Row("(devices)", devices, Outcome(RENAMED, values, "from the launcher"))]
 

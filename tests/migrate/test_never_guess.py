@@ -180,7 +180,7 @@ policy:
   precision: bfloat16
   max_total_sequence_length: 512
   dtensor_cfg: {enabled: true, tensor_parallel_size: 2}
-  megatron_cfg: {enabled: false, anything: 1, optimizer: {lr: 1.0}}
+  megatron_cfg: {enabled: false, optimizer: {lr: 1.0}}
   optimizer: {name: torch.optim.AdamW, kwargs: {lr: 5.0e-6}}
 data: {train: {dataset_name: d.jsonl}}
 logger: {wandb_enabled: true, tensorboard_enabled: true}
@@ -206,9 +206,10 @@ def test_recipes_of_nemo_rl_inherit(tmp_path: Path) -> None:
         "wandb",
         "tensorboard",
     ]
-    line = f"uv run examples/run_dpo.py --config {child} policy.optimizer.kwargs.lr=1e-6 policy.megatron_cfg.enabled=true"
-    result = of(line)
-    assert problems(result)["policy.megatron_cfg.anything"] == IMPOSSIBLE
+    line = f"uv run examples/run_dpo.py --config {child} policy.optimizer.kwargs.lr=1e-6 policy.megatron_cfg.anything=1"
+    assert problems(of(line)) == {"policy.megatron_cfg.anything": UNKNOWN}  # of a backend that is off, too
+    line = f"uv run examples/run_dpo.py --config {child} policy.dtensor_cfg.lora_cfg.enbled=true"
+    assert problems(of(line)) == {"policy.dtensor_cfg.lora_cfg.enbled": UNKNOWN}
     child.write_text("defaults: ../nowhere.yaml\npolicy: {model_name: m}\n")
     with pytest.raises(ConfigError, match=r"nowhere.yaml: this parent"):
         of(child, "nemo-rl")
@@ -419,6 +420,155 @@ def test_a_script_knows_where_it_is(tmp_path: Path) -> None:
         "python examples/start_dpo_pipeline.py --config_path $P --config_name c\n"
     )
     assert of(script, "roll").config.beta == 0.2
+
+
+# ---- attacks on the published examples: none of these may be converted into something else
+
+
+SWIFT = "swift rlhf --model m --dataset d.jsonl --torch_dtype bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (SWIFT + " --lr 1e-5 --learning_rate 2e-5", {"learning_rate": IMPOSSIBLE}),
+        (SWIFT + " -learning_rate 1e-5", {"-learning_rate": UNKNOWN, "1e-5": UNKNOWN}),
+        (SWIFT + " --per_device_train_batch_size $SIZE",
+         {"(batch)": MISSING, "per_device_train_batch_size": IMPOSSIBLE}),
+        (SWIFT + " --model_tokn abc", {"model_tokn": UNKNOWN}),  # a secret, but a typing error first
+        ("NPROC_PER_NODE=$GPUS " + SWIFT, {"(devices)": MISSING}),
+        ("NPROC_PER_NODE=4 NNODES=$NODES " + SWIFT, {"(devices)": MISSING}),
+        ("torchrun --nproc_per_node gpu " + TRL.format("dpo.py"), {"(devices)": MISSING}),
+        ("deepspeed --include localhost:0,1 " + TRL.format("dpo.py"), {"(devices)": MISSING}),
+        (TRL.format("orpo.py") + " --loss_type ipo", {"loss_type": IMPOSSIBLE}),
+        (TRL.format("dpo.py") + " --dtype float16", {"dtype": IMPOSSIBLE}),
+        (TRL.format("dpo.py") + " --model_init_kwargs '{revision: x}'", {"model_init_kwargs": IMPOSSIBLE}),
+        (TRL.format("dpo.py") + " --accelerator_config '{split_batches: true}'",
+         {"accelerator_config": IMPOSSIBLE}),
+        (TRL.format("orpo.py").replace(" m ", " org/Mix-30B-A3B "), {"(router loss)": MISSING}),
+        ("python -m openrlhf.cli.train_dpo --model.model_name_or_path m --model.ipo_enable",
+         {"model.ipo_enable": IMPOSSIBLE}),
+    ],
+)  # fmt: skip
+def test_what_is_not_certain_is_reported(line: str, expected: dict[str, str]) -> None:
+    assert problems(of(line)) == expected
+
+
+def test_transformers_goes_on_for_max_steps_whatever_the_epochs() -> None:
+    config = of(TRL.format("dpo.py") + " --max_steps 500 --num_train_epochs 1").config
+    assert config.max_steps == config.actor_train.training_args.num_train_epochs == 500
+    nothing = of(TRL.format("dpo.py") + " --max_steps -1").config
+    assert (nothing.max_steps, nothing.actor_train.training_args.num_train_epochs) == (None, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "expected"),
+    [("org/Mix-8x7B", "", 0.001), ("org/Mix-8x7B", "--router_aux_loss_coef 0.02", 0.02), ("org/Plain-7B", "", None)],
+)  # fmt: skip
+def test_the_router_loss_of_mixtures(model: str, flags: str, expected: float | None) -> None:
+    result = of(f"trl dpo --model_name_or_path {model} --dataset_name d.jsonl {flags}")
+    assert problems(result) == {}
+    assert result.config.actor_train.model_args.moe_aux_loss_coef == expected
+
+
+def test_an_empty_key_of_a_yaml_is_the_default_unless_it_has_a_meaning(tmp_path: Path) -> None:
+    entry = {"path": "d.jsonl"}
+    result = axolotl(tmp_path, entry, num_epochs=None, warmup_ratio=None, sequence_len=None)
+    training = result.config.actor_train.training_args
+    assert (training.num_train_epochs, training.warmup_ratio) == (1.0, 0.03)
+    assert result.config.sequence_length == 32768  # no limit
+    result = axolotl(tmp_path, entry, rl_beta=0.2, orpo_alpha=0.3)
+    assert problems(result) == {"rl_beta": IMPOSSIBLE}  # two names of one setting
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("A=(--lr 1e-5)\nA+=(--beta 0.3)\n{} ${{A[@]}}", {LR: 1e-5, "beta": 0.3}),
+        ("A=0.\nA+=3\n{} --beta $A", {"beta": 0.3}),
+        ("B=\n{} --beta ${{B:-0.3}}", {"beta": 0.3}),
+        ("B=0.2\n{} --beta ${{B:-0.3}}", {"beta": 0.2}),
+        ("num_processes=9\nNPROC_PER_NODE=2 {}", {"pairs": 16}),  # a variable is not a launcher's
+        ("B=0.25\n{} --beta ${{B:0:3}}", "beta"),
+        ("B=0.25\n{} --beta ${{B:+0.1}}", "beta"),
+        ("B=(1 2)\nB[0]=3\n{} --beta $B", "beta"),
+    ],
+)
+def test_more_of_the_shell(script: str, expected: Any, tmp_path: Path) -> None:
+    result = of(script.format(SWIFT))
+    if isinstance(expected, str):
+        assert problems(result) == {expected: IMPOSSIBLE, f"({expected})": MISSING}
+        return
+    assert problems(result) == {}
+    found = saved(result, tmp_path)
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_hosts_of_a_file_count(tmp_path: Path) -> None:
+    line = "colossalai run --nproc_per_node 2 --hostfile hosts train_dpo.py --pretrain m --dataset a"
+    lost = migrate(read_line(line, folder=tmp_path), PEERS["colossalchat"])
+    assert problems(lost) == {"(devices)": MISSING}
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    result = migrate(read_line(line, folder=tmp_path), PEERS["colossalchat"])
+    assert result.config.global_batch() == 2 * 2 * 4
+
+
+LINEAR = "torch.optim.lr_scheduler.LinearLR"
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([(LINEAR, {"start_factor": 0.1, "total_iters": 2}), ("x.ConstantLR", {"factor": 1.0, "total_iters": 99})], ("constant", 2)),
+        ([(LINEAR, {"start_factor": 0.1, "total_iters": 2}), ("x.CosineAnnealingLR", {"T_max": 7})], ("cosine", 2)),
+        ([(LINEAR, {"start_factor": 1.0, "end_factor": 0.0, "total_iters": 9})], ("linear", 0)),
+        ([("x.ConstantLR", {"factor": 0.5, "total_iters": 99})], None),
+        ([("x.CosineAnnealingLR", {"T_max": 70})], None),
+        ([("x.StepLR", {"step_size": 3})], None),
+    ],
+)  # fmt: skip
+def test_schedules_of_nemo_rl(parts: Any, expected: Any, tmp_path: Path) -> None:
+    values = yaml.safe_load(PARENT)
+    values["policy"]["scheduler"] = [{"name": name, "kwargs": more} for name, more in parts]
+    values["policy"]["scheduler"].append({"milestones": [2]})
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(values))
+    result = of(file)
+    training = result.config.actor_train.training_args
+    assert problems(result) == ({} if expected else {"policy.scheduler": IMPOSSIBLE})
+    if expected:
+        assert (training.lr_scheduler_type, training.warmup_steps) == expected
+
+
+def test_the_backend_that_is_on_has_the_optimizer(tmp_path: Path) -> None:
+    values = yaml.safe_load(PARENT)
+    values["policy"]["dtensor_cfg"]["enabled"] = False
+    values["policy"]["megatron_cfg"] = {"enabled": True, "optimizer": {"lr": 1e-7, "clip_grad": 0.5}}
+    values["policy"]["max_grad_norm"] = 1.0
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(values))
+    result = of(file)
+    assert problems(result) == {}
+    assert result.config.actor_train.training_args.learning_rate == 1e-7
+    assert result.config.max_grad_norm == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "files"),
+    [
+        ("--dataset_name org/d", ("hf://datasets/org/d", None)),
+        ("--dataset_name org/d --dataset_config c --eval_strategy epoch",
+         ("hf://datasets/org/d:c/train", "hf://datasets/org/d:c/test")),
+        ("--dataset_name org/d --dataset_train_split 'train[:9]'", None),
+        ("--dataset_name ./here", ("here.jsonl", None)),
+    ],
+)  # fmt: skip
+def test_data_sets_of_the_hub(flags: str, files: Any) -> None:
+    result = of(f"trl dpo --model_name_or_path m {flags}")
+    assert problems(result) == ({} if files else {"dataset_name": IMPOSSIBLE})
+    if files:
+        data = result.config.actor_train.data_args, result.config.validation.data_args
+        assert (data[0].file_name, data[1].file_name) == files
 
 
 # ---- files beside the config, and files that are not settings

@@ -13,10 +13,10 @@ from rather.migrate.peers.shared import (
     HELD_OUT,
     HF,
     HF_DEFAULTS,
-    READABLE,
     SAMPLES,
     SCHEDULES,
     adapter,
+    address,
     dataset,
     epochs,
     images,
@@ -158,7 +158,9 @@ def datasets(path: str) -> Rule:
         names: list[Any] = []
         for entry in entries(value):
             files = entry.get("data_files")
-            names += files if isinstance(files, list) else [files or entry["path"]]
+            split, part, at = (entry.get(key) for key in ("split", "name", "revision"))
+            hub = None if files or entry.get("ds_type") else address(entry["path"], split, part, at)
+            names += files if isinstance(files, list) else [files or hub or entry["path"]]
         first, *others = map(read_as, entries(value))
         if any(other != first for other in others):
             raise Unsupported("the files have rows of different types; save them in one")
@@ -297,7 +299,6 @@ AXOLOTL = Peer(
     words=(" axolotl ", "axolotl.cli."),
     whole=("special_tokens", "lr_scheduler_kwargs", "fsdp_config", "deepspeed", "gradient_checkpointing_kwargs", "accelerator_config"),
     always=(
-        f"Only local files are read ({', '.join(READABLE)}).",
         "Pairs that are too long are dropped and counted, as in Axolotl.",
         "TRL's other differences hold here too: see the page on TRL.",
     ),

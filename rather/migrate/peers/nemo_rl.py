@@ -113,13 +113,14 @@ def of(backend: str, rules: dict[str, Rule]) -> dict[str, Rule]:
 def of_adapter(backend: str, section: str) -> dict[str, Rule]:
     """Return the rules of the adapter of a backend; without one all weights are trained."""
     switch = f"policy.{backend}.{section}.enabled"
-    other = never("not an option of adapters here", unless=("post", "xavier", "zero", True))
     rules = {
         "dim": to("model.lora_rank"),
         "alpha": to("model.lora_alpha", float),
         "match_all_linear": to("model.lora_target", {True: "all-linear"}),
-        "*": other,
-    }
+        **each("target_modules exclude_modules dropout dropout_position lora_A_init lora_A_init_method "
+               "lora_B_init_method a2a_experimental lora_dtype use_triton",
+               never("not an option of adapters here", unless=("post", "xavier", "zero", True))),
+    }  # fmt: skip
     is_on = {key: when(lambda value, given: given.get(switch), rule) for key, rule in rules.items()}
     whole = when(lambda value, given: not value, lambda *_: gives({"model.lora_rank": None}))
     return of(backend, {f"{section}.{key}": rule for key, rule in is_on.items()} | {
@@ -210,7 +211,6 @@ RULES: dict[str, Rule] = {
         optimizer.adam_eps = training.adam_epsilon
         scheduler.lr_warmup_iters = training.warmup_steps
         fp8_cfg.enabled ! fp8 is not supported
-        * ! not known to change no result
         checkpoint.* use_fused_linear_logprobs fused_linear_logprobs_chunk_size
         force_reconvert_from_hf empty_unused_memory_level cuda_graph_impl cuda_graph_modules
         cuda_graph_warmup_steps offload_modules fine_grained_activation_offloading
@@ -222,7 +222,7 @@ RULES: dict[str, Rule] = {
         optimizer.use_distributed_optimizer optimizer.use_precision_aware_optimizer
         optimizer.optimizer_cpu_offload optimizer.optimizer_offload_fraction
         optimizer.overlap_cpu_optimizer_d2h_h2d scheduler.lr_warmup_init
-        distributed_data_parallel_config.* fp8_cfg.* env_vars.* env_vars freeze_moe_router
+        distributed_data_parallel_config.* fp8_cfg.fp8 fp8_cfg.fp8_recipe fp8_cfg.fp8_param env_vars.* env_vars freeze_moe_router
         moe_router_dtype moe_router_load_balancing_type moe_router_bias_update_rate
         moe_permute_fusion moe_per_layer_logging moe_enable_deepep moe_token_dispatcher_type
         moe_shared_expert_overlap ~

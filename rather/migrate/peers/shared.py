@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.config.keys import table
+from rather.config.paths import HUB_NAME
 from rather.errors import ConfigError
 from rather.migrate.rules import (
     CHANGED,
@@ -121,20 +122,37 @@ def one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def dataset(path: str = SAMPLES) -> Rule:
-    """Accept local files; a data set of a hub has to be saved to a file first."""
+def address(name: str, split: Any = None, config: Any = None, revision: Any = None) -> str | None:
+    """Return the address of a data set of Hugging Face's hub; None if the name is not one."""
+    is_path = name.startswith(".") or name.endswith(READABLE) or Path(name).exists()
+    if is_path or "/" not in name or not HUB_NAME.fullmatch(name):
+        return None
+    if "[" in str(split):
+        raise Unsupported(f"{split}: save these rows to a file of their own")
+    parts = [str(part) for part in (config, split or "train") if part]
+    at = f"@{revision}" if revision else ""
+    return f"hf://datasets/{name}{at}" + (f":{'/'.join(parts)}" if parts != ["train"] else "")
+
+
+def dataset(path: str = SAMPLES, *, split: str = "", config: str = "") -> Rule:
+    """Accept local files, and names of the hub if `split` is the key that names the split.
+
+    Other data sets have to be saved to a file first.
+    """
 
     def rule(value: Any, given: Given) -> Outcome:
         if value in NOTHING:
             return NOT_NEEDED
         names = [str(name) for name in value] if isinstance(value, list) else str(value).split(",")
-        files = []
+        found = {name: address(name, given.get(split), given.get(config)) for name in names if split}
+        files, remote = [], []
         for name in names:
             own, counted, _ = name.partition("#")
             if own.endswith(READABLE) and counted:
                 raise Unsupported(f"save the rows of {name} to a file of their own")
-            files.append(name if name.endswith(READABLE) else f"{Path(own).name}.jsonl")
-        remote = [name for name, file in zip(names, files, strict=True) if name != file]
+            is_file = name.startswith("hf://") or name.endswith(READABLE)
+            files.append(found.get(name) or (name if is_file else f"{Path(own).name}.jsonl"))
+            remote += [] if is_file or found.get(name) else [name]
         note = f"only local files are read: save {', '.join(remote)} as JSON lines there"
         status, note = (OPEN, note) if remote else (RENAMED, "")
         return Outcome(status, {path: one_or_all(files)}, note)

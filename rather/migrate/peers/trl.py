@@ -17,8 +17,10 @@ from rather.migrate.peers.shared import (
     HF,
     HF_DEFAULTS,
     HF_KNOWN,
+    READABLE,
     STRATEGY,
     adapter,
+    address,
     cpo_weight,
     dataset,
     devices,
@@ -29,7 +31,6 @@ from rather.migrate.peers.shared import (
 from rather.migrate.rules import (
     NEEDLESS,
     NOT_NEEDED,
-    OPEN,
     UNSET,
     Given,
     Outcome,
@@ -108,6 +109,8 @@ def alpha(value: Any, given: Given) -> Outcome:
 
 def weights_dtype(value: Any, given: Given) -> Outcome:
     """TRL's dtype is that of the weights; it computes in bf16 or fp16."""
+    if value == "float16" and given.get("bf16") and not given.get("fp16"):
+        raise Unsupported("weights in float16 and products in bf16; choose one: model_args.dtype")
     if value in (None, "auto", "float32"):
         return Outcome(NEEDLESS, note="the optimizer always has float32 weights")
     note = "weights have exact float32 copies, so no small update is lost"
@@ -147,17 +150,21 @@ def of_cpo(default: Any) -> Any:
 
 def named_dataset(value: Any, given: Given) -> Outcome:
     """TRL evaluates on another split of the same data set."""
-    found = dataset()(value, given)
-    if str(given.get("eval_strategy", "no")) == "no" or found.status != OPEN:
+    found = dataset(split="dataset_train_split", config="dataset_config")(value, given)
+    is_local = str(value).endswith(READABLE)
+    if str(given.get("eval_strategy", "no")) == "no" or is_local or given.get("test_split_size"):
         return found
-    held_out = f"{Path(str(value)).name}-{given.get('dataset_test_split', 'test')}.jsonl"
-    return Outcome(OPEN, {**found.values, HELD_OUT: held_out}, found.note)
+    split = given.get("dataset_test_split") or "test"
+    held_out = address(str(value), split, given.get("dataset_config"))
+    own = held_out or f"{Path(str(value)).name}-{split}.jsonl"
+    return Outcome(found.status, {**found.values, HELD_OUT: own}, found.note)
 
 
 def mixture(value: Any, given: Given) -> Outcome:
     if more := {key for entry in value for key in entry} - {"path", "name", "split"}:
         raise Unsupported(f"{', '.join(sorted(more))}: save the rows to a file of their own")
-    return dataset()([entry["path"] for entry in value], given)
+    names = [address(entry["path"], entry.get("split"), entry.get("name")) or entry["path"] for entry in value]
+    return dataset()(names, given)
 
 
 def launched(value: Any, given: Given) -> Outcome:
