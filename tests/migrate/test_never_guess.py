@@ -476,7 +476,9 @@ def test_an_empty_key_of_a_yaml_is_the_default_unless_it_has_a_meaning(tmp_path:
     result = axolotl(tmp_path, entry, num_epochs=None, warmup_ratio=None, sequence_len=None)
     training = result.config.actor_train.training_args
     assert (training.num_train_epochs, training.warmup_ratio) == (1.0, 0.03)
-    assert result.config.sequence_length == 32768  # no limit
+    assert result.config.sequence_length == 512
+    no_limit = of("trl dpo --model_name_or_path m --dataset_name d.jsonl --max_length None")
+    assert no_limit.config.sequence_length == 32768
     result = axolotl(tmp_path, entry, rl_beta=0.2, orpo_alpha=0.3)
     assert problems(result) == {"rl_beta": IMPOSSIBLE}  # two names of one setting
 

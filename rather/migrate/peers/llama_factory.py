@@ -145,17 +145,18 @@ RULES: dict[str, Rule] = {
         pref_bco_weight ! not supported; pref_loss takes a list with loss_weights
         use_galore use_badam use_apollo use_muon use_adam_mini loraplus_lr_ratio freeze_trainable_layers
         train_on_prompt resize_vocab rope_scaling neat_packing use_unsloth use_mca ! not supported
+        tokenized_path ! tokenised rows of LLaMA-Factory; name the files of the rows
         hf_hub_token ms_hub_token om_hub_token ? set it in the environment
         moe_aux_loss_coef ~ its DPO adds no router loss
         flash_attn ~ Rather has its own attention
         packing ~ pairs are always packed, which changes no result
         overwrite_cache plot_loss use_fast_tokenizer low_cpu_mem_usage enable_liger_kernel
-        enable_thinking cache_dir upcast_layernorm preprocessing_batch_size use_swanlab tokenized_path
-        double_quantization quantization_method ray_run_name ray_storage_path print_param_status
+        cache_dir upcast_layernorm preprocessing_batch_size use_swanlab
+        double_quantization ray_run_name ray_storage_path print_param_status
         include_effective_tokens_per_second eval_num_beams infer_backend infer_dtype offload_folder
         use_kv_cache use_reentrant_gc use_unsloth_gc master_addr master_port compute_accuracy
         data_shared_file_system ray_num_workers ray_init_kwargs ignore_pad_token_for_loss
-        quantization_type swanlab_project swanlab_mode ~
+        swanlab_project swanlab_mode ~
     """),
     PROGRAM: algorithm(dict.fromkeys(COMMANDS)),
     "stage": algorithm({"dpo": None}),
@@ -165,6 +166,9 @@ RULES: dict[str, Rule] = {
            "freeze_vision_tower freeze_multi_modal_projector media_dir", images),
     **each("model_class peft_config train_dataset", version_1),
     "quantization_bit": to("model.quantization", {4: "4bit"}),
+    "quantization_method": only("bnb", why="weights are rounded by bitsandbytes"),
+    "quantization_type": only("nf4", why="weights are rounded to nf4"),
+    "enable_thinking": only(True, None, why="an empty thought is part of the answers"),
     "pissa_init": to("model.init_lora_weights", {True: "pissa", False: True}),
     "pref_loss": loss_name(kto_pair=None),
     "simpo_gamma": if_given("pref_loss", "simpo", "gamma"),

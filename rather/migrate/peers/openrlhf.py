@@ -116,6 +116,7 @@ RULES: dict[str, Rule] = {
         aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
         dataset_probs ! data_args.weights mixes files
         adam_offload ? strategy_name: zero2_cpu keeps the optimizer on the host
+        use_ms ! names of ModelScope; save model and pairs to folders
         min_lr_ratio ~ lr_scheduler says it
         muon.* ~ used with --optim muon only
         micro_train_batch_size ~ micro-batches follow a token budget
@@ -124,7 +125,7 @@ RULES: dict[str, Rule] = {
         ckpt_path save_hf_ckpt disable_ds_ckpt max_ckpt_mem use_ds_universal_ckpt overlap_comm zpg
         grad_accum_dtype disable_fast_tokenizer local_rank deepcompile dataset_split eval_split
         wandb_org wandb_group wandb_project wandb_run_name disable_trace_cache full_determinism
-        gradient_checkpointing_use_reentrant torch_compile use_ms ring_head_stride
+        gradient_checkpointing_use_reentrant torch_compile ring_head_stride
         experts_implementation dataloader_num_workers ~
     """),
     "lora_rank": lambda value, given: gives({"model.lora_rank": value or None}),

@@ -218,6 +218,8 @@ def images(value: Any, given: Given) -> Outcome:
 def bf16(value: Any, given: Given) -> Outcome:
     """Choose bf16, fp16 or neither."""
     other = given.get("fp16") in (True, "true", "auto")
+    if other and value is True:
+        raise Unsupported("bf16 and fp16 are both on; choose one")
     dtype = "fp16" if other else "bf16" if value in (True, "auto") else "fp32"
     return gives(
         {"model.dtype": dtype}, "weights have exact float32 copies, sums are float32 or better"

@@ -44,6 +44,7 @@ from rather.migrate.rules import (
     keys,
     never,
     of_mixture,
+    only,
     to,
     when,
 )
@@ -212,11 +213,12 @@ RULES: dict[str, Rule] = {
         optimizer_offload_fraction no_load_optim no_load_rng moe_permute_fusion moe_grouped_gemm
         moe_shared_expert_overlap merge_lora group_by_length use_distributed_optimizer
         overlap_grad_reduce overlap_param_gather tensorboard_dir wandb_project wandb_exp_name async_save
-        packing_length check_model use_logits_to_keep use_hf model_type task_type add_version
+        packing_length check_model use_logits_to_keep use_hf model_type add_version
         dataset_shuffle lazy_tokenize load_from_cache_file create_checkpoint_symlink model_author
         model_name strict ignore_args_error streaming num_labels ~
     """),
     "tuner_type": trained,
+    "task_type": only("causal_lm", why="Rather trains language models only"),
     PROGRAM: algorithm({"swift rlhf": None, "megatron rlhf": None}),
     "rlhf_type": algorithm(KINDS),
     "min_lr": min_lr,
@@ -255,7 +257,7 @@ SWIFT = Peer(
         "eval_strategy": lambda given: "steps" if given.get("eval_steps") else "no",
         "rlhf_type": "dpo", "tuner_type": by(PROGRAM, {"megatron rlhf": "full", "swift rlhf": "lora"}),
         "learning_rate": by("tuner_type", {"full": 1e-5, "lora": 1e-4}), "lora_rank": 8, "lora_alpha": 32,
-        "logging_steps": 5, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
+        "logging_steps": 5, "max_length": None, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
         "beta": by("rlhf_type", {"simpo": 2.0}, 0.1), "simpo_gamma": 1.0, "cpo_alpha": 1.0,
         "loss_type": by("rlhf_type", {"dpo": "sigmoid", "cpo": "sigmoid"}), "bf16": UNSET, "torch_dtype": own_dtype,
         "per_device_train_batch_size": unless_megatron(1), "gradient_accumulation_steps": accumulation,
