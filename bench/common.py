@@ -172,6 +172,39 @@ class Shape:
         return model.to(device).eval()
 
 
+@dataclass(frozen=True)
+class ExpertShape(Shape):
+    """A shape whose `intermediate` is the width of one expert."""
+
+    experts: int
+    chosen: int
+    head_dim: int
+
+    @property
+    def block_weights(self) -> int:
+        """Weights that one token uses in the matrices of all layers."""
+        return self._blocks(self.chosen)
+
+    def _blocks(self, experts: int) -> int:
+        attention, router = 2 * self.head_dim * (self.heads + self.kv_heads), self.experts
+        return self.layers * self.hidden * (attention + router + 3 * self.intermediate * experts)
+
+    @property
+    def weights(self) -> int:
+        return self._blocks(self.experts) + self.head_weights * (1 if self.tied else 2)
+
+    @property
+    def more(self) -> dict[str, Any]:
+        return {
+            "head_dim": self.head_dim,
+            "moe_intermediate_size": self.intermediate,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+            "norm_topk_prob": True,
+            "router_aux_loss_coef": 0.001,
+        }
+
+
 SHAPES = {
     "15M": Shape("llama", 288, 6, 6, 6, 768, 32_000, True),
     "135M": Shape("llama", 576, 30, 9, 3, 1536, 49_152, True),

@@ -11,49 +11,14 @@ options are those of gpu_vs_trl.py.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any
 
 import gpu_vs_trl
-from common import SHAPES, Shape
+from common import SHAPES, ExpertShape
 
 NAME = "3B-A0.6B"
 
 
-@dataclass(frozen=True)
-class ExpertShape(Shape):
-    """A shape whose `intermediate` is the width of one expert."""
-
-    experts: int
-    chosen: int
-
-    @property
-    def block_weights(self) -> int:
-        """Weights that one token uses in the matrices of all layers."""
-        return self._blocks(self.chosen)
-
-    def _blocks(self, experts: int) -> int:
-        kv_width = self.hidden // self.heads * self.kv_heads
-        attention, router = 2 * self.hidden + 2 * kv_width, self.experts
-        return self.layers * self.hidden * (attention + router + 3 * self.intermediate * experts)
-
-    @property
-    def weights(self) -> int:
-        return self._blocks(self.experts) + self.head_weights * (1 if self.tied else 2)
-
-    @property
-    def more(self) -> dict[str, Any]:
-        return {
-            "head_dim": self.hidden // self.heads,
-            "moe_intermediate_size": self.intermediate,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.chosen,
-            "norm_topk_prob": True,
-            "router_aux_loss_coef": 0.001,
-        }
-
-
-SHAPES[NAME] = ExpertShape("qwen3_moe", 1024, 26, 16, 4, 512, 151_936, False, 64, 8)
+SHAPES[NAME] = ExpertShape("qwen3_moe", 1024, 26, 16, 4, 512, 151_936, False, 64, 8, 64)
 for table, value in (
     (gpu_vs_trl.STEPS, 5),
     (gpu_vs_trl.TRL_STEPS, 2),

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import RESULTS, SHAPES, Shape, machine, table, told, write_facts
+from common import RESULTS, SHAPES, ExpertShape, Shape, machine, table, told, write_facts
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -43,8 +43,12 @@ from rather.parallel.stages import Stages
 
 ALLOWED_GIB = 1.0  # of a process that lays out 70B
 COMPUTE = torch.bfloat16
-FAMILIES = ("llama", "qwen2")
-MODELS = {**SHAPES, "70B": Shape("llama", 8192, 80, 64, 8, 28_672, 128_256, False)}
+FAMILIES = ("llama", "qwen2", "qwen3_moe")
+MODELS = {
+    **SHAPES,
+    "70B": Shape("llama", 8192, 80, 64, 8, 28_672, 128_256, False),
+    "30B-A3B": ExpertShape("qwen3_moe", 2048, 48, 32, 4, 768, 151_936, False, 128, 8, 128),
+}
 
 
 def strategy(name: str, **details: Any) -> dict[str, Any]:
@@ -57,6 +61,15 @@ def megatron(tp: int, pp: int, **details: Any) -> dict[str, Any]:
 
 
 CASES: list[tuple[str, int, list[dict[str, Any]]]] = [
+    (
+        "30B-A3B",
+        16,
+        [
+            megatron(1, 2, expert_model_parallel_size=8),  # ROLL's own example
+            strategy("fsdp2_train", ep_size=8),
+            strategy("fsdp2_train", ep_size=4, tp_size=2),
+        ],
+    ),
     (
         "7B",
         8,
@@ -323,7 +336,7 @@ def report(
 def spelled(written: dict[str, Any], plan: Layout) -> str:
     """The name, the degrees it became, and what is divided where."""
     degrees = [
-        f"{axis}{size}" for axis in ("dp", "tp", "pp", "cp") if (size := getattr(plan, axis)) > 1
+        f"{axis}{size}" for axis in ("dp", "tp", "pp", "cp", "ep") if (size := getattr(plan, axis)) > 1
     ]
     more = [f"{plan.dp // plan.shard} x {plan.shard}"] if 1 < plan.shard < plan.dp else []
     more += [f"{plan.virtual} stages a rank"] if plan.virtual > 1 else []

@@ -126,6 +126,9 @@ class ShardedFiles(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._shards)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._shards  # a Mapping's own would read the tensor
+
     def shape(self, name: str) -> Numbers:
         return next(iter(self._shards[name].values()))[1].whole
 

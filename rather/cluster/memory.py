@@ -110,7 +110,7 @@ def need_of(
     state = role_state(config, role, kind, shapes, args, narrow=True)
     parts = []
     for part in state.parts:
-        each = (sum(part.each) / state.shards + part.gathered) / state.cut
+        each = (sum(part.each) / part.shards + part.gathered) / part.cut
         parts.append(f"{part.number:.3g} weights x {each:.3g} bytes")
     total = state.own + state.gathered
     on_host = total if kind == "cpu" else state.own if layout(role).host else 0.0

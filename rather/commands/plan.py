@@ -107,7 +107,7 @@ def _speed(
     compiled = compiles(config, sizes, device, pairs.steps)
     name = gpu or (gpu_here(device.kind) if compiled else None)
     if name:
-        return listed_speed(name, sizes.weights, compiled=compiled)
+        return listed_speed(name, sizes.active, compiled=compiled)
     timed = sizes.in_layers / sizes.layers * MORE + 2 * sizes.of_head
     if 8 * timed > device.memory:  # weights and gradients
         return None
@@ -137,6 +137,8 @@ def _facts(own: Forecast) -> Iterator[str]:
         f"layout: {own.layout.describe()}; {'compiled' if own.compiled else 'not compiled'}; micro-batches of "
         f"up to {chosen.tokens} tokens, recompute {chosen.recompute}{host}{narrow}"
     )
+    active = f", {own.sizes.active / 1e9:.3g}B used by a token" if own.sizes.experts else ""
+    yield f"model: {own.sizes.weights / 1e9:.3g}B weights{active}"
     yield f"batch: {own.batch}; {own.step_tokens} tokens in {work.batches} micro-batches per rank"
     if pairs.assumed:
         yield f"assumed: all pairs are as long as sequence_length allows, because {pairs.assumed}"

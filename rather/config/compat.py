@@ -47,7 +47,9 @@ MEGATRON_KEYS = """
     transformer_impl cuda_graph_impl cuda_graph_scope compile_warmup ckpt_format
     ckpt_d2h_non_blocking distrib_optim_fully_reshardable
     distrib_optim_fully_reshardable_mem_efficient save_hf_model bf16 async_save_ckpt wrap_policy
-    reduce_scatter_during_grad_accumulation
+    reduce_scatter_during_grad_accumulation moe_token_dispatcher_type moe_grouped_gemm
+    moe_shared_expert_overlap moe_permute_fusion moe_router_fusion moe_use_grouped_mm
+    apply_expert_patch
 """.split()  # noqa: SIM905 - a table of names
 
 TOP_IGNORED = {
@@ -66,6 +68,8 @@ TOP_IGNORED = {
 ROLE_IGNORED = {
     **dict.fromkeys(ROLE_FOREIGN, FOREIGN),
     **{f"strategy_args.strategy_config.{name}": MEGATRON for name in MEGATRON_KEYS},
+    "strategy_args.strategy_config.recompute_modules": "recompute_granularity decides",
+    "strategy_args.strategy_config.moe_layer_recompute": "recompute_granularity decides",
     "name": "the roles have fixed names",
     "use_sequence_packing": "pairs are always packed, which changes no result",
     "use_dynamic_batching_in_train": "see max_tokens_per_microbatch_in_train",
@@ -79,7 +83,10 @@ ROLE_IGNORED = {
     "training_args.tf32": "`deterministic` and model_args.dtype control the precision",
     "training_args.save_hf_model": "the result is always a folder that from_pretrained opens",
 }
-EXPERTS = "expert parallelism is not supported; remove it, or set it to 1"
+DROPS = "no token of an expert is dropped or padded; remove it"
+REPLAY = "every pass chooses experts itself (docs: Mixture of experts); remove it"
+MORE = "additional_configs"
+CONFIG = "strategy_args.strategy_config"
 TOP_REFUSED = {
     "profiler_memory": "is not supported; remove it",
     "response_length": "set sequence_length, the length of prompt and response",
@@ -87,7 +94,7 @@ TOP_REFUSED = {
 ROLE_REFUSED = {
     "world_size": "device_mapping sets the number of workers; remove it",
     "num_gpus_per_worker": "each worker has one device; remove it",
-    "router_replay": EXPERTS,
+    "router_replay": REPLAY,
     "mtp_training_mode": "is not supported; remove it",
     "model_args.ulysses_size": "set strategy_args.cp_size instead",
     "model_args.freeze_module_prefix": "all weights are trained; remove it",
@@ -96,11 +103,14 @@ ROLE_REFUSED = {
     "training_args.seed": "set seed at the top level instead",
     "training_args.bf16": "set model_args.dtype: bf16 instead",
     "training_args.fp16": "set model_args.dtype: fp16 instead",
-    "strategy_args.strategy_config.additional_configs": "is not supported; remove it",
-    "strategy_args.strategy_config.recompute_modules": "see recompute_granularity: selective",
     "strategy_args.strategy_config.calculate_per_token_loss": "a preference loss counts pairs",
     "strategy_args.strategy_config.fsdp_size": "set strategy_name: hsdp with shard_size instead",
-    "strategy_args.strategy_config.ep_size": EXPERTS,
+    f"{CONFIG}.moe_aux_loss_coeff": "set actor_train.model_args.moe_aux_loss_coef instead",
+    f"{CONFIG}.moe_enable_routing_replay": REPLAY,
+    f"{CONFIG}.moe_router_dtype": "routers compute as the model's code does; remove it",
+    f"{CONFIG}.moe_expert_capacity_factor": DROPS,
+    f"{CONFIG}.moe_pad_expert_input_to_capacity": DROPS,
+    f"{CONFIG}.moe_token_drop_policy": DROPS,
 }
 
 
@@ -125,13 +135,13 @@ def roll_keys(data: Mapping[str, Any]) -> tuple[dict[Names, str], dict[Names, st
     warnings: dict[Names, str] = {}
     errors: dict[Names, str] = {}
     for names, value in _paths(data):
-        path, name = ".".join(names), names[-1]
+        # additional_configs holds further keys of strategy_config.
+        path = ".".join(name for name in names if name != MORE)
         why = REFUSED.get(path)
-        if "strategy_config" in names[:-1] and (
-            name.startswith("moe_")
-            or (name == "expert_model_parallel_size" and value not in (None, 1))
-        ):
-            why = EXPERTS
+        if MORE in names[:-1] and path not in IGNORED:
+            why = why or "is not supported; remove it"
+        elif names[-1] == MORE:
+            warnings[names] = ""
         if path in ignored or (why and not value):
             warnings[names] = ignored[path] if value else ""
         elif why:

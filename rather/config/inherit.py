@@ -95,6 +95,14 @@ def complete(config: DPOConfig) -> dict[str, str]:
             inherit(
                 f"validation.data_args.{name}", f"{DATA}.{name}", getattr(actor.data_args, name)
             )
+    name, per_node = actor.strategy_args.strategy_name or "", config.num_gpus_per_node or 0
+    if name.startswith("megatron") and per_node and config.num_nodes == 1:
+        nodes = (max(actor.devices) + 1) // per_node  # ROLL's own file has 16 devices on "1" node
+        if nodes > 1 and (max(actor.devices) + 1) % per_node == 0:
+            log.warning(
+                "num_nodes: 1, but device_mapping has GPUs of %d nodes; read as that", nodes
+            )
+            inherit("num_nodes", "actor_train.device_mapping", nodes, replace=True)
     clippings = {
         f"{TRAINING}.max_grad_norm": actor.training_args.max_grad_norm,
         DETAILS: deepspeed_clipping(actor.strategy_args),

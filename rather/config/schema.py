@@ -277,6 +277,8 @@ class StrategyArgs(Section):
     """Pipeline-parallel degree."""
     cp_size: Count | None = None
     """Context-parallel degree."""
+    ep_size: Count | None = None
+    """Expert-parallel degree of a mixture of experts; divides the data-parallel ranks."""
     gpu_memory_utilization: Share | None = None
     """Fraction of the GPU memory that this role may use."""
 
@@ -775,7 +777,7 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
         actor, reference = self.actor_train, self.reference
         own, other = actor.model_args, reference.model_args
         layouts = [possible_layout(role) for role in self.roles.values()]
-        degrees = [each and (each.dp, each.tp, each.pp, each.cp) for each in layouts]
+        degrees = [each and (each.dp, each.tp, each.pp, each.cp, each.ep) for each in layouts]
         return (
             own.has_adapter
             and reference.worker_cls is None

@@ -58,6 +58,7 @@ DEGREES = {
     "tp_size": "tensor_model_parallel_size",
     "pp_size": "pipeline_model_parallel_size",
     "cp_size": "context_parallel_size",
+    "ep_size": "expert_model_parallel_size",
 }
 
 
@@ -70,6 +71,10 @@ class StrategyDetails(Section):
     pipeline_model_parallel_size: Count | None = None
     cp_size: Count | None = None
     context_parallel_size: Count | None = None
+    ep_size: Count | None = None
+    expert_model_parallel_size: Count | None = None
+    expert_tensor_parallel_size: Literal[1] | None = None  # experts are whole on their ranks
+    efsdp_size: Count | None = None  # follows: dp / ep
     shard_size: Count | None = None
     virtual_pipeline_model_parallel_size: Count | None = None
     pipeline_schedule: (
@@ -82,7 +87,6 @@ class StrategyDetails(Section):
     recompute_granularity: Literal["full", "selective", "half"] | None = None
     recompute_method: Literal["uniform"] | None = None  # every layer is recomputed
     recompute_num_layers: Literal[1] | None = None
-    expert_model_parallel_size: Literal[1] = 1
 
     def pipeline(self, pp: int) -> Pipeline:
         return Pipeline.of(pp, self.pipeline_schedule, self.virtual_pipeline_model_parallel_size)
@@ -90,7 +94,7 @@ class StrategyDetails(Section):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a role is laid out on its dp x tp x pp x cp devices.
+    """How a role is laid out on its dp x tp x pp x cp devices; ep divides dp.
 
     `recompute` trades time for memory; None decides by the available memory. `offload` moves
     activations to the host. The dp ranks are `dp // shard` replicas of `shard` ranks, over which
@@ -102,6 +106,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
     recompute: Recompute | None = None
     offload: bool = False
     name: str = "ddp"
@@ -134,7 +139,7 @@ class Layout:
 
     def describe(self) -> str:
         """Return one line for the log."""
-        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
+        sizes = {axis: getattr(self, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
         degrees = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         replicas = self.dp // self.shard
         groups = f"{replicas} replicas of {self.shard}" if replicas > 1 else f"{self.shard} ranks"
@@ -142,7 +147,8 @@ class Layout:
             f"{self.name} on {self.devices} device{'s' * (self.devices > 1)}: "
             f"{degrees or 'one rank'}": True,
             f"{SHARDED[self.stage]} sharded over {groups}": self.shard > 1,
-            "each dp rank holds everything": self.dp > self.shard == 1,
+            "each dp rank holds everything": self.dp > self.shard == 1 == self.ep,
+            f"experts divided over {self.ep} of the dp ranks": self.ep > 1,
             f"{self.pipeline.stages} stages with schedule '{self.schedule}'": self.pp > 1,
             "norms by sequence": self.sequence_parallel,
             "gradients summed in canonical order": self.canonical,
@@ -160,7 +166,7 @@ def details_of(args: StrategyArgs) -> StrategyDetails:
 
 
 def _sizes(args: StrategyArgs) -> list[set[int]]:
-    """Return the values given for tp, pp and cp."""
+    """Return the values given for tp, pp, cp and ep."""
     details = details_of(args)
     given = [
         (getattr(args, short), getattr(details, short), getattr(details, long))
@@ -188,7 +194,7 @@ def strategy_problems(role: RoleConfig, devices: int | None = None) -> Iterator[
 def _layout_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, str]]:
     details, name, sizes = details_of(args), args.strategy_name, _sizes(args)
     if any(len(given) > 1 for given in sizes):
-        yield "strategy_config", f"two values of a degree: tp, pp, cp {sizes}; keep one of them"
+        yield "strategy_config", f"two values of a degree: tp, pp, cp, ep {sizes}; keep one of them"
         return
     for key, owners in OWN_KEYS.items():
         if key in details.model_fields_set and name not in owners:
@@ -197,7 +203,7 @@ def _layout_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, st
     for key in ("recompute_method", "recompute_num_layers"):
         if getattr(details, key) and details.recompute_granularity != "full":
             yield f"strategy_config.{key}", "needs recompute_granularity: full"
-    tp, pp, cp = (max(given, default=1) for given in sizes)
+    tp, pp, cp, ep = (max(given, default=1) for given in sizes)
     if devices % (tp * pp * cp):
         text = f"does not divide the {devices} devices of device_mapping"
         key = "strategy_config" if args.strategy_config else "tp_size"
@@ -209,6 +215,13 @@ def _layout_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, st
             "strategy_config.shard_size",
             f"hsdp needs a divisor of the {dp} data-parallel ranks",
         )
+    shards = min(shard or dp, dp)
+    if dp % ep or (shards % ep and ep % shards):
+        groups = f", which are {dp // shards} replicas of {shards}" if shards < dp else ""
+        key = "strategy_config" if args.ep_size is None else "ep_size"
+        yield key, f"ep_size: {ep} does not divide the {dp} data-parallel ranks{groups}"
+    elif details.efsdp_size not in (None, dp // ep if ep > 1 else 1):
+        yield "strategy_config.efsdp_size", f"is dp {dp} / ep {ep}; remove it"
     if pp == 1 and details.pipeline_schedule:
         yield "strategy_config.pipeline_schedule", "needs pp_size > 1; remove it"
     elif pp == 1 and pipeline.virtual > 1:
@@ -231,7 +244,7 @@ def layout(role: RoleConfig, devices: int | None = None) -> Layout:
     if found := [f"strategy_args.{key}: {text}" for key, text in strategy_problems(role, count)]:
         raise ConfigError(found)
     details, name = details_of(args), args.strategy_name or DEFAULT
-    tp, pp, cp = (max(given, default=1) for given in _sizes(args))
+    tp, pp, cp, ep = (max(given, default=1) for given in _sizes(args))
     recompute: Recompute | None = details.recompute_granularity
     keeps = role.model_args.disable_gradient_checkpointing
     if recompute is None and role.trains and keeps is not None:
@@ -246,7 +259,7 @@ def layout(role: RoleConfig, devices: int | None = None) -> Layout:
     dp, pipeline = count // (tp * pp * cp), details.pipeline(pp)
     shard = (details.shard_size or dp) if stage else 1
     return Layout(
-        dp, tp, pp, cp, recompute, details.offload_activations, name,
+        dp, tp, pp, cp, ep, recompute, details.offload_activations, name,
         stage=stage if shard > 1 else 0, shard=shard, host=host,
         sequence_parallel=details.sequence_parallel, schedule=pipeline.schedule,
         virtual=pipeline.virtual, canonical=role.is_canonical,

@@ -40,7 +40,8 @@ from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.values import PISSA
 from rather.errors import CheckpointError, ConfigError
 from rather.files import inspect_folder, read_json, refuse_outside, regular
-from rather.model.files import model_folder
+from rather.model.check import expert_blocks
+from rather.model.files import CORRECTION, model_folder
 from rather.model.layers import layers_of
 from rather.model.policy import START
 
@@ -161,7 +162,10 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
                 tuner.peft_config[START] = config
                 tuner.inject_adapter(causal_lm, START)
     except ValueError as error:
-        raise ConfigError(f"lora_target: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        if any(True for _ in expert_blocks(causal_lm)):
+            reason += "; the stacked experts cannot have adapters, only linear layers can"
+        raise ConfigError(f"lora_target: {reason}") from error
     config.init_lora_weights = start
     causal_lm.peft_config = {TRAINED: config}
     _refuse_unsupported(causal_lm, config)
@@ -405,6 +409,8 @@ def merge(base: ShardedFiles, adapter: Path, cast: Cast) -> dict[str, TensorStre
         elif f"{module}.lora_A.weight" in saved:
             parts = partial(merged, name, module)
             streams[name] = TensorStream(cast.dtype, base.shape(name), parts)
+        elif name.endswith(CORRECTION):
+            streams[name] = TensorStream.of(base[name])
         else:
             streams[name] = base.stream(name, cast)
     return streams

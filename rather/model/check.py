@@ -65,14 +65,19 @@ def experts_of(config: PretrainedConfig) -> int:
     return max(int(getattr(text, key, None) or 0) for key in keys)
 
 
-def routers_of(model: nn.Module) -> Iterator[tuple[int, Any]]:
-    """Yield (number of its layer, router) for each layer with experts."""
+def expert_blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, module) of each layer's router and experts, `gate` or `router` and `experts`."""
     for name, module in model.named_modules():
         router = getattr(module, "gate", None) or getattr(module, "router", None)
-        if isinstance(getattr(module, "experts", None), nn.Module) and isinstance(
-            router, nn.Module
-        ):
-            yield int(re.findall(r"\.(\d+)\.", name)[-1]), router
+        has_experts = isinstance(getattr(module, "experts", None), nn.Module)
+        if has_experts and isinstance(router, nn.Module):
+            yield name, module
+
+
+def routers_of(model: nn.Module) -> Iterator[tuple[int, Any]]:
+    """Yield (number of its layer, router) for each layer with experts."""
+    for name, block in expert_blocks(model):
+        yield int(re.findall(r"\.(\d+)\.", name)[-1]), getattr(block, "gate", None) or block.router
 
 
 @torch.no_grad()

@@ -50,22 +50,22 @@ def _sum(x: Tensor, _dim: int, group: Group) -> Tensor:
 
 def _concatenate(x: Tensor, dim: int, group: Group) -> Tensor:
     first = x.movedim(dim, 0).contiguous()
-    whole = _functional.all_gather_into_tensor(first, _ranks(group).size(), group)
+    whole = _functional.all_gather_into_tensor(first, ranks_of(group).size(), group)
     return wait_tensor(whole).movedim(0, dim)
 
 
 def _part_of_sum(x: Tensor, dim: int, group: Group) -> Tensor:
     first = x.movedim(dim, 0).contiguous()
-    part = _functional.reduce_scatter_tensor(first, "sum", _ranks(group).size(), group)
+    part = _functional.reduce_scatter_tensor(first, "sum", ranks_of(group).size(), group)
     return wait_tensor(part).movedim(0, dim)
 
 
 def _part(x: Tensor, dim: int, group: Group) -> Tensor:
-    ranks = _ranks(group)
+    ranks = ranks_of(group)
     return x.chunk(ranks.size(), dim)[ranks.rank()].contiguous()
 
 
-def _ranks(group: Group) -> dist.ProcessGroup:
+def ranks_of(group: Group) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
 
 

@@ -25,7 +25,13 @@ from rather.checkpoint.sharded_tensors import (
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import DiskError
-from rather.model.files import model_folder, weight_files
+from rather.model.files import (
+    CORRECTION,
+    ModelFiles,
+    file_streams,
+    model_folder,
+    weight_files,
+)
 from rather.model.policy import PolicyModel
 from rather.optim.rounding import CHUNK, Rounding, plain_name
 
@@ -98,7 +104,7 @@ def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def source_files(name: str, revision: str | None = None) -> ShardedFiles | None:
     """Return the weights that a run started from; None if they are not on this machine."""
     folder = model_folder(name, revision)
-    return ShardedFiles(weight_files(folder)) if folder and folder.exists() else None
+    return ModelFiles(weight_files(folder)) if folder and folder.exists() else None
 
 
 def export_run(
@@ -142,9 +148,12 @@ def export_stored(
 
     They are streamed: at most some rows of one weight are in memory.
     """
-    weights = {
-        name.removeprefix("causal_lm."): stored.stream(name, cast) for name in sorted(stored)
-    }
+    source, state = cast.source or {}, model.state_dict()
+    weights = file_streams(stored, cast, model.config.model_type, source)
+    buffers = {name: value for name, value in model.named_buffers() if name in state}
+    # A pipeline stage lacks those of the other layers.
+    buffers |= {name: source[name] for name in source if name.endswith(CORRECTION)}
+    weights |= {name: TensorStream.of(value) for name, value in buffers.items()}
     temporary = _write_model(model, weights, tokenizer, folder)
     publish(temporary, folder, _with_share(card, cast.kept))
     return cast.kept

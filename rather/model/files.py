@@ -6,11 +6,17 @@ A folder comes from others: names and links that lead out of it are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
+from torch import Tensor
 
+from rather.checkpoint.sharded_tensors import Cast, ShardedFiles, ShardSpec, TensorStream
 from rather.config.paths import is_local
 from rather.data.cache import text_sha
 from rather.errors import ConfigError
@@ -26,6 +32,15 @@ NOT_IN_A_FORWARD = frozenset({
     "problem_type", "task_specific_params",
 })  # fmt: skip
 CONTENT = ("*.safetensors", "*.py")
+# Files have matrices for each expert, a model stacks them: (stack, block of its rows), by the
+# names of most families and of Mixtral.
+PARTS = {
+    "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0),
+    "w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0),
+}  # fmt: skip
+EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+CORRECTION = ".e_score_correction_bias"  # a buffer of a router; float32, and not trained
+STACK = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
 
 def model_folder(name: str, revision: str | None) -> Path | None:
@@ -60,6 +75,94 @@ def weight_files(folder: Path | None) -> list[Path]:
             )
         refuse_outside(folder, folder / name)
     return [folder / name for name in names]
+
+
+class ModelFiles(ShardedFiles):
+    """The weights of a model folder; also, by the model's own names, what they are stacked to."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        super().__init__(files)
+        self._stored = list(self._shards)
+        matrices: dict[str, dict[tuple[int, int], str]] = {}
+        for name in self._stored:
+            if (match := EXPERT.fullmatch(name)) and match[3] in PARTS:
+                stack, block = PARTS[match[3]]
+                own = matrices.setdefault(f"{match[1]}.mlp.experts.{stack}", {})
+                own[int(match[2]), block] = name
+            elif ".block_sparse_moe." in name:
+                self._shards[name.replace(".block_sparse_moe.", ".mlp.")] = {
+                    offsets: (_Renamed(file, name), spec)
+                    for offsets, (file, spec) in self._shards[name].items()
+                }
+        for stack, own in matrices.items():
+            rows, width = self.shape(next(iter(own.values())))
+            experts, blocks = (max(place) + 1 for place in zip(*own, strict=True))
+            whole = (experts, blocks * rows, width)
+            self._shards[stack] = {
+                (expert, block * rows, 0): (
+                    _Renamed(next(iter(self._shards[name].values()))[0], name, stacked=True),
+                    ShardSpec(whole, (expert, block * rows, 0), (1, *self.shape(name))),
+                )
+                for (expert, block), name in own.items()
+            }
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+class _Renamed:
+    """A tensor of a file under another name, or a matrix as a part of a stack of experts."""
+
+    def __init__(self, file: Any, name: str, *, stacked: bool = False) -> None:
+        self.file, self.name, self.stacked = file, name, stacked
+
+    def get_slice(self, _name: str) -> Any:
+        return self if self.stacked else self.file.get_slice(self.name)
+
+    def get_dtype(self) -> str:
+        return str(self.file.get_slice(self.name).get_dtype())
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        matrix: Tensor = self.file.get_slice(self.name)[slices[1:]]
+        return matrix[None]
+
+
+def file_streams(
+    stored: ShardedFiles, cast: Cast, family: str, source: Iterable[str] = ()
+) -> dict[str, TensorStream]:
+    """Return a policy's weights under the names in `source`, or those usual for its family.
+
+    Experts are unstacked, and rounded as parts of their stack. At most some rows of one weight are
+    in memory.
+    """
+    known = set(source)
+    mixtral = any(".block_sparse_moe." in n for n in known) if known else family == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    found: dict[str, TensorStream] = {}
+    for name in sorted(stored):
+        plain = name.removeprefix("causal_lm.")
+        match = STACK.fullmatch(plain)
+        if match is None or plain in known:
+            found[plain.replace(".mlp.", f".{block}.")] = stored.stream(name, cast)
+            continue
+        keys = [key for key, (stack, _) in PARTS.items() if stack == match[2]]
+        keys = [key for key in keys if key.startswith("w") == mixtral]
+        whole = ShardSpec.full(stored.shape(name))
+        experts, height, width = whole.whole
+        rows = height // len(keys)
+        for expert, key in product(range(experts), keys):
+            spec = whole.narrow(0, expert, 1).narrow(1, PARTS[key][1] * rows, rows)
+            parts = partial(_one_expert, stored, cast, name, spec)
+            plain = f"{match[1]}.{block}.experts.{expert}.{key}.weight"
+            found[plain] = TensorStream(cast.dtype, (rows, width), parts)
+    return found
+
+
+def _one_expert(stored: ShardedFiles, cast: Cast, name: str, spec: ShardSpec) -> Iterator[Tensor]:
+    yield cast(name, stored.read(name, spec), spec)[0]
 
 
 def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:

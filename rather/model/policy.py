@@ -36,6 +36,7 @@ class PolicyModel(nn.Module):
         self.tp_sizes: dict[str, int] = {}
         self.tp_partial: set[str] = set()
         self.extra_copies: set[str] = set()
+        self.experts: dict[str, int] = {}  # parameters of which ep ranks hold parts: all experts
         self.vocabulary_size = int(causal_lm.get_input_embeddings().weight.shape[0])
         self.words: Words | None = None  # this rank's part of the vocabulary, if ranks divide it
         self.token_parts = 1  # with sequence parallel: among how many tp ranks tokens are divided

@@ -18,7 +18,7 @@ from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
-from rather.model.check import untrained_parts
+from rather.model.check import experts_of, untrained_parts
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.\d+\.")
 BY_HEADS = ("colwise", "rowwise")  # styles of transformers' plans that give each rank whole heads
@@ -40,6 +40,8 @@ class Sizes:
     tied: bool
     stored: int  # bytes of a weight on the disk
     shapes: Shapes
+    experts: int = 0  # of a layer with experts
+    chosen: int = 0  # of these by a token
 
     @property
     def query(self) -> int:
@@ -56,6 +58,20 @@ class Sizes:
     @property
     def in_layers(self) -> int:
         return sum(prod(shape) for name, shape in self.shapes.items() if LAYER.search(name))
+
+    @property
+    def of_experts(self) -> int:
+        """The weights of all experts among which routers choose."""
+        return stacked(self.shapes)
+
+    @property
+    def idle(self) -> int:
+        """The weights that a token does not use: those of the experts that it did not choose."""
+        return self.of_experts // self.experts * (self.experts - self.chosen) if self.experts else 0
+
+    @property
+    def active(self) -> int:
+        return self.weights - self.idle
 
     @property
     def of_head(self) -> int:
@@ -77,6 +93,21 @@ class Sizes:
         return [wide.get(name, self.hidden) for name in norms]
 
 
+def stacked(shapes: Shapes) -> int:
+    """Return how many weights are in stacked experts."""
+    return sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
+
+
+def _inner(text: Any, shapes: Shapes, chosen: int) -> int:
+    """Return the width of the MLP that a token uses; with experts, of those chosen and shared."""
+    last = {name: shape for name, shape in shapes.items() if ".experts.down_proj" in name}
+    if not last:
+        return int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    shared = [shape[1] for name, shape in shapes.items() if "shared_expert" in name
+              and "down_proj" in name]  # fmt: skip
+    return chosen * max(shape[2] for shape in last.values()) + max(shared, default=0)
+
+
 def sizes_of(name: str, args: ModelArgs) -> Sizes:
     """Return the sizes of a model folder, or of a hub model that has been downloaded."""
     try:
@@ -87,17 +118,22 @@ def sizes_of(name: str, args: ModelArgs) -> Sizes:
             )
         text = config.get_text_config()
         heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
+        shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+        experts = experts_of(config)
+        chosen = int(text.num_experts_per_tok) if experts else 0
         return Sizes(
             hidden=hidden,
             layers=int(text.num_hidden_layers),
             heads=heads,
             key_heads=int(getattr(text, "num_key_value_heads", None) or heads),
             head=int(getattr(text, "head_dim", None) or hidden // heads),
-            inner=int(getattr(text, "intermediate_size", None) or 4 * hidden),
+            inner=_inner(text, shapes, chosen),
             vocabulary=int(text.vocab_size),
             tied=bool(config.tie_word_embeddings),
             stored=(config.dtype or torch.float32).itemsize,
-            shapes={key: tuple(parameter.shape) for key, parameter in model.named_parameters()},
+            shapes=shapes,
+            experts=experts,
+            chosen=chosen,
         )
     except Exception as error:  # a config.json may be anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -144,6 +180,11 @@ def model_problems(name: str, role: RoleConfig) -> Iterator[str]:
                     f"{name}.strategy_args.tp_size: {wanted.tp} does not divide {key}: {count} of "
                     f"{role.model_path}"
                 )
+    if wanted.ep > 1 and (experts_of(config) % wanted.ep or not experts_of(config)):
+        yield (
+            f"{name}.strategy_args.ep_size: {wanted.ep} does not divide the {experts_of(config)} "
+            f"experts of a layer of {role.model_path}"
+        )
     stages = wanted.pipeline.stages if wanted.pp > 1 else 1
     if (layers := getattr(text, "num_hidden_layers", None)) and stages > layers:
         yield (

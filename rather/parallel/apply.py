@@ -1,4 +1,5 @@
-"""The order in which a model is divided, in one place: pipeline, tensor, context, layers, shard."""
+"""The order in which a model is divided, in one place: pipeline, tensor, context, experts, layers,
+shard."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from rather.errors import ConfigError
 from rather.model.layers import arrange_layers
 from rather.model.policy import PolicyModel
 from rather.parallel.context import spread_tokens
+from rather.parallel.experts import check_experts, spread_experts
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import STAGES, shard
 from rather.parallel.stages import Stages, check_cut, cut
@@ -43,11 +45,14 @@ def divide(
         check_cut(config)
     if layout.tp > 1:
         check_split(config, mesh, sequence_parallel=by_sequence)
+    if layout.ep > 1:
+        check_experts(config, layout.ep)
     stages = cut(policy, pipeline, mesh.rank("pp")) if layout.pp > 1 else []
     parts: Sequence[PolicyModel] = stages or [policy]
     for part in parts:
         split_model(part, mesh, sequence_parallel=by_sequence)
         spread_tokens(part, mesh)
+        spread_experts(part, mesh)
         recompute = layout.recompute or "none"
         arrange_layers(part, recompute=recompute, offload=layout.offload, compiled=compiled)
         if mesh.sums_gradients:

@@ -31,7 +31,7 @@ from rather.errors import ConfigError
 from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
-from rather.model.files import model_folder, weight_files
+from rather.model.files import ModelFiles, model_folder, weight_files
 from rather.model.policy import PolicyModel
 from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
@@ -230,7 +230,7 @@ def load_divided(
     dtype = torch.float32 if trains and mesh.sums_gradients else compute
     folder = model_folder(name, args.revision)
     with _opening(name, "weights"), _parameters_without_memory():
-        stored: Any = ShardedFiles(weight_files(folder))
+        stored: Any = ModelFiles(weight_files(folder))
         causal_lm: Any = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
@@ -239,6 +239,10 @@ def load_divided(
         )
         if folder and (folder / "generation_config.json").exists():
             causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
+    saved = causal_lm.state_dict()
+    for key, buffer in causal_lm.named_buffers():
+        if key in saved:
+            buffer.data = _read(name, stored, key, ShardSpec.full(buffer.shape))
     if args.has_adapter:
         with _parameters_without_memory():
             stored = _adapt(causal_lm, stored, args, start)

@@ -1,7 +1,7 @@
 """Mesh: this rank's place among all ranks. Axes have names; one of size 1 has no process group.
 
 Ranks count with tp fastest: pp, replicate, shard, cp, tp. `dp` spans replicate and shard: a step's
-micro-batches are dealt out over it.
+micro-batches are dealt out over it. `ep` is the fast part of dp: its ranks hold different experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AXES = ("pp", "replicate", "shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes, places and groups by axis, also of dp; an empty one is a process on its own."""
+    """Sizes, places and groups by axis, also of dp and ep; an empty one is one process."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
@@ -33,12 +33,16 @@ class Mesh:
     def build(device: str = "cpu", **degrees: int) -> Mesh:
         """Return the mesh of all ranks of the existing process group. Collective."""
         pp, replicate, shard, cp, tp = shape = tuple(degrees.get(axis, 1) for axis in AXES)
-        if prod(shape) != (world := dist.get_world_size()):
+        dp, ep = replicate * shard, degrees.get("ep", 1)
+        if prod(shape) != (world := dist.get_world_size()) or dp % ep:
             raise ConfigError(f"strategy_args: {degrees} does not make up {world} ranks")
         kind, names = device.split(":")[0], ("pp", "dp", "inner")
         axes = init_device_mesh(kind, shape, mesh_dim_names=AXES)
-        dealt = init_device_mesh(kind, (pp, replicate * shard, cp * tp), mesh_dim_names=names)
+        dealt = init_device_mesh(kind, (pp, dp, cp * tp), mesh_dim_names=names)
         meshes = {**dict.fromkeys(AXES, axes), "dp": dealt}
+        if ep > 1:
+            inner = (pp * dp // ep, ep, cp * tp)
+            meshes["ep"] = init_device_mesh(kind, inner, mesh_dim_names=("outer", "ep", "inner"))
         sizes = {axis: mesh[axis].size() for axis, mesh in meshes.items()}
         places = {axis: mesh.get_local_rank(axis) for axis, mesh in meshes.items()}
         groups = {axis: mesh.get_group(axis) for axis, mesh in meshes.items() if sizes[axis] > 1}
@@ -66,17 +70,20 @@ class Mesh:
         """Whether FSDP2 sums gradients over ranks. A group of one rank uses the same code."""
         return self.size("dp") * self.size("cp") > 1 or (bool(self.sizes) and self.world == 1)
 
-    def plane(self, *, sharded: bool) -> DeviceMesh:
-        """Return the (replicas, shards) mesh of every parameter, for FSDP2. Collective.
+    def plane(self, *, sharded: bool, ep: int = 1) -> DeviceMesh:
+        """Return the (replicas, shards) mesh of parameters, for FSDP2. Collective.
 
         Gradients are summed over both. The tokens of a micro-batch are divided over cp, so its
         ranks sum their gradients too: they are further shards where parameters are sharded, else
-        further replicas.
+        further replicas. The ranks of `ep` hold different experts and sum nothing.
         """
         pp, replicate, shard, cp, tp = map(self.size, AXES)
-        inner = (replicate, shard * cp) if sharded else (replicate * shard * cp, 1)
-        names = ("pp", "replicas", "shards", "tp")
-        whole = init_device_mesh(self.device, (pp, *inner, tp), mesh_dim_names=names)
+        shards = max(1, shard // ep)
+        replicas = replicate * shard // ep // shards
+        ranks = torch.arange(self.world).view(pp, replicas, shards, ep, cp, tp).transpose(3, 4)
+        inner = (replicas, shards * cp) if sharded else (replicas * shards * cp, 1)
+        names = ("pp", "replicas", "shards", "ep", "tp")
+        whole = DeviceMesh(self.device, ranks.reshape(pp, *inner, ep, tp), mesh_dim_names=names)
         return whole["replicas", "shards"]
 
 
@@ -84,5 +91,5 @@ def build_mesh(layout: Layout, device: str) -> Mesh:
     """Return the mesh of a layout; without a process group, that of one process. Collective."""
     if not dist.is_initialized():
         return Mesh()
-    degrees = {"pp": layout.pp, "cp": layout.cp, "tp": layout.tp, "shard": layout.shard}
+    degrees = {axis: getattr(layout, axis) for axis in ("pp", "cp", "tp", "ep", "shard")}
     return Mesh.build(device, replicate=layout.dp // layout.shard, **degrees)

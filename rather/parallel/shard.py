@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from rather.checkpoint.sharded_tensors import ShardSpec
+from rather.model.check import expert_blocks
 from rather.model.layers import layers_of
 from rather.model.policy import PolicyModel
 from rather.optim.rounding import Rounding
@@ -48,8 +49,9 @@ def shard(
     """
     narrow = any(compute != parameter.dtype for parameter in policy.parameters())
     on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    plane, ep = mesh.plane(sharded=stage != "ddp"), mesh.size("ep")
+    of_experts = mesh.plane(sharded=stage != "ddp", ep=ep) if ep > 1 else plane
     options: dict[str, Any] = {
-        "mesh": mesh.plane(sharded=stage != "ddp"),
         "reshard_after_forward": stage == "zero3",
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute if narrow else None,
@@ -57,8 +59,10 @@ def shard(
         ),
         "offload_policy": on_host if offload else OffloadPolicy(),
     }
+    for _, block in expert_blocks(policy) if ep > 1 else ():
+        fully_shard(block.experts, mesh=of_experts, **options)
     for module in (*layers_of(policy), policy):
-        fully_shard(module, **options)
+        fully_shard(module, mesh=plane, **options)
     for unit in units(policy):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -119,6 +123,9 @@ def places(policy: PolicyModel | Stages, mesh: Mesh) -> dict[str, ShardSpec]:
             whole[dim] = policy.tp_sizes[name]
             own = part(whole[dim], mesh.rank("tp"), mesh.size("tp"))
             place = ShardSpec.full(whole).narrow(dim, own.start, own.stop - own.start)
+        if (count := policy.experts.get(name)) is not None:  # of all ranks; here is a part
+            place = ShardSpec.full([count, *whole[1:]])
+            place = place.narrow(0, mesh.rank("ep") * whole[0], whole[0])
         if isinstance(parameter, DTensor) and parameter.placements[1] == Shard(0):
             plane, rows = parameter.device_mesh, parameter.shape[0]
             each = -(-rows // plane.size(1))  # FSDP2 cuts as torch.chunk does

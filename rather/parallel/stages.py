@@ -269,7 +269,9 @@ class Stages(nn.Module):
         self.tp_sizes: dict[str, int] = {}
         self.tp_partial: set[str] = set()
         self.extra_copies: set[str] = set()
+        self.experts: dict[str, int] = {}
         for stage in stages:
+            self.experts |= stage.experts
             self.exact |= stage.exact
             self.tp_dims |= stage.tp_dims
             self.tp_sizes |= stage.tp_sizes

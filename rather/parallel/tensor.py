@@ -1,5 +1,7 @@
 """Tensor parallel by transformers' own plan: ranks divide heads, MLP columns, vocabulary.
 
+Routers and stacked experts are outside regions, like norms: every rank has them whole.
+
 Parameters become plain local tensors, so that layers compile and shard as ever. A region begins
 where an attention or MLP module is entered and ends behind its row-wise linear: all that lies
 between works on this rank's columns.
@@ -45,6 +47,7 @@ COLUMN = ("colwise", "colwise_gather_output")
 ROW = ("rowwise", "rowwise_split_input")
 SUMMED = "replicated_with_grad_allreduce"
 VOCABULARY = "embedding_rowwise"  # embedding and head are cut whatever the plan says
+EXPERTS = ("moe_tp_experts", "packed_colwise")  # stacked experts stay whole: ep divides them
 TOLERANCE = 1e-3  # between a divided twin and a whole one, relative to the largest of each tensor
 TOKENS = 1  # the dimension of hidden states [1, N, D]
 
@@ -180,14 +183,14 @@ def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
         raise ConfigError(
             f"tp_size: {tp}, but transformers has no tensor parallel plan for {family}"
         )
-    if unknown := styles - {*COLUMN, *ROW, SUMMED, VOCABULARY}:
+    if unknown := styles - {*COLUMN, *ROW, SUMMED, VOCABULARY, *EXPERTS}:
         raise ConfigError(
             f"tp_size: {tp}, but the plan of {family} has {', '.join(sorted(unknown))}, which is "
             "not supported; set tp_size to 1"
         )
     for name, module in causal_lm.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style in (None, VOCABULARY) or module is causal_lm.get_output_embeddings():
+        if style in (None, VOCABULARY, *EXPERTS) or module is causal_lm.get_output_embeddings():
             continue
         linear, counts = getattr(module, "base_layer", module), {}  # within an adapter
         if style != SUMMED and not isinstance(linear, nn.Linear):

@@ -61,7 +61,7 @@ class RunSummary:
                 device = device_here(config, roles.kind)
             if name := gpu_here(device.kind):
                 compiled = compiles(config, sizes, device, pairs.steps)
-                speed = listed_speed(name, sizes.weights, compiled=compiled)
+                speed = listed_speed(name, sizes.active, compiled=compiled)
             plan = Forecast(config, sizes, device, pairs, speed, reference=reference)
             self.plan = plan.as_json()
             log.log(logging.INFO if plan.fits else logging.WARNING, "%s", plan.line())

@@ -57,7 +57,7 @@ class Forecast:
         reference: bool = True,
     ) -> None:
         """A complete log-prob cache makes the `reference` unnecessary."""
-        self.config, self.device, self.pairs = config, device, pairs
+        self.config, self.device, self.pairs, self.sizes = config, device, pairs, sizes
         self.compiled = compiles(config, sizes, device, pairs.steps)
         memory = MemoryForecast(config, sizes, device, reference=reference, compiled=self.compiled)
         self.layout, step = memory.layout, pairs.sample[0]
@@ -110,6 +110,8 @@ class Forecast:
         return {
             "fits": self.fits,
             "layout": self.layout.describe(),
+            "weights": self.sizes.weights,
+            "active_weights": self.sizes.active,
             "device": {"kind": self.device.kind, "memory_bytes": round(self.device.memory)},
             "memory_bytes": {name: round(number) for name, number in memory.items()},
             "reference_device_bytes": round(self.reference_device),
@@ -153,7 +155,7 @@ def compiles(config: DPOConfig, sizes: Sizes, device: Device, steps: int) -> boo
     alone = device.kind == "cuda" and layout(config.actor_train).devices == 1
     if config.compile != "auto" or not alone:
         return config.compile == "on" and device.kind == "cuda"
-    return worth_compiling(config, sizes.weights, steps)
+    return worth_compiling(config, sizes.active, steps)
 
 
 def assumed_pairs(config: DPOConfig, why: str) -> PairSample:

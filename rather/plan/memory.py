@@ -25,7 +25,7 @@ from rather.losses.objective import from_config
 from rather.model.budget import LADDER, LEAST, PARKING_PAYS, REHEARSED, SHARE, TOKENS
 from rather.model.head import CHUNK_BYTES, KEEP_BYTES
 from rather.model.layers import LEVELS, Recompute
-from rather.model.sizes import Shapes, Sizes, sizes_of
+from rather.model.sizes import Shapes, Sizes, sizes_of, stacked
 from rather.optim.adamw import BLOCK
 from rather.parallel.load import compute_dtype, stored_dtype
 
@@ -52,20 +52,23 @@ class WeightBytes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Weights that are treated alike: their number, their bytes, and extra bytes on every rank."""
+    """Weights that are treated alike: their number, their bytes, and extra bytes on every rank.
+
+    They are `cut` by tp and pp, experts by ep and pp, with the optimizer in `shards`.
+    """
 
     number: int
     each: WeightBytes
     gathered: float
+    shards: int = 1
+    cut: int = 1
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """What the ranks of a role hold: `cut` by tp and pp, with the optimizer in `shards`."""
+    """What the ranks of a role hold."""
 
     parts: tuple[Part, ...]
-    shards: int
-    cut: int
 
     @property
     def total(self) -> float:
@@ -75,21 +78,26 @@ class RoleState:
     @property
     def own(self) -> float:
         """The bytes of one rank, without what is gathered."""
-        return self.total / self.shards / self.cut
+        return sum(self.by_purpose)
 
     @property
     def gathered(self) -> float:
-        return sum(part.number * part.gathered for part in self.parts) / self.cut
+        return sum(part.number / part.cut * part.gathered for part in self.parts)
 
     @property
     def by_purpose(self) -> WeightBytes:
         """The bytes of `own` by purpose."""
-        columns = zip(*([part.number * x for x in part.each] for part in self.parts), strict=True)
-        return WeightBytes(*(sum(column) / self.shards / self.cut for column in columns))
+        parts = [[p.number / p.shards / p.cut * x for x in p.each] for p in self.parts]
+        return WeightBytes(*map(sum, zip(*parts, strict=True)))
 
     @property
-    def trained(self) -> int:
-        return sum(part.number for part in self.parts if part.each.moments)
+    def is_sharded(self) -> bool:
+        return self.parts[0].shards > 1
+
+    def weights(self, *, trained: bool = False, shard: bool = False) -> float:
+        """Return how many weights one rank computes with, or has in its shard."""
+        wanted = [part for part in self.parts if part.each.moments or not trained]
+        return sum(p.number / p.cut / (p.shards if shard else 1) for p in wanted)
 
 
 def role_state(
@@ -118,13 +126,24 @@ def role_state(
         each = WeightBytes(2, 4, 4, 8)
     else:  # bfloat16 has the remainder of a master
         each = WeightBytes(2, 2 if narrow and found.devices == 1 else 4, 2, 8)
-    weights = sum(map(prod, shapes.values()))
-    parts: tuple[Part, ...] = (Part(weights, each, gathered),)
+    experts = stacked(shapes)
+    dense, cut = sum(map(prod, shapes.values())) - experts, found.tp * found.pp
+    shards, groups = (
+        (found.shard * found.cp, max(1, found.shard // found.ep) * found.cp)
+        if found.stage
+        else (1, 1)
+    )
+    base, kept = each, gathered
     if args.has_adapter:
         base = WeightBytes(FOUR_BITS if args.quantization else compute)
-        adapter = Part(adapter_weights(args, shapes), each, gathered)
-        parts = (Part(weights, base, compute if gathered else 0), adapter)
-    return RoleState(parts, found.shard * found.cp if found.stage else 1, found.tp * found.pp)
+        kept = compute if gathered else 0
+    parts = [
+        Part(dense, base, kept, shards, cut),
+        Part(experts, base, kept, groups, found.ep * found.pp),
+    ]
+    if args.has_adapter:
+        parts.append(Part(adapter_weights(args, shapes), each, gathered, shards, cut))
+    return RoleState(tuple(part for part in parts if part.number))
 
 
 def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
@@ -142,6 +161,7 @@ def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
         for name, shape in shapes.items()
         if ".layers." in name
         and len(shape) == 2
+        and not name.endswith(".mlp.gate.weight")  # a router
         and (targets == ["all-linear"] or name.split(".")[-2] in targets)
     ]
     return (args.lora_rank or 8) * sum(wanted)
@@ -178,7 +198,7 @@ class LayerBytes:
         if self.recompute != "full":
             # Products and attention.
             numbers += 2 * sizes.query + 2 * sizes.key + (1 if self.compiled else 2) * sizes.hidden
-        if self.recompute == "half":
+        if self.recompute == "half" and not sizes.experts:  # grouped products are not kept
             numbers += sizes.inner
             # Every second wide product: those of an adapter are wide, and both that open the MLP
             # count.
@@ -191,6 +211,7 @@ class LayerBytes:
         """What is kept if nothing is recomputed; a compiler recomputes norms and a wide product."""
         sizes = self.sizes
         attention, mlp = 2 * sizes.query + 2.0 * sizes.key, (3 if sizes.gated else 2) * sizes.inner
+        mlp += 2 * sizes.chosen * sizes.hidden  # rows of a token before and after its experts
         if self.compiled:
             return (4 * sizes.hidden + attention + mlp) * self.itemsize
         # A norm keeps its input (in float32), its normalised rows if its weight is trained, and its
@@ -203,7 +224,8 @@ class LayerBytes:
     @property
     def backward(self) -> float:
         """What the layer needs in its backward pass: recomputed rows and gradients."""
-        gradients = float((3 * self.sizes.inner + 2 * self.sizes.hidden) * self.itemsize)
+        rows = 2 + 2 * self.sizes.chosen
+        gradients = float((3 * self.sizes.inner + rows * self.sizes.hidden) * self.itemsize)
         if self.recompute == "none":
             return gradients
         kept = self.kept if self.recompute != "full" else 0.0
@@ -287,7 +309,7 @@ class MemoryForecast:
         if self.with_reference and not config.reference_is_policy:
             role = config.reference
             state = role_state(config, role, self.kind, sizes.shapes, role.model_args)
-            self.reference_bytes = state.own + (state.gathered if state.shards > 1 else 0.0)
+            self.reference_bytes = state.own + (state.gathered if state.is_sharded else 0.0)
         mappings = (config.reference.device_mapping, config.actor_train.device_mapping)
         self.shares_device = (mappings[0] or [0]) == (mappings[1] or [0])
         # Widths of one tp rank; with sequence parallelism the residual stream is divided too.
@@ -297,7 +319,9 @@ class MemoryForecast:
             hidden=sizes.hidden // tp if self.layout.sequence_parallel else sizes.hidden,
             heads=sizes.heads // tp,
             key_heads=max(1, sizes.key_heads // tp),
-            inner=sizes.inner // tp,
+            inner=sizes.inner
+            if sizes.experts and not self.layout.sequence_parallel
+            else sizes.inner // tp,
         )
 
     def state(self, *, narrow: bool = False) -> RoleState:
@@ -321,12 +345,15 @@ class MemoryForecast:
         if found.dp * found.cp == 1:
             return 0.0
         if found.stage == 0:
-            return self.sizes.weights / state.cut * compute if compute < 4 else 0.0
+            return state.weights() * compute if compute < 4 else 0.0
         if found.stage < 3:
             # With zero1 the gradients that wait are float32.
             waiting = found.stage == 1 and compute < 4
-            return state.gathered + (state.trained / state.cut * (4 - compute) if waiting else 0.0)
-        layer = self.sizes.in_layers / self.sizes.layers / found.tp
+            late = state.weights(trained=True) * (4 - compute) if waiting else 0.0
+            return state.gathered + late
+        experts = self.sizes.of_experts
+        layer = (self.sizes.in_layers - experts) / found.tp + experts / found.ep
+        layer /= self.sizes.layers
         outside = (self.sizes.weights - self.sizes.in_layers) / found.tp
         return (2 * layer + outside) * compute + layer * 4
 

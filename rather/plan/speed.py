@@ -98,7 +98,8 @@ class Flops:
         rows = sum(len(batch.rows_U) for batch in batches)
         spans = [zip(b.segments.q_lens, b.segments.k_lens, strict=True) for b in batches]
         cells = sum(q * k - q * q / 2 for each in spans for q, k in each)  # (query, key)
-        layers = 2.0 * sizes.in_layers * tokens + 4.0 * sizes.layers * sizes.query * cells
+        used = sizes.in_layers - sizes.idle
+        layers = 2.0 * used * tokens + 4.0 * sizes.layers * sizes.query * cells
         return Flops(layers * share, 2.0 * sizes.of_head * rows * share, round(tokens * share))
 
 
@@ -159,7 +160,9 @@ def seconds_of_step(
     """Return the time of a step. tp, pp and cp divide the FLOPs of a dp rank further."""
     found, sizes, adapter = memory.layout, memory.sizes, memory.args.has_adapter
     parts = found.tp * found.pp * found.cp
-    layers = policy.layers * passes(recompute, adapter=adapter) / speed.train
+    # Router choices of several micro-batches are counted in a pass of their own.
+    counting = float(sizes.experts > 0 and batches > 1)
+    layers = policy.layers * (passes(recompute, adapter=adapter) + counting) / speed.train
     head = policy.head * passes("none", adapter=adapter) / speed.head
     bubble = 1 + (found.pp - 1) / max(1, batches * found.virtual)
     launches = speed.launches * sizes.layers / found.pp * batches
@@ -167,16 +170,20 @@ def seconds_of_step(
     if memory.with_reference:
         forward = (reference.layers / speed.forward + reference.head / speed.head) / parts
     each = LEAN_UPDATE if memory.config.precision == "lean" else EXACT_UPDATE
-    update = memory.state().trained / parts / found.shard * each / speed.memory
+    state = memory.state()
+    update = state.weights(trained=True, shard=True) * each / speed.memory
     # Between devices, never measured on several GPUs: sums of gradients overlap with the backward
     # pass, those of tp do not.
     rounds = {3: 8.0 * batches, 2: 2.0 + 4.0 * batches}.get(found.stage, 6.0)  # bytes of a weight
     hidden = train * 2 / 3
-    overlapped = sizes.weights / found.tp / found.pp * rounds / speed.link
+    overlapped = state.weights() * rounds / speed.link
     exchange = max(0.0, overlapped - hidden) if found.dp * found.cp > 1 else 0.0
     if found.tp > 1:
         sums = 16 * policy.tokens / found.cp * sizes.hidden * sizes.layers / found.pp
         exchange += sums / speed.link
+    if found.ep > 1:  # rows go to their experts and back, and so do their gradients
+        rows = policy.tokens / found.cp * sizes.chosen * sizes.layers / found.pp
+        exchange += 8 * rows * sizes.hidden / speed.link
     return StepSeconds(train, forward, update, exchange)
 
 

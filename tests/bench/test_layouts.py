@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import prod
 from typing import Any
 
 import pytest
@@ -11,8 +12,17 @@ from tests.house.source import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))  # a script's own folder is where it finds `common`
 
-from common import SHAPES, Shape
-from layouts import assert_tiled, laid_out, layout_of, megatron, strategy, verdict, whole_shapes
+from common import SHAPES, ExpertShape, Shape
+from layouts import (
+    MODELS,
+    assert_tiled,
+    laid_out,
+    layout_of,
+    megatron,
+    strategy,
+    verdict,
+    whole_shapes,
+)
 
 SMALL = Shape("llama", 64, 8, 8, 4, 100, 130, True)
 
@@ -32,6 +42,25 @@ def test_the_pieces_of_all_ranks_are_the_model(written: dict[str, Any]) -> None:
         assert_tiled(whole_shapes(SMALL), [each.pieces for each in held[1:]])
     with pytest.raises(AssertionError, match="two"):
         assert_tiled(whole_shapes(SMALL), [each.pieces for each in [*held, held[0]]])
+
+
+def test_the_pieces_of_experts_are_the_model() -> None:
+    """8 experts over 2 x 2 ranks, on 8 ranks with a pipeline."""
+    shape = ExpertShape("qwen3_moe", 64, 4, 8, 4, 24, 130, False, 8, 2, 8)
+    written = megatron(1, 2, expert_model_parallel_size=2)
+    held = laid_out(shape, layout_of(written, 8), range(8))
+    assert_tiled(whole_shapes(shape), [each.pieces for each in held])
+
+
+def test_rolls_mixture_of_experts_on_16_devices() -> None:
+    """Half of the layers, and an eighth of their experts: two moments and a float32 gradient."""
+    plan = layout_of(megatron(1, 2, expert_model_parallel_size=8), 16)
+    held = laid_out(MODELS["30B-A3B"], plan, [0, 15])
+    assert all(each.in_memory == 0 for each in held)
+    assert sum(prod(s) for s in whole_shapes(MODELS["30B-A3B"]).values()) == 30_532_122_624
+    for each in held:
+        experts = sum(prod(p.sizes) for name, p in each.pieces.items() if ".experts." in name)
+        assert experts == 24 * 16 * 3 * 768 * 2048
 
 
 def test_7b_on_8_devices_is_laid_out_without_its_weights() -> None:

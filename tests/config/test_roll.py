@@ -1,5 +1,4 @@
-"""ROLL's own files: three generations of dpo_config.yaml load as they are, the dense ones run,
-experts are refused."""
+"""ROLL's own files: three generations of dpo_config.yaml load as they are, the dense ones run."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from rather.config import compat
 from rather.config.keys import table
 from rather.config.load import config_from_dict, load
 from rather.config.strategies import layout
-from rather.errors import ConfigError
 from tests.config.conftest import smallest
 from tests.tiny import make_model, make_pairs, metrics
 
@@ -70,23 +68,35 @@ def test_older_file_loads_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_file_with_experts_is_refused_by_what_it_needs() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(FILES["experts"])
-    first, *others = caught.value.problems
-    assert first.startswith(
-        "actor_train.strategy_args.strategy_config.expert_model_parallel_size (dpo_config.yaml:"
-    )
-    assert "expert parallelism is not supported" in first
-    said = "\n".join(others)
-    assert "device 15; num_nodes 1 x num_gpus_per_node 8" in said
-    assert all(
-        f"strategy_config.{name} " in said for name in ("moe_grouped_gemm", "additional_configs")
-    )
-    assert not any(
-        name in said
-        for name in ("bf16", "bias_activation_fusion", "is_offload_states", "unknown key")
-    )
+def test_file_with_experts_loads_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Its 16 devices are on two nodes, although it says one: ROLL corrects that, too."""
+    with caplog.at_level(logging.WARNING):
+        config = load(FILES["experts"])
+    assert config.num_nodes == 2
+    for role in config.roles.values():
+        found = layout(role)
+        assert (found.dp, found.tp, found.pp, found.ep) == (8, 1, 2, 8)
+    assert layout(config.actor_train).stage == 1
+    said = " ".join(record.getMessage().partition(":")[0] for record in caplog.records)
+    assert all(name in said for name in ("num_nodes", "moe_grouped_gemm", "moe_permute_fusion"))
+    assert "expert_model_parallel_size" not in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [("moe_aux_loss_coeff", 0.01, "actor_train.model_args.moe_aux_loss_coef"),
+     ("moe_expert_capacity_factor", 1.5, "no token of an expert is dropped"),
+     ("moe_enable_routing_replay", "true", "every pass chooses experts itself"),
+     ("expert_tensor_parallel_size", 2, "1"),
+     ("efsdp_size", 3, "dp 1 / ep 1"),
+     ("additional_configs", "{moe_z_loss_coeff: 0.1}", "is not supported"),
+     ("expert_model_parallel_size", 4, "does not divide the 1 data-parallel ranks")],
+)  # fmt: skip
+def test_settings_of_experts_with_another_meaning_are_refused(
+    judged, key: str, value: object, text: str
+) -> None:
+    (problem,) = judged(f"actor_train.strategy_args.strategy_config.{key}={value}")
+    assert text in problem
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
 from rather.train.rank_trainer import RankTrainer, Runner
 from tests.cells import cells
+from tests.model.test_experts import DEEPSEEK
 from tests.padded import random_pairs
 
 VOCAB = 64
@@ -52,6 +53,15 @@ VARIANTS: list[Any] = cells(
 STEPS = pytest.mark.parametrize("steps", cells([4, 20], keep=[4]))  # of the canonical run
 
 
+# Mixtures of experts: a router loss that matters, and one layer of DeepSeek-V3 without experts.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 8, "sliding_window": None},
+    "olmoe": {"num_experts": 8, "num_key_value_heads": 8},
+    "deepseek_v3": DEEPSEEK | {"num_key_value_heads": 8, "moe_intermediate_size": 32},
+}
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is trained, and how."""
@@ -63,6 +73,7 @@ class Setup:
     lr: float = 1e-5
     longest: int = 24  # tokens of a prompt or answer
     layers: int = 8
+    router_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,18 +94,20 @@ class Outcome:
 
 
 def make_policy(setup: Setup) -> PolicyModel:
-    config = AutoConfig.for_model(
-        setup.family,
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=setup.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=setup.tied,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": setup.layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": setup.tied,
+    }
+    if setup.family in EXPERTS:
+        sizes |= {"num_experts_per_tok": 2, "pad_token_id": None, **EXPERTS[setup.family]}
+    config = AutoConfig.for_model(setup.family, **sizes)
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation=IMPLEMENTATION, dtype=torch.float32
@@ -149,7 +162,8 @@ def train(trainer: RankTrainer, setup: Setup, first: int = 0, last: int | None =
         )
         window = Window()
         window.add(result.sums, pairs=len(pairs), tokens=1)
-        outcome.losses.append(window.means()["loss"])
+        means = window.means()
+        outcome.losses += [means[name] for name in ("loss", "router_loss") if name in means]
         outcome.grad_norms.append(result.grad_norm)
         outcome.logps.append(result.policy)
     outcome.weights = {name: _detached(piece) for name, piece in trainer.weight_pieces().items()}
@@ -166,8 +180,9 @@ def make_trainer(
     process)."""
     policy = policy or make_policy(setup)
     return RankTrainer(
-        policy, make_loss(setup), make_optimizer(policy, setup), mesh=mesh, runner=runner
-    )
+        policy, make_loss(setup), make_optimizer(policy, setup), mesh=mesh, runner=runner,
+        router_loss=setup.router_loss,
+    )  # fmt: skip
 
 
 @cache

@@ -139,7 +139,7 @@ def refusal(family: str, tp: int, changes: dict[str, Any]) -> str:
     ("family", "changes", "told"),
     [
         ("gpt2", {}, "no tensor parallel plan for model family 'gpt2'"),
-        ("mixtral", {}, "the plan of model family 'mixtral' has moe_tp_experts"),
+        ("mixtral", {}, ""),  # attention is divided, experts are not
         (
             "cohere",
             {"use_qk_norm": True},

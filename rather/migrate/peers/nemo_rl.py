@@ -188,7 +188,6 @@ def same_as(key: str) -> Rule:
 
 STYLES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 IS_ADAMW = only(*ADAMW, why="the optimizer is AdamW")
-NO_EXPERTS = never("experts are not divided among devices", unless=(1,))
 PARALLEL = {
     "context_parallel_size": above_one("strategy.cp_size"),
     "activation_checkpointing": recompute,
@@ -199,7 +198,7 @@ RULES: dict[str, Rule] = {
     **of("dtensor_cfg", PARALLEL | {
         "tensor_parallel_size": above_one("strategy.tp_size"),
         "sequence_parallel": if_set("strategy.sequence_parallel"),
-        "expert_parallel_size": NO_EXPERTS,
+        "expert_parallel_size": above_one("strategy.ep_size"),
         **facts("cpu_offload ? strategy_name: zero2_cpu or gemini_auto keeps it on the host"),
     }),
     **of("megatron_cfg", PARALLEL | facts("""
@@ -238,7 +237,7 @@ RULES: dict[str, Rule] = {
         **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"),
                         same_as("policy.megatron_cfg.optimizer.weight_decay")),
         "scheduler.weight_decay_incr_style": only("constant", why="it is constant here"),
-        "expert_model_parallel_size": NO_EXPERTS,
+        "expert_model_parallel_size": above_one("strategy.ep_size"),
         "tensor_model_parallel_size": above_one("strategy.tp_size"),
         "pipeline_model_parallel_size": above_one("strategy.pp_size"),
     }),
