@@ -27,15 +27,15 @@ from rather.model.check import random_pairs, routers_of
 from rather.model.policy import PolicyModel, pair_columns
 
 Choices = list[Tensor]  # of each layer: [tokens, experts per token]
-VOCABULARY, LAYERS, EXPERTS, CHOSEN = 1000, 6, 32, 4
+VOCABULARY, LAYERS, EXPERTS, CHOSEN = 500, 6, 16, 2
 
 
 def make_policy(dtype: torch.dtype, sharpness: float) -> PolicyModel:
     """A small qwen3_moe; `sharpness` multiplies the weights of its routers."""
     config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=LAYERS,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=512,
-        moe_intermediate_size=128, num_experts=EXPERTS, num_experts_per_tok=CHOSEN,
+        "qwen3_moe", vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=512,
+        moe_intermediate_size=64, num_experts=EXPERTS, num_experts_per_tok=CHOSEN,
         norm_topk_prob=True, initializer_range=0.06, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -107,9 +107,13 @@ def measure(dtype: torch.dtype, sharpness: float, pairs: int) -> dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument(
-        "--json", nargs="?", type=Path, const=RESULTS / "router_flips.json", help="write the results"
+        "--json",
+        nargs="?",
+        type=Path,
+        const=RESULTS / "router_flips.json",
+        help="write the results",
     )
     args = parser.parse_args()
     print(told(machine()), flush=True)
@@ -120,7 +124,9 @@ def main() -> None:
             facts = measure(dtype, sharpness, args.pairs)
             results.append({"dtype": name, "router_scale": sharpness, **facts})
     columns = list(results[0])
-    table("one micro-batch against one pair at a time", columns, [list(r.values()) for r in results])
+    table(
+        "one micro-batch against one pair at a time", columns, [list(r.values()) for r in results]
+    )
     if args.json:
         write_facts(args.json, "router_flips", results=results)
 

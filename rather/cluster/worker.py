@@ -163,7 +163,7 @@ class ActorWorker:
     def _compiles_by_itself(self) -> bool:
         """Return whether `compile: auto` may compile this layout."""
         layout = self.layout
-        return not layout.offload and layout.tp == layout.cp == layout.pp == 1
+        return not layout.offload and layout.tp == layout.cp == layout.pp == layout.ep == 1
 
     @property
     def _recompute(self) -> Recompute:

@@ -41,7 +41,7 @@ from rather.config.values import PISSA
 from rather.errors import CheckpointError, ConfigError
 from rather.files import inspect_folder, read_json, refuse_outside, regular
 from rather.model.check import expert_blocks
-from rather.model.files import CORRECTION, model_folder
+from rather.model.files import CORRECTION, PARTS, model_folder
 from rather.model.layers import layers_of
 from rather.model.policy import START
 
@@ -152,6 +152,12 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     `AdapterWeights` has its values. PiSSA's start is always kept: the export subtracts it.
     """
     config = adapter_config(args)
+    has_experts = any(True for _ in expert_blocks(causal_lm))
+    if has_experts and config.target_modules == ALL_LINEAR:
+        # PEFT takes the other names in a layer, also those of shared experts, for stacked experts.
+        modules = {n: m for layer in layers_of(causal_lm) for n, m in layer.named_modules()}
+        names = {n.split(".")[-1] for n, m in modules.items() if isinstance(m, nn.Linear)}
+        config.target_modules = names - PARTS.keys()
     start = config.init_lora_weights
     config.init_lora_weights = False
     try:
@@ -163,10 +169,11 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
                 tuner.inject_adapter(causal_lm, START)
     except ValueError as error:
         reason = str(error).splitlines()[0]
-        if any(True for _ in expert_blocks(causal_lm)):
+        if has_experts:
             reason += "; the stacked experts cannot have adapters, only linear layers can"
         raise ConfigError(f"lora_target: {reason}") from error
     config.init_lora_weights = start
+    config.target_parameters = config.target_parameters or None
     causal_lm.peft_config = {TRAINED: config}
     _refuse_unsupported(causal_lm, config)
     for name, parameter in causal_lm.named_parameters():
@@ -188,6 +195,8 @@ def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
             raise ConfigError(
                 f"lora_target: {name} is not a linear layer inside the decoder layers, and only "
                 "those can have an adapter; to train it whole, add it to modules_to_save"
+                + "; of a mixture of experts, name layers of attention"
+                * name.endswith(".experts")
             )
     # A string is the pattern of an existing adapter.
     targets = config.target_modules if not isinstance(config.target_modules, str) else ()

@@ -148,7 +148,8 @@ def export_stored(
 
     They are streamed: at most some rows of one weight are in memory.
     """
-    source, state = cast.source or {}, model.state_dict()
+    source: Mapping[str, Tensor] = cast.source or {}
+    state = model.state_dict()
     weights = file_streams(stored, cast, model.config.model_type, source)
     buffers = {name: value for name, value in model.named_buffers() if name in state}
     # A pipeline stage lacks those of the other layers.

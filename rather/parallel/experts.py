@@ -57,14 +57,15 @@ def _keep(experts: Any, rank: int, ranks: int) -> int:
     return total
 
 
-@torch.compiler.disable  # the host must know how many rows travel
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the host counts the rows that travel
 def _dispatch(experts: Any, hidden_ND: Tensor, chosen_NK: Tensor, scores_NK: Tensor) -> Tensor:
     """The forward of experts that a group of ranks divides."""
     (tokens, choices), group, own = chosen_NK.shape, experts.group, experts.num_experts
     order = chosen_NK.flatten().argsort(stable=True)
     with torch.no_grad():
         sent_E = torch.bincount(chosen_NK.flatten(), minlength=own * ranks_of(group).size())
-        got_E = wait_tensor(all_to_all_single(sent_E, None, None, group))
+        got_E = all_to_all_single(sent_E, None, None, group)
+        got_E = wait_tensor(got_E)  # type: ignore[no-untyped-call]
         per_rank = torch.stack([got_E, sent_E]).view(2, -1, own).sum(2)
         got, sent = per_rank.tolist()  # the host sync of a layer
         # Rows arrive by rank, then by expert. One of zeros follows, so that experts always have a

@@ -155,13 +155,13 @@ def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
             return sum(prod(saved.shape(name)) for name in saved)
         return 0
     assert isinstance(args, ActorModelArgs)
-    targets = as_list(args.lora_target or "all-linear")
+    targets, has_experts = as_list(args.lora_target or "all-linear"), stacked(shapes) > 0
     wanted = [
         sum(shape)
         for name, shape in shapes.items()
         if ".layers." in name
         and len(shape) == 2
-        and not name.endswith(".mlp.gate.weight")  # a router
+        and (not has_experts or "attn" in name)  # with experts, only attention has adapters
         and (targets == ["all-linear"] or name.split(".")[-2] in targets)
     ]
     return (args.lora_rank or 8) * sum(wanted)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig, ModelArgs
@@ -201,11 +202,17 @@ def test_logits_above_the_limit_are_computed_in_chunks(seven: tuple[Path, Sizes]
 # --- against autograd ---
 
 
-@pytest.mark.parametrize("rank", [None, 4])
-def test_activations_are_what_autograd_saves(folder: Path, rank: int | None) -> None:
+@pytest.mark.parametrize(
+    ("rank", "family"), [(None, "llama"), (4, "llama"), (None, "qwen3_moe")], ids=str
+)
+def test_activations_are_what_autograd_saves(folder: Path, rank: int | None, family: str) -> None:
     """On a CPU, of two models that differ by two layers; parameters are not counted."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
     place = str(model(folder, **wide))
+    if family == "qwen3_moe":
+        own = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        AutoConfig.for_model(family, **wide, **own, **heads, vocab_size=63).save_pretrained(place)
     args = config(
         folder, Path(place), **({"actor_train.model_args.lora_rank": rank} if rank else {})
     ).actor_train

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import ShardedFiles
-from rather.config.schema import ModelArgs
+from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.strategies import Layout
 from rather.errors import ConfigError
 from rather.losses.objective import configure
@@ -120,6 +120,32 @@ def test_every_axis(name: str) -> None:
 def test_every_family(family: str) -> None:
     setup = Setup(family, tied=False, steps=2, layers=2, router_loss=0.3)
     assert_like_one_process(LAYOUTS["ep2 zero3 efsdp2"], setup)
+
+
+def adapted(layout: Layout | None) -> Outcome:
+    """One rank of a run that trains adapters of attention next to frozen experts."""
+    from rather.model.adapters import inject
+
+    policy = make_policy(SETUP)
+    torch.manual_seed(1)
+    inject(policy.causal_lm, ActorModelArgs(lora_rank=2))
+    for name, parameter in policy.named_parameters():
+        if ".lora_" in name:
+            parameter.data.normal_(0, 0.1)
+    if layout is None:
+        return train(make_trainer(SETUP, None, policy), SETUP)
+    mesh = build_mesh(layout, "cpu")
+    divided: Any = divide(policy, mesh, layout, compute=torch.float32)
+    runner = WholeModelRunner(divided, STAGES[layout.stage])
+    return train(make_trainer(SETUP, mesh, divided, runner), SETUP)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["ep2 zero3 efsdp2", "ep2 tp2"])
+def test_adapters_next_to_divided_experts(name: str) -> None:
+    found = joined(pool(4).run(adapted, LAYOUTS[name]))
+    assert_same(found, adapted(None))
+    assert any(".lora_" in name for name in found.weights)
 
 
 # --- checkpoints ---

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rather.config.schema import DPOConfig
+from rather.config.schema import ActorModelArgs, DPOConfig
+from rather.errors import ConfigError
+from rather.model.adapters import inject
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking.health import read_findings
-from tests.model.test_experts import FAMILIES, SMALL
+from tests.cluster.test_torchrun import torchrun
+from tests.model.test_experts import FAMILIES, SMALL, tiny
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
 
@@ -65,3 +69,70 @@ def test_the_export_has_the_names_of_the_source_and_the_rounded_weights(wild: DP
         assert "model.layers.1.mlp.experts.7.down_proj.weight" in new.keys()  # noqa: SIM118
     again = AutoModelForCausalLM.from_pretrained(wild.run_dir / "model")
     assert again.dtype == torch.bfloat16
+
+
+# --- adapters ---
+
+
+def test_adapters_leave_the_experts_as_they_are(tmp_path: Path) -> None:
+    config = experts_run(
+        tmp_path, "deepseek_v3", max_steps=2, actor_train__model_args={"lora_rank": 2}
+    )
+    assert DPOPipeline(config).run() == 0
+    adapter = load_file(config.run_dir / "adapter" / "adapter_model.safetensors")
+    assert adapter
+    assert all("self_attn" in name for name in adapter)
+    merged, source = (
+        load_file(Path(folder) / "model.safetensors")
+        for folder in (config.run_dir / "model", config.pretrain)
+    )
+    assert merged.keys() == source.keys()
+    for name, weight in source.items():
+        same = torch.equal(merged[name], weight) and merged[name].dtype == weight.dtype
+        assert same or f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight" in adapter
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [("experts", "stacked experts cannot have adapters"),
+     ("gate_up_proj", "stacked experts cannot have adapters"),
+     ("gate_proj,up_proj,down_proj", "experts is not a linear layer.*name layers of attention")],
+)  # fmt: skip
+def test_adapters_on_experts_are_refused(target: str, text: str) -> None:
+    args = ActorModelArgs(lora_rank=2, lora_target=target)
+    with pytest.raises(ConfigError, match=rf"lora_target: .*{text}"):
+        inject(tiny("qwen3_moe"), args)
+
+
+# --- several ranks ---
+
+
+@pytest.mark.wide
+def test_ranks_train_as_one_process_and_resume_on_another_ep(tmp_path: Path) -> None:
+    """Two ranks with half of the experts each, then four, then one process, from one run folder."""
+    options: dict[str, Any] = {
+        "train_batch_size": 12, "save_steps": 2, "logging_steps": 1,
+        "actor_train__training_args": {"learning_rate": 1e-5, "lr_scheduler_type": "constant"},
+        "actor_train__max_tokens_per_microbatch_in_train": 64,
+        "actor_train__model_args": {"moe_aux_loss_coef": 0.1, "dtype": "fp32"},
+    }  # fmt: skip
+    alone = experts_run(tmp_path, exp_name="alone", max_steps=6, **options)
+    assert DPOPipeline(alone).run() == 0
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (2, {"ep_size": 2}),
+        (4, {"ep_size": 2, "strategy_name": "fsdp2_train"}),
+    ]
+    for steps, (ranks, strategy) in zip((2, 4), layouts, strict=True):
+        both = make_config(
+            tmp_path, exp_name="both", max_steps=steps, **options,
+            actor_train__device_mapping=list(range(ranks)), actor_train__strategy_args=strategy,
+        )  # fmt: skip
+        done = torchrun(both, ranks)
+        assert done.returncode == 0, done.stderr
+    assert "dp 4 x ep 2" in done.stderr
+    assert DPOPipeline(make_config(tmp_path, exp_name="both", max_steps=6, **options)).run() == 0
+    for key in ("loss", "grad_norm", "router_loss"):
+        one, other = (
+            [line[key] for line in metrics(each) if key in line] for each in (alone, both)
+        )
+        assert other == pytest.approx(one, rel=1e-4), key
