@@ -1,11 +1,12 @@
 """How often routers choose other experts in another layout, and how far that moves log-probs.
 
-    python bench/router_flips.py --json          # CPU; about two minutes
+    python bench/router_flips.py --json          # CPU; about a minute
 
-Rounding differs with the shape of a matrix product, so the same token can get another expert where two
-are almost equal. The same pairs are scored in one micro-batch and one by one, with free choices and with those of
-the first pass replayed: what replay takes away is what flips cost. Random weights are the worst case: their routers
-hardly prefer any expert.
+Layouts add numbers up in different orders, so a token can get another expert where two are almost equal. Here the same
+pairs are scored whole and as two tensor-parallel ranks would: each output of attention is a sum of two parts. This is
+done with free choices, and with those of the first pass replayed: what replay takes away is what flips cost. Few CPUs
+multiply bfloat16 numbers: products are float32 and their results rounded, as on a GPU. Random weights are the
+worst case, because their routers hardly prefer any expert; larger weights of routers make them prefer some.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ Choices = list[Tensor]  # of each layer: [tokens, experts per token]
 VOCABULARY, LAYERS, EXPERTS, CHOSEN = 500, 6, 16, 2
 
 
-def make_policy(dtype: torch.dtype, sharpness: float) -> PolicyModel:
+def nearest(value: Tensor) -> Tensor:
+    return value.bfloat16().float()
+
+
+def make_policy(rounded: bool, sharpness: float) -> PolicyModel:
     """A small qwen3_moe; `sharpness` multiplies the weights of its routers."""
     config = AutoConfig.for_model(
         "qwen3_moe", vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=LAYERS,
@@ -45,22 +50,26 @@ def make_policy(dtype: torch.dtype, sharpness: float) -> PolicyModel:
     with torch.no_grad():
         for _, router in routers_of(model):
             router.weight.normal_(0, 0.06 * sharpness)
-    return PolicyModel(model.to(dtype).eval())
+        for parameter in model.parameters() if rounded else ():
+            parameter.copy_(nearest(parameter))
+    for name, module in model.named_modules() if rounded else ():
+        if isinstance(module, torch.nn.Linear) or name.endswith(("norm", ".experts")):
+            module.register_forward_hook(lambda _module, _args, output: nearest(output))
+    return PolicyModel(model.eval())
 
 
-def watch(policy: PolicyModel) -> tuple[Choices, Choices]:
+def watch(policy: PolicyModel, rounded: bool) -> tuple[Choices, Choices]:
     """(where choices are recorded, where those to replay are put: none are by default)."""
     seen: Choices = []
     replayed: Choices = []
 
     def forward(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, scores, chosen = type(router).forward(router, hidden)
-        if replayed:
-            chosen = replayed[len(seen) % LAYERS]
-            own = logits.float().softmax(-1).gather(1, chosen)
-            scores = (own / own.sum(-1, keepdim=True)).to(logits.dtype)
+        logits = torch.nn.functional.linear(hidden, router.weight)
+        shares = (nearest(logits) if rounded else logits).softmax(-1)
+        chosen = replayed[len(seen)] if replayed else shares.topk(CHOSEN).indices
+        own = shares.gather(1, chosen)
         seen.append(chosen)
-        return logits, scores, chosen
+        return logits, own / own.sum(-1, keepdim=True), chosen
 
     for _, router in routers_of(policy):
         router.forward = MethodType(forward, router)
@@ -75,33 +84,38 @@ def score(policy: PolicyModel, batch: PairBatch, seen: Choices) -> tuple[Tensor,
     return logps, torch.stack([each.sort(1).values for each in seen], 1)
 
 
-def measure(dtype: torch.dtype, sharpness: float, pairs: int) -> dict[str, float]:
-    policy = make_policy(dtype, sharpness)
-    seen, replayed = watch(policy)
+def divide(policy: PolicyModel, rounded: bool) -> None:
+    """Add up attention's output from two halves of the heads, each rounded, as two ranks do."""
+
+    def forward(linear: Any, x: Tensor) -> Tensor:
+        halves = zip(x.chunk(2, -1), linear.weight.chunk(2, -1), strict=True)
+        parts = [torch.nn.functional.linear(each, weight) for each, weight in halves]
+        return sum(map(nearest, parts)) if rounded else sum(parts)
+
+    for name, module in policy.named_modules():
+        if name.endswith("o_proj"):
+            module.forward = MethodType(forward, module)
+
+
+def measure(rounded: bool, sharpness: float, pairs: int) -> dict[str, float]:
+    policy = make_policy(rounded, sharpness)
+    seen, replayed = watch(policy, rounded)
     lengths = [(40 + 7 * i % 90, 60 + 11 * i % 120, 50 + 13 * i % 130) for i in range(pairs)]
-    rows = random_pairs(VOCABULARY, lengths)
-    singles = [pack([row], 10**6)[0] for row in rows]
-    (together,) = pack(rows, 10**6)
-    order = together.pair_P.tolist()
-    assert torch.equal(together.ids_N, torch.cat([singles[i].ids_N for i in order]))
-    whole, chosen = score(policy, together, seen)
-    found: dict[str, list[Tensor]] = {"free": [], "replayed": []}
-    flips, start = [], 0
-    for place, i in enumerate(order):
-        own = chosen[start : (start := start + len(singles[i].ids_N))]
-        logps, other = score(policy, singles[i], seen)
-        flips.append((own != other).any(2).float().flatten())
-        found["free"].append(logps[0] - whole[place])
-        replayed[:] = list(own.unbind(1))
-        found["replayed"].append(score(policy, singles[i], seen)[0][0] - whole[place])
-        replayed.clear()
-    answers = torch.cat([together.length_P2]).double()
-    facts: dict[str, float] = {"flips": float(torch.cat(flips).mean())}
+    (batch,) = pack(random_pairs(VOCABULARY, lengths), 10**6)
+    whole, chosen = score(policy, batch, seen)
+    divide(policy, rounded)
+    found = {}
+    found["free"], other = score(policy, batch, seen)
+    replayed[:] = list(chosen.unbind(1))
+    found["replayed"], _ = score(policy, batch, seen)
+    facts: dict[str, float] = {
+        "rows": other.shape[0] * LAYERS,
+        "flips": float((chosen != other).any(2).double().mean()),
+    }
     for name, each in found.items():
-        off = torch.stack(each)
-        facts[f"token_{name}"] = float((off / answers).abs().max())
+        off = each - whole
+        facts[f"token_{name}"] = float((off / batch.length_P2).abs().max())
         facts[f"margin_{name}"] = float((off[:, 0] - off[:, 1]).square().mean().sqrt())
-        facts[f"bias_{name}"] = float((off[:, 0] - off[:, 1]).mean())
     return facts
 
 
@@ -118,14 +132,16 @@ def main() -> None:
     args = parser.parse_args()
     print(told(machine()), flush=True)
     results = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for rounded in (False, True):
         for sharpness in (1.0, 8.0):
-            name = str(dtype).removeprefix("torch.")
-            facts = measure(dtype, sharpness, args.pairs)
+            name = "bfloat16" if rounded else "float32"
+            facts = measure(rounded, sharpness, args.pairs)
             results.append({"dtype": name, "router_scale": sharpness, **facts})
     columns = list(results[0])
     table(
-        "one micro-batch against one pair at a time", columns, [list(r.values()) for r in results]
+        "whole against two halves: flipped choices; log-probs per token (largest), margins of pairs (rms)",
+        columns,
+        [list(r.values()) for r in results],
     )
     if args.json:
         write_facts(args.json, "router_flips", results=results)

@@ -105,7 +105,7 @@ ROLE_REFUSED = {
     "training_args.fp16": "set model_args.dtype: fp16 instead",
     "strategy_args.strategy_config.calculate_per_token_loss": "a preference loss counts pairs",
     "strategy_args.strategy_config.fsdp_size": "set strategy_name: hsdp with shard_size instead",
-    f"{CONFIG}.moe_aux_loss_coeff": "set actor_train.model_args.moe_aux_loss_coef instead",
+    f"{CONFIG}.moe_aux_loss_coeff": "Megatron adds it up over layers; choose actor_train.model_args.moe_aux_loss_coef",
     f"{CONFIG}.moe_enable_routing_replay": REPLAY,
     f"{CONFIG}.moe_router_dtype": "routers compute as the model's code does; remove it",
     f"{CONFIG}.moe_expert_capacity_factor": DROPS,

@@ -76,10 +76,13 @@ def check_step_zero(
     policy: Tensor,
     reference: Tensor,
     cache: Path | None,
+    *,
+    routed: bool = False,
 ) -> None:
     """Untrained, a policy with the weights of the reference must have its log-probs.
 
-    `lengths` are the scored tokens, and `cache` is where log-probs of the reference came from.
+    `lengths` are the scored tokens, and `cache` is where log-probs of the reference came from. In a
+    `routed` model of any dtype rounding can change the choice of an expert.
     """
     roles = (config.actor_train, config.reference)
     paths = [role.model_path for role in roles]
@@ -93,7 +96,7 @@ def check_step_zero(
         log.info(text, paths[0], loaded[0], paths[1], loaded[1])
         return
     worst = float(((policy.cpu() - reference.cpu()).abs() / lengths).max())
-    if not worst <= ROUNDING[loaded[0][0]]:
+    if not worst <= ROUNDING[torch.bfloat16 if routed else loaded[0][0]]:
         advice = f", or the cached log-probs are wrong: delete {cache}" if cache else ""
         raise ConfigError(
             "before any training, policy and reference log-probs of the same weights "

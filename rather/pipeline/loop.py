@@ -134,7 +134,8 @@ class TrainingLoop:
             lengths = PairFacts.of_step(step.policy).length
             used_cache = self.reference_stream.used_cache
             logps = (lengths, result.policy, reference["sum"])
-            check_step_zero(self.config, self.roles.kind, *logps, used_cache)
+            routed = "router_loss" in result.sums
+            check_step_zero(self.config, self.roles.kind, *logps, used_cache, routed=routed)
         return result
 
     def _ends_after(self, step: Step, result: StepResult) -> bool:

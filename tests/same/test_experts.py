@@ -3,6 +3,7 @@ of one process, with every other axis. Checkpoints and files fit any number of r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def test_every_axis(name: str) -> None:
 def test_every_family(family: str) -> None:
     setup = Setup(family, tied=False, steps=2, layers=2, router_loss=0.3)
     assert_like_one_process(LAYOUTS["ep2 zero3 efsdp2"], setup)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_schedules_of_a_pipeline(schedule: str) -> None:
+    layout = Layout(2, pp=2, ep=2, stage=1, shard=2, schedule=schedule, virtual=2)
+    assert_like_one_process(layout, replace(SETUP, layers=4))
 
 
 def adapted(layout: Layout | None) -> Outcome:
