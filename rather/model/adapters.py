@@ -157,7 +157,7 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
         # PEFT takes the other names in a layer, also those of shared experts, for stacked experts.
         modules = {n: m for layer in layers_of(causal_lm) for n, m in layer.named_modules()}
         names = {n.split(".")[-1] for n, m in modules.items() if isinstance(m, nn.Linear)}
-        config.target_modules = names - PARTS.keys()
+        config.target_modules = sorted(names - PARTS.keys())
     start = config.init_lora_weights
     config.init_lora_weights = False
     try:
