@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rather.config.schema import ActorModelArgs, DPOConfig
 from rather.errors import ConfigError
 from rather.model.adapters import inject
+from rather.pipeline.checks import check_step_zero
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking.health import read_findings
 from tests.cluster.test_torchrun import torchrun
@@ -102,6 +103,22 @@ def test_adapters_on_experts_are_refused(target: str, text: str) -> None:
     args = ActorModelArgs(lora_rank=2, lora_target=target)
     with pytest.raises(ConfigError, match=rf"lora_target: .*{text}"):
         inject(tiny("qwen3_moe"), args)
+
+
+# --- choices that flip ---
+
+
+def test_a_flipped_choice_passes_the_check_of_the_first_step(tmp_path: Path) -> None:
+    config, lengths = make_config(tmp_path), torch.full((3, 2), 10.0)
+    logps = torch.full((3, 2), -30.0, dtype=torch.float64)
+
+    def check(off: float, *, routed: bool) -> None:
+        check_step_zero(config, "cpu", lengths, logps, logps + off, None, routed=routed)
+
+    check(0.1, routed=True)  # 0.01 per token
+    for off, routed in ((0.1, False), (1.0, True)):
+        with pytest.raises(ConfigError, match="differ by"):
+            check(off, routed=routed)
 
 
 # --- several ranks ---
