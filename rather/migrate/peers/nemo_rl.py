@@ -58,7 +58,7 @@ def recipe(path: Path, flags: dict[str, Any]) -> dict[str, Any]:
     values = _merged(inherited(path, 0), nested_keys(flags))
     algorithms = [name for name in OTHER_ALGORITHMS if name in values]
     if "dpo" not in values and algorithms:
-        raise ConfigError(f"{path}: {algorithms[0]} is not training on preference pairs.")
+        raise ConfigError(f"{path.name}: {algorithms[0]} is not training on preference pairs.")
     return {key: _filled(item, values, values, 0) for key, item in values.items()}
 
 
