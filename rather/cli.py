@@ -34,7 +34,8 @@ class CommandGroup(TyperGroup):
     """The commands, with a hint for config keys that were typed as options."""
 
     def invoke(self, ctx: Any) -> Any:
-        arguments = " ".join(ctx.args)
+        ctx_args = list(ctx.args)
+        arguments = " ".join(ctx_args)
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -42,6 +43,9 @@ class CommandGroup(TyperGroup):
             if option := getattr(error, "option_name", None):
                 from rather.config.keys import nearest
 
+                # Of -beta, click reports -b.
+                option = next((word for word in ctx_args if word.startswith(option)), option)
+                option = option.partition("=")[0]
                 after = arguments.partition(option)[2].replace("=", " ").split()
                 if key := nearest(option.lstrip("-").replace("-", "_")):
                     hint = f". To set a config key, write {key}={(after or ['VALUE'])[0]}"
@@ -80,7 +84,7 @@ def _options(
 def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False) -> int:
     """Train as the YAML says and return the exit code."""
     with StopRequest() as stop:
-        config = settings(path, overrides)
+        config = settings(path, overrides, with_models=True)
         from rather.commands import train as training
 
         return training.dry_run(config) if dry_run else training.train_run(config, stop)

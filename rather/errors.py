@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+LIMITS = "see 'What Rather does not do' (docs/limits.md)"  # ends messages about missing features
+
 
 class RatherError(Exception):
     """The base of everything Rather raises on purpose; any other exception is a bug."""

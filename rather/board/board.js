@@ -4,13 +4,14 @@
   const EVERY = 2000;  // milliseconds between two requests for the list of runs
   const ASK_AGAIN = 300;  // and between two requests for a pair that is being computed
   const ENDED = "The board has stopped: start `rather board` again.";
-  const FIRST_METRICS = ["loss", "rewards/accuracies", "rewards/margins"];
   const given = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
 
   let runs = [], selected = [], opened = null;
   let sort = { key: "changed", down: true };
   let drawnVersions = null, shownVersion = null;
+  let charted = ["loss", "rewards/accuracies", "rewards/margins", "logps/chosen"];  // a chart for each metric
+  let redraw = () => {};  // with the lines that were received last
   const rows = new Map();  // id of a run -> the elements of its row
 
   history.replaceState(null, "", location.pathname + location.hash);  // the token need not be in the address bar
@@ -250,7 +251,7 @@
     while (charts.children.length <= place) {
       const name = `chart-${charts.children.length}`;
       charts.append(element("figure", { className: "chart", "aria-labelledby": name, "aria-describedby": `${name}-about` },
-        element("figcaption", {}, element("strong", { id: name }), element("span", { id: `${name}-about` })),
+        element("figcaption", {}, element("button", { type: "button", className: "remove" }, "Remove"), element("strong", { id: name }), element("span", { id: `${name}-about` })),
         element("div", { className: "plot" }),
         element("details", {}, element("summary", {}, "Numbers", element("span", { className: "unseen" })), element("div"))));
     }
@@ -259,8 +260,10 @@
 
   function drawChart(place, metric, answers) {
     const chart = chartAt(place), figure = figureOf(metric, answers);
-    const [name, caption] = chart.querySelectorAll("figcaption > *");
+    const [button, name, caption] = chart.querySelectorAll("figcaption > *");
     name.textContent = metric;
+    button.setAttribute("aria-label", `Remove the chart of ${metric}`);
+    button.onclick = () => showCharts(charted.filter((each) => each !== metric));
     const newest = figure.data.filter((trace) => trace.x.length).map((trace) => {
       const known = trace.y.filter(is);
       return `${trace.name} ${known.length ? number(known[known.length - 1]) : "not finite"} at step ${trace.x[trace.x.length - 1]}`;
@@ -268,21 +271,39 @@
     caption.textContent = newest.length > 4 ? `${newest.length} lines` : newest.join("; ") || "no selected run has this metric";
     chart.querySelector("summary span").textContent = ` of ${metric}`;
     chart.querySelector("details > div").replaceChildren(numbersOf(metric, figure));
-    rather.draw(chart.querySelector(".plot"), figure);
+    rather.draw(chart.querySelector(".plot"), smoothed(figure));
+  }
+
+  /* Each line as the running mean of its points, weighted less and less; the points themselves stay, faint. */
+  function smoothed({ data, layout }) {
+    const weight = Number($("smoothing").value);
+    const mean = (values) => {
+      let sum = 0, norm = 0;
+      return values.map((value) => {
+        if (!is(value)) return null;
+        [sum, norm] = [weight * sum + value, weight * norm + 1];
+        return sum / norm;
+      });
+    };
+    const pair = (trace) => [{ ...trace, opacity: 0.25, showlegend: false, hoverinfo: "skip" }, { ...trace, mode: "lines", y: mean(trace.y) }];
+    return { data: weight ? data.flatMap(pair) : data, layout };
   }
 
   function offerMetrics(answers) {
     const box = $("metric"), names = [...new Set(Object.values(answers).flatMap((answer) => answer.metrics))];
-    const offered = names.filter((name) => !FIRST_METRICS.includes(name)).sort();
+    const offered = ["", ...names.filter((name) => !charted.includes(name)).sort()];
+    box.disabled = charted.length >= given.charts;
     if (offered.join() === [...box.options].map((option) => option.value).join()) return;
-    const wanted = lastMetric();
-    box.replaceChildren(...offered.map((name) => element("option", { value: name, selected: name === wanted }, name)));
+    box.replaceChildren(...offered.map((name) => element("option", { value: name }, name || "choose a metric")));
   }
 
-  const lastMetric = () => $("metric").value || "logps/chosen";
+  function showCharts(metrics) {
+    charted = metrics;
+    drawIfNew().catch(showError);
+  }
 
   async function draw(versions) {
-    const chosen = selected.slice(), metrics = [...FIRST_METRICS, lastMetric()];
+    const chosen = selected.slice(), metrics = charted.slice();
     const [answers, differing] = await Promise.all([
       chosen.length ? ask("/api/curves", { run: chosen, metric: metrics }) : {},
       chosen.length > 1 ? ask("/api/differences", { run: chosen }) : null,
@@ -294,12 +315,14 @@
     $("charts").hidden = !chosen.length;
     showDifferences(names, differing);
     if (!chosen.length) return;
-    metrics.forEach((metric, place) => drawChart(place, metric, answers));
+    redraw = () => metrics.forEach((metric, place) => drawChart(place, metric, answers));
+    redraw();
+    while ($("charts").children.length > metrics.length) $("charts").lastElementChild.remove();
     offerMetrics(answers);
   }
 
   async function drawIfNew() {
-    const versions = [lastMetric(), ...selected.map((id) => `${id}${runOf(id).version}`)].join();
+    const versions = [...charted, ...selected.map((id) => `${id}${runOf(id).version}`)].join();
     if (versions === drawnVersions) return;
     drawnVersions = versions;
     await draw(versions);
@@ -333,9 +356,11 @@
     const parts = [element("h3", {}, run.name), element("p", {}, `${run.state}; ${run.model || "unknown model"}; folder ${found.folder}`)];
     if (run.report) parts.push(element("p", {}, element("a", { href: `/report?run=${run.id}`, target: "_blank", rel: "noopener" }, "Report of this run")));
     for (const problem of found.problems) parts.push(element("p", { className: "damaged" }, problem));
-    parts.push(element("h3", {}, "Findings"), findings(found.health.lines));
-    parts.push(element("h3", {}, "Incidents"), incidents(found.incidents));
-    parts.push(element("h3", {}, "Answers"), ...answersOf(found.answers.lines));
+    parts.push(element("div", { className: "grid" },
+      element("div", {}, element("h4", {}, "Findings"), findings(found.health.lines)),
+      element("div", {}, element("h4", {}, "Answers"), ...answersOf(found.answers.lines))));
+    const happened = found.incidents.lines.length + found.incidents.left_out;
+    parts.push(element("details", {}, element("summary", {}, happened ? counted(happened, "incident") : "No incidents"), incidents(found.incidents)));
     const settings = Object.entries(found.config).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]);
     parts.push(element("details", {}, element("summary", {}, "Settings"), table("All settings", ["key", "value"], settings)));
     $("opened").replaceChildren(...parts);
@@ -362,7 +387,11 @@
     const steps = [...new Set(lines.map((line) => line.step))];
     const box = element("select", { id: "answers-step" }, ...steps.map((step) => element("option", { value: step, selected: step === steps[steps.length - 1] }, String(step))));
     const place = element("div");
-    const fill = () => place.replaceChildren(...lines.filter((line) => String(line.step) === box.value).map(oneAnswer));
+    const fill = () => {
+      const [first, ...others] = lines.filter((line) => String(line.step) === box.value).map(oneAnswer);
+      const more = others.length ? element("details", {}, element("summary", {}, counted(others.length, "more prompt")), ...others) : null;
+      place.replaceChildren(...[first, more].filter((part) => part));
+    };
     box.addEventListener("change", fill);
     fill();
     return [element("div", { className: "tools" }, element("label", { htmlFor: "answers-step" }, "At step"), box), place];
@@ -598,7 +627,11 @@
   }
   const submitted = (action) => (event) => { event.preventDefault(); action(); };
   $("filter").addEventListener("input", list);
-  $("metric").addEventListener("change", () => drawIfNew().catch(showError));
+  $("metric").addEventListener("change", () => showCharts([...charted, $("metric").value]));
+  $("smoothing").addEventListener("input", () => {
+    $("smoothed").textContent = Number($("smoothing").value) ? $("smoothing").value : "off";
+    redraw();
+  });
   $("keys").addEventListener("click", () => $("help").showModal());
   $("ask").addEventListener("submit", submitted(() => showPair().catch(showError)));
   $("find").addEventListener("submit", submitted(() => find(0).catch(showError)));

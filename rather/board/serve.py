@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 ADDRESS = "127.0.0.1"
 MOST_RUNS = 8  # in one chart: as many as there are colours
+MOST_CHARTS = 16
 FRAMED = "frame-ancestors 'none'"
 # A report comes from a run folder, perhaps a stranger's: its scripts run in an origin of their own,
 # from which no request is answered, so they cannot ask the board for anything.
@@ -192,7 +193,7 @@ def _script(name: str) -> Reply:
 def _page(board: Board) -> Reply:
     linked = [f"/{name}?{digest(asset(name))}" for name in ("plotly.js", "board.js")]
     body = f"<style>{asset('board.css').decode()}</style>{BODY}"
-    data = {"folder": str(board.runs.folder), "most": MOST_RUNS}
+    data = {"folder": str(board.runs.folder), "most": MOST_RUNS, "charts": MOST_CHARTS}
     document = page("Rather board", body, data=data, linked=linked)
     policy = document.partition('"Content-Security-Policy" content="')[2].partition('"')[0]
     headers = {"Content-Security-Policy": f"{policy}; {FRAMED}"}
@@ -200,7 +201,7 @@ def _page(board: Board) -> Reply:
 
 
 def _curves(board: Board, query: Query) -> Any:
-    metrics, found = query.get("metric", [])[:MOST_RUNS], board.requested(query)
+    metrics, found = query.get("metric", [])[:MOST_CHARTS], board.requested(query)
     return {run: board.runs.curves(run, path, metrics) for run, path in found.items()}
 
 
@@ -276,21 +277,24 @@ autocomplete="off"> <span id="shown" class="muted"></span>
 </div>
 </section>
 
+<section aria-labelledby="run">
+<h2 id="run">Run</h2>
+<div id="opened"></div>
+</section>
+
 <section aria-labelledby="curves">
 <h2 id="curves">Curves</h2>
 <p id="compared" class="muted"></p>
-<div class="tools"><label for="metric">Metric of the last chart</label><select
-id="metric"></select></div> <div id="charts" class="grid"></div>
+<div class="tools"><label for="metric">Add a chart</label><select id="metric"></select>
+<label for="smoothing">Smoothing</label>
+<input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="0">
+<output id="smoothed" for="smoothing">off</output></div>
+<div id="charts" class="grid"></div>
 </section>
 
 <section aria-labelledby="differences">
 <h2 id="differences">Differences</h2>
 <div id="different"></div>
-</section>
-
-<section aria-labelledby="run">
-<h2 id="run">Run</h2>
-<div id="opened"></div>
 </section>
 
 <section aria-labelledby="pairs">

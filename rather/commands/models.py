@@ -14,6 +14,7 @@ from rather.commands.terminal import (
     Imports,
     Overrides,
     command,
+    known_model,
     print_json,
     settings,
     writable,
@@ -21,7 +22,10 @@ from rather.commands.terminal import (
 from rather.errors import ConfigError
 
 Model = Annotated[
-    str, typer.Argument(help="A model folder, hub name, adapter, run folder or checkpoint.")
+    str,
+    typer.Argument(
+        help="A model folder, hub name, adapter, run folder or checkpoint.", callback=known_model
+    ),
 ]
 
 DtypeOption = Annotated[

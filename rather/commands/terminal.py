@@ -95,8 +95,26 @@ def guarded(work: Callable[[], int]) -> int:
         return DiskError.exit_code
 
 
-def settings(path: Path, overrides: Sequence[str] | None) -> DPOConfig:
-    """Load and check the config. Its environment is set before torch is imported, which reads it."""
+def known_model(name: str) -> str:
+    """Refuse a model that is neither here nor on the hub, before torch is imported."""
+    from rather.data.hub import refuse_unknown_model
+
+    def check() -> int:
+        refuse_unknown_model(name)
+        return 0
+
+    if code := guarded(check):
+        raise typer.Exit(code)
+    return name
+
+
+def settings(
+    path: Path, overrides: Sequence[str] | None, *, with_models: bool = False
+) -> DPOConfig:
+    """Load and check the config. Its environment is set before torch is imported, which reads it.
+
+    `with_models`: models of the hub must be available.
+    """
     from rather.config.load import load
     from rather.config.paths import check_paths
     from rather.config.show import secret_values
@@ -104,6 +122,10 @@ def settings(path: Path, overrides: Sequence[str] | None) -> DPOConfig:
     config = load(path, overrides or ())
     hide(secret_values(config.model_dump()))
     check_paths(config)
+    for role in config.roles.values() if with_models else ():
+        from rather.data.hub import refuse_unknown_model
+
+        refuse_unknown_model(role.model_path, role.model_args.revision)
     os.environ.update(config.system_envs)
     plugins.load_requested()
     from rather.data.formats import check_format

@@ -53,6 +53,7 @@ OTHER_NAMES = {
     "report_to": "track_with",
     "run_name": "exp_name",
 }
+OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda"}  # values that are similar to a wrong one
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ class Key:
         if self.section:
             return f"{text} ({', '.join(self.section.model_fields)})"
         why = self.meaning.partition(" Range: ")[2]
-        if near := difflib.get_close_matches(str(value), self.choices, n=1):
+        other = OTHER_WORDS.get(str(value).lower())
+        near = difflib.get_close_matches(str(value), self.choices, n=1)
+        if near := [other] if other in self.choices else near:
             return f"{text}; did you mean '{near[0]}'?"
         if isinstance(value, int | float) and (is_entry or self.only_text):
             return f"{text}; write it in quotes if it is meant as text"

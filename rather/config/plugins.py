@@ -17,7 +17,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from rather.errors import ConfigError
+from rather.errors import LIMITS, ConfigError
 
 Entry = TypeVar("Entry")
 REGISTRIES: list[Registry[Any]] = []
@@ -69,7 +69,9 @@ class Registry(Mapping[str, Entry]):
     def find(self, name: str, key: str) -> Entry:
         """Return the entry with this name, or raise a ConfigError about the config key."""
         if name not in self:
-            raise ConfigError(f"{key}: unknown {self.kind} '{name}'{did_you_mean(name, self)}")
+            hint = did_you_mean(name, self)
+            limits = f"; {LIMITS}" if self.kind == "loss" and "known:" in hint else ""
+            raise ConfigError(f"{key}: unknown {self.kind} '{name}'{hint}{limits}")
         return self[name]
 
     def names_from(self, module: str) -> list[str]:

@@ -220,20 +220,26 @@ def _spreads(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, Json]:
     answers = np.concatenate([lengths["chosen"], lengths["rejected"]])
     spreads = {}
     for part, own in lengths.items():
-        largest = float(np.percentile(own if part == "prompt" else answers, 99))
-        width = ceil((largest + 1) / BARS)
+        shown = own if part == "prompt" else answers
+        largest, width = float(np.percentile(shown, 99)), 1
+        first = int(shown.min())
+        while first + width * BARS <= largest:  # bars begin at multiples of their width
+            width = ceil((largest + 1 - first) / BARS) if width == 1 else width + 1
+            first = int(shown.min()) // width * width
         spreads[part] = {
             "median": float(np.median(own)),
             "p95": float(np.percentile(own, 95)),
             "longest": int(own.max()),
-            "edges": [width * i for i in range(BARS)],
-            "counts": np.bincount(np.minimum(own // width, BARS - 1), minlength=BARS).tolist(),
+            "edges": [first + width * i for i in range(BARS)],
+            "counts": np.bincount(
+                np.minimum((own - first) // width, BARS - 1), minlength=BARS
+            ).tolist(),
         }
     return spreads
 
 
 def bar_labels(spread: Json) -> list[str]:
-    """Return '0-49', '50-99', ..., '750 and more'."""
+    """Return '100-149', '150-199', ..., '850 and more'."""
     edges = spread["edges"]
     inner = [f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in pairwise(edges)]
     return [*inner, f"{edges[-1]} and more"]

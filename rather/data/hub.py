@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub: `hf://datasets/ORG/NAME[@revision][:[config/]split]`.
+"""Names of the Hugging Face hub: models, and datasets `hf://datasets/ORG/NAME[@revision][:[config/]split]`.
 
 The revision is resolved to a commit, and every file is of that commit. What was downloaded for an
 address is recorded, so that the same address works without a network.
@@ -13,9 +13,10 @@ from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rather.config.paths import is_local, nearest_names
 from rather.config.values import HUB_DATASET
 from rather.data.cache import text_sha, write_json
-from rather.errors import DataError
+from rather.errors import ConfigError, DataError
 from rather.files import parse_yaml, read_bytes, read_json
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,27 @@ def download(address: str) -> tuple[str, list[Path]]:
     files = [folder / name for name in chosen]
     write_json(record, {"commit": commit, "files": list(map(str, files))})
     return commit, files
+
+
+def refuse_unknown_model(name: str, revision: str | None = None) -> None:
+    """Fail at once for a folder that is not here, or a name that the hub does not know.
+
+    transformers would retry for minutes.
+    """
+    if is_local(name):
+        if not (folder := Path(name).expanduser()).is_dir():
+            raise ConfigError(f"{name}: no such folder{nearest_names(folder)}")
+        return
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            HfApi().model_info(name, revision=revision, timeout=10)
+    except Exception as error:  # of the hub, of its HTTP library, or of the network
+        raise ConfigError(
+            f"{name}: neither a local folder nor a model that the hub provides "
+            f"({str(error).splitlines()[0]})"
+        ) from error
 
 
 def choose(names: Iterable[str], card: Mapping[str, Any], wanted: str, where: str) -> list[str]:

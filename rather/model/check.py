@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
-from rather.errors import ConfigError
+from rather.errors import LIMITS, ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 
@@ -130,7 +130,7 @@ def untrained_parts(config: PretrainedConfig) -> Iterator[str]:
     """Yield the parts of a model that training would silently leave out."""
     for part in ("vision_config", "audio_config"):
         if getattr(config, part, None) is not None:
-            yield f"config.json has a {part}: only text is trained; use a text model"
+            yield f"config.json has a {part}, but only text is trained; {LIMITS}"
 
 
 def two_pairs(vocab: int) -> list[TokenPair]:

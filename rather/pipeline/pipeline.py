@@ -14,6 +14,7 @@ from rather.cluster.launch import Roles, launch
 from rather.cluster.supervision import Supervision
 from rather.config.checks import device_problems, missing
 from rather.config.schema import DPOConfig
+from rather.data.hub import refuse_unknown_model
 from rather.data.prepare import prepare
 from rather.data.template import tokenizer_of
 from rather.errors import ConfigError, DataError, Ended, HangError, NonFiniteError, WorkerLost
@@ -37,7 +38,6 @@ from rather.run_folder.layout import (
     trace_file,
     with_rounding_of_run,
 )
-from rather.run_folder.model_source import refuse_unreachable
 from rather.tracking.health import record_end
 from rather.tracking.outcome import outcome_text
 from rather.tracking.run import NoTracker, RunTracker
@@ -55,7 +55,7 @@ class DPOPipeline(TrainingLoop):
         if problems := [f"{key}: {text}" for key, text in missing(config)]:
             raise ConfigError(problems)
         for role in config.roles.values():
-            refuse_unreachable(role.model_path, role.model_args.revision)
+            refuse_unknown_model(role.model_path, role.model_args.revision)
         check_installed(config.trackers)
         self.objective = from_config(config)  # reports a wrong number before any work
         self.run_dir, self.progress, self.stop = config.run_dir, Progress(), control.StopRequest()

@@ -74,6 +74,26 @@ const rather = (() => {
     }
   }
 
+  /* Mark the part of the page that is at the top of the window in the list of contents. */
+  function follow() {
+    const links = [...document.querySelectorAll(".contents a")];
+    const parts = links.map((link) => document.getElementById(link.hash.slice(1)));
+    const mark = () => {
+      const passed = parts.filter((part) => part.getBoundingClientRect().top < innerHeight / 3).length;
+      links.forEach((link, place) => {
+        if (place !== Math.max(0, passed - 1)) link.removeAttribute("aria-current");
+        else if (!link.hasAttribute("aria-current")) {
+          link.setAttribute("aria-current", "true");
+          const bar = link.closest(".contents");
+          bar.scrollLeft = link.offsetLeft - bar.clientWidth / 3;
+        }
+      });
+    };
+    if (!links.length) return;
+    addEventListener("scroll", mark, { passive: true });
+    mark();
+  }
+
   if (["light", "dark"].includes(remembered())) root.dataset.theme = remembered();
   document.addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme");
@@ -88,6 +108,7 @@ const rather = (() => {
     for (const script of document.querySelectorAll("script.figure")) {
       draw(script.closest("figure").querySelector(".plot"), JSON.parse(script.textContent));
     }
+    follow();
     root.dataset.ready = "yes";
   });
   return { draw, colour, theme };

@@ -127,7 +127,8 @@ def curves(run: Folder) -> str:
                 ]
                 line = {"color": f"var(--series-{number % 8 + 1})", "width": 1.8}
                 line |= {"dash": DASHES.get(side, "solid")}
-                styles.append({"mode": "lines+markers" if prefix else "lines", "line": line})
+                # Held-out points are few: a marker shows where one was measured.
+                styles.append({"line": line, **({"mode": "lines+markers"} if prefix else {})})
         if series:
             figure = lines(series)
             figure["layout"]["yaxis"] = axis

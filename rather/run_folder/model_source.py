@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.load import load_found
-from rather.config.paths import is_local, nearest_names
+from rather.config.paths import is_local
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
+from rather.data.hub import refuse_unknown_model
 from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
 from rather.model.files import model_folder
@@ -60,12 +60,10 @@ def weights_of(name: str, *, trust_remote_code: bool = False) -> Weights:
     What a run folder says about `trust_remote_code` never counts.
     """
     trust = ActorModelArgs(trust_remote_code=trust_remote_code)
+    refuse_unknown_model(name)
     if not is_local(name):
-        refuse_unreachable(name)
         return Weights(name, name, name, trust)
     folder = Path(name).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"{name}: no such folder{nearest_names(folder)}")
     if checkpoint.has_checkpoint_name(folder):
         return _of_checkpoint(name, checkpoint.open_checkpoint(folder), trust)
     if (folder / "adapter_config.json").is_file():
@@ -81,20 +79,6 @@ def weights_of(name: str, *, trust_remote_code: bool = False) -> Weights:
         f"{name}: contains neither a model (config.json), an adapter (adapter_config.json) nor a "
         "run with a checkpoint; use such a folder, or a hub model"
     )
-
-
-def refuse_unreachable(name: str, revision: str | None = None) -> None:
-    """Fail at once for a name that the hub does not know; transformers would retry for minutes."""
-    if is_local(name):
-        return
-    try:
-        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-            HfApi().model_info(name, revision=revision, timeout=10)
-    except Exception as error:  # of the hub, of its HTTP library, or of the network
-        raise ConfigError(
-            f"{name}: neither a local folder nor a model that the hub provides "
-            f"({str(error).splitlines()[0]})"
-        ) from error
 
 
 def here() -> str:

@@ -84,6 +84,8 @@ def test_curves_comparison_filter_and_findings(open_page: OpenPage, board: Board
     assert len(points) == 8  # four charts, training and held-out
     sees(page, "#opened", re.compile("chosen_falling"))
     assert FINDING["advice"] in page.inner_text("#opened")
+    assert page.locator("#opened").bounding_box()["y"] < page.locator("#charts").bounding_box()["y"]
+    page.get_by_text("1 incident", exact=True).click()
     assert "grad_norm: 9.5" in page.inner_text("#opened")
     assert ANSWER["policy"] in page.inner_text("#opened")
 
@@ -92,7 +94,17 @@ def test_curves_comparison_filter_and_findings(open_page: OpenPage, board: Board
     told = page.inner_text("#different")
     assert "beta\tnot set\t0.3" in told
     page.select_option("#metric", "grad_norm")
+    sees(page, "#chart-4", "grad_norm")
+    counts(page, LINES, 18)
+    page.get_by_label("Remove the chart of loss").click()
     sees(page, "#chart-3", "grad_norm")
+    counts(page, LINES, 14)
+    assert "loss" in page.locator("#metric option").all_inner_texts()
+    page.fill("#smoothing", "0.5")
+    counts(page, LINES, 28)  # the points themselves stay behind each line
+    assert page.inner_text("#smoothed") == "0.5"
+    page.fill("#smoothing", "0")
+    counts(page, LINES, 14)
     page.locator("figure summary").first.click()
     assert page.locator("figure").first.get_by_role("row").count() == 5
 

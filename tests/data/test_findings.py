@@ -186,7 +186,7 @@ def test_bars_hold_every_pair(flawed: Prepared) -> None:
     lengths = look_of(flawed)["sets"]["train"]["lengths"]
     for part, spread in lengths.items():
         n = flawed.train.lengths(part)
-        width = spread["edges"][1]
+        width = spread["edges"][1] - spread["edges"][0]
         by_hand = [int(((n >= edge) & (n < edge + width)).sum()) for edge in spread["edges"][:-1]]
         assert spread["counts"] == [*by_hand, int((n >= spread["edges"][-1]).sum())]
         assert spread["longest"] == n.max()

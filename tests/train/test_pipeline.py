@@ -651,7 +651,7 @@ def test_an_unknown_hub_name_is_refused_at_once(
     def unknown(*_args: object, **_options: object) -> None:
         raise OSError("no such repository")
 
-    monkeypatch.setattr("rather.run_folder.model_source.HfApi.model_info", unknown)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unknown)
     config = make_config(shared, exp_name="unknown", pretrain="nobody/nothing")
     with pytest.raises(ConfigError, match=r"nobody/nothing: neither.*\(no such repository\)"):
         DPOPipeline(config)

@@ -26,7 +26,7 @@ from rather.data.formats.registry import (
 from rather.data.formats.standard import ANSWERS
 from rather.data.json_rows import DropReason
 from rather.data.messages import Turns, as_turns, check_roles, text_or_turns
-from rather.errors import DataError
+from rather.errors import LIMITS, DataError
 
 __all__ = ["EXTRAS", "FORMATS", "DropReason", "Ranked", "data_format", "extras_of"]
 
@@ -126,6 +126,10 @@ def _format_of(row: Row, layout: RowLayout) -> DataFormat:
         if given.issuperset(form.needs) and (not form.one_of or given.intersection(form.one_of)):
             return form
     if "responses" not in given:
+        if not given.intersection(ANSWERS):
+            keys = ", ".join(list(map(str, row))[:20]) or "no keys"
+            detail = f"no two answers to compare: no key 'chosen'; the row has {keys}; {LIMITS}"
+            raise DropReason("missing_key", detail)
         require(row, *ANSWERS)
     return FORMATS["ranked"]  # it reports that ranks or scores are missing
 

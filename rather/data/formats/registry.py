@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from rather.config.plugins import Registry
 from rather.data.json_rows import DropReason
 from rather.data.messages import wrong_type
+from rather.errors import LIMITS
 from rather.files import parse_json
 
 Row = Mapping[str, Any]
@@ -94,7 +95,7 @@ def extras_of(row: Row) -> dict[str, Any]:
         value = row.get(name)
         if value is not None and not (isinstance(value, Sized) and len(value) == 0):
             raise DropReason(
-                "bad_type", f"the row has a column {name}, which is not read: only text is"
+                "bad_type", f"the row has a column {name}, but only text is read; {LIMITS}"
             )
     given = {name: row[name] for name in EXTRAS if row.get(name) is not None}
     extras: dict[str, Any] = {
