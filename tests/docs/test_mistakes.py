@@ -13,7 +13,7 @@ from tests.house.source import ROOT
 from tests.tiny import make_model, make_pairs
 
 PAGE = (ROOT / "docs" / "mistakes.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```console\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 CONFIG = """\
 pretrain: ./model
 exp_name: first
