@@ -142,6 +142,7 @@ class DPOTrainer:
         loss, several = " + ".join(config.loss_names), process_rank()[1] > 1
         # These settings decide what is trained, and nothing here would follow them.
         unsupported = {
+            f"task={config.task}": config.task != "preference",
             "sync_ref_model": config.sync_ref_model,
             "precision=lean": config.precision == "lean",
             "spike": config.spike is not None,

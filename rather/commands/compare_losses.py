@@ -83,7 +83,8 @@ def compare_rows(config: DPOConfig, x: LogProbs) -> list[LossRow]:
     if config.loss_weights:
         numbers["loss_weights"] = config.loss_weights
     own = f"this run: {' + '.join(config.loss_names)}", from_config(config), numbers
-    others = ((name, configure([name], {}), rule.numbers) for name, rule in LOSSES.items())
+    same = ((name, rule) for name, rule in LOSSES.items() if rule.task == config.task)
+    others = ((name, configure([name], {}), rule.numbers) for name, rule in same)
     weight, rows = x.facts.weight / x.facts.weight.sum(), []
     for name, objective, numbers in (own, *others):
         facts = {column: getattr(x.facts, column) for column in sorted(objective.pair_columns)}

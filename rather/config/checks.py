@@ -234,6 +234,8 @@ def _data(config: DPOConfig) -> Problems:
                 yield path, f"{side}: {column} differs from {side}_key ({top}); keep one of them"
     if config.chosen_key == config.rejected_key:
         yield "rejected_key", f"'{config.rejected_key}' is also the chosen_key; use two columns"
+    if train.corrections and config.task != "preference":
+        yield "actor_train.data_args.corrections", f"belongs to pairs, and task is {config.task}"
     files, weights = train.files, train.weights
     if weights is not None and files and len(weights) != len(files):
         text = f"{len(weights)} weights for {len(files)} files in file_name"

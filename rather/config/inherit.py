@@ -31,6 +31,7 @@ OF_REFERENCE = (
     "model_args.trust_remote_code",
     "model_args.tokenizer_name_or_path",
 )
+LOSS_OF_TASK = {"unpaired": "kto", "sft": "sft"}
 OF_SAME_WEIGHTS = (
     "model_args.model_name_or_path",
     "model_args.revision",
@@ -64,6 +65,8 @@ def complete(config: DPOConfig) -> dict[str, str]:
             followed[path] = followed.get(source, source)
 
     actor, reference = config.actor_train, config.reference
+    if config.task in LOSS_OF_TASK and not config.loss_type:
+        inherit("pref_loss", "task", LOSS_OF_TASK[config.task])
     if not config.apply_loss_mask:
         inherit(f"{DATA}.score", "apply_loss_mask", "all")
     for name, value in lora_file(actor.model_args)[0].items():

@@ -55,6 +55,7 @@ Schedule = Literal[
     "inverse_sqrt",
     "wsd",
 ]
+Task = Literal["preference", "unpaired", "sft"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 
 
@@ -189,6 +190,9 @@ class DataArgs(Section):
     """Format of the rows, see docs/data.md; `auto` detects it."""
     columns: dict[str, str] = {}
     """Rather's column name -> its name in the file, such as {prompt: question}."""
+    label_threshold: float | None = None
+    """task: unpaired: the column label holds scores, and those from this number on are desirable;
+    default: labels are true or false."""
     score: Literal["last", "assistant", "all"] = "last"
     """Turns that are scored: the last one, the assistant's, or all."""
     overlong: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
@@ -510,8 +514,12 @@ class LossKeys(Section):
 
     pretrain: Text | None = None
     """Model folder or hub name for every role that names none."""
+    task: Task = "preference"
+    """What is trained on: preference (pairs), unpaired (single answers with a label) or sft
+    (answers to imitate)."""
     pref_loss: Text | list[Text] = "sigmoid"
-    """Name of the preference loss, or several that are added up; see docs/losses/index.md."""
+    """Name of the loss, or several preference losses that are added up; default by task: sigmoid,
+    kto, sft. See docs/losses/index.md."""
     loss_weights: list[Positive] | None = None
     """One weight per loss in pref_loss; default: 1 each."""
     loss_type: Literal["dpo_loss", "simpo_loss"] | None = None
@@ -572,6 +580,11 @@ class LossParameters(Section):
     """Shape of alphapo's reward; 0 is SimPO's."""
     odpo_alpha: NotNegative | None = None
     """Scale of the margin column in odpo."""
+    desirable_weight: NotNegative | None = None
+    """Weight of desirable answers in kto, bco and apo_zero_unpaired; it does not change the
+    divisor of the mean."""
+    undesirable_weight: NotNegative | None = None
+    """Weight of undesirable answers, likewise."""
     discopop_tau: Positive | None = None
     """Temperature of the blend in discopop."""
 
@@ -611,6 +624,11 @@ class LossConfig(LossModifiers, LossParameters, LossKeys):
             return ["sigmoid" if self.loss_type == "dpo_loss" else "simpo"]
         named = ["ipo"] if self.ipo else as_list(self.pref_loss)
         return ["sigmoid" if name == "dpo" else name for name in named]
+
+    @property
+    def rows(self) -> str:
+        """Return what each row of the data must give: pairs, or answers with their labels."""
+        return {"preference": "pairs", "unpaired": "labelled"}.get(self.task, "answers")
 
     @property
     def loss_numbers(self) -> dict[str, Any]:
@@ -659,7 +677,7 @@ class TrackingKeys(Section):
     ui.perfetto.dev."""
     pair_ledger: bool = True
     """Write ledger.arrows into the run folder: margin, log-ratios and gradient weight of every pair
-    in every epoch (about 60 bytes a row), which `rather pairs` reads."""
+    in every epoch (about 60 bytes a row), which `rather pairs` reads. For task: preference."""
     report_html: bool | Literal["auto"] = "auto"
     """Write report.html (5 MB, works offline) into the run folder: true, false, or auto: if the
     extra `report` is installed. `rather report` writes it later."""
@@ -799,6 +817,11 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
     @property
     def roles(self) -> dict[str, RoleConfig]:
         return {"actor_train": self.actor_train, "reference": self.reference}
+
+    @property
+    def keeps_ledger(self) -> bool:
+        """Whether the numbers of each pair are written to the ledger."""
+        return self.pair_ledger and self.task == "preference"
 
     @property
     def run_dir(self) -> Path:

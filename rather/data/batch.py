@@ -24,6 +24,8 @@ Span = tuple[int, int]
 class TokenPair:
     """One preference pair as token ids. `prompt` is the exact common beginning of both sequences.
 
+    A single answer is `chosen`; `rejected` is then empty, or for KTO the answer to another prompt.
+
     `chosen_scored` and `rejected_scored` are half-open spans of scored tokens, counted from the
     start of prompt + response, so that assistant turns inside the prompt can be scored too.
     """
@@ -43,6 +45,12 @@ class TokenPair:
     def tokens(self) -> int:
         """The most tokens that the pair takes in a micro-batch: the prompt counts once."""
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
+
+    def only(self, side: str) -> TokenPair:
+        """Return the pair with one of its answers, "chosen" or "rejected"."""
+        other = "rejected" if side == "chosen" else "chosen"
+        empty: dict[str, Any] = {other: self.prompt[:0], f"{other}_scored": ()}
+        return replace(self, **empty)
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ class PairBatch:
 
 
 # Name -> [P, 2]: the "sum" of log-probs, and further columns that a loss asks for. Roles exchange
-# these.
+# these. Next to those of a reference, "baseline" may hold the number that a step is compared with.
 Columns = Mapping[str, Tensor]
 
 
@@ -183,4 +191,6 @@ class PairFacts(NamedTuple):
         extra["mean_chosen_length"] = mean_chosen_length
         for role, columns in (("policy", policy), ("reference", reference or {})):
             extra |= {f"{role}/{name}": column for name, column in columns.items()}
+        if reference and "baseline" in reference:  # one number for all rows of the step
+            extra["baseline"] = reference["baseline"][:, 0]
         return PairLogps(policy["sum"], reference["sum"] if reference else None, self.length, extra)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil, sqrt
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ BARS = 16
 SEVERITIES = ("serious", "warning", "info")
 LENGTH_MATTERS = 0.65  # accuracy of "pick the longer answer", or the shorter
 
+SIDES: tuple[Literal["left"], Literal["right"]] = ("left", "right")  # of equal numbers
 Hashes = NDArray[np.uint64]
 
 
@@ -61,6 +62,14 @@ RULES = {
         "{contradictory_pair} pairs of {set} ({percent}) are contradicted: elsewhere the same two "
         "answers to the same prompt are preferred the other way round.",
         "Keep the judgement that you trust; otherwise robust or label_smoothing helps.",
+    ),
+    "contradictory_labels": FindingRule(
+        0,
+        0.05,
+        ("contradictory_label",),
+        "{contradictory_label} answers of {set} ({percent}) are contradicted: elsewhere the same "
+        "answer to the same prompt has the other label.",
+        "Keep the label that you trust.",
     ),
     "duplicate_pairs": FindingRule(
         0.01,
@@ -125,12 +134,18 @@ def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) 
     sets = {}
     for (name, entry), pairs in zip(entries.items(), (train, *evals.values()), strict=True):
         prompt, chosen, rejected = (pairs.column(f"normal_{part}") for part in IDS)
+        swapped, contradiction = (rejected, chosen), "contradictory_pair"
+        is_paired, label = bool(pairs.lengths("rejected").any()), pairs.column("soft_label")
+        if not is_paired:  # single answers differ by their labels
+            rejected, other = (np.nan_to_num(each).astype(np.uint64) for each in (label, 1 - label))
+            swapped, contradiction = (chosen, other), "contradictory_label"
         pair = combine(prompt, chosen, rejected)
         again = np.ones(len(pair), bool)
         again[np.unique(pair, return_index=True)[1]] = False
         found = {
             "duplicate_pair": again,
-            "contradictory_pair": np.isin(combine(prompt, rejected, chosen), pair),
+            contradiction: np.isin(combine(prompt, *swapped), pair)
+            & (is_paired | (label == label)),
         }
         if trained:
             found["in_training_data"] = np.isin(pair, trained["pair"])
@@ -142,12 +157,13 @@ def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) 
             if places := _places(pairs, rows, entry.get("files", files)):
                 warning = {"count": int(rows.sum()), "places": places, "examples": []}
                 entry.setdefault("warned", {})[kind] = warning
-        lengths = {part: pairs.lengths(part) for part in IDS}
+        lengths = {part: pairs.lengths(part) for part in (IDS if is_paired else IDS[:2])}
+        sides = lengths["chosen"], lengths.get("rejected")
         sets[name] = {
             "pairs": len(pairs),
             "prompts": len(np.unique(prompt)),
             "lengths": _spreads(lengths),
-            "length_bias": _length_bias(lengths["chosen"], lengths["rejected"]),
+            "length_bias": _length_bias(*sides) if is_paired else _bias_of_labels(sides[0], label),
         }
     inference = report["train"]["inference"]
     for one in inference["examples"]:
@@ -212,12 +228,27 @@ def _length_bias(chosen: NDArray[np.int32], rejected: NDArray[np.int32]) -> dict
     }
 
 
+def _bias_of_labels(length: NDArray[np.int32], label: NDArray[np.float64]) -> dict[str, float]:
+    """Measure how well length alone tells a desirable answer from an undesirable one."""
+    good, bad = length[label == 1], np.sort(length[label == 0])
+    if not len(good) or not len(bad):
+        return {"chosen_longer": 0.5, "longer_wins": 0.5, "correlation": 0.0, "difference": 0.0}
+    shorter, up_to = (np.searchsorted(bad, good, side).mean() / len(bad) for side in SIDES)
+    spread = length.std() * label.std()
+    return {
+        "chosen_longer": round(float(shorter), 4),
+        "longer_wins": round(float(shorter + up_to) / 2, 4),
+        "correlation": round(float(np.corrcoef(length, label)[0, 1]), 4) if spread else 0.0,
+        "difference": float(np.median(good) - np.median(bad)),
+    }
+
+
 def _spreads(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, Json]:
     """Return each part's lengths as BARS bars; both answers have the same, to be comparable.
 
     Bar i counts from edges[i] to below the next edge; the last one also counts whatever is longer.
     """
-    answers = np.concatenate([lengths["chosen"], lengths["rejected"]])
+    answers = np.concatenate([own for part, own in lengths.items() if part != "prompt"])
     spreads = {}
     for part, own in lengths.items():
         shown = own if part == "prompt" else answers

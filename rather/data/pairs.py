@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from rather.errors import DataError
+
 if TYPE_CHECKING:
     from rather.data.batch import TokenPair
 
@@ -109,6 +111,15 @@ class PairFile:
         return np.asarray(self.table.column(name).to_numpy())
 
 
+def _joined(pair: TokenPair, other: TokenPair, limit: int) -> TokenPair:
+    """Return a single answer with the answer of another as its rejected one, within a limit."""
+    room, shift = limit - len(pair.prompt), len(pair.prompt) - len(other.prompt)
+    answer, least, end = other.chosen[:room], len(pair.prompt), limit
+    spans = ((max(a + shift, least), min(b + shift, end)) for a, b in other.chosen_scored)
+    scored = tuple((max(a, 1), b) for a, b in spans if b > max(a, 1))
+    return replace(pair, rejected=answer, rejected_scored=scored)
+
+
 class PairDataset:
     """Some or all pairs of a file, in the order of the data files."""
 
@@ -124,6 +135,9 @@ class PairDataset:
         self.file, self.fingerprint, self.rows = file, fingerprint, rows
         self.parts: tuple[Part, ...] = tuple(parts)
         self.corrections = corrections or {}
+        # For each single answer, the pair whose answer follows its prompt as `rejected`, and the
+        # longest sequence.
+        self.partners: tuple[Ints, int] | None = None
 
     def __len__(self) -> int:
         return len(self.file) if self.rows is None else len(self.rows)
@@ -131,7 +145,10 @@ class PairDataset:
     @cached_property
     def tokens(self) -> Ints:
         """What each pair costs in a micro-batch: prompt once, both answers."""
-        return np.asarray(np.sum([self.lengths(name) for name in IDS], axis=0, dtype=np.int64))
+        total = np.sum([self.lengths(name) for name in IDS], axis=0, dtype=np.int64)
+        return np.asarray(
+            total + self.lengths("chosen")[self.partners[0]] if self.partners else total
+        )
 
     @cached_property
     def groups(self) -> Ints | None:
@@ -145,6 +162,13 @@ class PairDataset:
 
     def take(self, indices: Iterable[int]) -> list[TokenPair]:
         """Return the pairs with these numbers."""
+        if self.partners is None:
+            return self._take(indices)
+        wanted, (partners, limit) = np.fromiter(indices, np.int64), self.partners
+        others = self._take(partners[wanted])
+        return [_joined(*each, limit) for each in zip(self._take(wanted), others, strict=True)]
+
+    def _take(self, indices: Iterable[int]) -> list[TokenPair]:
         wanted = np.fromiter(indices, np.int64)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of a set of {len(self)}")
@@ -172,6 +196,29 @@ class PairDataset:
         """The largest token id of the file."""
         lists = (batch.lists[: len(IDS)] for batch in self.file.batches)
         return max((int(ids.max()) for each in lists for _, ids in each if len(ids)), default=0)
+
+    def with_partners(self, seed: int, limit: int) -> PairDataset:
+        """Return single answers, each with an answer to another prompt as its rejected one.
+
+        The partners are a permutation drawn by the seed. Rows are sorted by prompt, in a random
+        order of prompts, and rotated by the size of the largest group: no row meets its own.
+        """
+        _, prompt_of, sizes = np.unique(
+            self.column("prompt_hash"), return_inverse=True, return_counts=True
+        )
+        if 2 * sizes.max() > len(self):
+            raise DataError(
+                f"loss 'kto' pairs each prompt with an answer to another one, but {sizes.max()} of "
+                f"{len(self)} answers belong to one prompt; take bco or apo_zero_unpaired."
+            )
+        draw = np.random.Generator(np.random.PCG64([seed, len(self)]))
+        place = draw.permutation(len(sizes))[prompt_of]
+        order = np.lexsort((draw.permutation(len(self)), place))
+        partners = np.empty(len(self), np.int64)
+        partners[order] = np.roll(order, -int(sizes.max()))
+        found = PairDataset(self.file, self.fingerprint, self.parts, self.rows)
+        found.partners = (partners, limit)
+        return found
 
     def subset(self, rows: Ints, fingerprint: str) -> PairDataset:
         """Return the rows with these (ascending) numbers."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from rather.config.compat import check_even
@@ -74,6 +75,11 @@ class Prepared:
     train: PairDataset
     evals: dict[str, PairDataset]
     report: Json
+
+    def with_partners(self, seed: int, limit: int) -> Prepared:
+        """Return single answers, each with an answer to another prompt of its set."""
+        evals = {name: pairs.with_partners(seed, limit) for name, pairs in self.evals.items()}
+        return Prepared(self.train.with_partners(seed, limit), evals, self.report)
 
 
 def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
@@ -139,10 +145,25 @@ def _warnings(config: DPOConfig, train: PairDataset, report: Json) -> Iterator[s
             f"({config.sequence_length}) and dropped: raise it, or set data_args.overlong to "
             "truncate_prompt or truncate_response."
         )
+    if config.rows == "labelled":
+        yield from _balance(config, train.column("soft_label"))
     if 0 < len(train) < config.global_batch():
         yield (
             f"the training set has {len(train)} pairs, fewer than the {config.global_batch()} of "
             "one optimizer step: each epoch is one smaller step."
+        )
+
+
+def _balance(config: DPOConfig, labels: NDArray[np.float64]) -> Iterator[str]:
+    """Warn if weighted counts are not between 1:1 and 4:3, the range of KTO's authors."""
+    good, bad = (labels > 0.5).sum(), (labels <= 0.5).sum()
+    weights = (config.desirable_weight, config.undesirable_weight)
+    first, second = (1.0 if weight is None else weight for weight in weights)
+    if not 0.99 * second * bad <= first * good <= 1.35 * second * bad:
+        advice = f"set undesirable_weight: {first * good / bad:.3g}" if bad else "add some"
+        yield (
+            f"{good} answers are desirable and {bad} undesirable. With their weights, the sum of "
+            f"desirable ones should be 1 to 4/3 of the others: {advice}."
         )
 
 
@@ -262,7 +283,9 @@ class _Builder:
                 raise DataError(
                     f"data_args.columns.{name} and {name}_key name different columns; keep one."
                 )
-        layout = RowLayout(data.format, columns, self.config.ranked_pairs)
+        layout = RowLayout(
+            data.format, columns, self.config.ranked_pairs, self.config.rows, data.label_threshold
+        )
         address = self._address([cache.sha(source.path) for source in sources], data, layout)
         file, report = cache.find_or_build(
             address, lambda target: self._build(target, sources, data, layout)
@@ -290,7 +313,9 @@ class _Builder:
             "files": files,
             "tokenizer": self.tokenizer_digest,
             "template": template,
-            "layout": asdict(layout),
+            "layout": {
+                name: getattr(layout, name) for name in ("format", "columns", "ranked_pairs")
+            },
             "sequence_length": self.config.sequence_length,
             **{name: getattr(data, name) for name in (*RECIPE, "encoding")},
         }
@@ -299,6 +324,8 @@ class _Builder:
             "max_prompt_length": data.max_prompt_length,
             "parity": self.config.parity,
             "imports": layout.imported_sources(),
+            "rows": layout.rows if layout.rows != "pairs" else None,
+            "label_threshold": layout.label_threshold,
         }
         settings |= {name: value for name, value in later.items() if value}
         return text_sha(json.dumps(settings, sort_keys=True))

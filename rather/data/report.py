@@ -26,6 +26,7 @@ MEANINGS = {
     "bad_unicode": "half of a surrogate pair",
     "boundary_moved": "the prompt's last tokens change when the answer follows",
     "contradictory_pair": "the same two answers preferred the other way round elsewhere",
+    "contradictory_label": "the same answer with the other label elsewhere",
     "control_characters": "control, zero-width or text-direction characters",
     "damaged_gzip": "gzip data that breaks off",
     "double_bos": "several BOS became one",

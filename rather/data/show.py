@@ -126,7 +126,7 @@ def token_view(
     view = []
     for number, pair in enumerate(pairs.take(range(min(n, len(pairs)))), 1):
         sides = {}
-        for side in SIDES:
+        for side in SIDES if len(pair.rejected) else SIDES[:1]:
             ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
             scored = [False] * len(ids)
             for first, end in getattr(pair, f"{side}_scored"):

@@ -135,10 +135,9 @@ class Encoder:
         if not any(turn["content"].strip() for turn in as_turns(pair.prompt, "user")):
             self._note("empty_prompt", "the prompt is empty")
         if not self.recipe.as_trl:
-            cut = self._without_final_eos
-            pair = replace(pair, chosen=cut(pair.chosen), rejected=cut(pair.rejected))
-            self.pair = pair
-        if is_empty(pair.chosen) or is_empty(pair.rejected):
+            cut = map(self._without_final_eos, pair.answers)
+            self.pair = pair = replace(pair, **dict(zip(SIDES, cut, strict=False)))
+        if any(map(is_empty, pair.answers)):
             raise DropReason("empty_response", f"nothing but {self.eos_text}")
         policy = self.recipe.special_tokens
         if found := _search(self.special, pair):
@@ -154,11 +153,12 @@ class Encoder:
             changed = self.tokenizer.decode(prompt[length:], skip_special_tokens=False)
             detail = f"the prompt's end {changed!r} becomes other tokens before the answer"
             self._note("boundary_moved", detail)
-        chosen, rejected = sequences
-        first = self._scored(pair.chosen, chosen, length)
-        second = self._scored(pair.rejected, rejected, length)
-        answers = chosen[length:], rejected[length:]
-        return self.fit(Encoded(chosen[:length], *answers, first, second, self.notes))
+        each = zip(pair.answers, sequences, strict=True)
+        scored = [self._scored(answer, ids, length) for answer, ids in each]
+        answers, start = [ids[length:] for ids in sequences], sequences[0][:length]
+        if len(answers) == 1:  # no rejected answer
+            answers, scored = [*answers, []], [*scored, ()]
+        return self.fit(Encoded(start, *answers, *scored, self.notes))
 
     def prompt_ids(self, pair: TextPair, *, as_trained: bool = False) -> Ids:
         """Return what generation starts from, or the tokens that an answer follows in training."""
@@ -227,7 +227,7 @@ class Encoder:
         if clash := [name for name in pair.template_kwargs if name in RESERVED]:
             raise DropReason("bad_type", f"chat_template_kwargs must not set {clash[0]!r}")
         rendered = [self._render(as_turns(pair.prompt, "user"), True)]
-        for answer in (pair.chosen, pair.rejected):
+        for answer in pair.answers:
             rendered.append(self._render(self._conversation(answer), False))
         ids = self._ids(rendered)
         if self.recipe.as_trl:
@@ -419,7 +419,7 @@ class Encoder:
             else:
                 raise DropReason("too_long" if room > 0 else "prompt_too_long", detail)
             _check_difference(pair, f"what is left of both answers is the same; {detail}")
-        if not (pair.chosen_scored and pair.rejected_scored):
+        if not pair.chosen_scored or (pair.rejected and not pair.rejected_scored):
             raise DropReason("nothing_scored", "no token of an answer is left to score")
         return pair
 
@@ -461,6 +461,8 @@ def is_tokenised(row: Row, layout: RowLayout) -> bool:
 
 def read_tokenised(row: Row, layout: RowLayout, encoder: Encoder) -> tuple[TextPair, Encoded]:
     """Return the pair, with its tokens written out where others have text."""
+    if layout.rows != "pairs":
+        raise DropReason("bad_type", "tokenised rows are pairs; name files of text for this task")
     named = {ours: row.get(theirs) for ours, theirs in layout.columns.items() if ours in EXTRAS}
     score_all = encoder.recipe.score == "all"
     (chosen, first), (rejected, second) = (_side(row, side, score_all) for side in SIDES)

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +55,10 @@ class LossRule:
     soft_labels: bool = False  # takes a label between 0 and 1 per pair
     whole_batch: bool = False  # sorts all pairs of a step, so it must see them together
     extra: tuple[str, ...] = ()  # columns of the pairs that it reads
+    task: str = "preference"  # the value of the key `task` that it belongs to
+    # A number of the whole step that each row is compared with, x.extra["baseline"]. "kl": from the
+    # log-ratios of answers to other prompts; "mean": the running mean of all rewards.
+    baseline: Literal["kl", "mean"] | None = None
 
     @property
     def numbers(self) -> dict[str, Any]:

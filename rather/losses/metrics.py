@@ -61,6 +61,20 @@ OF_A_LOSS: Mapping[str, Callable[[Scored], Tensor]] = {
     "odds_ratio": lambda s: log_odds_ratio(s.x),
     "nll_loss": lambda s: token_mean(s.x),
 }
+# Of a reward model on pairs, and on scored answers.
+OF_REWARDS = {
+    name: PER_PAIR[name]
+    for name in ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/ties",
+                 "rewards/margins", "lengths/chosen", "lengths/rejected")
+}  # fmt: skip
+OF_SCORES: Mapping[str, Callable[[Scored], Tensor]] = {
+    "loss": lambda s: s.losses,
+    "scores/mean": lambda s: s.rewards[:, 0],
+    "scores/error": lambda s: (s.rewards[:, 0] - s.x.extra["margin"]).abs(),
+}
+OF_ANSWERS = {
+    name: PER_PAIR[name] for name in ("loss", "logps/chosen", "sft_loss", "lengths/chosen")
+}
 # Moments of reward margin and length difference, for their correlation.
 MOMENTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "_m": lambda m, d: m,
@@ -71,14 +85,47 @@ MOMENTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def of_labelled(scored: Scored, loss: PairLoss) -> dict[str, Tensor]:
+    """Return the metrics of single answers with labels.
+
+    Those of desirable answers have "chosen" in their name, and count no others; likewise
+    "rejected". An answer is right if its reward is on its label's side of the baseline.
+    """
+    x, reward = scored.x, scored.rewards[:, 0]
+    good, threshold = x.extra["soft_label"], torch.zeros_like(reward)
+    own: dict[str, Tensor] = {"loss": scored.losses}
+    if loss.baseline_kind:
+        own["baseline"] = x.extra["baseline"].expand_as(reward)
+        threshold = own["baseline"] * (loss.terms[0].beta if loss.baseline_kind == "kl" else 1.0)
+    tied = (reward == threshold) | ~differs(x)[:, 0]
+    below = (differs(x) & (log_ratios(x) < 0))[:, 0].double()
+    own["rewards/accuracies"] = (~tied & ((reward > threshold) == (good > 0.5))).double()
+    own["rewards/ties"] = tied.double()
+    each = {"rewards": reward, "logps": x.policy[:, 0], "lengths": x.length[:, 0]}
+    for side, share in (("chosen", good), ("rejected", 1 - good)):
+        own |= {f"{name}/{side}": value * share for name, value in each.items()}
+        own[f"_{side}"] = share
+    return own | {"logps/chosen_below_reference": below * good}
+
+
 def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str, Tensor]:
     """Return name -> weighted sum over the pairs, on the device; "weight" sums the weights."""
-    metrics = {**PER_PAIR, **(WITH_REFERENCE if loss.needs_reference else {})}
+    metrics: Mapping[str, Callable[[Scored], Tensor]] = PER_PAIR
+    is_paired = loss.task == "preference"
+    if loss.task == "reward":
+        is_paired = loss.terms[0].name != "regression"
+        metrics = OF_REWARDS if is_paired else OF_SCORES
+    elif not is_paired:
+        metrics = OF_ANSWERS if loss.task == "sft" else {}
+    metrics = {**metrics, **(WITH_REFERENCE if loss.needs_reference and is_paired else {})}
     metrics |= {name: OF_A_LOSS[name] for name in loss.own_metrics}
     columns = {name: metric(scored).detach() for name, metric in metrics.items()}
+    if loss.task == "unpaired":
+        columns |= {name: column.detach() for name, column in of_labelled(scored, loss).items()}
     columns |= scored.extra
-    margin, longer = gap(scored.rewards).detach(), gap(scored.x.length)
-    columns |= {name: moment(margin, longer) for name, moment in MOMENTS.items()}
+    if is_paired:
+        margin, longer = gap(scored.rewards).detach(), gap(scored.x.length)
+        columns |= {name: moment(margin, longer) for name, moment in MOMENTS.items()}
     columns["weight"] = torch.ones_like(weight_P)
     return dict(zip(columns, torch.stack(list(columns.values())) @ weight_P, strict=True))
 
@@ -105,8 +152,21 @@ class Window:
         if not weight:
             return {}
         mean = {name: total / weight for name, total in self.sums.items() if name != "weight"}
-        shown = {name: value for name, value in mean.items() if name not in MOMENTS}
-        return shown | {"rewards/length_correlation": _correlation(mean)}
+        shown = {name: value for name, value in mean.items() if not name.startswith("_")}
+        if "_chosen" in mean:
+            return _by_label(shown, mean["_chosen"], mean["_rejected"])
+        return shown | ({"rewards/length_correlation": _correlation(mean)} if "_m" in mean else {})
+
+
+def _by_label(mean: dict[str, float], chosen: float, rejected: float) -> dict[str, float]:
+    """Return means over the answers of each label; without such answers there is no mean."""
+    for side, share in (("chosen", chosen), ("rejected", rejected)):
+        for name in [name for name in mean if side in name]:
+            value = mean.pop(name)
+            mean |= {name: value / share} if share else {}
+    if chosen and rejected:
+        mean["rewards/margins"] = mean["rewards/chosen"] - mean["rewards/rejected"]
+    return mean
 
 
 def _correlation(mean: Mapping[str, float]) -> float:

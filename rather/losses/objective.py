@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rather.config.schema import LossConfig
-from rather.data.batch import PairLogps
+from rather.data.batch import Columns, PairLogps
 from rather.errors import ConfigError
 from rather.losses.losses import (
     LARGEST_EXPONENT,
@@ -51,7 +51,12 @@ TAKES: Mapping[str, Callable[[LossRule], bool]] = {
     "reference_free": lambda rule: rule.reference,
     "ld_alpha": lambda rule: rule.reference,
     "use_weighting": lambda rule: not rule.whole_batch,
+    "rpo_alpha": lambda rule: True,
+    "pref_ftx": lambda rule: True,
 }
+
+
+Running = list[float]  # how many rows were seen, and their mean reward
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class PairLoss:
 
     terms: tuple[Term, ...]
     modifiers: Modifiers = Modifiers()
+    task: str = "preference"
 
     @cached_property
     def needs_reference(self) -> bool:
@@ -94,6 +100,32 @@ class PairLoss:
     @cached_property
     def whole_batch(self) -> bool:
         return any(term.rule.whole_batch for term in self.terms)
+
+    @cached_property
+    def baseline_kind(self) -> str | None:
+        return next((term.rule.baseline for term in self.terms if term.rule.baseline), None)
+
+    def with_baseline(
+        self, policy: Columns, reference: Columns, running: Running
+    ) -> tuple[Columns, Running]:
+        """Return the reference's columns with the baseline of all these rows."""
+        own = policy["sum"].to(reference["sum"].device)
+        x = PairLogps(own, reference["sum"], torch.ones_like(own))
+        baseline, running = self.baseline(x, running)
+        return {**reference, "baseline": baseline.expand_as(own).clone()}, running
+
+    def baseline(self, x: PairLogps, running: Running) -> tuple[Tensor, Running]:
+        """Return the number that each row of a step is compared with, and the next running mean.
+
+        `x` holds all rows of the step, each with the same weight. For "kl", the second column is
+        the answer to another prompt.
+        """
+        if self.baseline_kind == "kl":
+            return log_ratios(x)[:, 1].mean().clamp(min=0), running
+        rewards, (rows, mean) = self.rewards(x)[:, 0], running
+        rows += len(rewards)
+        mean += float((rewards - mean).sum()) / rows
+        return rewards.new_tensor(mean), [rows, mean]
 
     @cached_property
     def token_columns(self) -> frozenset[str]:
@@ -131,7 +163,7 @@ class PairLoss:
 
     def __call__(self, x: PairLogps) -> Tensor:
         modifiers = self.modifiers
-        if not modifiers.soft_labels:
+        if not modifiers.soft_labels and self.task == "preference":
             x = x._replace(extra={name: x.extra[name] for name in x.extra if name != "soft_label"})
         total = sum(
             term.weight * term.rule.function(self._seen(term.rule, x), **term.numbers)
@@ -208,7 +240,7 @@ def configure(
     chosen = Modifiers(**{k: v for k, v in (modifiers or {}).items() if v is not None})
     if problems := _number_problems(terms, given) + _modifier_problems(terms, chosen):
         raise ConfigError(problems)
-    return PairLoss(tuple(terms), chosen)
+    return PairLoss(tuple(terms), chosen, terms[0].rule.task)
 
 
 def own_loss(function: Callable[[PairLogps], Tensor]) -> PairLoss:
@@ -221,6 +253,8 @@ def from_config(config: LossConfig) -> PairLoss:
     objective = configure(
         config.loss_names, config.loss_numbers, config.loss_weights, config.loss_modifiers
     )
+    _check_task(config.task, objective.terms)
+    objective = replace(objective, task=config.task)
     loss, needs = f"loss '{' + '.join(config.loss_names)}'", objective.needs_reference
     disabled = config.disable_reference_model
     stated = {
@@ -238,6 +272,20 @@ def from_config(config: LossConfig) -> PairLoss:
                 f"a uniform reference, or take a loss without one ({without})."
             )
     return objective
+
+
+def _check_task(task: str, terms: Sequence[Term]) -> None:
+    """Check that the losses belong to the task. `sft` trains on the chosen answers of pairs, too."""
+    for term in terms:
+        is_sft = term.name == "sft" and task in ("preference", "sft")
+        if not is_sft and term.rule.task != task:
+            known = ", ".join(name for name, each in LOSSES.items() if each.task == task) or "sft"
+            raise ConfigError(
+                f"pref_loss: loss '{term.name}' is for task: {term.rule.task}, and task is {task}; "
+                f"set that task, or take one of its losses ({known})."
+            )
+    if task != "preference" and len(terms) > 1:
+        raise ConfigError(f"pref_loss: task: {task} takes one loss; name one of them.")
 
 
 def rule(name: str) -> LossRule:
@@ -273,10 +321,13 @@ def _is_neutral(key: str, value: Any, names: Sequence[str]) -> bool:
 def _modifier_problems(terms: Sequence[Term], chosen: Modifiers) -> list[str]:
     problems = []
     for key, takes in TAKES.items():
-        takers = ", ".join(name for name, each in LOSSES.items() if takes(each))
+        takers = ", ".join(
+            name for name, each in LOSSES.items() if takes(each) and each.task == "preference"
+        )
         for term in terms if getattr(chosen, key) != getattr(Modifiers, key) else ():
             # `sft` in a mixture stays as it is; alone it would leave the modifier without effect.
-            if not takes(term.rule) and (term.name != "sft" or len(terms) == 1):
+            allowed = takes(term.rule) and term.rule.task == "preference"
+            if not allowed and (term.name != "sft" or len(terms) == 1):
                 text = f"loss '{term.name}' cannot take it; those that can take it: {takers}."
                 problems.append(f"{key}: {text}")
     if chosen.f_alpha_divergence_coef is not None and chosen.f_divergence_type != "alpha":

@@ -95,7 +95,8 @@ def check_step_zero(
         text = "policy %s %s and reference %s %s differ by intent: no check at step 0"
         log.info(text, paths[0], loaded[0], paths[1], loaded[1])
         return
-    worst = float(((policy.cpu() - reference.cpu()).abs() / lengths).max())
+    scored = lengths > 0  # single answers have one side
+    worst = float(((policy.cpu() - reference.cpu()).abs() / lengths)[scored].max())
     if not worst <= ROUNDING[torch.bfloat16 if routed else loaded[0][0]]:
         advice = f", or the cached log-probs are wrong: delete {cache}" if cache else ""
         raise ConfigError(

@@ -24,6 +24,7 @@ from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import own, parse_json, read_bytes
 from rather.losses.metrics import Window
+from rather.losses.objective import PairLoss, Running
 from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
@@ -59,8 +60,11 @@ class Evaluation:
         reference: ReferenceStream,
         retry: OutOfMemoryRetry,
         sets: Mapping[str, PairDataset],
+        objective: PairLoss,
     ) -> None:
         self.policy, self.reference, self.retry, self.sets = policy, reference, retry, sets
+        self.objective = objective
+        self.running: Running = [0, 0.0]  # the mean reward of training so far
         self._reference: dict[str, list[Columns | None]] = {}
 
     def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
@@ -69,10 +73,21 @@ class Evaluation:
         for name, dataset in self.sets.items():
             parts = self._parts(self._reference.setdefault(name, []), dataset, step, stopped)
             prefix = f"eval/{name}/" if name else "eval/"
-            metrics = metrics_of(parts, self.policy.score)
+            metrics = metrics_of(parts, self._score)
             record |= {prefix + key: value for key, value in metrics.items()}
             record[f"{prefix}pairs"] = len(dataset)
         return record
+
+    def _score(
+        self, facts: PairFacts, policy: Columns, reference: Columns | None
+    ) -> dict[str, float]:
+        """Return the metrics of a whole set, compared with its own KL or the training's mean."""
+        if reference and self.objective.baseline_kind == "kl":
+            reference, _ = self.objective.with_baseline(policy, reference, self.running)
+        elif reference and self.objective.baseline_kind:
+            mean = torch.full_like(reference["sum"], self.running[1])
+            reference = {**reference, "baseline": mean}
+        return self.policy.score(facts, policy, reference)
 
     def forget_reference(self) -> None:
         """Discard the reference log-probs: the reference has changed."""
@@ -93,9 +108,11 @@ class Evaluation:
             return None
         found = [worker.compute_log_probs(step.policy), worker.file_log_probs(folder, step.policy)]
         margins = [
-            metrics_of([(facts, columns, known)], worker.score)["rewards/margins"]
+            metrics_of([(facts, columns, known)], self._score).get("rewards/margins")
             for columns in found
         ]
+        if margins[0] is None or margins[1] is None:
+            return None
         return len(facts.weight), margins[0], margins[1]
 
     def _parts(

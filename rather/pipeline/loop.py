@@ -19,6 +19,7 @@ from rather.data.batch import Columns, PairFacts
 from rather.data.prepare import Prepared
 from rather.errors import DiskError, NonFiniteError
 from rather.losses.metrics import Window
+from rather.losses.objective import PairLoss
 from rather.pipeline.checks import check_step_zero
 from rather.pipeline.evaluation import Answers, Evaluation, Interrupted
 from rather.pipeline.guard import FIX, Batches, Guard, OutOfMemoryRetry
@@ -56,6 +57,7 @@ class TrainingLoop:
     source: StepSource
     reference_stream: ReferenceStream
     evaluators: list[Evaluator]
+    objective: PairLoss | None = None  # None if the caller computes the loss
     # Set only if the run was built from a config.
     data: Prepared
     evaluation: Evaluation | None = None
@@ -67,7 +69,8 @@ class TrainingLoop:
     def _build_loop(self, identity: Mapping[str, Any]) -> None:
         """Build the parts that both constructors share."""
         config, roles, source = self.config, self.roles, self.source
-        self.packing = Packing(config, roles.kind, roles.here)
+        kind = self.objective.baseline_kind if self.objective else None
+        self.packing = Packing(config, roles.kind, roles.here, baseline=kind)
         self.timeline = Timeline(in_turn=not roles.runs_ahead)
         self.incidents = Incidents(config.run_dir, silent=self.run_dir is None or not roles.is_main)
         self.retry = OutOfMemoryRetry(self.packing, roles, self.incidents)
@@ -120,16 +123,21 @@ class TrainingLoop:
 
     def _train_step(self, step: Step, reference: Columns | None) -> StepResult:
         """Take one optimizer step; if memory runs out, retry with smaller micro-batches."""
-        limits = self.guard.limits(self.progress, step)
+        limits, running = self.guard.limits(self.progress, step), self.progress.running
+        if step.probe and reference and self.objective:
+            columns = self.retry.run("actor_train", step.probe, self.actor_train.compute_log_probs)
+            reference, running = self.objective.with_baseline(columns, reference, running)
 
         def work(batches: Batches) -> StepResult:
             with self.timeline.span("actor_train", "train", step.number):
                 return self.actor_train.train_step(batches, reference, limits=limits)
 
         result = self.retry.run("train", step, work)
-        if self.summary and self.config.pair_ledger and not result.nonfinite:
+        if self.summary and self.config.keeps_ledger and not result.nonfinite:
             columns = result.ledger(PairFacts.of_step(step.policy))
             self.tracker.log_pairs(step.number, [pair.digest for pair in step.pairs], columns)
+        if not result.skipped:
+            self.progress.running = running
         if self.summary and step.number == 1 and reference and not result.nonfinite:
             lengths = PairFacts.of_step(step.policy).length
             used_cache = self.reference_stream.used_cache
@@ -195,6 +203,8 @@ class TrainingLoop:
         if not self.evaluators:
             return
         try:
+            if self.evaluation:
+                self.evaluation.running = progress.running
             with self.timeline.span("driver", "evaluate", progress.step):
                 for evaluate in self.evaluators:
                     record |= evaluate(progress.step, self._is_stopped)

@@ -139,6 +139,8 @@ class DPOPipeline(TrainingLoop):
         if len(self.data.train) == 0:
             raise DataError("0 pairs to train on: every row was dropped, see the table above.")
         refuse_missing_columns(config, self.objective, self.data)
+        if self.objective.baseline_kind == "kl":
+            self.data = self.data.with_partners(config.data_seed, config.sequence_length)
         # Only the main driver reads it, and it hashes the weights.
         self.identity = identity_of(config, self.objective, self.data) if roles.is_main else {}
         self.source = PreparedSteps.of(config, self.data)
@@ -153,7 +155,7 @@ class DPOPipeline(TrainingLoop):
             config, roles, self.timeline, self.retry, source, self.objective
         )
         self.evaluation = Evaluation(
-            roles.actor_train, self.reference_stream, self.retry, self.data.evals
+            roles.actor_train, self.reference_stream, self.retry, self.data.evals, self.objective
         )
         self.evaluators = [self.evaluation.record] if self.data.evals else []
         if config.eval_prompts:

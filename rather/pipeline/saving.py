@@ -34,6 +34,7 @@ from rather.errors import (
     WorkerError,
 )
 from rather.losses.metrics import Window
+from rather.losses.objective import Running
 from rather.pipeline.checks import refuse_other_run
 from rather.plan.forecast import checkpoint_bytes
 from rather.plan.memory import known_shapes
@@ -99,6 +100,8 @@ class Progress:
     history: SpikeHistory = field(default_factory=SpikeHistory)
     skipped: dict[str, int] = field(default_factory=dict)  # steps by reason
     idle: int = 0  # updates that could not change a weight
+    # The number and mean reward of all rows so far, for a loss that needs it.
+    running: Running = field(default_factory=lambda: [0, 0.0])
 
     @staticmethod
     def of(saved: Mapping[str, Any], updates: int) -> Progress:

@@ -41,6 +41,7 @@ class Step:
     is_last: bool = False  # the run ends after this step
     ends_epoch: bool = False  # an evaluation is due after this step
     position: Mapping[str, Any] | None = None  # stored in checkpoints; see StepSource.steps
+    probe: Step | None = None  # what the baseline of the step is computed from, if there is one
 
     @property
     def tokens(self) -> int:
@@ -144,6 +145,7 @@ class Packing:
     kind: str  # of the devices: cpu or cuda
     here: bool = True  # the devices belong to this process
     tokens: dict[Use, int] = field(default_factory=dict)  # lowered when memory runs out
+    baseline: str | None = None  # the objective's baseline_kind
 
     def __post_init__(self) -> None:
         default = 2 * TOKENS[self.kind]  # without gradients twice the tokens fit
@@ -158,6 +160,8 @@ class Packing:
         role = self.config.reference if use == "reference" else self.config.actor_train
         most_pairs = None if use == "train" else role.infer_batch_size
         budget, ladder = budget or self.tokens[use], LADDER[self.kind]
+        if use == "train" and self.baseline == "kl":  # answers to other prompts are not trained on
+            pairs = [pair.only("chosen") for pair in pairs]
         return pack(pairs, budget, most_pairs, ladder=ladder, ranks=layout(role).bins)
 
     def step(self, pairs: Sequence[TokenPair], number: int, use: Use = "actor_train") -> Step:
@@ -166,7 +170,12 @@ class Packing:
         if self.here:
             policy = [batch.pin_memory() for batch in policy]
             reference = [batch.pin_memory() for batch in reference]
-        return Step(pairs, policy, reference, number)
+        probe = None
+        if use == "train" and self.baseline:
+            side = "rejected" if self.baseline == "kl" else "chosen"
+            own = [pair.only(side) for pair in pairs]
+            probe = Step(own, self.pack(own, "actor_train"), (), number)
+        return Step(pairs, policy, reference, number, probe=probe)
 
 
 def chunks(

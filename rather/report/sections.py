@@ -345,7 +345,7 @@ def data_section(report: JsonObject) -> str:
     text = STYLE
     if look := report.get("look"):
         lengths = look["sets"]["train"]["lengths"]
-        both = {side: lengths[side] for side in ("chosen", "rejected")}
+        both = {side: lengths[side] for side in ("chosen", "rejected") if side in lengths}
         prompts = _bar_chart(
             "Prompt lengths", "the tokens of their prompt", {"prompts": lengths["prompt"]}
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -423,7 +424,7 @@ def odd_rows(count: int, names: list[str]) -> list[dict[str, Any]]:
 )
 def test_any_row_gives_pairs_or_a_counted_reason(columns: dict[str, str]) -> None:
     reasons = set()
-    for row in odd_rows(5_000, sorted(COLUMNS)):
+    for row in odd_rows(8_000, sorted(COLUMNS)):
         found = read(row, columns=columns)
         assert found.pairs or found.dropped or found.ties, row
         reasons |= {bad.reason for bad in found.dropped}
@@ -444,3 +445,49 @@ def test_rows_with_pictures_or_sound_are_refused(name: str) -> None:
     assert reason({**row, name: "1.png"}) == "bad_type"
     for empty in (None, [], ""):
         assert one({**row, name: empty}) == one(row)
+
+
+# --- one answer ---
+
+THUMBS: list[tuple[dict[str, Any], float]] = [
+    ({"prompt": "q", "completion": "a", "label": True}, 1.0),
+    ({"prompt": "q", "completion": "a", "label": "false"}, 0.0),
+    ({"prompt": [{"from": "user", "content": "q"}],
+      "completion": {"from": "assistant", "content": "a"}, "label": 0}, 0.0),
+    ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+      "label": True}, 1.0),
+    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+      "kto_tag": False}, 0.0),
+    ({"instruction": "q", "input": "", "output": "a", "kto_tag": True}, 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "label"), THUMBS)
+def test_single_answers_with_labels(row: dict[str, Any], label: float) -> None:
+    [pair] = read_row(row, RowLayout(rows="labelled")).pairs
+    assert pair.soft_label == label
+    assert not pair.rejected
+    assert texts(pair) == ["q", "a"]
+    [answer] = read_row(row, RowLayout(rows="answers")).pairs
+    assert math.isnan(answer.soft_label)
+    [reason] = read_row(row, RowLayout()).dropped
+    assert "set task: unpaired, or task: sft" in reason.detail
+
+
+def test_labels_from_scores_and_from_pairs() -> None:
+    row = {"prompt": "q", "completion": "a", "score": 3.5}
+    for threshold, label in ((3.5, 1.0), (4.0, 0.0)):
+        layout = RowLayout(rows="labelled", label_threshold=threshold)
+        assert read_row(row, layout).pairs[0].soft_label == label
+    [reason] = read_row({**row, "label": 0.7}, RowLayout(rows="labelled")).dropped
+    assert "true or false (for scores, set data_args.label_threshold)" in reason.detail
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "weight": 2}
+    found = read_row(pair, RowLayout(rows="labelled")).pairs
+    assert [(one.chosen, one.soft_label, one.weight) for one in found] == [
+        ("a", 1.0, 2.0),
+        ("b", 0.0, 2.0),
+    ]
+    assert [one.chosen for one in read_row(pair, RowLayout(rows="answers")).pairs] == ["a"]
+    ranked = {"prompt": "q", "responses": ["a", "b", "c"], "scores": [2, 9, 4]}
+    found = read_row(ranked, RowLayout(rows="labelled")).pairs
+    assert [(one.chosen, one.soft_label) for one in found] == [("b", 1.0), ("a", 0.0)]

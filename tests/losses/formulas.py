@@ -12,8 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from rather.data.batch import PairLogps
+from rather.losses.losses import LOSSES
 
 Array = NDArray[np.float64]
+# Losses of pairs; those of single answers and reward models are in test_feedback.py.
+PAIRWISE = {name: rule for name, rule in LOSSES.items() if rule.task == "preference"}
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from torch import Tensor
 from rather.config.schema import TrainingArgs
 from rather.data.batch import PairBatch, PairFacts, PairLogps, TokenPair
 from rather.data.pack import pack
-from rather.losses.losses import LOSSES
 from rather.losses.objective import PairLoss, configure
 from rather.model.policy import PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
 from rather.train.rank_trainer import RankTrainer
+from tests.losses.formulas import PAIRWISE
 from tests.padded import fill, plain_columns, random_pairs, ranked_pairs
 from tests.tiny import tiny_policy
 
 VOCAB = 61
 OBJECTIVES: dict[str, PairLoss] = {
-    **{name: configure([name], {}) for name in LOSSES},
+    **{name: configure([name], {}) for name in PAIRWISE},
     "rpo_alpha": configure(["sigmoid"], {}, modifiers={"rpo_alpha": 0.7}),
     "pref_ftx": configure(["sigmoid"], {}, modifiers={"pref_ftx": 0.7}),
     "ld_alpha": configure(["sigmoid"], {}, modifiers={"ld_alpha": 0.4}),

@@ -17,11 +17,11 @@ from torch.autograd import gradcheck
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS
 from rather.data.batch import PairLogps
 from rather.errors import ConfigError
-from rather.losses.losses import LOSSES
 from rather.losses.objective import PairLoss, configure, from_config
 from rather.pipeline.pipeline import DPOPipeline
 from tests.losses.formulas import (
     FORMULAS,
+    PAIRWISE,
     Array,
     Numbers,
     as_logps,
@@ -86,7 +86,7 @@ EACH = pytest.mark.parametrize(
 
 
 def all_numbers(name: str, **changes: Any) -> dict[str, Any]:
-    return {**LOSSES[name].numbers, **changes}
+    return {**PAIRWISE[name].numbers, **changes}
 
 
 def expected(name: str, modifiers: dict[str, Any], p: Numbers = PAIRS, **changes: Any) -> Array:
@@ -120,8 +120,8 @@ def inputs(modifiers: dict[str, Any], p: Numbers = PAIRS) -> PairLogps:
 
 
 def test_every_loss_has_a_formula() -> None:
-    assert set(FORMULAS) == set(LOSSES)
-    assert {name for name, rule in LOSSES.items() if not rule.reference} == set(REFERENCE_FREE)
+    assert set(FORMULAS) == set(PAIRWISE)
+    assert {name for name, rule in PAIRWISE.items() if not rule.reference} == set(REFERENCE_FREE)
 
 
 @EACH
@@ -133,7 +133,7 @@ def test_the_formula(name: str, modifiers: dict[str, Any]) -> None:
         assert not np.allclose(got, plain, rtol=1e-4)
 
 
-NUMBERS = [(name, number) for name, rule in LOSSES.items() for number in rule.numbers]
+NUMBERS = [(name, number) for name, rule in PAIRWISE.items() for number in rule.numbers]
 
 
 def other(value: Any) -> Any:
@@ -142,7 +142,7 @@ def other(value: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "number"), NUMBERS)
 def test_every_number_of_every_loss_turns(name: str, number: str) -> None:
-    changed = {number: other(LOSSES[name].numbers[number])}
+    changed = {number: other(PAIRWISE[name].numbers[number])}
     got = configure([name], changed)(inputs({})).numpy()
     np.testing.assert_allclose(got, expected(name, {}, **changed), rtol=1e-9)
     assert not np.allclose(got, expected(name, {}), rtol=1e-4)
@@ -222,7 +222,7 @@ EDGES = {
 @EACH
 def test_finite_at_the_edges(name: str, modifiers: dict[str, Any]) -> None:
     """Also in the float32 of the tokens, where the gradient goes; and with larger numbers."""
-    wild = {number: value for number, value in WILD.items() if number in LOSSES[name].numbers}
+    wild = {number: value for number, value in WILD.items() if number in PAIRWISE[name].numbers}
     for (edge, x), numbers in product(EDGES.items(), ({}, wild)):
         objective = configure([name], numbers, modifiers=modifiers)
         if "soft_labels" not in modifiers:
@@ -263,7 +263,7 @@ def test_equal_pairs_untrained_cost_log_2() -> None:
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_number_of_another_loss_is_an_error_that_names_its_own(name: str) -> None:
-    own = LOSSES[name].numbers
+    own = PAIRWISE[name].numbers
     listed = ", ".join(own) or "no numbers"
     for number in LOSS_NUMBERS:
         if number in own:
@@ -293,7 +293,7 @@ def test_neutral_values_pass(name: str) -> None:
         "odpo_alpha": 0.0,
         "alphapo_alpha": 0,
     }
-    numbers = {key: value for key, value in neutral.items() if key not in LOSSES[name].numbers}
+    numbers = {key: value for key, value in neutral.items() if key not in PAIRWISE[name].numbers}
     modifiers = {
         "rpo_alpha": 0.0,
         "pref_ftx": 0.0,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.errors import CheckpointError
-from rather.losses.losses import LOSSES
 from rather.pipeline.pipeline import DPOPipeline
+from tests.losses.formulas import PAIRWISE
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
 TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
@@ -27,7 +27,7 @@ RUN: dict[str, Any] = {
 }
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    **{name: {"pref_loss": name} for name in LOSSES},
+    **{name: {"pref_loss": name} for name in PAIRWISE},
     "sigmoid and sft": {
         "pref_loss": ["sigmoid", "sft"],
         "loss_weights": [1.0, 0.5],
@@ -35,6 +35,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
     "weighted": {"use_weighting": True, "rpo_alpha": 0.5, "f_divergence_type": "js"},
     "soft labels": {"soft_labels": True},
+    "kto": {"task": "unpaired"},
+    "bco": {"task": "unpaired", "pref_loss": "bco"},  # its running mean is in the checkpoint
+    "task sft": {"task": "sft"},
 }
 
 

@@ -19,24 +19,31 @@ from rather.data.formats.registry import (
     DataFormat,
     Ranked,
     Row,
+    Single,
     data_format,
     extras_of,
+    number_of,
     require,
 )
-from rather.data.formats.standard import ANSWERS
+from rather.data.formats.standard import ANSWERS, GRADES
 from rather.data.json_rows import DropReason
-from rather.data.messages import Turns, as_turns, check_roles, text_or_turns
+from rather.data.messages import Turns, as_turns, check_roles, text_or_turns, wrong_type
 from rather.errors import LIMITS, DataError
 
-__all__ = ["EXTRAS", "FORMATS", "DropReason", "Ranked", "data_format", "extras_of"]
+__all__ = ["EXTRAS", "FORMATS", "DropReason", "Ranked", "Single", "data_format", "extras_of"]
 
+NO_ANSWER = object()  # the rejected side of a single answer
 TOKENISED = "tokenised"  # rows of token ids: see tokens.py
-OPTIONAL = ("input", "system", "history", "ranks", "scores", *EXTRAS)
+OPTIONAL = ("input", "system", "history", "ranks", "scores", *GRADES, *EXTRAS)
 
 
 @dataclass(frozen=True)
 class TextPair:
-    """One preference pair: all strings, or all conversations (the answers continue the prompt)."""
+    """One preference pair: all strings, or all conversations (the answers continue the prompt).
+
+    A single answer is a `chosen` one whose `rejected` is empty; its label is the `soft_label`, its
+    score the `margin`.
+    """
 
     prompt: str | Turns
     chosen: str | Turns
@@ -47,6 +54,10 @@ class TextPair:
     margin: float = math.nan
     soft_label: float = math.nan
     id: str = ""
+
+    @property
+    def answers(self) -> list[str | Turns]:
+        return [self.chosen, self.rejected] if self.rejected else [self.chosen]
 
 
 class RowPairs(NamedTuple):
@@ -74,6 +85,8 @@ class RowLayout:
     format: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)  # Rather's name -> the file's
     ranked_pairs: str = "all"
+    rows: str = "pairs"  # or single answers: "labelled", "scored", or any "answers"
+    label_threshold: float | None = None
 
     def __post_init__(self) -> None:
         check_format(self.format, "data_args.format")
@@ -101,19 +114,74 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         prompt, answers = form.read(named)
         prompt = text_or_turns(prompt, "the prompt")
         extras = extras_of(named)
-        couples, ties = [answers], 0
-        if isinstance(answers, Ranked):
-            couples, ties = _couples(answers, layout.ranked_pairs)
+        couples: list[tuple[Any, Any, Mapping[str, float]]]
+        if layout.rows == "pairs":
+            pairs, ties = [answers], 0
+            if isinstance(answers, Ranked):
+                pairs, ties = _couples(answers, layout.ranked_pairs)
+            couples = [(*pair, {}) for pair in pairs]
+        else:
+            couples, ties = _singles(answers, named, layout)
     except DropReason as reason:
         return RowPairs([], [reason], 0, [])
     used = {*form.needs, *form.may, *EXTRAS}
     found = RowPairs([], [], ties, [name for name in named if name not in used])
-    for chosen, rejected in couples:
+    for chosen, rejected, grade in couples:
         try:
-            found.pairs.append(_pair(prompt, chosen, rejected, extras))
+            found.pairs.append(_pair(prompt, chosen, rejected, {**extras, **grade}))
         except DropReason as reason:
             found.dropped.append(reason)
     return found
+
+
+def _singles(
+    answers: Any, row: Row, layout: RowLayout
+) -> tuple[list[tuple[Any, Any, Mapping[str, float]]], int]:
+    """Return single answers with their grades, and how many were skipped because they tie.
+
+    Of a pair, the chosen answer is desirable and the rejected one is not.
+    """
+    if isinstance(answers, Ranked):
+        if layout.rows == "scored":
+            each = zip(answers.answers, answers.ranks, strict=True)
+            return [(answer, NO_ANSWER, {"margin": -rank}) for answer, rank in each], 0
+        pairs, ties = _couples(answers, "best_vs_worst")
+    else:
+        pairs, ties = [answers], 0
+    if isinstance(answers, Single):
+        grade = {}
+        if layout.rows == "labelled":
+            grade = {"soft_label": _label(row, layout.label_threshold)}
+        elif layout.rows == "scored":
+            require(row, "score")
+            grade = {"margin": number_of(row["score"], "score")}
+        return [(answers.answer, NO_ANSWER, grade)], 0
+    if layout.rows == "scored":
+        raise DropReason(
+            "missing_key", "the loss regression needs rows with one answer and a score"
+        )
+    if layout.rows == "answers":
+        return [(chosen, NO_ANSWER, {}) for chosen, _ in pairs], ties
+    labels = ({"soft_label": 1.0}, {"soft_label": 0.0})
+    sides = [zip(pair, labels, strict=True) for pair in pairs]
+    return [(answer, NO_ANSWER, label) for side in sides for answer, label in side], ties
+
+
+def _label(row: Row, threshold: float | None) -> float:
+    """Return 1 for a desirable answer, 0 for an undesirable one."""
+    name = next((name for name in ("label", "kto_tag") if row.get(name) is not None), "label")
+    if threshold is not None:
+        name = name if row.get(name) is not None else "score"
+        require(row, name)
+        return float(number_of(row[name], name) >= threshold)
+    require(row, name)
+    value = row[name]
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+    if value not in (0, 1):
+        expected = "true or false (for scores, set data_args.label_threshold)"
+        raise wrong_type(name, expected, value)
+    return float(value)
 
 
 def _format_of(row: Row, layout: RowLayout) -> DataFormat:
@@ -123,9 +191,17 @@ def _format_of(row: Row, layout: RowLayout) -> DataFormat:
     given = {name for name, value in row.items() if value is not None}
     for name in reversed(list(FORMATS)):
         form = FORMATS[name]
+        if form.single and layout.rows == "pairs":
+            continue
         if given.issuperset(form.needs) and (not form.one_of or given.intersection(form.one_of)):
             return form
     if "responses" not in given:
+        single = [f for f in FORMATS.values() if f.single and given.issuperset(f.needs)]
+        if single and layout.rows == "pairs" and not given.intersection(ANSWERS):
+            detail = "the row has one answer, not a pair; set task: unpaired, or task: sft"
+            raise DropReason("missing_key", detail)
+        if layout.rows != "pairs":
+            require(row, "prompt", "completion")
         if not given.intersection(ANSWERS):
             keys = ", ".join(list(map(str, row))[:20]) or "no keys"
             detail = f"no two answers to compare: no key 'chosen'; the row has {keys}; {LIMITS}"
@@ -150,19 +226,23 @@ def _couples(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
 
 
 def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any]) -> TextPair:
-    chosen, rejected = text_or_turns(chosen, "chosen"), text_or_turns(rejected, "rejected")
-    sides = {"chosen": chosen, "rejected": rejected}
+    given = (
+        {"chosen": chosen} if rejected is NO_ANSWER else {"chosen": chosen, "rejected": rejected}
+    )
+    sides = {name: text_or_turns(answer, name) for name, answer in given.items()}
     if empty := [name for name, answer in sides.items() if is_empty(answer)]:
         raise DropReason("empty_response", f"{' and '.join(empty)}: nothing but white space")
-    if not all(isinstance(part, str) for part in (prompt, chosen, rejected)):
+    if not all(isinstance(part, str) for part in (prompt, *sides.values())):
         # an empty conversation is an empty question
         prompt = as_turns(prompt, "user") or as_turns("", "user")
-        chosen, rejected = as_turns(chosen, "assistant"), as_turns(rejected, "assistant")
-        check_roles(prompt, chosen, rejected)
-    if chosen == rejected:
+        sides = {name: as_turns(answer, "assistant") for name, answer in sides.items()}
+        check_roles(prompt, *map(tuple, sides.values()))
+    if len(sides) == 1:
+        return TextPair(prompt, sides["chosen"], "", **extras)
+    if sides["chosen"] == sides["rejected"]:
         detail = "chosen and rejected are the same text: there is nothing to prefer"
         raise DropReason("identical_text", detail)
-    return TextPair(prompt, chosen, rejected, **extras)
+    return TextPair(prompt, **sides, **extras)
 
 
 def is_empty(answer: str | Turns) -> bool:
@@ -174,5 +254,5 @@ def is_empty(answer: str | Turns) -> bool:
 
 def texts(pair: TextPair) -> list[str]:
     """Return all text that came from the row's author."""
-    parts = (as_turns(part, "") for part in (pair.prompt, pair.chosen, pair.rejected))
+    parts = (as_turns(part, "") for part in (pair.prompt, *pair.answers))
     return [turn["content"] for part in parts for turn in part]

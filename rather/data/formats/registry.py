@@ -10,7 +10,8 @@ A format is one decorated function, in a file of this folder or in a file that `
 
 Its name is the value for `data_args.format`. The columns are those that a row must have; with
 `format: auto` a row is read by the format that was registered last among those whose columns it
-has. The function returns the prompt and (chosen, rejected), or the prompt and `Ranked` answers.
+has. The function returns the prompt and (chosen, rejected), the prompt and `Ranked` answers, or the
+prompt and a `Single` answer.
 Prompts and answers are text or lists of messages. It may raise `DropReason`.
 """
 
@@ -34,6 +35,12 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 RANGES = {"weight": (0, math.inf), "margin": (-math.inf, math.inf), "soft_label": (0, 1)}
 
 
+class Single(NamedTuple):
+    """One answer to a prompt; the columns label and score say how good it is."""
+
+    answer: Any
+
+
 class Ranked(NamedTuple):
     """Answers to one prompt; a smaller rank is a better answer."""
 
@@ -41,7 +48,7 @@ class Ranked(NamedTuple):
     ranks: list[float]
 
 
-Reader = Callable[[Row], tuple[Any, tuple[Any, Any] | Ranked]]
+Reader = Callable[[Row], tuple[Any, tuple[Any, Any] | Ranked | Single]]
 
 
 class DataFormat(NamedTuple):
@@ -51,18 +58,22 @@ class DataFormat(NamedTuple):
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
     one_of: tuple[str, ...] = ()
+    single: bool = False  # gives one answer, which is not a pair
 
 
 FORMATS: Registry[DataFormat] = Registry("data format", "rather.data.formats")
 
 
 def data_format(
-    *needs: str, may: tuple[str, ...] = (), one_of: tuple[str, ...] = ()
+    *needs: str,
+    may: tuple[str, ...] = (),
+    one_of: tuple[str, ...] = (),
+    single: bool = False,
 ) -> Callable[[Reader], Reader]:
     """Register a function that reads rows with these columns. Its name becomes the format's."""
 
     def register(read: Reader) -> Reader:
-        FORMATS.add(read.__name__, DataFormat(read, needs, may, one_of), read.__module__)
+        FORMATS.add(read.__name__, DataFormat(read, needs, may, one_of, single), read.__module__)
         return read
 
     return register

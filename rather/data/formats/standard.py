@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rather.data.formats.registry import Ranked, Row, data_format, number_of, require
+from rather.data.formats.registry import Ranked, Row, Single, data_format, number_of, require
 from rather.data.json_rows import DropReason
 from rather.data.messages import (
     Turns,
@@ -20,6 +20,7 @@ from rather.data.messages import (
 Prompt = str | Turns
 Answers = tuple[Prompt, Prompt]
 ANSWERS = ("chosen", "rejected")
+GRADES = ("label", "kto_tag", "score")
 PROMPTS = ("prompt", "messages", "conversations", "context")
 
 
@@ -35,6 +36,39 @@ def _prompt(row: Row, name: str) -> Prompt:
 
 def _system(row: Row) -> Turns:
     return as_turns(text_of(row["system"], "system"), "system") if row.get("system") else ()
+
+
+# ---- one answer; rows with these columns are pairs only if they have more
+
+
+@data_format("messages", may=("system", *GRADES), single=True)
+def dialogue(row: Row) -> tuple[Prompt, Single]:
+    """Messages that end with the answer, as OpenAI, TRL and ms-swift have them."""
+    return _last_answer((*_system(row), *turns_of(row["messages"], "messages")))
+
+
+@data_format("conversations", may=("system", *GRADES), single=True)
+def sharegpt(row: Row) -> tuple[Prompt, Single]:
+    """ShareGPT messages that end with the answer, as LLaMA-Factory has them."""
+    return _last_answer((*_system(row), *turns_of(row["conversations"], "conversations")))
+
+
+@data_format("instruction", "output", may=("input", "history", "system", *GRADES), single=True)
+def alpaca(row: Row) -> tuple[Prompt, Single]:
+    """Alpaca's columns, with earlier turns as history."""
+    return _instruction_prompt(row), Single(text_or_turns(row["output"], "output"))
+
+
+@data_format("prompt", "completion", may=("system", *GRADES), single=True)
+def completion(row: Row) -> tuple[Prompt, Single]:
+    """A prompt and one answer, as TRL and ColossalChat have them."""
+    return _prompt(row, "prompt"), Single(text_or_turns(row["completion"], "completion"))
+
+
+def _last_answer(turns: Turns) -> tuple[Turns, Single]:
+    if not turns or turns[-1]["role"] != "assistant":
+        raise DropReason("bad_roles", "the messages must end with an assistant turn, the answer")
+    return turns[:-1], Single(turns[-1:])
 
 
 @data_format(

@@ -1,0 +1,155 @@
+"""Tasks other than preference: single answers with labels, and SFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rather.data.prepare import prepare
+from rather.errors import ConfigError, DataError
+from rather.losses.objective import from_config
+from rather.pipeline.pipeline import DPOPipeline
+from tests.cluster.test_torchrun import config_of, torchrun
+from tests.tiny import make_config, metrics
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(file)
+
+
+# --- partners ---
+
+
+def test_partners_are_a_permutation_by_the_seed_and_never_of_the_same_prompt(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"prompt": f"w{i // 3}", "completion": f" w{i} w{i + 1}", "label": i % 2 == 0}
+        for i in range(30)
+    ]
+    file = write(tmp_path / "thumbs.jsonl", rows)
+    config = make_config(tmp_path, task="unpaired", actor_train__data_args__file_name=file)
+    data = prepare(config).train
+    one, again, other = (data.with_partners(seed, 64) for seed in (1, 1, 2))
+    assert one.partners
+    assert again.partners
+    assert other.partners
+    partners = one.partners[0]
+    assert sorted(partners) == list(range(30))
+    assert np.array_equal(partners, again.partners[0])
+    assert not np.array_equal(partners, other.partners[0])
+    prompts = data.column("prompt_hash")
+    assert (prompts != prompts[partners]).all()
+    for row, pair in enumerate(one.take(range(30))):
+        [answer] = data.take([int(partners[row])])
+        assert np.array_equal(pair.rejected, answer.chosen)
+        start = len(pair.prompt)
+        assert pair.rejected_scored == ((start, start + len(answer.chosen)),)
+    [short] = data.with_partners(1, len(pair.prompt) + 2).take([29])  # the limit cuts the partner
+    assert len(short.rejected) == 2
+    assert short.rejected_scored == ((start, start + 2),)
+
+
+def test_one_prompt_has_no_partners(tmp_path: Path) -> None:
+    rows = [{"prompt": "w1", "completion": f" w{i}", "label": i % 2} for i in range(8)]
+    file = write(tmp_path / "thumbs.jsonl", rows)
+    config = make_config(tmp_path, task="unpaired", actor_train__data_args__file_name=file)
+    with pytest.raises(DataError, match="8 of 8 answers belong to one prompt; take bco"):
+        DPOPipeline(config)
+
+
+# --- a run ---
+
+
+def test_kto_on_two_processes_trains_as_one_does(tmp_path: Path) -> None:
+    alone = config_of(tmp_path, "alone", task="unpaired")
+    assert DPOPipeline(alone).run() == 0
+    both = config_of(tmp_path, "both", task="unpaired", actor_train__device_mapping=[0, 1])
+    done = torchrun(both, 2)
+    assert done.returncode == 0, done.stderr
+    one, other = (metrics(config) for config in (alone, both))
+    assert max(line.get("baseline", 0) for line in one) > 0
+    for key in ("loss", "grad_norm", "baseline", "rewards/margins", "eval/loss"):
+        values = [[line[key] for line in lines if key in line] for lines in (one, other)]
+        assert values[0]
+        assert values[1] == pytest.approx(values[0], rel=1e-5, abs=1e-6), key
+
+
+def test_reference_log_probs_of_partners_come_from_the_cache(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        pipeline = DPOPipeline(make_config(tmp_path, exp_name=name, task="unpaired", max_steps=3))
+        assert pipeline.run() == 0
+    assert pipeline.reference_stream.logps
+    assert pipeline.reference_stream.logps.counts.pairs_computed == 0
+
+
+def test_labels_and_weights_change_what_is_trained(tmp_path: Path) -> None:
+    found = []
+    for name, changes in {
+        "plain": {},
+        "weights": {"desirable_weight": 3.0, "undesirable_weight": 0.5},
+        "bco": {"pref_loss": "bco"},
+        "apo": {"pref_loss": "apo_zero_unpaired"},
+    }.items():
+        config = make_config(tmp_path, exp_name=name, task="unpaired", **changes)
+        assert DPOPipeline(config).run() == 0
+        last = metrics(config)[-1]
+        assert last["eval/rewards/margins"] > 0
+        assert last["eval/rewards/accuracies"] > 0.5
+        assert "eval/rewards/length_correlation" not in last
+        assert last["eval/pairs"] == 18
+        found.append(last["eval/rewards/margins"])
+    assert len({round(margin, 9) for margin in found}) == 4
+
+
+def test_a_loss_of_another_task_is_refused(tmp_path: Path) -> None:
+    for task, loss in (("preference", "kto"), ("unpaired", "sigmoid"), ("sft", "kto")):
+        with pytest.raises(ConfigError, match=f"loss '{loss}' is for task"):
+            from_config(make_config(tmp_path, task=task, pref_loss=loss))
+    with pytest.raises(ConfigError, match="takes one loss"):
+        from_config(make_config(tmp_path, task="unpaired", pref_loss=["kto", "bco"]))
+
+
+# --- SFT ---
+
+
+def test_sft_has_the_loss_of_transformers(tmp_path: Path) -> None:
+    """A padded batch with labels on the answers alone; packed, in micro-batches of any size."""
+    rows = [
+        {"prompt": "w1 w2", "completion": " w3 w4 w5 w6"},
+        {"prompt": "w7", "completion": " w8"},
+        {"prompt": "w1 w2", "completion": " w9 w10 w11"},
+    ]
+    file = write(tmp_path / "answers.jsonl", rows)
+    config = make_config(
+        tmp_path, task="sft", max_steps=1, validation__data_args__file_name=file,
+        actor_train__data_args__file_name=file, actor_train__max_tokens_per_microbatch_in_train=8,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(config.pretrain)
+    tokenizer: Any = AutoTokenizer.from_pretrained(config.pretrain)
+    sequences, starts = [], []
+    for row in rows:
+        starts.append(len(tokenizer(row["prompt"]).input_ids))
+        sequences.append([*tokenizer(row["prompt"] + row["completion"]).input_ids, 2])
+    size = max(map(len, sequences))
+    ids = torch.tensor([ids + [0] * (size - len(ids)) for ids in sequences])
+    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for i, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
+        labels[i, start : len(sequence)] = ids[i, start : len(sequence)]
+        mask[i, : len(sequence)] = 1
+    out = model(input_ids=ids, attention_mask=mask, labels=labels)
+    out.loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert DPOPipeline(config).run() == 0
+    before, trained, _ = metrics(config)
+    assert before["eval/loss"] == pytest.approx(float(out.loss), rel=1e-6)
+    assert trained["loss"] == pytest.approx(float(out.loss), rel=1e-6)
+    assert trained["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert not [name for name in trained if name.startswith("rewards/")]
