@@ -136,7 +136,8 @@ class Encoder:
             self._note("empty_prompt", "the prompt is empty")
         if not self.recipe.as_trl:
             cut = map(self._without_final_eos, pair.answers)
-            self.pair = pair = replace(pair, **dict(zip(SIDES, cut, strict=False)))
+            answers: dict[str, Any] = dict(zip(SIDES, cut, strict=False))
+            self.pair = pair = replace(pair, **answers)
         if any(map(is_empty, pair.answers)):
             raise DropReason("empty_response", f"nothing but {self.eos_text}")
         policy = self.recipe.special_tokens
@@ -154,11 +155,19 @@ class Encoder:
             detail = f"the prompt's end {changed!r} becomes other tokens before the answer"
             self._note("boundary_moved", detail)
         each = zip(pair.answers, sequences, strict=True)
-        scored = [self._scored(answer, ids, length) for answer, ids in each]
-        answers, start = [ids[length:] for ids in sequences], sequences[0][:length]
-        if len(answers) == 1:  # no rejected answer
-            answers, scored = [*answers, []], [*scored, ()]
-        return self.fit(Encoded(start, *answers, *scored, self.notes))
+        first, *second = (self._scored(answer, ids, length) for answer, ids in each)
+        chosen, *rejected = (ids[length:] for ids in sequences)
+        start, none = sequences[0][:length], not rejected  # a single answer
+        return self.fit(
+            Encoded(
+                start,
+                chosen,
+                [] if none else rejected[0],
+                first,
+                () if none else second[0],
+                self.notes,
+            )
+        )
 
     def prompt_ids(self, pair: TextPair, *, as_trained: bool = False) -> Ids:
         """Return what generation starts from, or the tokens that an answer follows in training."""

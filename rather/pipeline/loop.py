@@ -57,7 +57,7 @@ class TrainingLoop:
     source: StepSource
     reference_stream: ReferenceStream
     evaluators: list[Evaluator]
-    objective: PairLoss | None = None  # None if the caller computes the loss
+    objective: PairLoss
     # Set only if the run was built from a config.
     data: Prepared
     evaluation: Evaluation | None = None
@@ -69,7 +69,7 @@ class TrainingLoop:
     def _build_loop(self, identity: Mapping[str, Any]) -> None:
         """Build the parts that both constructors share."""
         config, roles, source = self.config, self.roles, self.source
-        kind = self.objective.baseline_kind if self.objective else None
+        kind = self.objective.baseline_kind
         self.packing = Packing(config, roles.kind, roles.here, baseline=kind)
         self.timeline = Timeline(in_turn=not roles.runs_ahead)
         self.incidents = Incidents(config.run_dir, silent=self.run_dir is None or not roles.is_main)
@@ -124,7 +124,7 @@ class TrainingLoop:
     def _train_step(self, step: Step, reference: Columns | None) -> StepResult:
         """Take one optimizer step; if memory runs out, retry with smaller micro-batches."""
         limits, running = self.guard.limits(self.progress, step), self.progress.running
-        if step.probe and reference and self.objective:
+        if step.probe and reference:
             columns = self.retry.run("actor_train", step.probe, self.actor_train.compute_log_probs)
             reference, running = self.objective.with_baseline(columns, reference, running)
 

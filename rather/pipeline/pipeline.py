@@ -111,7 +111,7 @@ class DPOPipeline(TrainingLoop):
             place = {"output_dir": str(run_dir.parent), "exp_name": run_dir.name}
             config = config.model_copy(update=place)
         self.config, self.roles, self.source, self.run_dir = config, roles, source, run_dir
-        self.evaluators = []
+        self.objective, self.evaluators = from_config(config), []
         if evaluate:
             self.evaluators.append(
                 lambda *_: {f"eval/{name}": value for name, value in evaluate().items()}

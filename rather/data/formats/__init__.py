@@ -116,7 +116,8 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         extras = extras_of(named)
         couples: list[tuple[Any, Any, Mapping[str, float]]]
         if layout.rows == "pairs":
-            pairs, ties = [answers], 0
+            pairs: list[Any] = [answers]
+            ties = 0
             if isinstance(answers, Ranked):
                 pairs, ties = _couples(answers, layout.ranked_pairs)
             couples = [(*pair, {}) for pair in pairs]
@@ -229,14 +230,14 @@ def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any
     given = (
         {"chosen": chosen} if rejected is NO_ANSWER else {"chosen": chosen, "rejected": rejected}
     )
-    sides = {name: text_or_turns(answer, name) for name, answer in given.items()}
+    sides: dict[str, Any] = {name: text_or_turns(answer, name) for name, answer in given.items()}
     if empty := [name for name, answer in sides.items() if is_empty(answer)]:
         raise DropReason("empty_response", f"{' and '.join(empty)}: nothing but white space")
     if not all(isinstance(part, str) for part in (prompt, *sides.values())):
         # an empty conversation is an empty question
         prompt = as_turns(prompt, "user") or as_turns("", "user")
         sides = {name: as_turns(answer, "assistant") for name, answer in sides.items()}
-        check_roles(prompt, *map(tuple, sides.values()))
+        check_roles(prompt, *sides.values())
     if len(sides) == 1:
         return TextPair(prompt, sides["chosen"], "", **extras)
     if sides["chosen"] == sides["rejected"]:
