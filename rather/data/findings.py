@@ -158,12 +158,13 @@ def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) 
                 warning = {"count": int(rows.sum()), "places": places, "examples": []}
                 entry.setdefault("warned", {})[kind] = warning
         lengths = {part: pairs.lengths(part) for part in (IDS if is_paired else IDS[:2])}
-        sides = lengths["chosen"], lengths.get("rejected")
         sets[name] = {
             "pairs": len(pairs),
             "prompts": len(np.unique(prompt)),
             "lengths": _spreads(lengths),
-            "length_bias": _length_bias(*sides) if is_paired else _bias_of_labels(sides[0], label),
+            "length_bias": _length_bias(lengths["chosen"], lengths["rejected"])
+            if is_paired
+            else _bias_of_labels(lengths["chosen"], label),
         }
     inference = report["train"]["inference"]
     for one in inference["examples"]:

@@ -125,8 +125,8 @@ class TrainingLoop:
         """Take one optimizer step; if memory runs out, retry with smaller micro-batches."""
         limits, running = self.guard.limits(self.progress, step), self.progress.running
         if step.probe and reference:
-            columns = self.retry.run("actor_train", step.probe, self.actor_train.compute_log_probs)
-            reference, running = self.objective.with_baseline(columns, reference, running)
+            probed = self.retry.run("actor_train", step.probe, self.actor_train.compute_log_probs)
+            reference, running = self.objective.with_baseline(probed, reference, running)
 
         def work(batches: Batches) -> StepResult:
             with self.timeline.span("actor_train", "train", step.number):
