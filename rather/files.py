@@ -143,9 +143,14 @@ def parse_yaml(text: str) -> Any:
 # --- folders of models and adapters ---
 
 
+def real_path(path: Path) -> Path:
+    """Follow links like Path.resolve, which fails at a link to itself; opening that one reports it."""
+    return Path(os.path.realpath(path))
+
+
 def refuse_outside(folder: Path, path: Path) -> None:
     """Refuse a link out of the folder, except from snapshots/<commit> to blobs of a hub cache."""
-    target, homes = path.resolve(), [folder.resolve()]
+    target, homes = real_path(path), [real_path(folder)]
     if homes[0].parent.name == "snapshots":
         homes.append(homes[0].parent.parent / "blobs")
     if not any(map(target.is_relative_to, homes)):

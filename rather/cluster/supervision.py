@@ -41,6 +41,7 @@ from rather.cluster.health import (
 )
 from rather.cluster.host import Process, end_with_others
 from rather.cluster.role import SpmdCluster
+from rather.config.redaction import printable
 from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import HangError, RatherError, WorkerError
 
@@ -303,5 +304,5 @@ def _report(found: Mapping[int, Any], peers: _Peers) -> int:
 def _print(failure: Failure, where: str) -> int:
     error = failure.error(where)
     trace = "" if failure.is_expected else failure.trace
-    print(f"{trace}rather: {error}", file=sys.stderr, flush=True)
+    print(printable(f"{trace}rather: {error}"), file=sys.stderr, flush=True)
     return error.exit_code

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import typer
 
+from rather.commands.terminal import echo
 from rather.config.schema import DPOConfig, TrainDataArgs
 from rather.data.formats import TextPair
 from rather.data.json_rows import DropReason
@@ -104,17 +104,17 @@ def chat(
     def ask(text: str) -> None:
         for speaker in speakers:
             if len(speakers) > 1:
-                typer.echo(f"── {speaker.name} ──")
+                echo(f"── {speaker.name} ──")
             try:
-                speaker.answer(text, decoding, partial(typer.echo, nl=False))
+                speaker.answer(text, decoding, partial(echo, nl=False))
             finally:
-                typer.echo()
+                echo()
 
     if prompt is not None:
         return ask(prompt)
     with suppress(ImportError):
         import readline  # noqa: F401 - arrow keys and history for input()
-    typer.echo(COMMANDS)
+    echo(COMMANDS)
     with suppress(EOFError):
         while (line := input("> ").strip()) != "/quit":
             word, _, rest = line.partition(" ")
@@ -124,12 +124,12 @@ def chat(
                     for speaker in speakers:
                         speaker.reset(wanted)
                     system = wanted
-                    typer.echo("(new conversation)")
+                    echo("(new conversation)")
                 elif word.startswith("/") and word[1:].isalpha():
-                    typer.echo(f"{word}: unknown command. {COMMANDS}")
+                    echo(f"{word}: unknown command. {COMMANDS}")
                 elif line:
                     ask(line)
             except KeyboardInterrupt:
-                typer.echo("(stopped)")
+                echo("(stopped)")
             except (ConfigError, DataError) as error:
-                typer.echo(str(error))
+                echo(str(error))

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 
 from rather.board.runs import FolderProblem, read_config
 from rather.checkpoint.sharded_tensors import ShardedFiles
-from rather.commands.terminal import print_table
+from rather.commands.terminal import echo, print_table
 from rather.errors import ConfigError
 from rather.model.files import weight_files
 from rather.report.folder import Folder
@@ -29,7 +28,9 @@ Curve = Mapping[int, float]
 def compare(a: Path, b: Path) -> dict[str, Any]:
     """Return all differences as JSON types."""
     runs = [Folder(path) for path in (a, b)]
-    environments = [run.starts[-1]["environment"] if run.starts else {} for run in runs]
+    newest = [run.starts[-1].get("environment") if run.starts else None for run in runs]
+    # A line that Rather did not write may hold anything.
+    environments = [found if isinstance(found, dict) else {} for found in newest]
     first, second = map(curves_of, runs)
     shared = [name for name in first if name in second and not name.startswith(CLOCK)]
     metrics = {name: compare_curves(name, first[name], second[name]) for name in shared}
@@ -131,12 +132,12 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     names = ("metric", f"{a}, final", f"{b}, final", "largest gap", "at step")
     print_table(names, rows[:MOST_METRICS], title)
     first, weights = found["first_difference"], found["weights"]
-    typer.echo("Steps: {} and {}.".format(*found["steps"]))
+    echo("Steps: {} and {}.".format(*found["steps"]))
     if first:
         values = "{!r} and {!r}".format(*first["values"])
-        typer.echo(f"They differ from step {first['step']}: {first['metric']} is {values}.")
+        echo(f"They differ from step {first['step']}: {first['metric']} is {values}.")
     if weights:
-        typer.echo("{differing} of {tensors} tensors of the models differ.".format(**weights))
+        echo("{differing} of {tensors} tensors of the models differ.".format(**weights))
     else:
-        typer.echo("Weights were not compared: a run has no exported model.")
-    typer.echo("The runs are bit-identical." if found["equal"] else "The runs are not equal.")
+        echo("Weights were not compared: a run has no exported model.")
+    echo("The runs are bit-identical." if found["equal"] else "The runs are not equal.")

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
 from rather.commands.score import LogProbs, log_probs
-from rather.commands.terminal import print_table
+from rather.commands.terminal import echo, print_table
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns
 from rather.data.prepare import prepare
@@ -132,7 +131,7 @@ def print_rows(rows: Sequence[LossRow], x: LogProbs) -> None:
         cells.append((row.name, *values, note))
     title = f"{len(rows) - 1} losses on {len(x.margins)} pairs"
     print_table(("loss", "value", "gradient", "saturated", "numbers"), cells, title)
-    typer.echo(LEGEND if x.margins.any() else EQUAL)
+    echo(LEGEND if x.margins.any() else EQUAL)
 
 
 # --- charts ---

@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from rather.commands.terminal import print_table
+from rather.commands.terminal import echo, print_table
 from rather.errors import ConfigError
 from rather.model.generate import Decoding, generate
 
@@ -195,7 +195,7 @@ def run_demo(out: Path) -> int:
     _title(f"3. The command: rather {shlex.join(command)}")
     sys.stdout.flush()
     if code := subprocess.run([sys.executable, "-m", "rather", *command]).returncode:
-        typer.echo(f"`rather {shlex.join(command)}` failed with exit code {code}; see above.")
+        echo(f"`rather {shlex.join(command)}` failed with exit code {code}; see above.")
         return code
     _title("4. The same held-out questions, before and after")
     result = compare(out, held_out)
@@ -232,10 +232,10 @@ def write_run(out: Path, training: Sequence[Query], held_out: Sequence[Query]) -
     for name, part in (("held_out", held_out), ("train", training)):
         rows = [pair(query, rng) for query in part]
         (out / f"{name}.json").write_text(json.dumps(rows, indent=1))
-        typer.echo(f"{out / name}.json: {len(rows)} pairs")
+        echo(f"{out / name}.json: {len(rows)} pairs")
     (out / "dpo.yaml").write_text(yaml_text(out))
     shown = "  question: {instruction}\n  chosen:   {chosen}\n  rejected: {rejected}"
-    typer.echo(shown.format(**rows[0]))
+    echo(shown.format(**rows[0]))
 
 
 def yaml_text(out: Path) -> str:
@@ -283,7 +283,7 @@ def write_base(folder: Path, training: Sequence[Query]) -> None:
 
     tokenizer = make_tokenizer(text for _ in range(4000) for text in draw())
     model = make_model(tokenizer)
-    typer.echo(f"{folder}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    echo(f"{folder}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=8e-3, total_steps=STEPS, pct_start=0.1
@@ -357,7 +357,7 @@ def show(out: Path, result: dict[str, Any]) -> None:
     # In an environment that is not activated, as after `make demo`, `rather` is not on the PATH.
     own = os.path.relpath(Path(sys.executable).with_name("rather"))
     program = "rather" if shutil.which("rather") else own
-    typer.echo(
+    echo(
         f"The aligned model, for AutoModelForCausalLM.from_pretrained: {out / 'output/demo/model'}\n"
         f"The YAML it was trained with: {yaml}\n"
         f"Every answer before and after: {out / 'answers.json'}\n"

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from rather.commands.terminal import Overrides, command, count, print_table, settings
+from rather.commands.terminal import Overrides, command, count, echo, print_table, settings
 from rather.errors import ConfigError, RatherError
 
 GIB = 1 << 30
@@ -49,7 +49,7 @@ def doctor_command(
     found = list(diagnose(config, overrides))
     print_table(("check", "state", "found", "fix"), found)
     problems = sum(each.state == "problem" for each in found)
-    typer.echo(f"{count(len(found), 'check')}, {count(problems, 'problem')}")
+    echo(f"{count(len(found), 'check')}, {count(problems, 'problem')}")
     return 1 if problems else 0
 
 

@@ -14,6 +14,7 @@ from rather.commands.terminal import (
     Imports,
     Overrides,
     command,
+    echo,
     known_model,
     print_json,
     settings,
@@ -133,7 +134,7 @@ def export_command(
 
     options: dict[str, Any] = {"adapter": adapter, "dtype": dtype, "size": shard_size}
     options |= {"rounding": Rounding(rounding) if rounding else None, "trust": trust}
-    typer.echo(f"{out}: {export(source, out, **options)}")
+    echo(f"{out}: {export(source, out, **options)}")
 
 
 @command
@@ -153,7 +154,7 @@ def merge_command(
 
     options: dict[str, Any] = {"dtype": dtype, "trust": trust}
     options["rounding"] = Rounding(rounding) if rounding else None
-    typer.echo(f"{out}: {merge(adapter, out, base, **options)}")
+    echo(f"{out}: {merge(adapter, out, base, **options)}")
 
 
 @command
@@ -182,4 +183,4 @@ def compare_losses_command(
     print_rows(rows, x)
     if plot is not None:
         write_plot(plot, rows, x)
-        typer.echo(f"The charts are in {plot}")
+        echo(f"The charts are in {plot}")

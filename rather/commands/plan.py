@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from rather.cluster.role import device_kind
-from rather.commands.terminal import print_json, print_table
+from rather.commands.terminal import echo, print_json, print_table
 from rather.config.load import load
 from rather.config.paths import check_paths
 from rather.config.plugins import did_you_mean, load_requested
@@ -76,7 +76,7 @@ def plan(
     parts = {**asdict(own.parts), "total": own.parts.total, "available": own.device.memory}
     rows: list[tuple[object, ...]] = [(part, _size(number)) for part, number in parts.items()]
     print_table(("part", "size"), rows, "memory of each device")
-    typer.echo("\n".join(_facts(own)))
+    echo("\n".join(_facts(own)))
     rows = []
     for way in ways:
         found = way.forecast

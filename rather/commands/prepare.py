@@ -15,6 +15,7 @@ from rather.commands.terminal import (
     Imports,
     Overrides,
     command,
+    echo,
     print_json,
     print_table,
     settings,
@@ -74,10 +75,10 @@ def data_command(
         if show:
             show_pairs(prepared.train, tokenizer, show, console)
     for folder in save_pairs(prepared, save) if save else ():
-        typer.echo(f"tokenised pairs are in {folder}", err=as_json)
+        echo(f"tokenised pairs are in {folder}", err=as_json)
     if html:
         html.write_text(data_page(report, given.exp_name), encoding="utf-8")
-        typer.echo(f"the page is in {html}", err=as_json)
+        echo(f"the page is in {html}", err=as_json)
 
 
 @command
@@ -140,13 +141,13 @@ def migrate_command(
     if as_json:
         print_json(summary(result) | {"file": str(out), "pairs_per_step": pairs})
         return None if result.is_complete else 2
-    typer.echo("\n".join(row.line for row in result.rows))
+    echo("\n".join(row.line for row in result.rows))
     step = f"A step has {pairs} pairs; set the number of devices with --devices."
-    typer.echo("\n".join(f"- {sentence}" for sentence in (step, *result.peer.always)))
+    echo("\n".join(f"- {sentence}" for sentence in (step, *result.peer.always)))
     if not result.is_complete:
-        typer.echo(f"Written: {out}. It is incomplete: first settle the lines at the top.")
+        echo(f"Written: {out}. It is incomplete: first settle the lines at the top.")
         return 2
-    typer.echo(
+    echo(
         f"Written: {out}. Check the pairs with `rather data {out} --show 3`, then run "
         f"`rather train {out}`."
     )
@@ -160,7 +161,7 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     from rather.config.load import load
     from rather.config.show import show
 
-    typer.echo(show(load(config, overrides or [])))
+    echo(show(load(config, overrides or [])))
 
 
 @config_app.command("explain", epilog="Example: `rather config explain beta dpo.yaml`")
@@ -178,7 +179,7 @@ def config_explain(
 
     if config and key.endswith(".yaml"):  # both orders are accepted
         key, config = str(config), Path(key)
-    typer.echo(explain(load(config, overrides or []) if config else None, key))
+    echo(explain(load(config, overrides or []) if config else None, key))
 
 
 @config_app.command("schema")
@@ -194,7 +195,7 @@ def config_reference() -> None:
     """Print the reference of all keys as Markdown (docs/config.md)."""
     from rather.config.show import reference_markdown
 
-    typer.echo(reference_markdown(), nl=False)
+    echo(reference_markdown(), nl=False)
 
 
 @recipes_app.command("list")
@@ -209,7 +210,7 @@ def recipes_list() -> None:
 @command
 def recipes_show(name: RecipeName) -> None:
     """Print a recipe."""
-    typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+    echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
 
 
 @recipes_app.command("copy", epilog="Example: `rather recipes copy dpo my_run.yaml`")
@@ -221,7 +222,7 @@ def recipes_copy(
 ) -> None:
     """Copy a recipe to a YAML file, in which you then set your model and your pairs."""
     target = copy_recipe(name, file, force=force)
-    typer.echo(
+    echo(
         f"{target}: set `pretrain` and `actor_train.data_args.file_name`, then run "
         f"`rather train {target}`"
     )

@@ -22,6 +22,7 @@ from rather.commands.terminal import (
     RunFolder,
     command,
     count,
+    echo,
     print_json,
     print_table,
     writable,
@@ -56,7 +57,7 @@ def board_command(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only models and tokenizers of this machine
     with Board(folder.absolute(), port) as board:
         runs = count(len(board.runs.rows()), "run")
-        typer.echo(f"{folder}: {runs} at {board.address} (stop with Ctrl-C)")
+        echo(f"{folder}: {runs} at {board.address} (stop with Ctrl-C)")
         opening = private_page(board.address) if browser and has_display() else nullcontext()
         with opening as page, suppress(KeyboardInterrupt):
             if page:
@@ -102,7 +103,7 @@ def health_command(run: RunFolder, as_json: AsJson = False) -> None:
         print_json([asdict(one) for one in found])
         return
     if outcome := outcome_text(read_object(run / "report.json")):
-        typer.echo(f"Outcome: {outcome}.")
+        echo(f"Outcome: {outcome}.")
     if found:
         rows = [
             (one.step, one.severity, one.name, f"{one.number:.4g}", f"{one.text} {one.advice}")
@@ -110,7 +111,7 @@ def health_command(run: RunFolder, as_json: AsJson = False) -> None:
         ]
         print_table(("step", "", "problem", "value", "what happened, and what to do"), rows)
     else:
-        typer.echo("No problems found.")
+        echo("No problems found.")
 
 
 @command
@@ -128,7 +129,7 @@ def report_command(
     from rather.run_folder import control
 
     state = "running" if control.holder(run) else "not finished"
-    typer.echo(f"the report is in {write_report(run, out, state=state)}")
+    echo(f"the report is in {write_report(run, out, state=state)}")
 
 
 @command
@@ -157,7 +158,7 @@ def _ask(run: Path, overrides: list[str] | None, word: str, timeout: float) -> N
     from rather.run_folder.control import ask
 
     folder = load(run, overrides or []).run_dir if run.is_file() else run
-    ask(folder, word, timeout=timeout, report=partial(typer.echo, err=True))
+    ask(folder, word, timeout=timeout, report=partial(echo, err=True))
 
 
 @command
@@ -175,5 +176,5 @@ def verify_command(
     print_table(("file", "state"), rows)
     damaged = sum(map(bool, found.values()))
     how = "names, sizes and the state" if quick else "every byte"
-    typer.echo(f"{count(len(found), 'file')}, {damaged} damaged (checked {how})")
+    echo(f"{count(len(found), 'file')}, {damaged} damaged (checked {how})")
     return CheckpointError.exit_code if damaged else 0

@@ -34,6 +34,7 @@ from rather.commands.terminal import (
     Imports,
     Overrides,
     command,
+    echo,
     print_table,
     settings,
 )
@@ -384,21 +385,21 @@ def print_results(sweep: Sweep, found: Mapping[str, Any]) -> None:
         numbers = ("" if run[name] is None else f"{run[name]:.4g}" for name in names)
         rows.append((run["name"], run["state"], run["steps"], *numbers))
         if run["error"]:
-            typer.echo(f"{run['name']}: {run['error']}")
+            echo(f"{run['name']}: {run['error']}")
     short = str(metric or "value").rpartition("/")[2]
     headings = ("run", "state", "steps", short, "reference forwards", "seconds")
     print_table(headings, rows, f"Curves of all runs: rather board {sweep.folder}")
     if metric is None:
-        typer.echo("No best run: no pairs are held out (validation.data_args).")
+        echo("No best run: no pairs are held out (validation.data_args).")
     elif found["best"] is None:
-        typer.echo(f"No best run: none has finished with a {metric}.")
+        echo(f"No best run: none has finished with a {metric}.")
     else:
-        typer.echo(f"Best by {metric}: {found['best']}, in {sweep.folder / found['best']}")
+        echo(f"Best by {metric}: {found['best']}, in {sweep.folder / found['best']}")
         if near := ", ".join(found["not_worse"]):
-            typer.echo(f"Not significantly worse with so few held-out pairs (95 %): {near}")
+            echo(f"Not significantly worse with so few held-out pairs (95 %): {near}")
         keys = ", ".join(key for key in sweep.axes if key in LOSS_KEYS)
         if keys and metric.endswith("loss"):
-            typer.echo(f"{metric} has another scale for every {keys}; compare accuracies.")
+            echo(f"{metric} has another scale for every {keys}; compare accuracies.")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rather.config import plugins
-from rather.config.redaction import hide, redact
+from rather.config.redaction import hide, printable, redact
 from rather.errors import ConfigError, DiskError, Ended, RatherError, RayGone
 from rather.tracking.json_lines import strict_json
 
@@ -50,12 +50,15 @@ STYLES = {  # of cells that are one of these words
 }  # fmt: skip
 
 
+def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a text, which may come from strangers' files."""
+    typer.echo(printable(str(text)), err=err, nl=nl)
+
+
 def writable(path: Path | None) -> Path | None:
     """Refuse an output file before any work is done for it."""
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        typer.echo(
-            f"rather: {path}: cannot be written; name a file in an existing folder.", err=True
-        )
+        echo(f"rather: {path}: cannot be written; name a file in an existing folder.", err=True)
         raise typer.Exit(2)
     return path
 
@@ -75,13 +78,13 @@ def guarded(work: Callable[[], int]) -> int:
     try:
         return work()
     except (RatherError, Ended) as error:
-        typer.echo(redact(f"rather: {error}"), err=True)
+        echo(redact(f"rather: {error}"), err=True)
         if isinstance(error, RayGone):
             # Ray's exit handler would look for its server again and crash.
             os._exit(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
-        typer.echo("rather: interrupted", err=True)
+        echo("rather: interrupted", err=True)
         return 130
     except BrokenPipeError:  # `rather data ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,7 +94,7 @@ def guarded(work: Callable[[], int]) -> int:
         if error.filename is None or error.errno in (errno.ENOENT, errno.EEXIST):
             raise
         log.debug("file system error", exc_info=True)
-        typer.echo(redact(f"rather: {error.filename}: {error.strerror}."), err=True)
+        echo(redact(f"rather: {error.filename}: {error.strerror}."), err=True)
         return DiskError.exit_code
 
 
@@ -148,7 +151,7 @@ def settings(
 
 
 def print_json(value: Any) -> None:
-    typer.echo(strict_json(value, indent=1))
+    echo(strict_json(value, indent=1))
 
 
 def count(number: int, noun: str) -> str:
@@ -158,13 +161,15 @@ def count(number: int, noun: str) -> str:
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
     """Print rows below their headings; columns of numbers are aligned to the right."""
-    cells = [[Text(str(each), STYLES.get(str(each), "")) for each in row] for row in rows]
+    cells = [[Text(printable(str(x)), STYLES.get(str(x), "")) for x in row] for row in rows]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for place, heading in enumerate(headings):
         is_number = all(re.match(r"-?(\d|nan|inf|$)", row[place].plain) for row in cells)
-        table.add_column(Text(heading), justify="right" if is_number else "left", overflow="fold")
+        table.add_column(
+            Text(printable(heading)), justify="right" if is_number else "left", overflow="fold"
+        )
     for row in cells:
         table.add_row(*row)
     if title:
-        typer.echo(title)  # not wrapped to the width of the table
+        echo(title)  # not wrapped to the width of the table
     Console(highlight=False).print(table)

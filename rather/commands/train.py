@@ -6,9 +6,9 @@ import os
 from contextlib import closing
 from typing import Any
 
-import typer
 from rich.console import Console
 
+from rather.commands.terminal import echo
 from rather.config.schema import DPOConfig
 from rather.data.prepare import BadRows
 from rather.data.show import print_report
@@ -46,7 +46,7 @@ def dry_run(config: DPOConfig) -> int:
         print_report(pipeline.data.report, Console(stderr=True))
         pipeline.initialize()
         first = next(pipeline.steps())
-        typer.echo(
+        echo(
             f"{len(pipeline.data.train)} pairs, {pipeline.total_steps} steps of "
             f"{pipeline.source.order.batch} pairs; the first packs {first.tokens} tokens into "
             f"{len(first.policy)} micro-batches. Nothing was trained; only the data cache was written."

@@ -1,4 +1,5 @@
-"""Redaction of secrets, found by the name of a key, by their form, or by a known value."""
+"""What may be shown: no secrets, found by the name of a key, by their form, or by a known value; no
+control characters."""
 
 from __future__ import annotations
 
@@ -26,6 +27,12 @@ _PATTERNS = re.compile(
 _IN_QUERY = re.compile(
     r"(?<=[?&])([\w.-]*(?:token|key|secret|password)=)[^\s&#\"']+", re.IGNORECASE
 )
+# Terminals obey these: they could rewrite what was printed, or fill the clipboard.
+_CONTROL = {
+    number: f"\\x{number:02x}"
+    for number in (*range(32), *range(127, 160))
+    if chr(number) not in "\t\n"
+}
 _hidden: set[str] = set()
 
 
@@ -48,3 +55,8 @@ def redact(text: str) -> str:
     for value in sorted(_hidden | named, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _PATTERNS.sub(HIDDEN, text))
+
+
+def printable(text: str) -> str:
+    """Return a text that may come from strangers with its control characters as `\\x1b`."""
+    return text.translate(_CONTROL)

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core.core_schema import ValidationInfo
 
 from rather.config.plugins import did_you_mean
+from rather.files import real_path
 
 MASK = "***"
 MOST_DEVICES = 65_536
@@ -147,7 +148,7 @@ def _check(is_valid: Callable[[Any], Any], message: str) -> AfterValidator:
 
 
 def _is_writable(value: str) -> bool:
-    path = Path(value).expanduser().resolve()
+    path = real_path(Path(value).expanduser())
     is_folder = path != path.parent and value.rstrip("/") != ".." and "://" not in value
     return bool(value.strip()) and is_folder
 

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from rather.data.json_rows import DropReason, RawRow, read_blocks, split_lines, split_values
 from rather.errors import DataError
-from rather.files import read_json, regular
+from rather.files import read_json, real_path, regular
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -95,9 +95,9 @@ def _arrow_files(folder: Path) -> list[Path]:
                 f"{state}: does not list the data files of its folder ({error!r})."
             ) from error
     for file in files:
-        if file.resolve().parent != folder.resolve():
+        if (target := real_path(file)).parent != real_path(folder):
             raise DataError(
-                f"{file}: is a link to {file.resolve()}, outside its folder; copy the file into it."
+                f"{file}: is a link to {target}, outside its folder; copy the file into it."
             )
     if not files:  # ColossalChat writes part-00000, part-00001, ...
         parts = sorted(folder.glob("part-*/state.json"))

@@ -8,12 +8,13 @@ from itertools import groupby
 from time import monotonic
 from typing import Any
 
+from rich import markup
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
 
+from rather.config.redaction import printable
 from rather.data.findings import sets_of
 from rather.data.pairs import PairDataset
 from rather.data.report import MEANINGS, Json
@@ -25,6 +26,11 @@ SIDES = ("chosen", "rejected")
 MOST_TOKENS = 1000  # shown of each side on a page
 MOST_PLACES = 3
 WINDOW = 32  # tokens that are decoded together
+
+
+def escape(text: str) -> str:
+    """Return a text whose brackets and control characters are shown, not obeyed."""
+    return markup.escape(printable(text))
 
 
 @contextmanager
@@ -39,7 +45,7 @@ def bar(console: Console, what: str, total: float) -> Iterator[Callable[[float, 
 
     def advance(done: float, detail: str) -> None:
         nonlocal printed
-        text = f"{what}: {detail}"
+        text = escape(f"{what}: {detail}")
         shown.update(task, completed=done, description=text)
         if not console.is_terminal and monotonic() - printed >= 10:
             printed = monotonic()
@@ -115,7 +121,7 @@ def show_pairs(pairs: PairDataset, tokenizer: Any, n: int, console: Console) -> 
             for scored, tokens in groupby(one["shown"], key=lambda token: token[1]):
                 piece = "".join(token for token, _ in tokens)
                 piece = f"[[{piece}]]" if scored and plain else piece
-                text.append(piece, style=style if scored else "dim")
+                text.append(printable(piece), style=style if scored else "dim")
             console.print(text, soft_wrap=True)
 
 

@@ -9,6 +9,7 @@ children need neither it nor torch.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,6 +124,7 @@ ALIASES = {
     "gemma3": "gemma",
 }
 CONVERSATION = ("chat_template", "system_message", "end_of_assistant", "stop_ids")
+MOST_GROWTH = 1_000  # times, of a text by its normalizer or decoder
 RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
@@ -147,9 +149,28 @@ def load_tokenizer(
         raise DataError(
             f"{path}: only tokenizers with a tokenizer.json are read; save it as a fast tokenizer."
         )
+    _refuse_growth(path, tokenizer.backend_tokenizer)
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _refuse_growth(path: str, backend: Any) -> None:
+    """Refuse replacements that multiply a text: some bytes of tokenizer.json could fill the memory."""
+
+    def growth(part: Any) -> int:
+        if isinstance(part, dict) and part.get("type") == "Replace":
+            return max(1, len(part["content"]))
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return math.prod(map(growth, inner))
+
+    for name in ("normalizer", "decoder"):
+        part = getattr(backend, name)
+        if part and growth(json.loads(part.__getstate__())) > MOST_GROWTH:
+            raise DataError(
+                f"{path}: the {name} of its tokenizer can make a text more than {MOST_GROWTH:,} "
+                "times longer; use another tokenizer.json."
+            )
 
 
 @dataclass(frozen=True)

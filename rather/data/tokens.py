@@ -262,7 +262,15 @@ class Encoder:
 
     def _ids(self, rendered: Sequence[str], *, add_special_tokens: bool = False) -> list[Ids]:
         tokenizer = self.tokenizer if add_special_tokens else self._active_tokenizer
-        batch = tokenizer.encode_batch_fast(list(rendered), add_special_tokens=add_special_tokens)
+        try:
+            batch = tokenizer.encode_batch_fast(
+                list(rendered), add_special_tokens=add_special_tokens
+            )
+        except BaseException as error:
+            # A regular expression that is too expensive is a panic, which is not an Exception.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"the tokenizer fails ({error}); look at its tokenizer.json.") from None
         return [one.ids for one in batch]
 
     @property

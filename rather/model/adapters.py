@@ -14,7 +14,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from hashlib import file_digest, sha256
@@ -54,6 +54,25 @@ KNOWN = (  # keys that an adapter's config may set; all others must have PEFT's 
     "inference_mode", "init_lora_weights", "auto_mapping", "peft_version",
     "megatron_core", "runtime_config", "qalora_group_size",
 )  # fmt: skip
+MOST_NAMES = 10_000  # of layers
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MOST_NAMES and all(map(_is_text, value))
+
+
+CHECKS: dict[str, Callable[[Any], bool]] = {  # of values in an adapter's config
+    "r": lambda value: type(value) is int and value > 0,
+    "lora_alpha": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "target_modules": lambda value: _is_text(value) or _are_names(value),
+    "modules_to_save": _are_names,
+    "base_model_name_or_path": _is_text,
+    "revision": _is_text,
+}
 _PEFT = "base_model.model."  # the prefix of every name in an adapter's file
 
 
@@ -113,6 +132,10 @@ def saved_config(folder: Path) -> LoraConfig:
             "supported"
         )
     own = {key: values[key] for key in KNOWN[:6] if values.get(key) is not None}
+    if isinstance(own.get("target_modules"), str):
+        # A stranger's regular expression may never end; the file has the names that it matched.
+        names = (name.removeprefix(_PEFT).partition(".lora_") for name in _open(folder))
+        own["target_modules"] = sorted({module for module, found, _ in names if found})
     return LoraConfig(**own, init_lora_weights=True, task_type="CAUSAL_LM")
 
 
@@ -132,6 +155,10 @@ def _values(folder: Path, name: str) -> dict[str, Any]:
         raise ConfigError(f"{folder / name}: cannot be read ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{folder / name}: is not the config of an adapter")
+    for key, is_good in CHECKS.items():
+        if (value := values.get(key)) is not None and not is_good(value):
+            shown = str(value)[:100]
+            raise ConfigError(f"{folder / name}: {key}: {shown} is not what an adapter has there")
     return values
 
 
@@ -152,6 +179,7 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     `AdapterWeights` has its values. PiSSA's start is always kept: the export subtracts it.
     """
     config = adapter_config(args)
+    _refuse_wide(causal_lm, config.r)
     has_experts = any(True for _ in expert_blocks(causal_lm))
     if has_experts and config.target_modules == ALL_LINEAR:
         # PEFT takes the other names in a layer, also those of shared experts, for stacked experts.
@@ -180,6 +208,14 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
         parameter.requires_grad_(f".{TRAINED}." in name)
 
 
+def _refuse_wide(causal_lm: Any, rank: int) -> None:
+    """Refuse a rank that a run folder's config could fill the memory with."""
+    layers = [each for each in causal_lm.modules() if isinstance(each, nn.Linear)]
+    width = max((max(each.in_features, each.out_features) for each in layers), default=0)
+    if rank > width:
+        raise ConfigError(f"lora_rank: {rank} must be at most {width}, the widest layer")
+
+
 def _is_pissa(init: Any) -> bool:
     return bool(PISSA.fullmatch(str(init)))
 
@@ -198,7 +234,7 @@ def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
                 + "; of a mixture of experts, name layers of attention"
                 * name.endswith(".experts")
             )
-    # A string is the pattern of an existing adapter.
+    # PEFT has replaced all-linear by the names.
     targets = config.target_modules if not isinstance(config.target_modules, str) else ()
     for key, names, kind in (
         ("lora_target", targets, BaseTunerLayer),
@@ -425,12 +461,16 @@ def merge(base: ShardedFiles, adapter: Path, cast: Cast) -> dict[str, TensorStre
     return streams
 
 
-def _open_adapter(adapter: Path, base: ShardedFiles) -> ShardedFiles:
-    """Open the matrices of an adapter; refuse those of another model."""
+def _open(adapter: Path) -> ShardedFiles:
     try:
-        saved = ShardedFiles([adapter / WEIGHTS])
+        return ShardedFiles([adapter / WEIGHTS])
     except CheckpointError as error:
         raise ConfigError(f"adapter_name_or_path: {error}") from error
+
+
+def _open_adapter(adapter: Path, base: ShardedFiles) -> ShardedFiles:
+    """Open the matrices of an adapter; refuse those of another model."""
+    saved = _open(adapter)
     changed = {_base_name(name.removeprefix(_PEFT)) for name in saved}
     if foreign := changed - set(base):
         raise ConfigError(

@@ -15,7 +15,7 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import CheckpointError, ConfigError, DiskError
-from rather.files import own, parse_json, write_own
+from rather.files import own, parse_json, real_path, write_own
 from rather.run_folder import control
 from rather.tracking.json_lines import (
     LEDGER,
@@ -159,7 +159,7 @@ def named_checkpoint(config: DPOConfig) -> Path | None:
     given = config.resume_from_checkpoint
     if isinstance(given, bool) or given == "auto":
         return None
-    return Path(given).expanduser().resolve()
+    return real_path(Path(given).expanduser())
 
 
 def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> MetricsPosition:

@@ -12,7 +12,7 @@ from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 
-from rather.config.redaction import redact
+from rather.config.redaction import printable, redact
 from rather.errors import ConfigError, RatherError
 from rather.files import own
 
@@ -95,7 +95,8 @@ def _catch_crashes(file: _LogFile) -> None:
 
 class _Redacting(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))  # after formatting: a traceback may hold a secret
+        # After formatting: a traceback may hold a secret.
+        return printable(redact(super().format(record)))
 
 
 class _LogFile(logging.FileHandler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_an_adapter_of_a_huge_rank(config: Config, good: Path, adapter: Path) ->
         assert "r: 1000000 is too large for the weights next to it" in refused(*command)
 
 
+def test_a_pattern_of_layers_is_not_matched(
+    config: Config, adapter: Path, good: Path, tmp_path: Path
+) -> None:
+    """PEFT would match the names of all modules; the file of the adapter has those that count."""
+    values = json.loads((adapter / CONFIG).read_text())
+    for place, pattern in enumerate((".*[qv]_proj", "(.*a*)*" * 9 + "b", "(" * 5000)):
+        (adapter / CONFIG).write_text(json.dumps(values | {"target_modules": pattern}))
+        out = tmp_path / f"merged-{place}"
+        done = rather("merge", adapter, "--base", good / "base", "--out", out)
+        assert done.exit_code == 0, (done.output, done.exception)
+    done = rather("train", config(actor_train__model_args__adapter_name_or_path=str(adapter)))
+    assert done.exit_code == 0, (done.output, done.exception)
+    saved = json.loads((tmp_path / "out" / "run" / "adapter" / CONFIG).read_text())
+    layers = json.loads((good / "base" / "config.json").read_text())["num_hidden_layers"]
+    assert sorted(saved["target_modules"]) == [
+        f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(layers) for name in "qv"
+    ]
+
+
 @pytest.mark.parametrize("linked", [True, False], ids=["linked", "there"])
 def test_an_adapter_next_to_a_model_is_not_loaded(
     config: Config, good: Path, model: Path, made: Path, adapter: Path, marker: Path, linked: bool
@@ -141,6 +161,18 @@ def test_a_pickled_adapter(
     for name in (CONFIG, PICKLED):
         shutil.copy(adapter / name, model / name)
     assert "holds an adapter" in refused("train", config())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("r", 1e9), ("r", 0), ("lora_alpha", "x"), ("lora_alpha", float("nan")), ("revision", [1]),
+     ("base_model_name_or_path", ["x"]), ("modules_to_save", ["x"] * 10_001), ("target_modules", [1])],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_refused(adapter: Path, key: str, value: Any) -> None:
+    values = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps(values | {key: value}))
+    message = refused("merge", adapter, "--out", "written")
+    assert f"{key}: {str(value)[:9]}" in message
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])

@@ -173,6 +173,10 @@ def test_a_folder_of_tables_cannot_lead_out(tmp_path: Path, marker: Path) -> Non
     (folder / "private.arrow").symlink_to(private)
     with pytest.raises(DataError, match="outside its folder; copy the file into it"):
         find_sources(folder)
+    (folder / "private.arrow").unlink()
+    (folder / "private.arrow").symlink_to("private.arrow")
+    with pytest.raises(DataError, match=r"saved/private\.arrow: "):
+        find_sources(folder)
 
 
 def test_a_table_that_lies_about_its_size(config: Config, tmp_path: Path, marker: Path) -> None:

@@ -264,6 +264,26 @@ def test_a_pickled_tokenizer(config: Config, model: Path, marker: Path, pickled:
     assert rather("data", config()).exit_code == 3
 
 
+def test_a_tokenizer_cannot_fill_the_memory(model: Path, tmp_path: Path) -> None:
+    """Three hundred bytes would make 10^12 characters of one, in a native library."""
+    longer = {"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 100}
+    for part in ("normalizer", "decoder"):
+        folder = Path(shutil.copytree(model, tmp_path / part))
+        change(folder / "tokenizer.json", **{part: {"type": "Sequence", f"{part}s": [longer] * 6}})
+        done = rather("chat", folder, "--prompt", "w1")
+        assert done.exit_code == 3, (done.output, done.exception)
+        assert f"the {part} of its tokenizer can make a text more than 1,000" in done.stderr
+
+
+def test_a_regular_expression_that_never_ends(model: Path) -> None:
+    expensive = {"Regex": "(w+)+(w+)+(w+)+$x"}
+    split = {"type": "Split", "pattern": expensive, "behavior": "Isolated", "invert": False}
+    change(model / "tokenizer.json", pre_tokenizer=split)
+    done = rather("chat", model, "--prompt", "w" * 60)
+    assert done.exit_code == 3, (done.output, done.exception)
+    assert "the tokenizer fails" in done.stderr
+
+
 def test_a_tokenizers_own_template_runs_in_the_sandbox(
     config: Config, model: Path, marker: Path
 ) -> None:

@@ -269,6 +269,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "depth": (lambda folder: (folder / "config.json").write_text("[" * 5000), "inside each other"),
     "digits": (lambda folder: (folder / "config.json").write_text('{"a": ' + "9" * 5000 + "}"), "digits"),
     "no json": (lambda folder: (folder / "generation_config.json").write_text("{"), "cannot be read"),
+    "loop": (lambda folder: (folder / "x.json").symlink_to("x.json"), "Too many levels of symbolic links"),
 }  # fmt: skip
 
 

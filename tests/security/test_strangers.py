@@ -295,6 +295,18 @@ def test_a_found_config_switches_nothing_on(
             load_found(file)
 
 
+def test_a_found_config_does_not_fill_the_memory(strangers: Strangers) -> None:
+    """An adapter of this rank would need 4 GiB for every layer, before its weights are read."""
+    run = strangers.folders["run"]
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["pretrain"] = str(strangers.folders["good"])
+    values["actor_train"]["model_args"] = {"lora_rank": 9_000_000}
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    done = rather("chat", run, "--prompt", "w1")
+    assert done.exit_code == 2, (done.output, done.exception)
+    assert "lora_rank: 9000000 must be at most" in done.stderr
+
+
 def test_migrate_does_not_copy_trust(tmp_path: Path) -> None:
     source = tmp_path / "trl.yaml"
     source.write_text("model_name_or_path: a/b\nloss_type: sigmoid\ntrust_remote_code: true\n")

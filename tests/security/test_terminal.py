@@ -1,0 +1,88 @@
+"""Texts of strangers are printed, never obeyed: no control character reaches the terminal."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rather.config.redaction import printable
+from tests.security.conftest import rather
+
+ROOT = Path(__file__).parents[2]
+TITLE = "\x1b]0;another title\x07\x9b2J[/red]"  # also markup of rich, which may not be closed
+# These print numbers and texts of Rather, or redact what they print.
+DIRECT = {"cli.py", "commands/terminal.py", "run_folder/control.py", "tracking/run.py"}
+DIRECT |= {"tracking/logs.py", "cluster/supervision.py", "data/show.py"}
+
+
+def refuse_control(text: str) -> None:
+    assert printable(text) == text
+    assert "another title" in text, "the text was not shown at all"
+
+
+def test_control_characters_are_shown_as_such() -> None:
+    assert printable("a\tb\n\x1b[2J\r\x7f\x9b é中") == "a\tb\n\\x1b[2J\\x0d\\x7f\\x9b é中"
+
+
+def test_texts_of_a_dataset(config: Callable[..., Path], tmp_path: Path) -> None:
+    rows = tmp_path / f"{TITLE.replace('/', '')}.jsonl"
+    good = {"prompt": f"w1 {TITLE}", "chosen": "w2", "rejected": "w3", TITLE: 1}
+    bad = {"prompt": 1, "chosen": TITLE, "id": TITLE}
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [good] * 4 + [bad] * 2))
+    file = config(actor_train__data_args__file_name=str(rows), max_bad_fraction=1)
+    done = rather("data", file, "--show", "2")
+    assert done.exit_code == 0, (done.output, done.exception)
+    refuse_control(done.output)
+    done = rather("data", file, "max_bad_fraction=0")
+    assert done.exit_code == 3
+    refuse_control(done.output)
+
+
+def test_texts_of_a_run_and_a_model(model: Path, finished: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(json.loads(line) | {TITLE: 2.0}) + "\n" for line in lines)
+    )
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("2.0", "3.0"))
+    with open(other / "starts.jsonl", "a") as file:
+        file.write('{"environment": [], "settings": 3}\n')
+    done = rather("compare", run, other)
+    assert done.exit_code == 0, (done.output, done.exception)
+    refuse_control(done.output)
+    tokens = json.loads((model / "tokenizer.json").read_text())
+    words = tokens["model"]["vocab"]
+    tokens["model"]["vocab"] = {
+        word + TITLE if word.startswith("w") and word != "w1" else word: number
+        for word, number in words.items()
+    }
+    (model / "tokenizer.json").write_text(json.dumps(tokens))
+    done = rather("chat", model, "--prompt", "w1 w1", "--temperature", "9")
+    assert done.exit_code == 0, (done.output, done.exception)
+    refuse_control(done.output)
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"model_type": TITLE}))
+    done = rather("chat", model, "--prompt", "w1")
+    assert done.exit_code == 2
+    refuse_control(done.output)
+
+
+@pytest.mark.parametrize("name", ["echo", "print"])
+def test_commands_print_by_one_function(name: str) -> None:
+    found = {
+        str(file.relative_to(ROOT / "rather"))
+        for file in (ROOT / "rather").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and (
+            (isinstance(node.func, ast.Attribute) and node.func.attr == name)
+            or (name == "print" and isinstance(node.func, ast.Name) and node.func.id == name)
+        )
+    }
+    assert found <= DIRECT
