@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rather.commands.terminal import AsJson, RunFolder, command, print_table, writable
+from rather.commands.terminal import AsJson, RunFolder, command, echo, print_table, writable
 from rather.errors import ConfigError
 from rather.tracking.json_lines import strict_json
 
@@ -67,7 +67,7 @@ def pairs_command(
         write.write_text("".join(lines), encoding="utf-8")
     if as_json:
         for row in rows:
-            typer.echo(strict_json(row))
+            echo(strict_json(row))
         return 0
     meanings = {
         **MEANINGS,
@@ -76,9 +76,9 @@ def pairs_command(
     counts = [(name, summary[name], text) for name, text in meanings.items() if name in summary]
     title = f"{run}: {summary['pairs']} pairs, seen up to {summary['epochs']} times"
     print_table(("finding", "pairs", "meaning"), counts, title)
-    typer.echo(f"Length alone explains {summary['explained_by_length']:.0%} of the margins (R^2).")
+    echo(f"Length alone explains {summary['explained_by_length']:.0%} of the margins (R^2).")
     if known := doctor.calibration:
-        typer.echo(
+        echo(
             f"Planted flips: AUC {known['auc']:.2f}; likely_flipped finds {known['recall']:.0%} of "
             f"them, and at least {known['precision']:.0%} of its pairs were flipped."
         )
@@ -90,8 +90,8 @@ def pairs_command(
     if shown:
         print_table((*columns, "findings"), cells, "The most suspicious pairs:")
     if write:
-        typer.echo(f"{len(ids)} corrections in {write}. Train again with them:")
-        typer.echo(f"  actor_train.data_args.corrections={write}")
+        echo(f"{len(ids)} corrections in {write}. Train again with them:")
+        echo(f"  actor_train.data_args.corrections={write}")
     return 0
 
 
@@ -106,7 +106,7 @@ def _training_pairs(run: Path) -> PairDataset | None:
     try:
         return prepare(load_found(run / "config.yaml"), console=Console(quiet=True)).train
     except (OSError, RatherError) as error:
-        typer.echo(f"rather: the texts of the pairs are not available ({error})", err=True)
+        echo(f"rather: the texts of the pairs are not available ({error})", err=True)
         return None
 
 
@@ -127,8 +127,9 @@ def _calibrate(run: Path, data: PairDataset | None, share: float) -> int:
     """Train a copy with planted flips, and store what it says about the score; the exit code."""
     import numpy as np
 
-    from rather.commands.terminal import settings
     from rather.commands.train import train_run
+    from rather.config.load import load_found
+    from rather.config.paths import check_paths
     from rather.config.schema import as_list
     from rather.data.corrections import hex_id
     from rather.files import write_own
@@ -137,19 +138,22 @@ def _calibrate(run: Path, data: PairDataset | None, share: float) -> int:
 
     if data is None:
         raise ConfigError(f"--plant: the training pairs of {run} are needed.")
-    config = settings(run / "config.yaml", [])
+    config = load_found(run / "config.yaml")  # data: it came with the folder
     digests = np.unique(data.column("pair_hash"))
     draw = np.random.default_rng(config.seed)
     planted = draw.permutation(digests)[: max(1, round(share * len(digests)))]
-    name = f"{config.exp_name}-planted"
-    file = config.run_dir.with_name(f"{name}.jsonl").absolute()
+    name = f"{run.absolute().name}-planted"
+    file = run.absolute().with_name(f"{name}.jsonl")
     lines = [strict_json({"id": hex_id(int(each)), "flip": True}) + "\n" for each in planted]
     write_own(file, "".join(lines))
-    before = as_list(config.actor_train.data_args.corrections)
-    changes = [f"exp_name={name}", "report_html=false"]
-    changes.append(f"actor_train.data_args.corrections={[*before, str(file)]}")
+    actor, data_args = config.actor_train, config.actor_train.data_args
+    corrections = [*as_list(data_args.corrections), str(file)]
+    data_args = data_args.model_copy(update={"corrections": corrections})
+    actor = actor.model_copy(update={"data_args": data_args})
+    changes = {"exp_name": name, "report_html": False, "actor_train": actor}
+    copy = config.model_copy(update=changes)
+    check_paths(copy)
     with StopRequest() as stop:
-        copy = settings(run / "config.yaml", changes)
         if code := train_run(copy, stop):
             return code
     found = calibrate(Doctor.of(copy.run_dir).history, planted)

@@ -96,7 +96,10 @@ def load_found(path: Path, *, trust_remote_code: bool = False) -> DPOConfig:
     secret = [names for names, leaf in _leaves(written) if _reads_secret(str(leaf))]
 
     def as_data(values: dict[str, Any]) -> None:
-        values["output_dir"] = str(path.absolute().parents[1])  # where the folder is now
+        home = path.absolute().parents[1]  # where the folder is now
+        values |= {"output_dir": str(home), "logging_dir": str(home / "logs")}
+        for name in ("checkpoint_config", "track_with", "tracker_kwargs"):
+            values.pop(name, None)
         for section in [values, *(each for each in values.values() if isinstance(each, dict))]:
             for name in ("worker_cls", "system_envs"):
                 section.pop(name, None)

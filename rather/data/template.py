@@ -166,7 +166,7 @@ def _refuse_growth(path: str, backend: Any) -> None:
 
     for name in ("normalizer", "decoder"):
         part = getattr(backend, name)
-        if part and growth(json.loads(part.__getstate__())) > MOST_GROWTH:
+        if part and growth(parse_json(part.__getstate__())) > MOST_GROWTH:
             raise DataError(
                 f"{path}: the {name} of its tokenizer can make a text more than {MOST_GROWTH:,} "
                 "times longer; use another tokenizer.json."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from numpy.typing import NDArray
 
 from rather.data.corrections import hex_id
 from rather.errors import ConfigError
+from rather.files import own
 from rather.tracking.json_lines import LEDGER, read_object
+from rather.tracking.run import LEDGER_SCHEMA
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+CALIBRATED = ("auc", "cut", "precision", "recall")
 CALIBRATION = "pairs.json"  # in the run folder, from flips that `rather pairs --plant` made
 MEANINGS = {
     "likely_flipped": "training never believed the label: the mean margin is too low",
@@ -32,8 +36,13 @@ def read_ledger(run_dir: Path) -> Any:
     """Return the rows of a run's ledger as an Arrow table, mapped, up to the last whole step."""
     file = run_dir / LEDGER
     try:
+        os.close(own(file, os.O_RDONLY))  # raises if it is a link or a pipe
         reader = pa.ipc.open_stream(pa.memory_map(str(file)))
-        return pa.Table.from_batches(_whole_batches(reader), reader.schema)
+        if reader.schema != LEDGER_SCHEMA:
+            raise pa.ArrowInvalid("it has other columns")
+        table = pa.Table.from_batches(_whole_batches(reader), reader.schema)
+        table.validate(full=True)
+        return table
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(
             f"{file}: cannot be read ({error}). Runs write it unless pair_ledger is false."
@@ -170,7 +179,9 @@ class Doctor:
     @staticmethod
     def of(run_dir: Path) -> Doctor:
         history = PairHistory.of(read_ledger(run_dir))
-        return Doctor(history, read_object(run_dir / CALIBRATION))
+        known = read_object(run_dir / CALIBRATION)  # may be a stranger's
+        is_whole = all(isinstance(known.get(name), float) for name in CALIBRATED)
+        return Doctor(history, known if is_whole else {})
 
     @cached_property
     def findings(self) -> dict[str, Flags]:

@@ -43,6 +43,8 @@ ALLOWED = {
     "rather/data/read.py: open_file": "every batch is validated",
     "rather/data/read.py: open_stream": "every batch is validated",
     "rather/data/read.py: ParquetFile": "every batch is validated",
+    "rather/report/pairs.py: memory_map": "a regular file, validated",
+    "rather/report/pairs.py: open_stream": "a regular file, validated",
     "rather/checkpoint/sharded_tensors.py: safe_open": "the library limits the header",
     # what this process, its children or the user's shell wrote
     "rather/data/pairs.py: memory_map": "the cache, by its SHA-256",

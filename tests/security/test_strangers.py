@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 import typer.main
@@ -25,6 +26,7 @@ from rather.cli import app
 from rather.config.load import load_found
 from rather.errors import ConfigError
 from rather.run_folder.layout import OWN_FILES
+from rather.tracking.json_lines import LEDGER
 from tests.security.conftest import Bait, rather
 
 CODE = {
@@ -66,6 +68,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "board": [["{run}", "--no-browser"], ["{linked}", "--no-browser"]],
     "health": FOLDERS,
     "report": FOLDERS,
+    "pairs": [*FOLDERS, ["{run}", "--plant", "0.2"], ["{linked}", "--plant", "0.2"]],
     "compare": [["{run}", "{linked}"], ["{run}", "{run}"]],
     "stop": [*FOLDERS, ["{yaml:run}"]],
     "save-now": [*FOLDERS, ["{yaml:run}"]],
@@ -278,12 +281,16 @@ def test_a_found_config_switches_nothing_on(
     values["system_envs"] |= {"NAME": "MY_TOKEN", "x": hidden}
     values["reference"]["model_args"] = "${system_envs.x}"
     values["output_dir"] = values["actor_train"]["data_args"]["cache_dir"] = "/"
+    values |= {"logging_dir": "/", "track_with": "wandb", "checkpoint_config": {"output_dir": "/"}}
     values["reference"]["cache"]["path"] = "/"
     file.write_text(yaml.safe_dump(values))
     config = load_found(file)
     assert config.exp_name == "config"  # the name of the file: the secret was not read
     assert "canary" not in str(config.model_dump())
     assert config.system_envs == {}
+    assert config.track_with is None
+    folders = config.log_dir, config.tracker_dir, config.run_dir, config.checkpoint_copy_dir
+    assert all(folder.is_relative_to(file.parents[1]) for folder in folders)
     caches = config.data_cache_dir(config.actor_train.data_args), config.reference_cache_dir
     assert all(folder.is_relative_to(file.parents[1]) for folder in caches)
     for role in (config.actor_train, config.reference):
@@ -305,6 +312,22 @@ def test_a_found_config_does_not_fill_the_memory(strangers: Strangers) -> None:
     done = rather("chat", run, "--prompt", "w1")
     assert done.exit_code == 2, (done.output, done.exception)
     assert "lora_rank: 9000000 must be at most" in done.stderr
+
+
+def test_a_ledger_of_another_kind(strangers: Strangers) -> None:
+    run = strangers.folders["run"]
+    file = run / LEDGER
+    whole = file.read_bytes()
+    with pa.ipc.new_stream(str(run / "other"), pa.schema([("id", pa.string())])) as writer:
+        writer.write_batch(pa.record_batch([["a"]], names=["id"]))
+    for content in (b"", b"\xff" * 300, whole[:100], (run / "other").read_bytes()):
+        file.write_bytes(content)
+        done = rather("pairs", run)
+        assert done.exit_code == 2, (done.output, done.exception)
+        assert "ledger" in done.stderr
+    file.write_bytes(whole)
+    (run / "pairs.json").write_text('{"cut": []}')
+    assert rather("pairs", run).exit_code == 0
 
 
 def test_migrate_does_not_copy_trust(tmp_path: Path) -> None:
