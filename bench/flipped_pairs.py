@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,15 @@ class Setting:
     beta: float = 0.1
     batch: int = 16
     length: int = 256
-    held_out: int = 150
+    held_out: int = 100
     most: int | None = None  # pairs
 
 
 SETS = {
-    "politeness": Setting("rasbt_politeness", "stories260K", 5e-4, 3),
-    "stories": Setting("stories260K_vader_onpolicy", "stories260K", 5e-4, 4, held_out=100),
+    "politeness": Setting("rasbt_politeness", "stories260K", 2e-4, 3, most=500),
+    "stories": Setting("stories260K_vader_onpolicy", "stories260K", 2e-4, 3, length=512, most=420),
     "ultrafeedback": Setting(
-        "ultrafeedback_train_clean", "stories260K", 5e-4, 3, length=512, held_out=100
+        "ultrafeedback_train_clean", "stories260K", 2e-4, 2, length=512, most=250, held_out=50
     ),
 }
 
@@ -72,6 +73,7 @@ def main() -> None:
     add("--seeds", type=int, nargs="+", default=list(SEEDS))
     add("--shares", type=float, nargs="+", default=[0.0, *SHARES])
     add("--change", nargs="*", default=[], help="learning_rate=1e-3: to choose settings")
+    add("--no-retrain", action="store_true", help="without the doctor's corrections")
     add("--merge", action="store_true", help="print the tables and write the results")
     args = parser.parse_args()
     if args.merge:
@@ -87,7 +89,8 @@ def main() -> None:
                 label = "-".join([name, f"{share:g}", str(seed), *args.change])
                 file = args.out / "cells" / f"{label}.json"
                 if not file.exists():
-                    found = Cell(args.data, args.out / "runs" / label, name, setting, share, seed)
+                    where = args.data, args.out / "runs" / label, name
+                    found = Cell(*where, setting, share, seed, retrain=not args.no_retrain)
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.write_text(json.dumps(result := found.run(), indent=1) + "\n")
                     print(label, {k: v for k, v in result.items() if k not in ("setting", "name")})
@@ -101,6 +104,7 @@ class Cell:
     setting: Setting
     share: float
     seed: int
+    retrain: bool = True
 
     def run(self) -> dict[str, Any]:
         """Train with planted flips, and, on politeness, once more with the doctor's corrections."""
@@ -122,7 +126,7 @@ class Cell:
             flagged = history.flip_score > 0
             found["precision"] = float(flipped[flagged].mean())
             found["recall"] = float(flagged[flipped].mean())
-            if self.name == "politeness":
+            if self.retrain and self.name == "politeness":
                 extra = self.write("doctor", history.ids[flagged])
                 found["held_out_corrected"] = self.train("corrected", [*files, extra])[1]
         return found | {"pairs": len(digests), "seconds": time.perf_counter() - began}
@@ -164,6 +168,7 @@ class Cell:
                 "data_args": {
                     "file_name": str(self.pairs()),
                     "separator": " ",
+                    "overlong": "truncate_response",
                     "cache_dir": str(self.folder.parent / "data"),
                     **({"corrections": list(corrections)} if corrections else {}),
                 },
@@ -174,15 +179,20 @@ class Cell:
         return config_from_dict(values)
 
     def pairs(self) -> Path:
-        file = Path(self.data) / "pairs" / f"{self.setting.pairs}.jsonl.gz"
-        if self.setting.most is None:
-            return file
-        part = self.folder.parent / f"{self.setting.pairs}-{self.setting.most}.jsonl"
-        if not part.exists():
-            with gzip.open(file, "rt") as lines:
-                rows = [line for _, line in zip(range(self.setting.most), lines, strict=False)]
-            part.write_text("".join(rows))
-        return part
+        """Return the pairs as plain text: the models have no chat template."""
+        file = self.folder.parent / f"{self.setting.pairs}-{self.setting.most}.jsonl"
+        if not file.exists():
+            with gzip.open(
+                Path(self.data) / "pairs" / f"{self.setting.pairs}.jsonl.gz", "rt"
+            ) as rows:
+                found = [json.loads(line) for line in islice(rows, self.setting.most)]
+            for row in found:
+                if turns := row.pop("messages", None):
+                    row["prompt"] = "\n".join(turn["content"] for turn in turns)
+            keys = ("prompt", "chosen", "rejected")
+            lines = [json.dumps({key: row[key] for key in keys}) + "\n" for row in found]
+            file.write_text("".join(lines))
+        return file
 
 
 def scores(history: PairHistory) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rather.commands.terminal import (
     command,
     print_json,
     settings,
+    writable,
 )
 from rather.config.redaction import redact
 from rather.errors import ConfigError
@@ -153,6 +154,36 @@ def sweep(
 
 
 @command
+def tune(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    budget: Annotated[str, typer.Option(help="Time to use, such as 90s, 20m or 1.5h.")] = "20m",
+    losses: Annotated[
+        str | None, typer.Option(help="Also compare these losses: sigmoid,ipo.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Write the YAML of the best setting here.", callback=writable)
+    ] = Path("tuned.yaml"),
+    as_json: AsJson = False,
+    imports: Imports = None,
+) -> None:
+    """Choose learning rate and beta on held-out pairs within a time budget.
+
+    A learning-rate range test, then successive halving. Run the same command again to resume.
+    """
+    from rather.commands import tune as tuning
+
+    seconds = tuning.seconds_of(budget)
+    with redirect_stdout(sys.stderr):  # what the runs print
+        done = tuning.tune(config, overrides or [], seconds, losses.split(",") if losses else [])
+    found = done.result()
+    tuning.write_best(done, found, out)
+    print_json(found) if as_json else tuning.print_result(found)
+    if not as_json:
+        typer.echo(f"Best: {found['best']}; written to {out}")
+
+
+@command
 def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -191,6 +222,7 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "Train": (
         ("train", train, "dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6"),
         ("sweep", sweep, "dpo.yaml beta=0.01,0.05,0.1"),
+        ("tune", tune, "dpo.yaml --budget 20m --out tuned.yaml"),
         ("eval", evaluate, "dpo.yaml --model output/dpo/model"),
         ("demo", demo, "--out rather-demo"),
     ),

@@ -26,7 +26,7 @@ from rather.data.show import print_report
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import own
 from rather.losses.losses import gap
-from rather.losses.metrics import Scored, Window, weighted_sums
+from rather.losses.metrics import Scored, Window, Z, weighted_sums, wilson
 from rather.losses.objective import PairLoss, from_config
 from rather.model.check import check_length
 from rather.pipeline.checks import refuse_missing_columns
@@ -46,7 +46,6 @@ ALLOWED = (  # keys that influence tokens, rewards or speed here
     "actor_train.infer_batch_size", "actor_train.max_tokens_per_microbatch_in_infer",
     *(f"actor_train.data_args.{key}" for key in DATA_KEYS),
 )  # fmt: skip
-Z = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
 MOST_SLICES = 40  # printed; --json has all
 
 Rows = tuple[PairDataset, Sequence[int]]  # some pairs of a set
@@ -283,13 +282,6 @@ def _preference(
         f"{name}/accuracies_interval": list(wilson(accuracy, effective)),
         f"{name}/ties": mean((margin == 0).double()),
     }
-
-
-def wilson(share: float, count: float) -> tuple[float, float]:
-    """Return the 95 % interval of a share of independent pairs (Wilson, 1927): sound near 0 and 1."""
-    middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
-    half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def print_scores(scores: Mapping[str, Any]) -> None:

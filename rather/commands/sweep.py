@@ -28,7 +28,7 @@ from rather.board.runs import FolderProblem, read_config
 from rather.cluster.launch import mappings
 from rather.cluster.role import started_by_torchrun
 from rather.commands.compare import JUDGED, curves_of, differences
-from rather.commands.score import LOSS_KEYS, wilson
+from rather.commands.score import LOSS_KEYS
 from rather.commands.terminal import (
     ConfigPath,
     Imports,
@@ -45,6 +45,7 @@ from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, RatherError
 from rather.files import own, parse_yaml, read_bytes, write_own
+from rather.losses.metrics import wilson
 from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report.folder import METRICS, Folder

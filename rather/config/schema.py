@@ -497,7 +497,8 @@ class StepKeys(Section):
     metric_for_best_model: Metric = "eval/loss"
     """Evaluation metric that selects the best model."""
     save_best: bool = False
-    """Also keep the model with the best metric_for_best_model."""
+    """Also keep the model with the best metric_for_best_model: the lowest if the name ends with loss
+    or drift, else the highest; of equal ones the earliest."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without a better metric_for_best_model."""
     on_nonfinite: Literal["skip", "stop", "rollback"] = "skip"

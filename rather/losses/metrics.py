@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from rather.data.batch import PairLogps
+from rather.data.batch import PairFacts, PairLogps
 from rather.losses.losses import gap, log_odds_ratio, log_ratios, token_mean
 from rather.losses.objective import PairLoss
 
+Z = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
 ROUNDING = 1e-6  # relative, of a log-prob that was computed in another layout
 
 
@@ -167,6 +169,55 @@ def _by_label(mean: dict[str, float], chosen: float, rejected: float) -> dict[st
     if chosen and rejected:
         mean["rewards/margins"] = mean["rewards/chosen"] - mean["rewards/rejected"]
     return mean
+
+
+def whole_set_metrics(
+    facts: PairFacts, policy: Tensor, reference: Tensor | None, accuracy: float
+) -> dict[str, float]:
+    """Return what only a whole held-out set has: an interval, accuracy beyond length, and drift.
+
+    `policy` and `reference` are summed log-probs, [P, 2]. Length-controlled accuracy is that of the
+    margins minus the part that is linear in the difference of lengths.
+    """
+    share = facts.weight / facts.weight.sum()
+    low, high = wilson(accuracy, float(1 / share.square().sum()))
+    found = {"rewards/accuracies_low": low, "rewards/accuracies_high": high}
+    values = policy / facts.length if reference is None else policy - reference
+    tied = torch.zeros_like(share, dtype=torch.bool)
+    if reference is not None:
+        found["drift"] = float((values / facts.length).abs().mean(dim=1) @ share)
+        tied = (values.abs() <= ROUNDING * policy.abs()).all(dim=1)
+    margin, longer = gap(values), gap(facts.length)
+    apart = longer - longer @ share
+    spread = float(apart.square() @ share)
+    slope = float((apart * margin) @ share) / spread if spread > 0 else 0.0
+    right = ~tied & (margin - slope * longer > 0)
+    found["calibrated_loss"] = calibrated_loss(margin, share)
+    return found | {"rewards/accuracies_length_controlled": float(right.double() @ share)}
+
+
+def calibrated_loss(margin: Tensor, share: Tensor) -> float:
+    """Return the logistic loss of margins, times the factor that makes it smallest.
+
+    So it does not depend on beta, and settings with different losses can be compared. It is ln 2 if
+    margins say nothing. The loss is convex in the factor; its slope is halved by bisection.
+    """
+    scale = float(margin.abs() @ share)
+    if not 0 < scale < math.inf:
+        return math.log(2) if scale == 0 else math.nan
+    low, high, unit = 0.0, 1000.0, margin / scale
+    for _ in range(60):
+        middle = (low + high) / 2
+        slope = float((unit * torch.sigmoid(-middle * unit)) @ share)
+        low, high = (middle, high) if slope > 0 else (low, middle)
+    return float(softplus(-low * unit) @ share)
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Return the 95 % interval of a share of independent pairs (Wilson, 1927): sound near 0 and 1."""
+    middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
+    half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _correlation(mean: Mapping[str, float]) -> float:

@@ -23,7 +23,7 @@ from rather.data.prepare import recipe_of
 from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import own, parse_json, read_bytes
-from rather.losses.metrics import Window
+from rather.losses.metrics import Window, whole_set_metrics
 from rather.losses.objective import PairLoss, Running
 from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
@@ -136,8 +136,14 @@ def metrics_of(
     facts, policy, reference = zip(*parts, strict=True)
     known = None if reference[0] is None else _join(reference)
     every, window = PairFacts.concat(facts), Window()
-    window.add(score(every, _join(policy), known), pairs=len(every.weight), tokens=0)
-    return window.means()
+    columns = _join(policy)
+    window.add(score(every, columns, known), pairs=len(every.weight), tokens=0)
+    found = window.means()
+    if not {"logps/chosen", "rewards/margins"} <= found.keys():  # not log-probs of pairs
+        return found
+    sums = [each["sum"].cpu() if each else None for each in (columns, known)]
+    assert sums[0] is not None
+    return found | whole_set_metrics(every, sums[0], sums[1], found["rewards/accuracies"])
 
 
 def _join(parts: Sequence[Columns]) -> Columns:

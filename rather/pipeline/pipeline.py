@@ -214,8 +214,10 @@ class DPOPipeline(TrainingLoop):
         with closing(self.reference_stream), closing(self.saving) if self.saving else nullcontext():
             newest = self.saving.to_resume() if self.saving else None
             if newest and self.saving and self.saving.is_finished(newest):
-                early = newest.state["progress"]["stopped_early"]
-                advice = "early stopping ended it" if early else "raise max_steps to train on"
+                advice, before = "raise max_steps to train on", newest.state["progress"]
+                if before["stopped_early"]:
+                    metric = self.config.metric_for_best_model
+                    advice = Progress.of(before, 0).stop_reason(metric)
                 log.info("%s is finished at step %d; %s", self.run_dir, newest.step, advice)
                 if not self.summary:  # the caller uses the model afterwards
                     self._restore(newest)

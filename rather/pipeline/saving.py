@@ -149,14 +149,23 @@ class Progress:
                 f"{', '.join(record)}"
             )
         best = math.nan if self.best is None else self.best
-        if math.isnan(best) or (value < best if metric.endswith("loss") else value > best):
+        if math.isnan(best) or (
+            value < best if metric.endswith(("loss", "drift")) else value > best
+        ):
             self.best, self.best_step, self.stale_evaluations = value, self.step, 0
             return True
         self.stale_evaluations += 1
         self.stopped_early = patience is not None and self.stale_evaluations >= patience
         if self.stopped_early:
-            log.info("Early stopping: %s has not improved since step %d.", metric, self.best_step)
+            log.info("%s", self.stop_reason(metric))
         return False
+
+    def stop_reason(self, metric: str) -> str:
+        """Return why the run stopped early."""
+        return (
+            f"Early stopping at step {self.step}: {metric} was best at step {self.best_step} "
+            f"({self.best:.4g}); {self.stale_evaluations} evaluations since then were not better."
+        )
 
 
 class Saving:

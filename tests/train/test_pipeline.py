@@ -210,7 +210,7 @@ def test_early_stopping_ends_the_run_for_good(
         assert [line["step"] for line in lines if "lr" in line] == [1, 2, 3]
         assert evaluations(lines) == [0, 1, 2, 3]
         assert checkpoints(config.run_dir) == ["checkpoint-3"]
-        assert "Early stopping: eval/loss has not improved since step 1" in caplog.text
+        assert "Early stopping at step 3: eval/loss was best at step 1 (" in caplog.text
         model = config.run_dir / "model" / "model.safetensors"
         trained = open_checkpoint(config.run_dir / "checkpoint-3").tensors("model")
         assert all(torch.equal(w, trained[f"causal_lm.{k}"]) for k, w in load_file(model).items())

@@ -1,0 +1,254 @@
+"""`rather tune`: choose learning rate and beta within a time budget.
+
+First a learning-rate range test: a few steps with rates a factor of 10 apart. Then successive
+halving: all settings around the best rate train for some steps, the better half twice as many, and
+so on. Every setting is one run folder that each round resumes, and all share the caches. What was
+measured is in tune.json, so the same command continues, within what is left of the budget.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from rather.commands.sweep import SIGNALS, combinations, train_here
+from rather.commands.terminal import print_table, settings
+from rather.config.load import dump_yaml
+from rather.config.schema import DPOConfig
+from rather.data.prepare import prepare
+from rather.errors import ConfigError
+from rather.files import write_own
+from rather.losses.objective import from_config
+from rather.pipeline.steps import PreparedSteps
+from rather.report.folder import MetricsReader
+from rather.run_folder import control
+from rather.tracking.json_lines import read_object, strict_json
+
+STATE = "tune.json"
+RATE, BETA, LOSS = "actor_train.training_args.learning_rate", "beta", "pref_loss"
+RANGE = (0.01, 0.1, 1.0, 10.0, 100.0)  # of the rate in the YAML, in the range test
+AROUND = (1 / 3, 1.0, 3.0)  # of the best of these, and of beta
+SHARE = 0.2  # of the budget, for the range test
+PER_ROUND = 2  # each round trains so many times longer, and keeps one setting of so many
+MEASURED = ("calibrated_loss", "rewards/accuracies", "drift", "rewards/accuracies_low",
+            "rewards/accuracies_high", "rewards/accuracies_length_controlled")  # fmt: skip
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of 90s, 20m or 1.5h."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if not found or not float(found[1]):
+        raise ConfigError(f"--budget {text}: write a time such as 90s, 20m or 1.5h.")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+@dataclass
+class Tuning:
+    """The settings that are tried, and what was measured: JSON values, stored after every run."""
+
+    file: Path
+    base: DPOConfig
+    shared: Sequence[str]  # overrides of all runs
+    folder: Path
+    budget: float
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(file: Path, overrides: Sequence[str], budget: float) -> Tuning:
+        base = settings(file, overrides)
+        if not base.validation.data_args.given:
+            raise ConfigError("validation.data_args: set file_name or split: settings are compared "
+                              "on held-out pairs.")  # fmt: skip
+        name = f"{base.exp_name}-tune"
+        folder = Path(base.output_dir).expanduser() / name
+        shared = [
+            *overrides,
+            f"output_dir={folder}",
+            f"logging_dir={Path(base.logging_dir).expanduser() / name}",
+            f"reference.cache.path={base.reference_cache_dir}",
+            f"actor_train.data_args.cache_dir={base.data_cache_dir(base.actor_train.data_args)}",
+            "actor_train.training_args.lr_scheduler_type=constant",
+            "eval_steps=null", "save_steps=null", "report_html=false", "save_best=false",
+            "early_stopping_patience=null", "track_with=null",
+        ]  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        found = Tuning(file, base, shared, folder, budget)
+        found.state = read_object(folder / STATE) or {"seconds": 0.0, "runs": {}, "rounds": {}}
+        asked = {"config": dump_yaml(base), "overrides": list(overrides)}
+        if found.state.setdefault("asked", asked) != asked:
+            raise ConfigError(
+                f"{folder} was tuned with other settings; choose another exp_name, or remove it."
+            )
+        return found
+
+    @property
+    def left(self) -> float:
+        return self.budget - float(self.state["seconds"])
+
+    def save(self) -> None:
+        part = self.folder / f".{STATE}.part"
+        write_own(part, strict_json(self.state, indent=1) + "\n")
+        os.replace(part, self.folder / STATE)
+
+    def train(self, name: str, values: Mapping[str, Any], steps: int) -> int:
+        """Train one setting up to so many steps and measure it; return an exit code to end with."""
+        runs = self.state["runs"]
+        run = runs.setdefault(name, {"values": dict(values), "steps": 0, "seconds": 0.0})
+        if run["steps"] >= steps or "error" in run:
+            return 0
+        own = [*(f"{key}={value}" for key, value in values.items()), f"exp_name={name}"]
+        config = settings(self.file, [*self.shared, *own, f"max_steps={steps}"])
+        typer.secho(f"tune: {name} to step {steps}", bold=True, err=True)
+        began = time.monotonic()
+        code, error = train_here(config)
+        spent = time.monotonic() - began
+        self.state["seconds"] += spent
+        if code in SIGNALS:
+            self.save()
+            return code
+        if code:
+            run["error"] = error
+        else:
+            columns = MetricsReader(config.run_dir / "metrics.jsonl").update()
+            prefix = next(each for each in columns if each.endswith("calibrated_loss"))[:-15]
+            known = {each: columns.get(prefix + each) for each in MEASURED}
+            run |= {each: column.values[-1] for each, column in known.items() if column}
+            run |= {"steps": steps, "seconds": run["seconds"] + spent}
+        self.save()
+        return 0
+
+    def ranked(self, names: Iterable[str]) -> list[str]:
+        """Return the names, best first: by held-out loss that is comparable between betas."""
+        runs = self.state["runs"]
+
+        def loss(name: str) -> float:
+            value = runs[name].get("calibrated_loss", math.inf)
+            return math.inf if math.isnan(value) or "error" in runs[name] else float(value)
+
+        return sorted(names, key=loss)
+
+    def run(self, losses: Sequence[str], total_steps: int) -> int:
+        """Do what is left within the budget; return an exit code, 0 unless asked to stop."""
+        fixed = {LOSS: losses[0]} if losses else {}
+        rate = self.base.actor_train.training_args.learning_rate
+        probes = combinations({RATE: [f"{rate * factor:.3g}" for factor in RANGE]})
+        steps = self.state["rounds"].setdefault("range", max(1, min(total_steps, 4)))
+        for name, values in probes.items():  # the first one tells what a step costs
+            if code := self.train(f"range-{name}", {**values, **fixed}, steps):
+                return code
+            if self.left <= (1 - SHARE) * self.budget and steps > 1:
+                break
+        tried = [name for name in self.state["runs"] if name.startswith("range-")]
+        best = self.state["runs"][self.ranked(tried)[0]]
+        self.state["rounds"].setdefault("rate", best["values"][RATE])
+        return self._halve(float(self.state["rounds"]["rate"]), losses, total_steps)
+
+    def _halve(self, rate: float, losses: Sequence[str], total_steps: int) -> int:
+        axes = {RATE: [f"{rate * factor:.3g}" for factor in AROUND]}
+        if beta := self.base.loss_numbers.get("beta") or _own_beta(self.base):
+            axes[BETA] = [f"{beta * factor:.3g}" for factor in AROUND]
+        if losses:
+            axes[LOSS] = list(losses)
+        names = list(every := combinations(axes))
+        if "steps" not in self.state["rounds"]:
+            self.state["rounds"]["steps"] = self._first_steps(len(names), total_steps)
+        steps = self.state["rounds"]["steps"]
+        while True:
+            for name in names:
+                seconds = self.state["runs"].get(name, {}).get("seconds", 0.0)
+                if self.left < seconds * (PER_ROUND - 1) and self.state["runs"][name]["steps"]:
+                    typer.echo("tune: the budget is used up; the best so far counts.", err=True)
+                    return 0
+                if code := self.train(name, every[name], steps):
+                    return code
+            if len(names) == 1 or steps >= total_steps:
+                return 0
+            names = self.ranked(names)[: math.ceil(len(names) / PER_ROUND)]
+            steps = min(total_steps, PER_ROUND * steps)
+
+    def _first_steps(self, settings: int, total_steps: int) -> int:
+        """Return the steps of the first round, so that all rounds fit into the budget."""
+        probes = [run for run in self.state["runs"].values() if run["steps"]]
+        seconds = min(run["seconds"] / run["steps"] for run in probes)  # the first one had to start
+        start = min(run["seconds"] for run in probes) / 2
+        cost, count, rounds = 0.0, settings, 0  # of one step in the first round
+        while count >= 1:
+            cost += count * PER_ROUND ** max(0, rounds - 1)
+            rounds, count = rounds + 1, 0 if count == 1 else math.ceil(count / PER_ROUND)
+        room = max(0.0, 0.9 * self.left - start * 2 * settings)
+        return max(1, min(total_steps, int(room / (seconds * cost))))
+
+    def result(self) -> dict[str, Any]:
+        """Return the frontier of held-out loss and drift, the best setting, and why."""
+        runs = self.state["runs"]
+        most = max(run["steps"] for name, run in runs.items() if not name.startswith("range-"))
+        last = [name for name, run in runs.items() if run["steps"] == most]
+        order = [name for name in self.ranked(last) if "calibrated_loss" in runs[name]]
+        if not order:
+            raise ConfigError(f"No setting could be trained; see {self.folder / STATE}.")
+        frontier, least = [], math.inf
+        for name in self.ranked(name for name in runs if "calibrated_loss" in runs[name]):
+            if runs[name].get("drift", 0.0) < least:
+                least = runs[name].get("drift", 0.0)
+                frontier.append(name)
+        return {"best": order[0], "frontier": frontier, "runs": runs, **_spent(self)}
+
+
+def _spent(tuning: Tuning) -> dict[str, float]:
+    return {"seconds": tuning.state["seconds"], "budget": tuning.budget}
+
+
+def _own_beta(config: DPOConfig) -> float:
+    return from_config(config).terms[0].beta
+
+
+def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[str]) -> Tuning:
+    """Try settings until the budget is used; exit with the code of a run that was asked to stop."""
+    tuning = Tuning.of(file, overrides, budget)
+    total = PreparedSteps.of(tuning.base, prepare(tuning.base)).total_steps
+    with control.lock(tuning.folder):
+        if code := tuning.run(losses, total):
+            raise typer.Exit(code)
+    return tuning
+
+
+def write_best(tuning: Tuning, found: Mapping[str, Any], out: Path) -> None:
+    """Write the YAML of the best setting, with the reasons above it."""
+    best = found["runs"][found["best"]]
+    lines = ["Chosen by rather tune. The schedule of the learning rate is that of the base config;",
+             "settings were compared with a constant one."]  # fmt: skip
+    lines += [f"{key}: {value}" for key, value in best["values"].items()]
+    lines.append(f"held-out after {best['steps']} steps: " + _numbers(best))
+    others = [name for name in tuning.ranked(found["runs"]) if name != found["best"]]
+    lines += [f"next: {name}: {_numbers(found['runs'][name])}" for name in others[:3]]
+    changes = [f"{key}={value}" for key, value in best["values"].items()]
+    config = settings(tuning.file, [*tuning.state["asked"]["overrides"], *changes])
+    write_own(out, "".join(f"# {line}\n" for line in lines) + dump_yaml(config))
+
+
+def _numbers(run: Mapping[str, Any]) -> str:
+    if "calibrated_loss" not in run:
+        return str(run.get("error", "not measured"))
+    low, high = run["rewards/accuracies_low"], run["rewards/accuracies_high"]
+    text = f"loss {run['calibrated_loss']:.4f}, accuracy {run['rewards/accuracies']:.1%} "
+    text += f"({low:.1%} to {high:.1%})"
+    return text + (f", drift {run['drift']:.4g} per token" if "drift" in run else "")
+
+
+def print_result(found: Mapping[str, Any]) -> None:
+    rows = []
+    for name, run in found["runs"].items():
+        numbers = [f"{run[key]:.4f}" if key in run else "" for key in MEASURED[:3]]
+        marks = ["best"] * (name == found["best"]) + ["frontier"] * (name in found["frontier"])
+        rows.append((name, run["steps"], *numbers, ", ".join(marks), run.get("error", "")[:60]))
+    headings = ("setting", "steps", "held-out loss", "accuracy", "drift", "", "error")
+    used = f"{found['seconds']:.0f} of {found['budget']:.0f} seconds used"
+    print_table(headings, rows, f"{used}. The frontier: no other has a lower loss and less drift.")

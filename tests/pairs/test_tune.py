@@ -1,0 +1,75 @@
+"""`rather tune` chooses a setting, stays in its budget, and continues where it stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rather.cli import app
+from rather.commands import tune
+from rather.config.load import dump_yaml, load
+from rather.errors import ConfigError
+from tests.tiny import make_config
+
+
+def invoke(file: Path, *arguments: str) -> dict[str, object]:
+    result = CliRunner().invoke(app, ["tune", str(file), "--json", *arguments])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_setting_is_chosen_and_the_command_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "RANGE", (1e-3, 1.0))
+    monkeypatch.setattr(tune, "AROUND", (1e-4, 1.0))
+    monkeypatch.setattr(tune.Tuning, "_first_steps", lambda *_: 2)  # else it depends on the time
+    file, out = tmp_path / "dpo.yaml", tmp_path / "best.yaml"
+    file.write_text(dump_yaml(make_config(tmp_path, beta=0.1)))
+    options = ("--budget", "600s", "--out", str(out))
+    found = invoke(file, *options)
+    runs = found["runs"]
+    assert isinstance(runs, dict)
+    # Rates that change nothing lose: their held-out loss stays at ln 2.
+    best = runs[str(found["best"])]
+    assert best["steps"] == 5  # 2, 4, and then what is left of the epoch
+    assert best["values"][tune.RATE] == "0.001"
+    assert runs["range-learning_rate-1e-06"]["calibrated_loss"] > best["calibrated_loss"]
+    halved = [run["steps"] for name, run in runs.items() if not name.startswith("range-")]
+    assert len(halved) == 4
+    assert sorted(halved) == [2, 2, 4, 5]
+    assert found["frontier"]
+    written = load(out)
+    assert written.actor_train.training_args.learning_rate == 0.001
+    assert written.beta == float(best["values"]["beta"])
+    assert written.actor_train.training_args.lr_scheduler_type != "constant"
+    assert out.read_text().startswith("# Chosen by rather tune")
+    again = invoke(file, *options)
+    assert again == found  # nothing was left to do, and no second was spent
+    result = CliRunner().invoke(app, ["tune", str(file), "beta=0.5", *options])
+    assert result.exit_code == 2
+    assert "was tuned with other settings" in result.output
+
+
+def test_a_small_budget_trains_few_steps(tmp_path: Path) -> None:
+    base = make_config(tmp_path)
+    tuning = tune.Tuning(tmp_path / "x.yaml", base, [], tmp_path, 100.0)
+    tuning.state = {"seconds": 20.0, "rounds": {}}
+    tuning.state["runs"] = {"range-a": {"steps": 4, "seconds": 2.0}}
+    # 9 settings, then 5, 3, 2 and 1, each round as long as all before: 9 + 5 + 6 + 8 + 8 = 36.
+    assert tuning._first_steps(9, 1000) == int((0.9 * 80 - 1 * 18) / (0.5 * 36))
+    assert tuning._first_steps(9, 2) == 2
+    tuning.state["seconds"] = 99.0
+    assert tuning._first_steps(9, 1000) == 1
+
+
+@pytest.mark.parametrize("text", ["20", "m", "0m", "1d", "-5m"])
+def test_a_budget_needs_a_unit(text: str) -> None:
+    with pytest.raises(ConfigError, match="--budget"):
+        tune.seconds_of(text)
+    assert tune.seconds_of("1.5h") == 5400
