@@ -211,7 +211,7 @@ def merge(out: Path) -> None:
     """Print a table and write the results of the reported seeds."""
     cells = [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*.json"))]
     cells = [cell for cell in cells if cell["seed"] in SEEDS]
-    FILE.write_text(json.dumps({"machine": machine("cpu"), "cells": cells}, indent=1) + "\n")
+    FILE.write_text(json.dumps({"machine": machine(), "cells": cells}, indent=1) + "\n")
     print(markdown(cells))
 
 

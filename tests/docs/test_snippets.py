@@ -120,6 +120,7 @@ INSTEAD: dict[str, tuple[str, Callable[[list[str]], None]]] = {
         "a model of 3B: tests/cluster/test_example.py runs it",
         load_example,
     ),
+    r"rather tune": ("trains 20 runs: tests/pairs/test_tune.py tunes", load),
     r"rather demo": ("half a minute: tests/docs/test_newcomer.py runs it", options),
     r"rather board": (
         "serves until it is interrupted: tests/docs/test_newcomer.py runs it",
