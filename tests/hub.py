@@ -53,7 +53,12 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, files[last], {"X-Repo-Commit": commit, "ETag": f'"{etag}"'})
         else:
             tree = [
-                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": len(data),
+                    "oid": hashlib.sha1(data).hexdigest(),
+                }
                 for name, data in files.items()
             ]
             siblings = [{"rfilename": name} for name in files]

@@ -163,8 +163,8 @@ class Tuning:
         steps = self.state["rounds"]["steps"]
         while True:
             for name in names:
-                seconds = self.state["runs"].get(name, {}).get("seconds", 0.0)
-                if self.left < seconds * (PER_ROUND - 1) and self.state["runs"][name]["steps"]:
+                done = self.state["runs"].get(name, {}).get("steps", 0)
+                if self.left < self._step_seconds * max(0, steps - done):
                     typer.echo("tune: the budget is used up; the best so far counts.", err=True)
                     return 0
                 if code := self.train(name, every[name], steps):
@@ -174,11 +174,22 @@ class Tuning:
             names = self.ranked(names)[: math.ceil(len(names) / PER_ROUND)]
             steps = min(total_steps, PER_ROUND * steps)
 
+    @property
+    def _trained(self) -> list[dict[str, Any]]:
+        found = [run for run in self.state["runs"].values() if run["steps"]]
+        if not found:
+            raise ConfigError(f"No setting could be trained; see {self.folder / STATE}.")
+        return found
+
+    @property
+    def _step_seconds(self) -> float:
+        """The seconds of a step in the quickest run: others started caches."""
+        return float(min(run["seconds"] / run["steps"] for run in self._trained))
+
     def _first_steps(self, settings: int, total_steps: int) -> int:
         """Return the steps of the first round, so that all rounds fit into the budget."""
-        probes = [run for run in self.state["runs"].values() if run["steps"]]
-        seconds = min(run["seconds"] / run["steps"] for run in probes)  # the first one had to start
-        start = min(run["seconds"] for run in probes) / 2
+        seconds = self._step_seconds
+        start = min(run["seconds"] for run in self._trained) / 2
         cost, count, rounds = 0.0, settings, 0  # of one step in the first round
         while count >= 1:
             cost += count * PER_ROUND ** max(0, rounds - 1)
@@ -188,12 +199,8 @@ class Tuning:
 
     def result(self) -> dict[str, Any]:
         """Return the frontier of held-out loss and drift, the best setting, and why."""
-        runs = self.state["runs"]
-        most = max(run["steps"] for name, run in runs.items() if not name.startswith("range-"))
-        last = [name for name, run in runs.items() if run["steps"] == most]
-        order = [name for name in self.ranked(last) if "calibrated_loss" in runs[name]]
-        if not order:
-            raise ConfigError(f"No setting could be trained; see {self.folder / STATE}.")
+        runs, most = self.state["runs"], max(run["steps"] for run in self._trained)
+        order = self.ranked(name for name, run in runs.items() if run["steps"] == most)
         frontier, least = [], math.inf
         for name in self.ranked(name for name in runs if "calibrated_loss" in runs[name]):
             if runs[name].get("drift", 0.0) < least:

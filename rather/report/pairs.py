@@ -33,13 +33,13 @@ MEANINGS = {
 
 
 def read_ledger(run_dir: Path) -> Any:
-    """Return the rows of a run's ledger as an Arrow table, mapped, up to the last whole step."""
+    """Return the rows of a run's ledger as an Arrow table, up to the last whole step."""
     file = run_dir / LEDGER
     try:
         os.close(own(file, os.O_RDONLY))  # raises if it is a link or a pipe
         reader = pa.ipc.open_stream(pa.memory_map(str(file)))
         if reader.schema != LEDGER_SCHEMA:
-            raise pa.ArrowInvalid("it has other columns")
+            raise pa.ArrowInvalid("it has other columns than a ledger")
         table = pa.Table.from_batches(_whole_batches(reader), reader.schema)
         table.validate(full=True)
         return table

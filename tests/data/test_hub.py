@@ -182,9 +182,16 @@ def test_the_command_asks_the_hub_for_nothing_else(hub: Hub, tmp_path: Path) -> 
     text = f"pretrain: {config.pretrain}\nsequence_length: 128\noutput_dir: {tmp_path}/output\n"
     file = tmp_path / "dpo.yaml"
     file.write_text(text + f'actor_train: {{data_args: {{file_name: "{REPO}:all/train"}}}}\n')
-    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "COLUMNS": "200"}
+    own = {
+        "HF_ENDPOINT": hub.address,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+        "COLUMNS": "200",
+    }
     command = [sys.executable, "-m", "rather", "data", str(file)]
-    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **own}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert f"at commit {commit}" in " ".join(done.stdout.split())
     assert "28" in done.stdout

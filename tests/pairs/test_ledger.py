@@ -89,6 +89,11 @@ def test_half_a_step_at_the_end_is_left_out(run: DPOConfig, tmp_path: Path) -> N
     for cut in (1, 500):
         (tmp_path / "ledger.arrows").write_bytes(whole[:-cut])
         assert read_ledger(tmp_path).column("step").to_pylist()[-1] == 9
+    other = pa.table({"step": [1]})
+    with pa.ipc.new_stream(tmp_path / "ledger.arrows", other.schema) as stream:
+        stream.write_table(other)
+    with pytest.raises(ConfigError, match="other columns than a ledger"):
+        read_ledger(tmp_path)
     (tmp_path / "ledger.arrows").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"ledger\.arrows"):
         read_ledger(tmp_path)

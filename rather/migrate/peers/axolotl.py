@@ -87,7 +87,12 @@ KNOWN = keys(
     use_onebitllms use_otel_metrics use_pose use_trackio use_whitening vllm
     """
 )
-HARMLESS = ("LigerPlugin", "KernelsPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin")  # speed and reports
+HARMLESS = (
+    "LigerPlugin",
+    "KernelsPlugin",
+    "CutCrossEntropyPlugin",
+    "SwanLabPlugin",
+)  # speed and reports
 LOSSES = {"dpo": None, "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 TEMPLATES = {
     "chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "qwen_25": "qwen2_5", "qwen3": "qwen3", "phi_3": "phi3",

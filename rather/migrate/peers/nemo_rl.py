@@ -161,8 +161,12 @@ def schedule(value: Any, given: Given) -> Outcome:
     steps = numbers.get("T_max", numbers.get("total_iters", 5))
     is_flat = kind == "ConstantLR" and numbers.get("factor", 1 / 3) == 1
     falls = kind == "CosineAnnealingLR" or (kind == "LinearLR" and numbers.get("start_factor") == 1)
-    if len(found) > 1 or not (is_flat or (falls and warmup + steps == given.get("dpo.max_num_steps"))):
-        raise Unsupported("not a warm-up and a constant, linear or cosine schedule until max_num_steps")
+    if len(found) > 1 or not (
+        is_flat or (falls and warmup + steps == given.get("dpo.max_num_steps"))
+    ):
+        raise Unsupported(
+            "not a warm-up and a constant, linear or cosine schedule until max_num_steps"
+        )
     name = {"ConstantLR": "constant", "LinearLR": "linear", "CosineAnnealingLR": "cosine"}[kind]
     floors = {"min_lr": numbers.get("eta_min"), "min_lr_rate": numbers.get("end_factor")}
     floor = {key: number for key, number in floors.items() if number and not is_flat}

@@ -50,7 +50,9 @@ def schedule(value: Any, given: Given) -> Outcome:
 
 def ipo(value: Any, given: Given) -> Outcome:
     if value:
-        raise Unsupported("OpenRLHF's IPO sums log-probs, Rather's averages them: choose pref_loss, beta")
+        raise Unsupported(
+            "OpenRLHF's IPO sums log-probs, Rather's averages them: choose pref_loss, beta"
+        )
     return NOT_NEEDED
 
 
