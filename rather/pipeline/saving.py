@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +187,7 @@ class Saving:
             shapes = known_shapes(config.actor_train.model_path, args)
         self._bytes = checkpoint_bytes(config, shapes or {})  # later those of the last checkpoint
         self._is_written = True  # by every rank
+        self._no_more_notes = math.inf  # from this time on
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._abandoned = threading.Event()
@@ -271,12 +273,14 @@ class Saving:
         if folder is None:
             return
         stored["trainer"] = self.roles.actor_train.numbers()
-        self._is_written = False
+        self._is_written, self._no_more_notes = False, math.inf
         self.roles.actor_train.write_state(folder)
         if self.moving_reference:
             self.moving_reference.write_state(folder)
-        if draft and self.config.checkpoint_config.async_save == "off":
-            self._publish(draft, stored)
+        if self.config.checkpoint_config.async_save == "off":
+            self._finish_writing()
+            if draft:
+                self._publish(draft, stored)
         elif draft:
             self._thread = threading.Thread(
                 target=self._publish_in_background, args=(draft, stored), name="save", daemon=True
@@ -289,13 +293,7 @@ class Saving:
 
         All drivers call this.
         """
-        if not self._is_written:
-            # A worker that died meanwhile is noticed here; its note would be awaited to a deadline.
-            self._is_written = True
-            self.roles.actor_train.finish_writing()
-            if self.moving_reference:
-                self.moving_reference.finish_writing()
-            self.roles.max_over_drivers(0)
+        self._finish_writing()
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -306,11 +304,26 @@ class Saving:
         if reason := self.roles.broadcast(failing[0] if failing else None):
             raise DiskError(reason)
 
+    def _finish_writing(self) -> None:
+        """Wait until every rank has written its part and its note, or could write neither."""
+        if self._is_written:
+            return
+        # A worker that died meanwhile is noticed here; its note would be awaited to a deadline.
+        self._is_written = True
+        self.roles.actor_train.finish_writing()
+        if self.moving_reference:
+            self.moving_reference.finish_writing()
+        self.roles.max_over_drivers(0)
+        # A shared file system may show a note of another machine later.
+        self._no_more_notes = time.monotonic() + (0.0 if self.roles.here else GRACE)
+
     def close(self) -> None:
         """Finish the save in progress, unless the workers that write it may be gone."""
         if self.roles.drivers > 1 or isinstance(sys.exception(), WorkerError | HangError):
             self._abandoned.set()
         if self._thread:
+            if self.roles.here:
+                self._finish_writing()
             self._thread.join(None if self.roles.here else GRACE)
             self._abandoned.set()
             self._thread.join()
@@ -325,6 +338,9 @@ class Saving:
             if self._uploads and folder.is_dir():
                 self._uploads.add(folder, self.last_saved or 0)
 
+    def _is_over(self) -> bool:
+        return self._abandoned.is_set() or time.monotonic() >= self._no_more_notes
+
     def _publish_in_background(self, draft: Draft, state: Mapping[str, Any]) -> None:
         try:
             self._publish(draft, state)
@@ -337,7 +353,7 @@ class Saving:
         spared = named_checkpoint(config)  # never pruned: the same command resumes from it
 
         def collect() -> Written:
-            options = config.timeouts.save, self._abandoned.is_set
+            options = config.timeouts.save, self._is_over
             written = checkpoint.collect_parts(draft.folder, self._writers(), *options)
             self._bytes = sum(size for size, _ in written.values())
             return written

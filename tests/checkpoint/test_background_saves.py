@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,25 @@ def test_a_bug_in_the_thread_is_reported(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(checkpoint, "prune", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         DPOPipeline(config_of(folder, "bug", checkpoint_config__async_save="on")).run()
+
+
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_a_writer_that_cannot_even_leave_a_note(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The disk has become read-only: nobody waits for the note until timeouts.save."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(checkpoint, "write_groups", refuse)
+    monkeypatch.setattr(checkpoint, "leave_note", refuse)
+    config = config_of(folder, f"mute-{way}", checkpoint_config__async_save=way)
+    assert config.timeouts.save > LONG
+    began = time.monotonic()
+    with pytest.raises(DiskError, match="actor_train-00000 has not written its part"):
+        DPOPipeline(config).run()
+    assert time.monotonic() - began < LONG
 
 
 def test_silent_writers_are_named(tmp_path: Path) -> None:
