@@ -172,17 +172,17 @@ class ActorWorker:
 
     def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
         config, (name, args) = self.config, self.source
-        start = Start(config.seed, trains and config.keeps_start)
+        start, reward = Start(config.seed, trains and config.keeps_start), config.task == "reward"
         self.compiled, rounding = config.compile == "on", Rounding(config.rounding)
         policy: PolicyModel | Stages
         if self.is_divided:
             shape = replace(self.layout, recompute=self._recompute if trains else "none")
             options: dict[str, Any] = {"trains": trains, "compiled": self.compiled, "start": start}
-            options["rounding"] = rounding
+            options |= {"rounding": rounding, "reward": reward}
             policy = load_divided(name, args, self.device, self.mesh, shape, **options)
         else:
             exact = trains and config.precision != "lean"
-            options = {"exact": exact, "start": start, "rounding": rounding}
+            options = {"exact": exact, "start": start, "rounding": rounding, "reward": reward}
             policy = load_policy(name, args, self.device, **options)
         weights = sum(p.numel() for p in policy.parameters())
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
@@ -428,7 +428,8 @@ class ActorWorker:
 
     def file_log_probs(self, folder: Path, batches: Sequence[PairBatch]) -> Columns:
         """Return the columns of these pairs with the weights of an exported model."""
-        policy = load_policy(str(folder), ModelArgs(dtype="fp32"), self.device)
+        reward = self.config.task == "reward"
+        policy = load_policy(str(folder), ModelArgs(dtype="fp32"), self.device, reward=reward)
         return RankTrainer(policy.requires_grad_(False), self.trainer.loss).log_probs(batches)
 
     # --- the process ---

@@ -139,6 +139,8 @@ def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOCo
     args["tokenizer_name_or_path"] = model.tokenizer_path
     actor = {"model_args": args, "data_args": data}
     values = {"exp_name": "score", "pretrain": model.model, "actor_train": actor}
+    if model.is_reward:
+        values["task"] = "reward"
     with TemporaryDirectory() as folder:
         file = Path(folder) / "score.yaml"
         file.write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -238,6 +240,8 @@ def _forward(
 def _lines(objective: PairLoss | None, x: LogProbs) -> Iterator[dict[str, float]]:
     """Yield the numbers of each pair."""
     columns: dict[str, Tensor] = {"logps": x.policy["sum"], "tokens": x.facts.length}
+    if objective and objective.task == "reward":
+        del columns["logps"]
     if x.reference:
         columns["reference_logps"] = x.reference["sum"]
     if objective:
@@ -256,6 +260,8 @@ def _numbers(objective: PairLoss | None, x: LogProbs) -> dict[str, Any]:
         totals = weighted_sums(scored, weight, objective).items()
         numbers |= Window({name: float(total) for name, total in totals}).means()
         numbers |= _preference("rewards", scored.rewards, weight, scored.ties)
+    if objective and objective.task == "reward":
+        return numbers
     numbers |= _preference("logps", sums, weight)
     return numbers | _preference("logps_per_token", sums / x.facts.length, weight)
 

@@ -31,7 +31,7 @@ OF_REFERENCE = (
     "model_args.trust_remote_code",
     "model_args.tokenizer_name_or_path",
 )
-LOSS_OF_TASK = {"unpaired": "kto", "sft": "sft"}
+LOSS_OF_TASK = {"unpaired": "kto", "reward": "bradley_terry", "sft": "sft"}
 OF_SAME_WEIGHTS = (
     "model_args.model_name_or_path",
     "model_args.revision",

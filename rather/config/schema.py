@@ -55,7 +55,7 @@ Schedule = Literal[
     "inverse_sqrt",
     "wsd",
 ]
-Task = Literal["preference", "unpaired", "sft"]
+Task = Literal["preference", "unpaired", "reward", "sft"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 
 
@@ -516,11 +516,11 @@ class LossKeys(Section):
     pretrain: Text | None = None
     """Model folder or hub name for every role that names none."""
     task: Task = "preference"
-    """What is trained on: preference (pairs), unpaired (single answers with a label) or sft
-    (answers to imitate)."""
+    """What is trained on: preference (pairs), unpaired (single answers with a label), reward (a
+    reward model, on pairs or scores) or sft (answers to imitate)."""
     pref_loss: Text | list[Text] = "sigmoid"
     """Name of the loss, or several preference losses that are added up; default by task: sigmoid,
-    kto, sft. See docs/losses/index.md."""
+    kto, bradley_terry, sft. See docs/losses/index.md."""
     loss_weights: list[Positive] | None = None
     """One weight per loss in pref_loss; default: 1 each."""
     loss_type: Literal["dpo_loss", "simpo_loss"] | None = None
@@ -586,6 +586,8 @@ class LossParameters(Section):
     divisor of the mean."""
     undesirable_weight: NotNegative | None = None
     """Weight of undesirable answers, likewise."""
+    center_rewards_coefficient: NotNegative | None = None
+    """Weight of the squared sum of both scores in bradley_terry, which keeps scores around 0."""
     discopop_tau: Positive | None = None
     """Temperature of the blend in discopop."""
 
@@ -629,6 +631,8 @@ class LossConfig(LossModifiers, LossParameters, LossKeys):
     @property
     def rows(self) -> str:
         """Return what each row of the data must give: pairs, or answers with their labels."""
+        if self.task == "reward":
+            return "scored" if self.loss_names == ["regression"] else "pairs"
         return {"preference": "pairs", "unpaired": "labelled"}.get(self.task, "answers")
 
     @property

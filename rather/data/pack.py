@@ -31,12 +31,19 @@ FILLER_SEGMENT = 256  # the longest segment of fillers: attention over them cost
 
 
 def pack(
-    pairs: Pairs, budget: int, max_pairs: int | None = None, *, ladder: int = 0, ranks: int = 1
+    pairs: Pairs,
+    budget: int,
+    max_pairs: int | None = None,
+    *,
+    ladder: int = 0,
+    ranks: int = 1,
+    at_end: bool = False,
 ) -> list[PairBatch]:
     """Return the pairs of one step as micro-batches of at most `budget` tokens, `max_pairs` pairs.
 
     With a `ladder`, each is padded to a multiple of it, the smallest that fits the step: there are
     few sizes to compile. The number of batches is a multiple of `ranks`; added ones have no pairs.
+    With `at_end`, the last token of each response is scored, by its own hidden state.
     """
     units = _units(pairs, budget, max_pairs or len(pairs))
     sizes, counts = [unit.tokens for unit in units], [len(unit.places) for unit in units]
@@ -45,7 +52,7 @@ def pack(
     else:
         filled = [(0, members) for members in best_fit(sizes, counts, max_pairs, further=budget)]
     filled += [(ladder or 1, [])] * (-len(filled) % ranks)
-    return [_pack_bin(pairs, [units[i] for i in members], size) for size, members in filled]
+    return [_pack_bin(pairs, [units[i] for i in members], size, at_end) for size, members in filled]
 
 
 # --- which units share a bin ---
@@ -186,7 +193,7 @@ def common_tokens(one: Tokens, other: Tokens) -> int:
 # --- a bin as tensors ---
 
 
-def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int) -> PairBatch:
+def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int, at_end: bool) -> PairBatch:
     real_tokens = sum(unit.tokens for unit in units)
     count = np.arange(max(size, real_tokens))
     segments: list[tuple[Tokens, Places]] = []  # tokens, and the places of all that they see
@@ -202,7 +209,7 @@ def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int) -> PairBatch:
         return path
 
     counted = np.where(count < real_tokens, np.float32(1), np.float32(0))
-    scored, lengths = [count[:0]], list[int]()
+    scored, ends, lengths = [count[:0]], [count[:0]], list[int]()
     for unit in units:
         (first, _, _), *others = unit.branches
         paths = [add(np.concatenate([unit.prompt, first]), count[:0])]
@@ -214,6 +221,7 @@ def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int) -> PairBatch:
         for branch, spans in unit.sides:
             scored += [paths[branch][start:stop] for start, stop in spans]
             lengths.append(sum(stop - start for start, stop in spans))
+            ends.append(paths[branch][-1:] if spans else count[:0])
     while end < len(count):
         add(np.zeros(min(len(count) - end, FILLER_SEGMENT), np.int32), count[:0])
     before = count - 1  # the place whose hidden state predicts a token; -1: none does
@@ -231,6 +239,11 @@ def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int) -> PairBatch:
         [count[len(path) - len(own) : len(path)] for own, path in segments]
     )
     tensors |= _scored_tokens(np.concatenate(scored), np.asarray(lengths, np.int64), ids, before)
+    if at_end:
+        rows = np.concatenate(ends)
+        tensors |= {"rows_U": rows, "targets_U": ids[rows], "token_T": np.arange(len(rows))}
+        tensors["cell_T"] = np.flatnonzero(lengths)
+        tensors["shared_T"] = np.ones(len(rows))
     keys = torch.from_numpy(np.concatenate([path for _, path in segments]))
     q_lens, k_lens = zip(*((len(own), len(path)) for own, path in segments), strict=True)
     return PairBatch(

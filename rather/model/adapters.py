@@ -186,6 +186,9 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
         modules = {n: m for layer in layers_of(causal_lm) for n, m in layer.named_modules()}
         names = {n.split(".")[-1] for n, m in modules.items() if isinstance(m, nn.Linear)}
         config.target_modules = sorted(names - PARTS.keys())
+    if hasattr(causal_lm, "score"):  # the new head of a reward model is trained whole
+        config.task_type = "SEQ_CLS"
+        config.modules_to_save = sorted({*(config.modules_to_save or ()), "score"})
     start = config.init_lora_weights
     config.init_lora_weights = False
     try:

@@ -85,16 +85,20 @@ def check_model(policy: PolicyModel) -> None:
     """Refuse loaded weights on which this device's kernels disagree with the padded forward."""
     model = policy.causal_lm
     refused = f"model family '{model.config.model_type}' cannot be trained"
-    pairs = two_pairs(policy.vocabulary_size)
+    pairs, text = two_pairs(policy.vocabulary_size), model.config.get_text_config()
+    # A random token may be the padding, before which transformers would look for the last token.
+    padding, text.pad_token_id = text.pad_token_id, None
     try:
         model.set_attn_implementation("eager")
         padded = torch.cat([_padded(model, pair) for pair in pairs])
         model.set_attn_implementation(IMPLEMENTATION)
-        (batch,) = pack(pairs, budget=10**6)
+        (batch,) = pack(pairs, budget=10**6, at_end=policy.is_reward)
         batch = batch.to(str(model.device))
         packed = policy(batch)[0][batch.token_T].double()
     except Exception as error:
         raise ConfigError(f"{refused}: it does not accept packed pairs ({error})") from error
+    finally:
+        text.pad_token_id = padding
     worst = float(((packed - padded).abs() / (1 + padded.abs())).max())
     if not worst <= TOLERANCE[model.dtype]:
         raise ConfigError(
@@ -156,6 +160,9 @@ def _padded(model: Any, pair: TokenPair) -> Tensor:
         whole = np.concatenate([pair.prompt, response]).astype(np.int64)
         ids = torch.from_numpy(whole).to(model.device)[None]
         out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        if hasattr(model, "score"):
+            logps.append(out.logits[0].double())
+            continue
         scored = torch.log_softmax(out.logits[0, :-1].float(), dim=-1).gather(1, ids[0, 1:, None])
         logps.append(scored[len(pair.prompt) - 1 :, 0].double())
     return torch.cat(logps)

@@ -33,6 +33,7 @@ from rather.model.files import (
     weight_files,
 )
 from rather.model.policy import PolicyModel
+from rather.model.reward import RewardFiles, set_padding
 from rather.optim.rounding import CHUNK, Rounding, plain_name
 
 LARGEST_FILE = 4_000_000_000  # bytes, transformers' "4GB"
@@ -117,6 +118,8 @@ def export_run(
 ) -> Kept:
     """Export the weights of a run, whole or as shards in files; with an adapter also that."""
     place, (name, args) = (tokenizer, folder, card), source
+    if policy.is_reward:
+        set_padding(policy.causal_lm.config, tokenizer)
     if args.has_adapter:
         return export_adapter(policy.causal_lm, weights, source, *place, policy.rounding)
     began = source_files(name, args.revision)
@@ -173,6 +176,9 @@ def export_adapter(
     name, args = source
     base = source_files(name, args.revision)
     assert base is not None
+    if hasattr(model, "score"):
+        files = weight_files(model_folder(name, args.revision))
+        base = RewardFiles(files, model.score.weight.shape[1], 0)
     adapter = folder.with_name(folder.name.replace("model", "adapter"))  # best_model: best_adapter
     publish(whole_adapter(model, weights, source, tokenizer, adapter), adapter, card)
     cast = FileCast(model.config.dtype, rounding, base)
@@ -195,9 +201,10 @@ def whole_model(
 ) -> Path:
     """Write a model that `publish` renames to `folder`, in files of at most so many bytes."""
     model = policy.causal_lm
-    own = (model.config.dtype, model.generation_config)
+    own = (model.config.dtype, getattr(model, "generation_config", None))
     with _new_folder(folder, tokenizer) as temporary:
-        model.generation_config = type(own[1])()  # save_pretrained refuses many valid ones
+        if own[1] is not None:
+            model.generation_config = type(own[1])()  # save_pretrained refuses many valid ones
         try:
             state = _state(policy, weights, cast)
             limit = largest or LARGEST_FILE
@@ -281,7 +288,8 @@ def _write_configs(model: Any, folder: Path) -> None:
     config.pop("quantization_config", None)  # of the training; the export is not quantised
     config["dtype"] = str(model.config.dtype).removeprefix("torch.")
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
-    model.generation_config.to_json_file(folder / "generation_config.json")
+    if not hasattr(model, "score"):
+        model.generation_config.to_json_file(folder / "generation_config.json")
 
 
 @contextmanager
@@ -354,15 +362,16 @@ def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool
     adapter = config.actor_train.model_args.adapter_settings or {}
     said = ", ".join(f"{key} {value}" for key, value in adapter.items() if value)
     row = f"\n| adapter | {said} |" if said else ""
+    kind = "text-classification" if config.task == "reward" else "text-generation"
     card = f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {kind}
 tags: [rather, preference-alignment, {", ".join(config.loss_names)}]
 ---
 
 # {config.exp_name}
 
-`{config.actor_train.model_path}` aligned with preference pairs by Rather.
+`{config.actor_train.model_path}` trained by Rather (task: {config.task}).
 
 | | |
 |---|---|

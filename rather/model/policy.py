@@ -14,15 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from rather.data.batch import PairBatch
-from rather.model.collectives import Group, enter, gather, leave
+from rather.model.collectives import Group, enter, gather, gather_same, leave
 from rather.model.head import Words, token_logps
 from rather.optim.rounding import Rounding
 
 START = "reference"  # in the parameter names of an adapter's frozen start
 
 
+def head_of(causal_lm: Any) -> Any:
+    """Return the linear layer after the base model: of a language model, or of a reward model."""
+    return causal_lm.score if hasattr(causal_lm, "score") else causal_lm.get_output_embeddings()
+
+
 class PolicyModel(nn.Module):
-    """A Hugging Face causal language model whose forward takes a PairBatch."""
+    """A Hugging Face causal language model whose forward takes a PairBatch.
+
+    A reward model has a head `score` of one row instead, and scores instead of log-probs.
+    """
 
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
@@ -40,9 +48,11 @@ class PolicyModel(nn.Module):
         self.vocabulary_size = int(causal_lm.get_input_embeddings().weight.shape[0])
         self.words: Words | None = None  # this rank's part of the vocabulary, if ranks divide it
         self.token_parts = 1  # with sequence parallel: among how many tp ranks tokens are divided
+        self.tp_group: Group | None = None  # those ranks
         self.context: Group | None = None  # ranks that divide the tokens of a micro-batch ...
         self.divide: Callable[[PairBatch], PairBatch] | None = None  # ... and how
         self.balance: Any = None  # of the routers of a trained mixture of experts
+        self.is_reward = hasattr(causal_lm, "score")
         config = causal_lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
@@ -75,12 +85,18 @@ class PolicyModel(nn.Module):
         self, hidden_ND: Tensor, batch: PairBatch, *, squares: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Run the head alone, on the hidden states of the base model."""
+        head = head_of(self.causal_lm)
+        if self.is_reward:
+            if self.tp_group and self.token_parts > 1:
+                hidden_ND = gather_same(hidden_ND, 0, self.tp_group)
+            rows_UD = hidden_ND.index_select(0, batch.rows_U).float()
+            scores_U = rows_UD @ head.weight[0].float()
+            return scores_U, scores_U[:0]
         if self.words and self.token_parts > 1:
             hidden_ND = gather(hidden_ND, 0, self.words.group)
         rows_UD = hidden_ND.index_select(0, batch.rows_U)
         if self.words and self.token_parts == 1:
             rows_UD = enter(rows_UD, self.words.group)
-        head = self.causal_lm.get_output_embeddings()
         return token_logps(
             rows_UD,
             head.weight,

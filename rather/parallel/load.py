@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+from transformers import AutoConfig, BitsAndBytesConfig, GenerationConfig
+from transformers.utils import logging as hf_logging
 from transformers.utils.import_utils import is_bitsandbytes_available
-from transformers.utils.logging import disable_progress_bar
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rather.checkpoint.sharded_tensors import ShardedFiles, ShardSpec
@@ -33,6 +33,7 @@ from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
 from rather.model.files import ModelFiles, model_folder, weight_files
 from rather.model.policy import PolicyModel
+from rather.model.reward import HEAD, RewardFiles, auto_class, new_head
 from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
 from rather.parallel.mesh import Mesh
@@ -128,14 +129,17 @@ def load_policy(
     exact: bool = False,
     start: Start = Start(),
     rounding: Rounding = Rounding(),
+    reward: bool = False,
 ) -> PolicyModel:
     """Load a model: no dropout, all weights present and finite, attention verified.
 
     With `exact`, weights that half precision would round are also kept exactly, for the optimizer.
+    With `reward`, the model has a head of one row, which is new if the files have none.
     """
     if not sys.stderr.isatty():
-        disable_progress_bar()
+        hf_logging.disable_progress_bar()
     common, config, _ = _config(name, args)
+    loader = auto_class(config, reward=reward)
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
     stored_in = stored_dtype(args, device)
     exact = exact and compute != torch.float32
@@ -158,9 +162,13 @@ def load_policy(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=stored_in,
         )
+    shown = hf_logging.get_verbosity()
+    if reward:  # transformers reports that the head is new
+        hf_logging.set_verbosity_error()
     with _opening(name, "weights"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(  # the revision is in `common`  # nosec B615
+        loaded: Any = loader.from_pretrained(  # the revision is in `common`  # nosec B615
             name,
+            config=config,
             dtype=torch.float32 if rounds else compute,
             attn_implementation=IMPLEMENTATION,
             use_safetensors=True,  # other formats unpickle
@@ -169,6 +177,9 @@ def load_policy(
             **common,
         )
     causal_lm, info = loaded
+    hf_logging.set_verbosity(shown)
+    if reward:
+        _begin_head(causal_lm, info, start.seed)
     _refuse_bad_weights(name, causal_lm, info)
     kept: dict[str, Tensor] = {}  # the float32 weights
     wide = re.compile("|".join(causal_lm._keep_in_fp32_modules_strict or ["$^"]))
@@ -182,7 +193,8 @@ def load_policy(
     # `.to(dtype)` would round the rotary buffers as well.
     causal_lm = causal_lm if args.quantization else causal_lm.to(device)
     causal_lm.config.dtype = source_dtype
-    source = _adapt(causal_lm, ShardedFiles(files), args, start) if args.has_adapter else None
+    stored = _open_files(files, causal_lm.config, start, reward=reward)
+    source = _adapt(causal_lm, stored, args, start) if args.has_adapter else None
     policy = PolicyModel(causal_lm).eval()  # no dropout in policy or reference
     policy.rounding, policy.exact = rounding, kept
     if source:  # PiSSA also takes from the base what it moves into the adapter
@@ -213,6 +225,7 @@ def load_divided(
     compiled: bool = False,
     start: Start = Start(),
     rounding: Rounding = Rounding(),
+    reward: bool = False,
 ) -> PolicyModel | Stages:
     """Load what this rank holds of a model; trained shards are float32. Collective."""
     if args.quantization:
@@ -220,6 +233,7 @@ def load_divided(
             "quantization: 4bit is for one process; start it without torchrun and ray.address"
         )
     _, config, proven = _config(name, args)
+    loader = auto_class(config, reward=reward)
     if not proven:
         raise ConfigError(
             f"model family '{config.model_type}' cannot be divided: its packed log-probs can be "
@@ -230,14 +244,14 @@ def load_divided(
     dtype = torch.float32 if trains and mesh.sums_gradients else compute
     folder = model_folder(name, args.revision)
     with _opening(name, "weights"), _parameters_without_memory():
-        stored: Any = ModelFiles(weight_files(folder))
-        causal_lm: Any = AutoModelForCausalLM.from_config(
+        stored: Any = _open_files(weight_files(folder), config, start, reward=reward)
+        causal_lm: Any = loader.from_config(
             config,
             dtype=dtype,
             attn_implementation=IMPLEMENTATION,
             trust_remote_code=args.trust_remote_code,
         )
-        if folder and (folder / "generation_config.json").exists():
+        if not reward and folder and (folder / "generation_config.json").exists():
             causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
     saved = causal_lm.state_dict()
     for key, buffer in causal_lm.named_buffers():
@@ -286,6 +300,19 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
             if getattr(config, key, None):
                 raise ValueError(f"config.json has {key}: {advice}")
     return common, config, check_family(config)
+
+
+def _open_files(files: list[Path], config: Any, start: Start, *, reward: bool) -> ModelFiles:
+    width = config.get_text_config().hidden_size
+    return RewardFiles(files, width, start.seed) if reward else ModelFiles(files)
+
+
+def _begin_head(causal_lm: Any, info: dict[str, Any], seed: int) -> None:
+    """Give the head of a reward model its start if the files have none."""
+    if HEAD in info["missing_keys"]:
+        info["missing_keys"] = set(info["missing_keys"]) - {HEAD}
+        weight = causal_lm.score.weight
+        weight.data = new_head(weight.shape[1], seed).to(weight.dtype)
 
 
 def _adapt(causal_lm: Any, stored: ShardedFiles, args: ModelArgs, start: Start) -> Any:

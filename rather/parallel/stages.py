@@ -31,7 +31,7 @@ from rather.config.pipelines import Pipeline
 from rather.data.batch import Columns, PairBatch
 from rather.errors import ConfigError
 from rather.model.check import packed_twin
-from rather.model.policy import PolicyModel, pair_columns
+from rather.model.policy import PolicyModel, head_of, pair_columns
 from rather.parallel.context import filled_to
 from rather.parallel.mesh import Mesh
 
@@ -92,7 +92,7 @@ class Stage(PolicyModel):
         base, embedding = causal_lm.base_model, causal_lm.get_input_embeddings()
         total = len(base.layers)
         self.first, self.last = layers.start == 0, layers.stop == total
-        self.tied = embedding.weight is causal_lm.get_output_embeddings().weight
+        self.tied = embedding.weight is head_of(causal_lm).weight
         self.batches: Sequence[PairBatch] = ()  # all of the step, this rank's share of each
         self.wanted: Collection[str] = ()
         self._inbox: list[Tensor] = []
@@ -105,7 +105,10 @@ class Stage(PolicyModel):
             setattr(base, before, _Entrance(self._inbox, kept))
         if not self.last:
             setattr(base, after, _PassThrough())
-            causal_lm.set_output_embeddings(nn.Identity())
+            if self.is_reward:
+                causal_lm.score = nn.Identity()
+            else:
+                causal_lm.set_output_embeddings(nn.Identity())
 
     def forward(self, *received: Tensor, where: Tensor) -> Tensor:  # type: ignore[override]
         """Return hidden states [1, N, D] of a micro-batch; the last stage its columns [C, P, 2]."""
@@ -128,7 +131,7 @@ def _ends(causal_lm: Any) -> tuple[str, str]:
     """Return the names of embedding and final norm; refuse a base model with more parts."""
     config = causal_lm.config.get_text_config()
     names = list(getattr(config, "base_model_pp_plan", None) or ())
-    base, head = causal_lm.base_model, causal_lm.get_output_embeddings()
+    base, head = causal_lm.base_model, head_of(causal_lm)
     if "layers" not in names or not hasattr(base, "layers"):
         raise _refused(config, "transformers has no plan of its stages")
     before, after = names[0], names[-1]

@@ -123,11 +123,13 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
         # last linear adds to its sum.
         inside = {id(parameter) for region in regions for parameter in region.parameters()}
         inside -= {id(module.bias) for module in policy.modules() if isinstance(module, _RowLinear)}
-        policy.token_parts = ranks.of
+        policy.token_parts, policy.tp_group = ranks.of, ranks.group
         policy.tp_partial |= {
             name
             for name, parameter in policy.named_parameters()
-            if name not in policy.tp_dims and id(parameter) not in inside
+            if name not in policy.tp_dims
+            and id(parameter) not in inside
+            and not name.endswith(".score.weight")  # sees the gathered tokens
         }
 
 

@@ -162,7 +162,10 @@ class Packing:
         budget, ladder = budget or self.tokens[use], LADDER[self.kind]
         if use == "train" and self.baseline == "kl":  # answers to other prompts are not trained on
             pairs = [pair.only("chosen") for pair in pairs]
-        return pack(pairs, budget, most_pairs, ladder=ladder, ranks=layout(role).bins)
+        at_end = self.config.task == "reward"
+        return pack(
+            pairs, budget, most_pairs, ladder=ladder, ranks=layout(role).bins, at_end=at_end
+        )
 
     def step(self, pairs: Sequence[TokenPair], number: int, use: Use = "actor_train") -> Step:
         """Pack pairs for both roles: for the policy to train on, or to evaluate."""

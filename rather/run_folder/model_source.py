@@ -16,8 +16,10 @@ from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
 from rather.data.hub import refuse_unknown_model
 from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
+from rather.files import read_json
 from rather.model.files import model_folder
 from rather.model.policy import PolicyModel
+from rather.model.reward import is_reward_model
 from rather.optim.rounding import Rounding
 from rather.parallel.load import Start, load_policy
 from rather.run_folder.layout import RESULTS
@@ -42,10 +44,19 @@ class Weights:
         """Load the frozen model, with the checks that a run does."""
         args = self.args.model_copy(update={"dtype": dtype}) if dtype else self.args
         start = Start(self.run.seed, self.run.keeps_start) if self.run else Start()
-        policy = load_policy(self.model, args, device, start=start, rounding=self.rounding)
+        options: dict[str, Any] = {"start": start, "rounding": self.rounding}
+        policy = load_policy(self.model, args, device, **options, reward=self.is_reward)
         if self.checkpoint:
             load_weights(policy, self.checkpoint, self.group)
         return policy.requires_grad_(False)
+
+    @property
+    def is_reward(self) -> bool:
+        """Return whether it is a reward model."""
+        if self.run:
+            return self.run.task == "reward"
+        folder = model_folder(self.model, self.args.revision)
+        return folder is not None and is_reward_model(read_json(folder / "config.json"))
 
     def tokenizer(self) -> Any:
         """Load the tokenizer, with the chat template of the training if it is known."""

@@ -31,7 +31,9 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.4}
 def answers() -> PairLogps:
     extra = {"soft_label": torch.tensor(GOOD, dtype=torch.float64)}
     x = as_logps(PAIRS)
-    return x._replace(extra={**x.extra, **extra, "baseline": torch.tensor(BASELINE, dtype=torch.float64)})
+    return x._replace(
+        extra={**x.extra, **extra, "baseline": torch.tensor(BASELINE, dtype=torch.float64)}
+    )
 
 
 def signed(margin: Any) -> Any:
@@ -54,6 +56,19 @@ def test_single_answers(name: str) -> None:
         np.testing.assert_allclose(got, FORMULAS[name](beta), rtol=1e-9)
         weighted = configure([name], {"beta": beta, **WEIGHTS})(answers()).numpy()
         np.testing.assert_allclose(weighted, got * np.where(GOOD, 1.5, 0.4), rtol=1e-9)
+
+
+def test_reward_models() -> None:
+    x, r = as_logps(PAIRS), PAIRS.policy_w - PAIRS.policy_l
+    got = configure(["bradley_terry"], {"center_rewards_coefficient": 0.1})(x).numpy()
+    both = 0.1 * (PAIRS.policy_w + PAIRS.policy_l) ** 2
+    np.testing.assert_allclose(got, cost(r - PAIRS.margin) + both, rtol=1e-9)
+    without = x._replace(extra={**x.extra, "margin": torch.full((8,), float("nan")).double()})
+    np.testing.assert_allclose(
+        configure(["bradley_terry"], {})(without).numpy(), cost(r), rtol=1e-9
+    )
+    squared = (PAIRS.policy_w - PAIRS.margin) ** 2
+    np.testing.assert_allclose(configure(["regression"], {})(x).numpy(), squared, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in PAIRWISE])

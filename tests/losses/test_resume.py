@@ -38,6 +38,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "kto": {"task": "unpaired"},
     "bco": {"task": "unpaired", "pref_loss": "bco"},  # its running mean is in the checkpoint
     "task sft": {"task": "sft"},
+    "reward": {"task": "reward"},
 }
 
 

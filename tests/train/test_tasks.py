@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
+from rather.commands.score import score
+from rather.data.formats.standard import ANSWERS
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, DataError
 from rather.losses.objective import from_config
@@ -153,3 +159,65 @@ def test_sft_has_the_loss_of_transformers(tmp_path: Path) -> None:
     assert trained["loss"] == pytest.approx(float(out.loss), rel=1e-6)
     assert trained["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
     assert not [name for name in trained if name.startswith("rewards/")]
+
+
+# --- reward models ---
+
+
+def padded_scores(folder: Path, texts: list[list[str]]) -> torch.Tensor:
+    """Scores of an exported model, by transformers alone, in one padded batch."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer([text for pair in texts for text in pair], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return model(**batch).logits.view(-1, 2).double()
+
+
+@pytest.mark.parametrize("changes", [{}, {"actor_train__model_args__lora_rank": 4}])
+def test_an_exported_reward_model_gives_the_scores_of_the_run(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """The end token of the tokenizer is its padding token; texts differ in length."""
+    make_config(tmp_path)
+    file = tmp_path / "base" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "</s>"}))
+    config = make_config(tmp_path, task="reward", **changes)
+    assert DPOPipeline(config).run() == 0
+    last = metrics(config)[-1]
+    assert "eval/logps/chosen" not in last
+    rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+    texts = [[row["prompt"] + row[side] + " </s>" for side in ANSWERS] for row in rows]
+    folder = config.run_dir / "model"
+    found = padded_scores(folder, texts)
+    assert last["eval/rewards/accuracies"] == (found[:, 0] > found[:, 1]).double().mean()
+    for i, side in enumerate(ANSWERS):
+        assert last[f"eval/rewards/{side}"] == pytest.approx(float(found[:, i].mean()), abs=1e-5)
+    out = tmp_path / "scores.jsonl"
+    keys = [f"output_dir={tmp_path}/scored", "sequence_length=64"]
+    numbers = score(str(folder), tmp_path / "held_out.jsonl", keys, None, [], out)
+    assert numbers["rewards/accuracies"] == last["eval/rewards/accuracies"]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    scored = torch.tensor([[line[f"rewards/{side}"] for side in ANSWERS] for line in lines])
+    assert torch.allclose(scored.double(), found, atol=1e-5)
+
+
+def test_a_reward_model_learns_scores_and_trains_on(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"w{i} w{i + 1}", "completion": " w5" * (i % 5 + 1), "score": float(i % 5)}
+        for i in range(40)
+    ]
+    file = write(tmp_path / "scored.jsonl", rows)
+    changes = {"actor_train__data_args__file_name": file, "validation__data_args__file_name": file}
+    config = make_config(
+        tmp_path, exp_name="first", task="reward", pref_loss="regression",
+        actor_train__training_args__num_train_epochs=4.0, **changes,
+    )  # fmt: skip
+    assert DPOPipeline(config).run() == 0
+    before, *_, after = (line for line in metrics(config) if "eval/scores/error" in line)
+    assert after["eval/scores/error"] < 0.7 * before["eval/scores/error"]
+    again = make_config(
+        tmp_path, exp_name="again", task="reward", pref_loss="regression", max_steps=1,
+        pretrain=str(config.run_dir / "model"), **changes,
+    )  # fmt: skip
+    assert DPOPipeline(again).run() == 0
+    assert metrics(again)[0]["eval/loss"] == pytest.approx(after["eval/loss"], rel=1e-5)

@@ -1,0 +1,96 @@
+"""Reward models: a causal language model with a head of one row, `score`, instead of its words.
+
+Outside, they are `AutoModelForSequenceClassification` with one label.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rather.checkpoint.sharded_tensors import ShardSpec
+from rather.errors import ConfigError
+from rather.model.files import ModelFiles
+
+HEAD = "score.weight"
+
+
+def is_reward_model(config: dict[str, Any]) -> bool:
+    """Return whether a config.json belongs to a classifier."""
+    return any("ForSequenceClassification" in name for name in config.get("architectures") or ())
+
+
+def auto_class(config: Any, *, reward: bool) -> Any:
+    """Return the class that loads a model; prepare the config of a reward model for one label."""
+    if not reward:
+        return AutoModelForCausalLM
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise ConfigError(
+            f"task: transformers has no classifier of the family '{config.model_type}', so it "
+            "cannot become a reward model; choose another family"
+        )
+    config.num_labels = 1
+    config.architectures = [
+        AutoModelForSequenceClassification._model_mapping[type(config)].__name__
+    ]
+    return AutoModelForSequenceClassification
+
+
+def new_head(width: int, seed: int) -> Tensor:
+    """Return the start of a head, the same on every rank: scores vary by about 1."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(1, width, generator=draw) / math.sqrt(width + 1)
+
+
+class RewardFiles(ModelFiles):
+    """The weights of a model without the head of its words, and a new head if there is none."""
+
+    def __init__(self, files: Iterable[Path], width: int, seed: int) -> None:
+        super().__init__(files)
+        self._stored = [name for name in self._stored if name != "lm_head.weight"]
+        if HEAD not in self._shards:
+            head = new_head(width, seed)
+            whole = ShardSpec.full(head.shape)
+            self._shards[HEAD] = {whole.offsets: (_InMemory(head), whole)}
+            self._stored.append(HEAD)
+
+
+class _InMemory:
+    """A tensor that is read like one of a safetensors file."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def get_slice(self, _name: str) -> _InMemory:
+        return self
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        return self.tensor[slices]
+
+
+def set_padding(config: Any, tokenizer: Any) -> None:
+    """Give model and tokenizer a padding token that ends no text.
+
+    transformers scores the last token that is not padding. If the end token were the padding, a
+    padded text would be scored one token earlier than it was trained.
+    """
+    names = ("pad_token", "bos_token", "unk_token")
+    own = [getattr(tokenizer, name) for name in names] + list(tokenizer.all_special_tokens)
+    ends = {tokenizer.eos_token, *(token for token in own if token and "end" in token)}
+    free = [token for token in own if token and token not in ends]
+    if not free:
+        raise ConfigError(
+            "task: reward: the tokenizer has no special token besides its end token, which cannot "
+            "be the padding of a reward model; add a padding token to the tokenizer"
+        )
+    tokenizer.pad_token = free[0]
+    config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id
