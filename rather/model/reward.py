@@ -30,15 +30,13 @@ def auto_class(config: Any, *, reward: bool) -> Any:
     """Return the class that loads a model; prepare the config of a reward model for one label."""
     if not reward:
         return AutoModelForCausalLM
-    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+    classes: Any = AutoModelForSequenceClassification._model_mapping
+    if type(config) not in classes:
         raise ConfigError(
             f"task: transformers has no classifier of the family '{config.model_type}', so it "
             "cannot become a reward model; choose another family"
         )
-    config.num_labels = 1
-    config.architectures = [
-        AutoModelForSequenceClassification._model_mapping[type(config)].__name__
-    ]
+    config.num_labels, config.architectures = 1, [classes[type(config)].__name__]
     return AutoModelForSequenceClassification
 
 

@@ -29,6 +29,7 @@ STATE = {
     "progress.stale_evaluations", "progress.stopped_early", "progress.unevaluated",
     "progress.nonfinite", "progress.rollbacks", "progress.history", "progress.skipped",
     "progress.idle",
+    "progress.running",
     "progress.window.sums", "progress.window.pairs", "progress.window.tokens",
     "progress.window.skipped", "progress.history.losses", "progress.history.norms",
     "identity.data", "identity.tokenizer", "identity.chat template", "identity.model",

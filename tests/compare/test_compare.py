@@ -24,11 +24,11 @@ from rather.commands.score import LogProbs
 from rather.config.schema import DPOConfig
 from rather.data.batch import PairFacts, PairLogps
 from rather.errors import ConfigError
-from rather.losses.losses import LOSSES
 from rather.losses.objective import configure
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report.page import plotly_bundle
 from tests.browser import figures
+from tests.losses.formulas import PAIRWISE
 from tests.tiny import make_config
 
 
@@ -66,11 +66,11 @@ def test_values_are_those_of_each_loss(
         log_probs.facts.length,
         {"mean_chosen_length": log_probs.facts.length[:, 0].mean()},
     )
-    assert [row.name for row in rows] == [f"this run: {trained.pref_loss}", *LOSSES]
+    assert [row.name for row in rows] == [f"this run: {trained.pref_loss}", *PAIRWISE]
     for row in rows[1:]:
         if row.name != "odpo":
             assert row.value == pytest.approx(
-                float(LOSSES[row.name].function(x).mean()), rel=1e-12
+                float(PAIRWISE[row.name].function(x).mean()), rel=1e-12
             ), row.name
             assert 0 <= row.saturated <= 1
             assert row.gradient > 0
@@ -209,7 +209,7 @@ def test_command(trained: DPOConfig, tmp_path: Path) -> None:
         app, [str(file), "--pairs", "3", "--plot", str(plot)], env={"COLUMNS": "160"}
     )
     assert done.exit_code == 0, done.output
-    assert all(f" {name} " in done.output for name in LOSSES)
+    assert all(f" {name} " in done.output for name in PAIRWISE)
     assert "not computable: pairs have no margin" in done.output
     assert plot.exists()
     wrong = runner.invoke(app, [str(file), "--plot", str(tmp_path)])
