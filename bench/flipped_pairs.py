@@ -56,10 +56,10 @@ class Setting:
 
 
 SETS = {
-    "politeness": Setting("rasbt_politeness", "stories260K", 2e-4, 3, most=500),
-    "stories": Setting("stories260K_vader_onpolicy", "stories260K", 2e-4, 3, length=512, most=420),
+    "politeness": Setting("rasbt_politeness", "stories260K", 5e-4, 3, most=300),
+    "stories": Setting("stories260K_vader_onpolicy", "stories260K", 5e-4, 3, length=512, most=300),
     "ultrafeedback": Setting(
-        "ultrafeedback_train_clean", "stories260K", 2e-4, 2, length=512, most=250, held_out=50
+        "ultrafeedback_train_clean", "stories260K", 5e-4, 2, length=512, most=150, held_out=50
     ),
 }
 
