@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -55,8 +57,11 @@ def pairs_command(
     from rather.report.pairs import MEANINGS, Doctor
 
     data = _training_pairs(run)
-    if plant is not None and (code := _calibrate(run, data, plant)):
-        return code
+    if plant is not None:
+        with redirect_stdout(sys.stderr):  # what the run prints
+            code = _calibrate(run, data, plant)
+        if code:
+            return code
     doctor = Doctor.of(run)
     rows, summary = doctor.history.rows(doctor.findings), doctor.summary()
     if data:

@@ -259,7 +259,10 @@ def _adapter(config: DPOConfig) -> Problems:
         "additional_target": args.additional_target,
     }
     if config.task == "reward" and args.has_adapter and layout and layout.tp > 1:
-        yield f"{ARGS}.lora_rank", "the head of a reward model needs whole weights; set tp_size to 1"
+        yield (
+            f"{ARGS}.lora_rank",
+            "the head of a reward model needs whole weights; set tp_size to 1",
+        )
     for name, is_set in need_whole_weights.items():
         if is_set and layout and layout.tp > 1:
             text = "needs whole weights, which tensor parallelism splits; set tp_size to 1"

@@ -144,7 +144,9 @@ def dataset(path: str = SAMPLES, *, split: str = "", config: str = "") -> Rule:
         if value in NOTHING:
             return NOT_NEEDED
         names = [str(name) for name in value] if isinstance(value, list) else str(value).split(",")
-        found = {name: address(name, given.get(split), given.get(config)) for name in names if split}
+        found = {
+            name: address(name, given.get(split), given.get(config)) for name in names if split
+        }
         files, remote = [], []
         for name in names:
             own, counted, _ = name.partition("#")

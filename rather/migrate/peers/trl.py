@@ -163,7 +163,10 @@ def named_dataset(value: Any, given: Given) -> Outcome:
 def mixture(value: Any, given: Given) -> Outcome:
     if more := {key for entry in value for key in entry} - {"path", "name", "split"}:
         raise Unsupported(f"{', '.join(sorted(more))}: save the rows to a file of their own")
-    names = [address(entry["path"], entry.get("split"), entry.get("name")) or entry["path"] for entry in value]
+    names = [
+        address(entry["path"], entry.get("split"), entry.get("name")) or entry["path"]
+        for entry in value
+    ]
     return dataset()(names, given)
 
 
