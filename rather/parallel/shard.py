@@ -7,6 +7,7 @@ loss is divided by the whole step.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -49,8 +50,6 @@ def shard(
     """
     narrow = any(compute != parameter.dtype for parameter in policy.parameters())
     on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    plane, ep = mesh.plane(sharded=stage != "ddp"), mesh.size("ep")
-    of_experts = mesh.plane(sharded=stage != "ddp", ep=ep) if ep > 1 else plane
     options: dict[str, Any] = {
         "reshard_after_forward": stage == "zero3",
         "mp_policy": MixedPrecisionPolicy(
@@ -59,8 +58,13 @@ def shard(
         ),
         "offload_policy": on_host if offload else OffloadPolicy(),
     }
-    for _, block in expert_blocks(policy) if ep > 1 else ():
-        fully_shard(block.experts, mesh=of_experts, **options)
+    plane = mesh.plane(sharded=stage != "ddp")
+    if (ep := mesh.size("ep")) > 1:
+        # Scores of a router may be float32, next to rows in half precision.
+        uncast = replace(options["mp_policy"], cast_forward_inputs=False)
+        own = {**options, "mp_policy": uncast, "mesh": mesh.plane(sharded=stage != "ddp", ep=ep)}
+        for _, block in expert_blocks(policy):
+            fully_shard(block.experts, **own)
     for module in (*layers_of(policy), policy):
         fully_shard(module, mesh=plane, **options)
     for unit in units(policy):
