@@ -4,7 +4,7 @@
 
 FOLDER has a git checkout of each tool: trl, LLaMA-Factory, axolotl, OpenRLHF, ms-swift, RL
 (NeMo-RL), ColossalAI, ROLL. An example is a file, or a command line in a docstring or in Markdown,
-that trains on preferences. Each is converted, incomplete or refused, and the settings that decide a
+that trains on pairs, on single answers with labels (KTO), or on answers alone (SFT). Each is converted, incomplete or refused, and the settings that decide a
 training are compared with the expected ones: those of TRL come from its own parser in the checkout,
 those of the others from migrate_expected.json, which was written from the tools' sources and
 documentation. `--train` also loads each converted YAML with `rather config show` and trains two
@@ -44,6 +44,7 @@ PAGE = HERE.parent / "docs" / "coming_from" / "index.md"
 FIELDS = ("loss", "beta", "nll", "gamma", "learning_rate", "pairs", "adapter", "alpha", "weights",
           "precision", "steps", "schedule", "warmup", "decay", "beta2", "clip", "length")  # fmt: skip
 STATES = ("converted", "incomplete", "refused")
+MOST_SFT = 3  # of a tool are trained
 ROUNDED = ("8bit", "none")  # base weights in 8 bits stay as they are, which the conversion says
 
 
@@ -62,13 +63,14 @@ class Tool:
 TOOLS = (
     Tool("trl", "trl",
          lines=("README.md", "docs/source/*.md", "examples/scripts/*.py", "trl/scripts/*.py"),
-         command=r"\btrl (dpo|kto)\b|(?<!ain_)\b((online_|s)?dpo|orpo|cpo|kto)(_vlm)?\.py"),
+         command=r"\btrl (dpo|kto|sft)\b|(?<!ain_)\b((online_|s)?dpo|orpo|cpo|kto|sft)(_vlm)?\.py"),
     Tool("llama-factory", "LLaMA-Factory", ("examples/**/*.yaml",),
-         r"(?m)^stage: (dpo|kto)|dpo_demo"),
+         r"(?m)^stage: (dpo|kto|sft)|dpo_demo"),
     Tool("axolotl", "axolotl", ("examples/**/*.y*ml",), r"(?m)^rl: (dpo|ipo|orpo|simpo|kto|gdpo)"),
-    Tool("openrlhf", "OpenRLHF", ("examples/**/*.sh",), r"train_(dpo|kto)"),
-    Tool("swift", "ms-swift", ("examples/**/*.sh",), r"rlhf_type (dpo|orpo|simpo|cpo|kto)",
-         ("README.md",), r"swift rlhf"),
+    Tool("openrlhf", "OpenRLHF", ("examples/**/*.sh",), r"train_(dpo|kto|sft)"),
+    Tool("swift", "ms-swift", ("examples/**/*.sh",),
+         r"(?m)rlhf_type (dpo|orpo|simpo|cpo|kto)|^\s*(swift|megatron) sft",
+         ("README.md",), r"swift (rlhf|sft)"),
     Tool("nemo-rl", "RL", ("examples/configs/**/*dpo*.yaml",), ".",
          ("README.md", "docs/guides/dpo.md"), r"run_dpo\.py"),
     Tool("colossalchat", "ColossalAI",
@@ -191,7 +193,7 @@ def settings(result: Migrated) -> dict[str, Any]:
         missing.add("batch")
     values = {
         "loss": " + ".join(config.loss_names),
-        "beta": config.beta,
+        "beta": config.beta if config.loss_names != ["sft"] else None,
         "nll": nll or 0,
         "learning_rate": training.learning_rate,
         "pairs": config.global_batch(),
@@ -219,16 +221,18 @@ def expect(examples: list[Example], checkout: Path) -> None:
         table = json.loads(EXPECTED.read_text())[examples[0].tool.name]
         for example in examples:
             known = table["examples"].get(example.name)
-            if isinstance(known, str):
-                example.family = known
-            elif known is not None:
+            if isinstance(known, dict):
                 example.expected = table["common"] | known
+                example.family = example.expected.pop("family", "pairs")
+            else:
+                text = example.file.read_text() if example.file else example.line
+                example.family = known or ("kto" if "kto" in text else "sft")
         return
     for example in examples:
-        found = re.search(r"\b(\w*(?:dpo|po|kto)(?:_vlm)?)\b(\.py| )", example.line)
+        found = re.search(r"\b(\w*(?:po|kto|sft)(?:_vlm)?)\b(\.py| )", example.line)
         program = found[1] if found else "?"
         example.family = "pairs" if program in ("dpo", "orpo", "cpo") else program
-    pairs = [each for each in examples if each.family == "pairs"]
+    pairs = [each for each in examples if each.family in ("pairs", "kto", "sft")]
     lines = [(shlex.split(each.line), str(each.folder)) for each in pairs]
     done = subprocess.run(
         [sys.executable, str(HERE / "trl_parser.py")],
@@ -297,6 +301,12 @@ def checkout_of(path: Path) -> str:
     ).stdout.strip()
 
 
+def of_family(examples: list[Example], family: str) -> Iterator[tuple[str, int]]:
+    states = [each.state for each in examples if each.family == family]
+    yield family, len(states)
+    yield f"{family}_converted", states.count("converted")
+
+
 def counts(examples: list[Example]) -> dict[str, int]:
     pairs = [each for each in examples if each.family == "pairs"]
     return {
@@ -306,18 +316,20 @@ def counts(examples: list[Example]) -> dict[str, int]:
         "unchecked": sum(each.expected is None for each in pairs),
         "pairs": len(pairs),
         "pairs_converted": sum(each.state == "converted" for each in pairs),
+        **{key: count for family in ("kto", "sft") for key, count in of_family(examples, family)},
         "trained": sum(each.trained == "2 steps" for each in examples),
     }
 
 
 def table(report: dict[str, Any]) -> Iterator[str]:
     columns = ("examples", "converted", "incomplete", "refused", "wrong", "trained")
-    yield f"| tool | checkout | {' | '.join(columns)} | of preference pairs, converted |"
-    yield "|---" * (len(columns) + 3) + "|"
+    yield f"| tool | checkout | {' | '.join(columns)} | pairs | KTO | SFT |"
+    yield "|---" * (len(columns) + 5) + "|"
     for name, facts in report.items():
         count = facts["counts"]
         cells = [name, facts["checkout"], *(str(count[column]) for column in columns)]
-        yield f"| {' | '.join(cells)} | {count['pairs_converted']} of {count['pairs']} |"
+        cells += [f"{count[f'{kind}_converted']} of {count[kind]}" for kind in ("pairs", "kto", "sft")]
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> int:
@@ -363,7 +375,8 @@ def examine(tool: Tool, checkout: Path, scratch: Path, trains: bool) -> dict[str
     expect(examples, checkout)
     for example in examples:
         convert(example)
-        if trains and example.state == "converted":
+        tried = sum(bool(each.trained) for each in examples if each.family == "sft")
+        if trains and example.state == "converted" and (example.family != "sft" or tried < MOST_SFT):
             example.trained = train(example, scratch)
     names = ("name", "family", "state", "found", "expected", "wrong", "problems", "trained")
     return {

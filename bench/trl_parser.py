@@ -5,6 +5,7 @@ Reads a JSON list of [words of a command, folder] and prints a list of the setti
 
 from __future__ import annotations
 
+import importlib
 import importlib.resources
 import itertools
 import json
@@ -24,10 +25,8 @@ transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 def parser_of(program: str) -> Any:
     from trl import ModelConfig, ScriptArguments
 
-    if program == "dpo":
-        from trl.scripts.dpo import make_parser
-
-        return make_parser()
+    if program in ("dpo", "kto", "sft"):
+        return importlib.import_module(f"trl.scripts.{program}").make_parser()
     if program == "orpo":
         from trl.experimental.orpo import ORPOConfig as config
     else:
@@ -39,22 +38,22 @@ def parsed(words: list[str], folder: str) -> dict[str, Any]:
     """Return the settings of `trl dpo ...`, or of a launcher with dpo.py, orpo.py or cpo.py."""
     os.chdir(folder)
     is_script = [word.endswith(".py") for word in words]
-    at = is_script.index(True) if any(is_script) else words.index("dpo")
+    at = is_script.index(True) if any(is_script) else words.index("trl") + 1
     program = Path(words[at]).stem
     parser, arguments = parser_of(program), ["--output_dir", "out", *words[at + 1 :]]
-    if program == "dpo":
+    if program in ("dpo", "kto", "sft"):
         *found, rest = parser.parse_args_and_config(arguments, return_remaining_strings=True)
     else:
         *found, rest = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     training, model = found[1], found[2]
-    losses = training.loss_type if program != "orpo" else "orpo"
+    losses = training.loss_type if program not in ("orpo", "sft") else program
     loss = losses if isinstance(losses, list) else [losses]
     if program == "cpo":
         loss = [{"sigmoid": "cpo"}.get(name, name) for name in loss]
     size = training.per_device_train_batch_size * training.gradient_accumulation_steps
     return {
         "loss": " + ".join(loss),
-        "beta": training.beta,
+        "beta": training.beta if program != "sft" else None,
         "nll": training.cpo_alpha if program == "cpo" else 0,
         "learning_rate": training.learning_rate,
         "pairs": size * processes([*words[:at], *rest]),

@@ -41,7 +41,7 @@ from rather.migrate.source import SourceSettings, flat
 
 ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
 MODEL, PAIRS = "pretrain", "actor_train.data_args.file_name"
-MAPPINGS = (".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # take any name
+MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # take any name
 DEVICES = "actor_train.device_mapping"
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
 PLACES = {MODEL: "path/to/model", PAIRS: "path/to/pairs.jsonl"}
@@ -55,6 +55,7 @@ ESSENTIAL = {
     "batch": ("train_batch_size", _TRAINING + "per_device_train_batch_size"),
     "adapter": tuple(_MODEL + key for key in ("lora_rank", "lora_config", "adapter_name_or_path")),
     "precision": (_MODEL + "dtype",),
+    "scored turns": ("actor_train.data_args.score",),
     "router loss": (_MODEL + "moe_aux_loss_coef",),
 }
 # What a source says besides its keys.
@@ -183,8 +184,8 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     """Return settings of the same meaning, as far as Rather has them."""
     if source.program not in peer.programs and OTHERS.search(source.program):
         raise ConfigError(
-            f"{source.name}: {source.program} is not training on preference pairs that Rather "
-            f"offers; of {peer.name} it converts {', '.join(peer.programs)}."
+            f"{source.name}: {source.program} is not a training that Rather offers; of {peer.name} "
+            f"it converts {', '.join(peer.programs)}."
         )
     file = source.file
     if peer.config and not file and source.script:
@@ -250,6 +251,7 @@ def _agreed(rows: list[Row]) -> list[Row]:
 def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> list[Row]:
     """Return what makes a training and is neither in the source nor a default of the tool."""
     needless = {"beta"} if config.loss_names == ["sft"] else set()
+    needless |= set() if config.task == "sft" else {"scored turns"}
     needless |= set() if MIXTURE.search(str(config.pretrain)) else {"router loss"}
     note = f"neither set in the source file nor a fixed default of {peer.name}; set "
     return [

@@ -122,17 +122,22 @@ def left_out(why: str) -> Rule:
     )
 
 
-def algorithm(names: Mapping[Any, str | None]) -> Rule:
-    """Set the loss that a name stands for (None: another key does); refuse all others."""
+KTO, SFT = {"task": "unpaired"}, {"task": "sft", "pref_loss": "sft"}
+
+
+def algorithm(names: Mapping[Any, str | Mapping[str, str] | None]) -> Rule:
+    """Set the loss, or the task, that a name stands for; None: another key does. Refuse others."""
 
     def rule(value: Any, given: Given) -> Outcome:
         if value not in names:
             known = ", ".join(map(str, names))
             raise ConfigError(
-                f"{value} is not training on preference pairs that Rather offers; it converts {known}."
+                f"{value} is not a training that Rather offers; it converts {known}."
             )
         loss = names[value]
-        return gives({"pref_loss": loss}) if loss else NOT_NEEDED
+        if not loss:
+            return NOT_NEEDED
+        return gives({"pref_loss": loss} if isinstance(loss, str) else dict(loss))
 
     return rule
 

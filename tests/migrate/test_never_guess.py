@@ -71,21 +71,16 @@ def test_the_program_decides_the_loss(line: str, expected: dict[str, Any], tmp_p
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        (TRL.format("kto.py"), "kto"),
         (TRL.format("online_dpo.py"), "online_dpo"),
         (TRL.format("dpo_vlm.py"), "dpo_vlm"),
-        ("trl sft --model_name_or_path m", "trl sft"),
         ("trl reward --model_name_or_path m", "trl reward"),
-        ("colossalai run train_kto.py --pretrain m --config_file -x.json", "train_kto"),
         ("deepspeed --module openrlhf.cli.train_kto --pretrain m", "train_kto"),
         ("python -m openrlhf.cli.train_rm --pretrain m", "train_rm"),
-        ("swift rlhf --rlhf_type kto --model m", "rlhf_type: kto"),
-        ("swift sft --model m", "swift sft"),
         ("swift rlhf --rlhf_type dpo --model Qwen/Qwen2.5-VL-7B-Instruct", "language models only"),
         ({"base_model": "m", "rl": "gdpo", "sequence_len": 10}, "rl: gdpo"),
         ({"base_model": "m", "sequence_len": 10}, "rl: None"),
-        ({"model_name_or_path": "m", "stage": "kto", "cutoff_len": 10}, "stage: kto"),
-        ({"model_name_or_path": "m", "finetuning_type": "lora", "cutoff_len": 10}, "stage: sft"),
+        ({"model_name_or_path": "m", "stage": "rm", "cutoff_len": 10}, "stage: rm"),
+        (TRL.format("sft_vlm.py"), "sft_vlm"),
         ({"stage": "dpo", "finetuning_type": "full", "image_max_pixels": 9}, "images, video or audio"),
         ({"grpo": {"seed": 1}, "policy": {"model_name": "m"}}, "grpo"),
     ],
@@ -97,6 +92,61 @@ def test_other_algorithms_are_refused_by_name(source: Any, named: str, tmp_path:
     with pytest.raises(ConfigError) as why:
         of(source if isinstance(source, str) else file)
     assert named in str(why.value)
+
+
+LF = {"model_name_or_path": "m", "dataset": "d", "bf16": True}
+SCORE = "actor_train.data_args.score"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (TRL.format("kto.py") + " --desirable_weight 2",
+         {"task": "unpaired", "pref_loss": "kto", "desirable_weight": 2, LR: 1e-6}),
+        ("trl kto --model_name_or_path m --loss_type apo_zero_unpaired",
+         {"task": "unpaired", "pref_loss": "apo_zero_unpaired", "beta": 0.1}),
+        ("trl sft --model_name_or_path m --assistant_only_loss", {"task": "sft", SCORE: "assistant", LR: 2e-5}),
+        ("swift rlhf --rlhf_type kto --model m --torch_dtype bfloat16",
+         {"task": "unpaired", "pref_loss": "kto", LR: 1e-4}),
+        ("swift sft --model m --torch_dtype bfloat16", {"task": "sft", SCORE: "assistant", RANK: 8}),
+        ("megatron sft --model m --torch_dtype bfloat16 --train_iters 5",
+         {"task": "sft", RANK: None, "train_batch_size": 16}),
+        ("colossalai run --nproc_per_node 1 train_kto.py --pretrain m --dataset a --undesirable_weight 0.5",
+         {"task": "unpaired", "pref_loss": "kto", "undesirable_weight": 0.5}),
+        ("python -m openrlhf.cli.train_sft --model.model_name_or_path m --data.apply_chat_template "
+         "--data.input_key q --data.multiturn",
+         {"task": "sft", SCORE: "assistant", LR: 5e-6, "actor_train.data_args.columns": {"messages": "q"}}),
+        ({**LF, "stage": "kto", "kto_rejected_weight": 0.5},
+         {"task": "unpaired", "pref_loss": "kto", "undesirable_weight": 0.5, "beta": 0.1}),
+        ({**LF, "stage": "sft"}, {"task": "sft", SCORE: "assistant"}),
+        ({**LF, "stage": "sft", "mask_history": True}, {"task": "sft", SCORE: "last"}),
+        ({"base_model": "m", "rl": "kto", "learning_rate": 1e-5, "rl_beta": 0.5, "kto_desirable_weight": 0.2},
+         {"task": "unpaired", "pref_loss": "kto", "desirable_weight": 0.2, "beta": 0.5}),
+    ],
+)  # fmt: skip
+def test_single_answers_and_imitation(source: Any, expected: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    if isinstance(source, dict):
+        file.write_text(yaml.safe_dump(source))
+    result = of(source if isinstance(source, str) else file)
+    assert problems(result) == {}
+    assert {path: value_at(result.config, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("trl sft --model_name_or_path m", {"(scored turns)": MISSING}),  # depends on the rows' columns
+        ("trl sft --model_name_or_path m --assistant_only_loss --packing", {"packing": IMPOSSIBLE}),
+        ("trl sft --model_name_or_path m --assistant_only_loss --loss_type dft", {"loss_type": IMPOSSIBLE}),
+        ("trl kto --model_name_or_path m --loss_type sigmoid",
+         {"(loss)": MISSING, "loss_type": IMPOSSIBLE}),
+        ("python -m openrlhf.cli.train_sft --model.model_name_or_path m", {"input_template": IMPOSSIBLE}),
+        ("colossalai run --nproc_per_node 1 train_kto.py --pretrain m --auto_weight", {"auto_weight": IMPOSSIBLE}),
+    ],
+)  # fmt: skip
+def test_what_single_answers_do_not_determine(line: str, expected: dict[str, str]) -> None:
+    assert problems(of(line)) == expected
 
 
 def test_a_trl_file_without_its_program_does_not_determine_the_loss(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Axolotl: its YAML with `rl: dpo | ipo | simpo | orpo`.
+"""Axolotl: its YAML with `rl: dpo | ipo | simpo | orpo | kto`.
 
 Facts of 0.18 (src/axolotl/utils/schemas, src/axolotl/core/builders).
 """
@@ -25,6 +25,7 @@ from rather.migrate.peers.shared import (
     tracker,
 )
 from rather.migrate.rules import (
+    KTO,
     LEFT_OUT,
     NOT_NEEDED,
     UNSET,
@@ -61,7 +62,7 @@ KNOWN = keys(
     gradio_max_new_tokens gradio_server_name gradio_server_port gradio_share gradio_temperature
     gradio_title gt_length_multiplier hf_mlflow_log_artifacts hf_use_auth_token is_preprocess
     jagged_restart_anneal_steps jagged_restart_steps jagged_restart_warmup_steps
-    kto_desirable_weight kto_undesirable_weight large_head_attention layer_offloading
+    large_head_attention layer_offloading
     llama4_linearized_experts loftq_bits loftq_config lora_alpha_pattern lora_fan_in_fan_out
     lora_rank_pattern lora_target_parameters loraplus_lr_embedding loraplus_lr_ratio
     lr_div_factor lr_groups lr_quadratic_warmup max_packed_sequence_len mean_resizing_embeddings
@@ -87,13 +88,9 @@ KNOWN = keys(
     use_onebitllms use_otel_metrics use_pose use_trackio use_whitening vllm
     """
 )
-HARMLESS = (
-    "LigerPlugin",
-    "KernelsPlugin",
-    "CutCrossEntropyPlugin",
-    "SwanLabPlugin",
-)  # speed and reports
-LOSSES = {"dpo": None, "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
+HARMLESS = ("LigerPlugin", "KernelsPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin")  # speed and reports
+LOSSES = {"dpo": None, "ipo": "ipo", "simpo": "simpo", "orpo": "orpo",
+          "kto": {**KTO, "pref_loss": "kto"}}  # fmt: skip
 TEMPLATES = {
     "chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "qwen_25": "qwen2_5", "qwen3": "qwen3", "phi_3": "phi3",
     "tokenizer_default": "native",
@@ -219,6 +216,8 @@ RULES: dict[str, Rule] = {
         rl_beta dpo_beta trl.beta = beta
         dpo_label_smoothing = label_smoothing; Axolotl's TRL 1.x ignores it for rl: dpo; here it counts
         dpo_use_weighting = use_weighting
+        kto_desirable_weight = desirable_weight
+        kto_undesirable_weight = undesirable_weight
         rpo_alpha = rpo_alpha
         dataset_processes = data.preprocessing_num_workers
         micro_batch_size = training.per_device_train_batch_size

@@ -1,4 +1,4 @@
-"""ColossalChat: the flags of train_dpo.py and train_orpo.py.
+"""ColossalChat: the flags of train_dpo.py, train_orpo.py and train_kto.py.
 
 Facts of ColossalAI 0.5.0 (applications/ColossalChat/examples/training_scripts).
 """
@@ -19,6 +19,7 @@ from rather.migrate.peers.shared import (
     tracker,
 )
 from rather.migrate.rules import (
+    KTO,
     UNSET,
     Given,
     Outcome,
@@ -84,6 +85,9 @@ RULES: dict[str, Rule] = facts("""
     tokenizer_dir = model.tokenizer_name_or_path
     ref_tp = ref_tp
     beta = beta
+    desirable_weight = desirable_weight
+    undesirable_weight = undesirable_weight
+    auto_weight ! the weights follow from the data there; set desirable_weight or undesirable_weight
     length_normalization = length_normalization
     lr = training.learning_rate
     weight_decay = training.weight_decay
@@ -114,7 +118,7 @@ RULES: dict[str, Rule] = facts("""
     "accumulation_steps": accumulation,
     "mixed_precision": to("model.dtype", DTYPES),
     "lora_config": lambda value, given: gives({"model.lora_config" if value else "model.lora_rank": value or None}),
-    PROGRAM: algorithm({"train_dpo": None, "train_orpo": "orpo"}),
+    PROGRAM: algorithm({"train_dpo": None, "train_orpo": "orpo", "train_kto": {**KTO, "pref_loss": "kto"}}),
     "lam": if_given(PROGRAM, "train_orpo", "beta"),
     "grad_checkpoint": recompute,
     "save_dir": run_folder,
@@ -130,10 +134,10 @@ COLOSSALCHAT = Peer(
     "colossalchat",
     RULES,
     version="0.5.0",
-    programs=("train_dpo", "train_orpo"),
+    programs=("train_dpo", "train_orpo", "train_kto"),
     defaults={
         "loss_type": by(PROGRAM, {"train_dpo": "dpo_loss"}), "lam": by(PROGRAM, {"train_orpo": 0.1}),
-        "beta": by(PROGRAM, {"train_orpo": UNSET}, 0.1), "accumulation_steps": by(PROGRAM, {"train_orpo": 8}, 1),
+        "beta": by(PROGRAM, {"train_orpo": UNSET}, 0.1), "accumulation_steps": by(PROGRAM, {"train_dpo": 1}, 8),
         "lora_config": None, "plugin": "gemini", "weight_decay": 0.1, "warmup_steps": None, "max_length": 2048, "max_epochs": 3,
         "batch_size": 4, "mixed_precision": "fp16", "save_interval": 1000, "lr": 5e-6, "(adam_beta2)": 0.95,
         "(schedule)": "cosine",

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: the YAML of `llamafactory-cli train`, stage dpo.
+"""LLaMA-Factory: the YAML of `llamafactory-cli train`, stages dpo, kto and sft.
 
 Facts of 0.9.6 (src/llamafactory/hparams).
 """
@@ -27,9 +27,11 @@ from rather.migrate.peers.shared import (
     trained,
 )
 from rather.migrate.rules import (
+    KTO,
     NOT_NEEDED,
     OPEN,
     RENAMED,
+    SFT,
     Given,
     Outcome,
     Rule,
@@ -37,11 +39,14 @@ from rather.migrate.rules import (
     algorithm,
     each,
     facts,
+    gives,
     if_given,
     keys,
+    never,
     of_mixture,
     only,
     to,
+    when,
 )
 
 COMMANDS = ("llamafactory-cli train", "lmf train")
@@ -51,8 +56,7 @@ KNOWN = keys(
     compute_dtype create_new_adapter crop_to_patches default_system device_map disable_shuffling
     early_stopping_steps enable_torch_profiler eval_on_each_dataset fp8 freeze_extra_modules
     freeze_language_model freeze_trainable_modules hyper_parallel_args hyper_parallel_cp_size
-    image_do_pan_and_scan init_special_tokens interleave_probs kto_chosen_weight
-    kto_rejected_weight loraplus_lr_embedding megatron_bridge_args mixture_of_depths
+    image_do_pan_and_scan init_special_tokens interleave_probs loraplus_lr_embedding megatron_bridge_args mixture_of_depths
     model_max_length module_dropout new_special_tokens_config oft_block_size oft_rank oft_target
     pissa_convert pissa_iter preserve_thinking profile_modules profiler_active_steps
     profiler_output_dir profiler_profile_memory profiler_record_shapes profiler_repeat
@@ -60,13 +64,13 @@ KNOWN = keys(
     reward_model reward_model_adapters reward_model_quantization_bit reward_model_type
     shift_attn split_special_tokens streaming tool_format train_from_scratch
     upcast_lmhead_output use_asft_loss use_audio_in_video use_dft_loss use_eaft_loss
-    use_hyper_parallel use_kt use_llama_pro use_megatron_bridge use_v1_kernels
+    use_hyper_parallel use_kt use_llama_pro use_megatron_bridge
     """
 )
 # Columns by their names in dataset_info.json: Rather's own, and another that it finds by itself.
 COLUMNS = {
     "prompt": ("instruction", "prompt"), "query": ("input",), "messages": ("conversations", "messages"),
-    "chosen": ("chosen",), "rejected": ("rejected",), "system": ("system",), "history": ("history",), "tools": ("tools",),
+    "response": ("output",), "kto_tag": ("kto_tag", "label"), "chosen": ("chosen",), "rejected": ("rejected",), "system": ("system",), "history": ("history",), "tools": ("tools",),
 }  # fmt: skip
 TAGS = {"from", "role", "value", "content", *KNOWN_ROLES, *ROLES}
 TEMPLATES = {
@@ -86,7 +90,7 @@ def registered(path: str) -> Rule:
         known = registry(given)
         entries = [known.get(name) or {} for name in names]
         files = [entry.get("file_name") for entry in entries]
-        renamed = [columns(entry) for entry in entries if entry.get("file_name")]
+        renamed = [columns(entry, given) for entry in entries if entry.get("file_name")]
         if any(each != renamed[0] for each in renamed):
             raise Unsupported("the files have columns of different names; rename them")
         named = [str(file or f"{name}.json") for file, name in zip(files, names, strict=True)]
@@ -109,10 +113,10 @@ def registry(given: Given) -> dict[str, Any]:
     return {}
 
 
-def columns(entry: dict[str, Any]) -> dict[str, str]:
+def columns(entry: dict[str, Any], given: Given) -> dict[str, str]:
     """Return the columns of a file that have other names; other kinds of rows are refused."""
     file, named = entry["file_name"], entry.get("columns") or {}
-    if not entry.get("ranking"):
+    if given.get("stage") == "dpo" and not entry.get("ranking"):
         raise Unsupported(f"{file} has no pairs (ranking is not true)")
     if other := [name for name in named if name not in COLUMNS]:
         raise Unsupported(f"{file} has columns that are not read ({', '.join(other)})")
@@ -133,7 +137,8 @@ RULES: dict[str, Rule] = {
         adapter_name_or_path = model.adapter_name_or_path; the adapter as it is here is the reference; LLaMA-Factory takes the base model
         trust_remote_code = model.trust_remote_code
         ref_model = reference.model_args.model_name_or_path
-        pref_beta = beta
+        kto_chosen_weight = desirable_weight
+        kto_rejected_weight = undesirable_weight
         pref_ftx = pref_ftx
         dpo_label_smoothing = label_smoothing
         ld_alpha = ld_alpha
@@ -147,19 +152,21 @@ RULES: dict[str, Rule] = {
         train_on_prompt resize_vocab rope_scaling neat_packing use_unsloth use_mca ! not supported
         tokenized_path ! tokenised rows of LLaMA-Factory; name the files of the rows
         hf_hub_token ms_hub_token om_hub_token ? set it in the environment
-        moe_aux_loss_coef ~ its DPO adds no router loss
         flash_attn ~ Rather has its own attention
-        packing ~ pairs are always packed, which changes no result
         overwrite_cache plot_loss use_fast_tokenizer low_cpu_mem_usage enable_liger_kernel
         cache_dir upcast_layernorm preprocessing_batch_size use_swanlab
         double_quantization ray_run_name ray_storage_path print_param_status
         include_effective_tokens_per_second eval_num_beams infer_backend infer_dtype offload_folder
         use_kv_cache use_reentrant_gc use_unsloth_gc master_addr master_port compute_accuracy
         data_shared_file_system ray_num_workers ray_init_kwargs ignore_pad_token_for_loss
-        swanlab_project swanlab_mode ~
+        swanlab_project swanlab_mode use_v1_kernels ~
     """),
     PROGRAM: algorithm(dict.fromkeys(COMMANDS)),
-    "stage": algorithm({"dpo": None}),
+    "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT}),
+    "pref_beta": when(lambda value, given: given.get("stage") != "sft", to("beta")),
+    "packing": when(lambda value, given: given.get("stage") == "sft", never(
+        "a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size")),
+    "moe_aux_loss_coef": when(lambda value, given: given.get("stage") == "sft", to("model.moe_aux_loss_coef")),
     "(router)": to("model.moe_aux_loss_coef"),
     "finetuning_type": trained,
     **each("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate "
@@ -170,7 +177,7 @@ RULES: dict[str, Rule] = {
     "quantization_type": only("nf4", why="weights are rounded to nf4"),
     "enable_thinking": only(True, None, why="an empty thought is part of the answers"),
     "pissa_init": to("model.init_lora_weights", {True: "pissa", False: True}),
-    "pref_loss": loss_name(kto_pair=None),
+    "pref_loss": when(lambda value, given: given.get("stage") == "dpo", loss_name(kto_pair=None)),
     "simpo_gamma": if_given("pref_loss", "simpo", "gamma"),
     "dataset": registered(SAMPLES),
     "eval_dataset": registered(HELD_OUT),
@@ -181,7 +188,8 @@ RULES: dict[str, Rule] = {
     "max_samples": most_rows(registered(SAMPLES)),
     "pure_bf16": to("model.dtype", {True: "bf16"}, note="weights have exact float32 copies"),
     "mix_strategy": only("concat", why="data_args.weights mixes files"),
-    "mask_history": to("data.score", {True: "last", False: "last"}),
+    "mask_history": lambda value, given: gives(
+        {"data.score": "assistant" if given.get("stage") == "sft" and not value else "last"}),
 }  # fmt: skip
 
 LLAMA_FACTORY = Peer(
@@ -193,11 +201,11 @@ LLAMA_FACTORY = Peer(
     defaults={
         **HF_DEFAULTS, "stage": "sft", "cutoff_len": 2048, "dataset_dir": "data", "finetuning_type": "lora",
         "lora_rank": 8, "lora_alpha": lambda given: 2 * given["lora_rank"], "lora_target": "all", "pref_beta": 0.1,
-        "pref_loss": "sigmoid", "simpo_gamma": 0.5, "(router)": of_mixture("model_name_or_path", 0.0),
+        "pref_loss": "sigmoid", "mask_history": False, "simpo_gamma": 0.5, "(router)": of_mixture("model_name_or_path", 0.0),
     },
     marks=("stage", "finetuning_type", "pref_beta", "pref_loss", "pref_ftx", "cutoff_len", "dpo_label_smoothing",
            "quantization_bit", "plot_loss", "overwrite_cache"),
     words=("llamafactory", " lmf "),
-    whole=("lr_scheduler_kwargs", "deepspeed"),
+    whole=("lr_scheduler_kwargs", "deepspeed", "gradient_checkpointing_kwargs", "accelerator_config"),
     always=("Only the last turn is scored, as in LLaMA-Factory.", "The order of the pairs is another one."),
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""OpenRLHF: the flags of openrlhf.cli.train_dpo.
+"""OpenRLHF: the flags of openrlhf.cli.train_dpo and train_sft.
 
-Facts of 0.11 (openrlhf/cli/train_dpo.py), whose flags are in groups; and of 0.8, where they are not.
+Facts of 0.11 (openrlhf/cli), whose flags are in groups; and of 0.8, where they are not.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rather.migrate.peers.shared import (
 )
 from rather.migrate.rules import (
     NOT_NEEDED,
+    SFT,
     UNSET,
     Given,
     Outcome,
@@ -46,6 +47,21 @@ def schedule(value: Any, given: Given) -> Outcome:
     if value == "cosine_with_min_lr":
         values["training.lr_scheduler_kwargs.min_lr_rate"] = given["min_lr_ratio"]
     return gives(values)
+
+
+def is_sft(given: Given) -> bool:
+    return given.get(PROGRAM) == "train_sft"
+
+
+def column(own: str) -> Rule:
+    """Set the name of a column; without output_key, input_key names whole conversations."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        is_whole = is_sft(given) and not given.get("output_key")
+        name = "messages" if is_whole else own
+        return gives({f"data.columns.{name}": value}) if value and value != name else NOT_NEEDED
+
+    return rule
 
 
 def ipo(value: Any, given: Given) -> Outcome:
@@ -70,7 +86,7 @@ ALIASES = {
     "model.gradient_checkpointing_enable": "gradient_checkpointing",
     "model.gradient_checkpointing_reentrant": "gradient_checkpointing_use_reentrant", "model.beta": "beta",
     "model.ipo_enable": "ipo", "model.label_smoothing": "label_smoothing", "model.aux_loss_coef": "aux_loss_coef",
-    "model.nll_loss_coef": "nll_loss_coef", "ref.model_name_or_path": "ref_pretrain", "ref.offload": "ref_offload",
+    "model.nll_loss_coef": "nll_loss_coef", "model.pretrain_mode_enable": "pretrain_mode", "ref.model_name_or_path": "ref_pretrain", "ref.offload": "ref_offload",
     "adam.lr": "learning_rate", "adam.betas": "adam_betas", "adam.eps": "adam_eps", "adam.weight_decay": "l2",
     "ds.use_universal_ckpt": "use_ds_universal_ckpt", "ds.tensor_parallel_size": "ds_tensor_parallel_size",
     "ds.ring_attn_head_stride": "ring_head_stride", "ds.lora.rank": "lora_rank", "ds.lora.alpha": "lora_alpha",
@@ -81,7 +97,7 @@ ALIASES = {
         "ds": "deepcompile zero_stage param_dtype zpg adam_offload attn_implementation experts_implementation "
               "use_liger_kernel grad_accum_dtype overlap_comm ring_attn_size load_in_4bit packing_samples",
         "data": "disable_fast_tokenizer dataloader_num_workers dataset dataset_probs dataset_split max_samples prompt_key "
-                "chosen_key rejected_key input_template apply_chat_template tokenizer_chat_template max_len",
+                "chosen_key rejected_key input_template apply_chat_template tokenizer_chat_template max_len multiturn input_key output_key",
     }.items() for name in names.split()
 }  # fmt: skip
 
@@ -89,6 +105,10 @@ ALIASES = {
 def precision(given: Given) -> Any:
     """In 0.11 it is bf16; without groups, the version and so the default are not known."""
     return "bf16" if "bf16" not in given and given[ALIASED] else UNSET
+
+
+def of_sft(value: Any, otherwise: Any) -> Any:
+    return lambda given: value if is_sft(given) else otherwise
 
 
 RULES: dict[str, Rule] = {
@@ -99,7 +119,6 @@ RULES: dict[str, Rule] = {
         ref_pretrain = reference.model_args.model_name_or_path
         chosen_key = chosen_key
         rejected_key = rejected_key
-        beta = beta
         label_smoothing = label_smoothing
         nll_loss_coef = rpo_alpha; a mean over the tokens of the step; prompt tokens are never in it
         learning_rate = training.learning_rate
@@ -115,6 +134,7 @@ RULES: dict[str, Rule] = {
         seed = seed
         tokenizer_chat_template ! name a template or a Jinja file: global_template
         input_template ! write a Jinja file and name it: global_template
+        pretrain_mode ! it trains on whole texts; write rows with prompt and completion
         aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
         dataset_probs ! data_args.weights mixes files
         adam_offload ? strategy_name: zero2_cpu keeps the optimizer on the host
@@ -131,13 +151,17 @@ RULES: dict[str, Rule] = {
         experts_implementation dataloader_num_workers ~
     """),
     "lora_rank": lambda value, given: gives({"model.lora_rank": value or None}),
-    PROGRAM: algorithm({"train_dpo": "sigmoid"}),
+    PROGRAM: algorithm({"train_dpo": "sigmoid", "train_sft": SFT}),
+    "beta": when(lambda value, given: not is_sft(given), to("beta")),
+    "multiturn": lambda value, given: gives({"data.score": "assistant" if value else "last"}),
+    "input_key": column("prompt"),
+    "output_key": column("completion"),
     "apply_chat_template": to("global_template", {True: "native", False: "none"}),
     "optim": only("adam", why="the optimizer is AdamW"),
     "ref_offload": to("reference.offload", {True: "on", False: "auto"}),
     "dataset": dataset(split="dataset_split"),
     "eval_dataset": dataset(HELD_OUT, split="eval_split"),
-    "prompt_key": when(lambda value, given: value, to("data.columns", lambda value: {"prompt": value})),
+    "prompt_key": column("prompt"),
     "max_len": length(cut="truncate_response", note="OpenRLHF writes EOS over the last token of a cut answer"),
     "max_samples": most_rows(dataset(split="dataset_split"), 100000000, 1000000),
     "ipo": ipo,
@@ -159,12 +183,14 @@ OPENRLHF = Peer(
     "openrlhf",
     RULES,
     version="0.11",
-    programs=("train_dpo",),
+    programs=("train_dpo", "train_sft"),
     aliases=ALIASES,
     defaults={
-        "max_len": 512, "learning_rate": 1e-5, "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03,
+        "max_len": of_sft(2048, 512), "learning_rate": of_sft(5e-6, 1e-5), "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03,
         "min_lr_ratio": 0.1, "adam_betas": [0.9, 0.95], "train_batch_size": 128, "beta": 0.1, "save_steps": -1,
-        "zero_stage": 2, "param_dtype": precision, "lora_rank": 0, "lora_alpha": 16, "max_epochs": 1, "seed": 42,
+        "zero_stage": 2, "param_dtype": precision, "lora_rank": 0, "lora_alpha": 16, "max_epochs": of_sft(2, 1), "multiturn": of_sft(False, UNSET), "input_key": of_sft("input", UNSET),
+        "input_template": lambda given: (
+            "User: {}\nAssistant: " if is_sft(given) and not given.get("apply_chat_template") else UNSET), "seed": 42,
         "eval_split": "test", "aux_loss_coef": of_mixture("pretrain", 0.0), "apply_chat_template": False,
     },
     marks=("micro_train_batch_size", "max_len", "zero_stage", "nll_loss_coef", "lr_warmup_ratio", "ref_pretrain",

@@ -29,7 +29,9 @@ from rather.migrate.peers.shared import (
 )
 from rather.migrate.peers.trl import DIVERGENCES
 from rather.migrate.rules import (
+    KTO,
     NOT_NEEDED,
+    SFT,
     UNSET,
     Given,
     Outcome,
@@ -42,13 +44,14 @@ from rather.migrate.rules import (
     gives,
     if_set,
     keys,
+    never,
     of_mixture,
     only,
     to,
     when,
 )
 
-KINDS = {"dpo": None, "orpo": "orpo", "simpo": "simpo", "cpo": None}  # None: loss_type says it
+KINDS = {"dpo": None, "kto": KTO, "orpo": "orpo", "simpo": "simpo", "cpo": None}  # None: loss_type says it
 CUTS = {"delete": "drop", "left": "truncate_prompt", "right": "truncate_response"}
 KNOWN = keys(
     """
@@ -63,20 +66,20 @@ KNOWN = keys(
     cp_comm_type cp_partition_mode cross_entropy_fusion_impl csa_dense_mode custom_dataset_info
     custom_register_path data_parallel_random_init data_parallel_sharding_strategy data_sharding
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers deepspeed_autotp_size
-    delta desirable_weight device_map disable_auto_column_mapping disable_ignore_empty_think
+    delta device_map disable_auto_column_mapping disable_ignore_empty_think
     dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 download_mode
     ds3_gather_for_generation dynamic_sample early_stop_interval enable_channel_loss
     enable_dft_loss enable_npu_model_patch enable_thinking end_weight_decay epsilon epsilon_high
     eval_dataset eval_dataset_args eval_generation_config eval_iters eval_limit eval_metric
-    eval_use_evalscope exp_avg_dtype exp_avg_sq_dtype expert_tensor_parallel_size experts_impl
+    eval_use_evalscope exp_avg_dtype exp_avg_sq_dtype
     external_plugins extra_eval_args freeze_parameters freeze_parameters_ratio
-    freeze_parameters_regex gamma gkd_logits_topk gradient_accumulation_fusion gym_env hqq_axis
+    freeze_parameters_regex gamma gkd_logits_topk gym_env hqq_axis
     importance_sampling_level init_strategy init_weights interleave_prob is_binary_loss_scale
     kl_coef kl_in_reward lam language_model_only linear_decoupled_in_proj lmbda load_args
     load_data_args local_repo_path local_rollout_forward_batch_size log_completions log_entropy
     log_rollout_offpolicy_metrics lora_bias lora_dtype lorap_lr_ratio lr_decay_iters
     lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_style main_grads_dtype main_params_dtype
-    manual_gc manual_gc_eval manual_gc_steps masked_softmax_fusion max_completion_length
+    manual_gc manual_gc_eval manual_gc_steps max_completion_length
     max_memory max_model_len max_new_tokens max_resample_times max_shard_size max_turns
     mcore_adapter mcore_model mcore_ref_adapter mcore_ref_model megatron_extra_kwargs
     microbatch_group_size_per_vp_stage missing_eos_penalty mlp_padding_free model_kwargs
@@ -96,7 +99,7 @@ KNOWN = keys(
     start_weight_decay steps_per_generation stopping_strategy target_parameters target_regex
     tau_neg tau_pos te_rng_tracker temperature template_backend tensorboard_queue_size
     top_entropy_quantile top_k top_p tp_comm_overlap train_dataloader_shuffle
-    trainable_parameters trainable_parameters_regex tuner_backend undesirable_weight
+    trainable_parameters trainable_parameters_regex tuner_backend
     use_chat_template use_cpu_initialization use_flash_ckpt use_fused_mhc use_galore use_gym_env
     use_megatron_fsdp use_persistent_ckpt_worker use_ray use_swift_lora use_vllm
     val_dataset_shuffle vf_coef virtual_pipeline_model_parallel_size weight_decay_incr_style
@@ -113,7 +116,11 @@ ALIASES = {
 
 
 def is_megatron(given: Given) -> bool:
-    return given.get(PROGRAM) == "megatron rlhf"
+    return str(given.get(PROGRAM)).startswith("megatron")
+
+
+def is_sft(given: Given) -> bool:
+    return str(given.get(PROGRAM)).endswith(" sft")
 
 
 def unless_megatron(default: Any) -> Any:
@@ -131,6 +138,8 @@ def loss_type(value: Any, given: Given) -> Outcome:
         return NOT_NEEDED
     if given.get("rlhf_type") == "cpo":
         return CPO_LOSSES(value, given)
+    if given.get("rlhf_type") == "kto":
+        return to("pref_loss", {"kto": "kto", "apo_zero_unpaired": "apo_zero_unpaired"})(value, given)
     if is_megatron(given) and value != "sigmoid":
         raise Unsupported("megatron rlhf trains sigmoid whatever is written here")
     return loss_name(kto_pair=None)(value, given) if given.get("rlhf_type") == "dpo" else NOT_NEEDED
@@ -190,17 +199,18 @@ RULES: dict[str, Rule] = {
         model_revision = model.revision
         ref_model = reference.model_args.model_name_or_path
         loss_weights = loss_weights
-        beta = beta
         label_smoothing = label_smoothing
         rpo_alpha = rpo_alpha
         ld_alpha = ld_alpha
+        desirable_weight = desirable_weight
+        undesirable_weight = undesirable_weight
         sequence_parallel_size = actor_train.strategy_args.cp_size
         router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
         moe_aux_loss_coeff ! Megatron adds it up over layers and micro-batches; choose moe_aux_loss_coef
         ref_adapters ! the reference has the policy's starting adapter, or none
         template ! name one of ours: global_template
         system ! write the system message into the rows
-        packing ! a step has a number of full sequences there, here a number of pairs; set train_batch_size
+        packing ! a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size
         optimizer_cpu_offload ? strategy_name: zero2_cpu keeps the optimizer on the host
         micro_batch_size ~ micro-batches follow a token budget
         sequence_parallel ~ norms by sequence change no result
@@ -214,16 +224,18 @@ RULES: dict[str, Rule] = {
         overlap_grad_reduce overlap_param_gather tensorboard_dir wandb_project wandb_exp_name async_save
         packing_length check_model use_logits_to_keep use_hf model_type add_version
         dataset_shuffle lazy_tokenize load_from_cache_file create_checkpoint_symlink model_author
-        model_name strict ignore_args_error streaming num_labels ~
+        model_name gradient_accumulation_fusion masked_softmax_fusion experts_impl strict ignore_args_error streaming num_labels ~
     """),
     "tuner_type": trained,
     "task_type": only("causal_lm", why="Rather trains language models only"),
-    PROGRAM: algorithm({"swift rlhf": None, "megatron rlhf": None}),
+    PROGRAM: algorithm({"swift rlhf": None, "megatron rlhf": None, "swift sft": SFT, "megatron sft": SFT}),
+    "beta": when(lambda value, given: not is_sft(given), to("beta")),
     "rlhf_type": algorithm(KINDS),
     "min_lr": min_lr,
     "tensor_model_parallel_size": degree("strategy.tp_size"),
     "pipeline_model_parallel_size": degree("strategy.pp_size"),
     "expert_model_parallel_size": degree("strategy.ep_size"),
+    "expert_tensor_parallel_size": never("experts are divided by ep_size only", unless=(1,)),
     "recompute_granularity": to("model.disable_gradient_checkpointing", {"full": False, "selective": False, "none": True}),
     "optimizer": optimizer,
     "discopop_tau": when(lambda value, given: "discopop" in str(given.get("loss_type")), to("discopop_tau")),
@@ -248,23 +260,25 @@ SWIFT = Peer(
     "swift",
     RULES,
     version="4.6",
-    programs=("swift rlhf", "megatron rlhf"),
+    programs=("swift rlhf", "megatron rlhf", "swift sft", "megatron sft"),
     known=HF_KNOWN | KNOWN,
     aliases=ALIASES,
     defaults={
         **{key: value for key, value in HF_DEFAULTS.items() if key not in ("learning_rate", "gradient_accumulation_steps")},
         "eval_strategy": lambda given: "steps" if given.get("eval_steps") else "no",
-        "rlhf_type": "dpo", "tuner_type": by(PROGRAM, {"megatron rlhf": "full", "swift rlhf": "lora"}),
+        "rlhf_type": lambda given: UNSET if is_sft(given) else "dpo",
+        "loss_scale": lambda given: "default" if is_sft(given) else UNSET,
+        "tuner_type": lambda given: "full" if is_megatron(given) else "lora" if given.get(PROGRAM) else UNSET,
         "learning_rate": by("tuner_type", {"full": 1e-5, "lora": 1e-4}), "lora_rank": 8, "lora_alpha": 32,
         "logging_steps": 5, "max_length": None, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
         "beta": by("rlhf_type", {"simpo": 2.0}, 0.1), "simpo_gamma": 1.0, "cpo_alpha": 1.0,
-        "loss_type": by("rlhf_type", {"dpo": "sigmoid", "cpo": "sigmoid"}), "bf16": UNSET, "torch_dtype": own_dtype,
+        "loss_type": by("rlhf_type", {"dpo": "sigmoid", "cpo": "sigmoid", "kto": "kto"}), "bf16": UNSET, "torch_dtype": own_dtype,
         "per_device_train_batch_size": unless_megatron(1), "gradient_accumulation_steps": accumulation,
-        "router_aux_loss_coef": of_mixture("model", 0.0), "global_batch_size": by(PROGRAM, {"megatron rlhf": 16}), "num_train_epochs": unless_megatron(3.0),
+        "router_aux_loss_coef": of_mixture("model", 0.0), "global_batch_size": lambda given: 16 if is_megatron(given) else UNSET, "num_train_epochs": unless_megatron(3.0),
     },
     marks=("rlhf_type", "train_type", "tuner_type", "split_dataset_ratio", "loss_scale", "ref_adapters",
            "truncation_strategy", "attn_impl", "quant_bits"),
     words=(" swift ", " megatron "),
-    whole=("lr_scheduler_kwargs", "columns", "deepspeed"),
+    whole=("lr_scheduler_kwargs", "columns", "deepspeed", "gradient_checkpointing_kwargs", "accelerator_config"),
     always=("swift computes label_smoothing, LD and the divergences as TRL before 0.29 did.",),
 )  # fmt: skip

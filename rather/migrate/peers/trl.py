@@ -1,4 +1,4 @@
-"""TRL: DPOConfig as YAML or JSON, or a line with `trl dpo`, dpo.py, orpo.py or cpo.py.
+"""TRL: DPOConfig as YAML or JSON, or a line with `trl dpo`, dpo.py, orpo.py, cpo.py, kto, sft.
 
 Facts of TRL 1.10 (trl/trainer/dpo_config.py, trl/experimental/{orpo,cpo}), or of 0.28 if a file
 has keys that 0.29 removed.
@@ -29,8 +29,10 @@ from rather.migrate.peers.shared import (
     loss_name,
 )
 from rather.migrate.rules import (
+    KTO,
     NEEDLESS,
     NOT_NEEDED,
+    SFT,
     UNSET,
     Given,
     Outcome,
@@ -59,7 +61,7 @@ DPO_ONLY = ("precompute_ref_log_probs", "precompute_ref_batch_size", "f_divergen
             "f_alpha_divergence_coef", "use_weighting", "discopop_tau", "ld_alpha", "loss_weights",
             "truncation_mode")  # fmt: skip
 KNOWN = keys(
-    "is_encoder_decoder padding_value base_model_attribute_name ref_model_init_kwargs "
+    "dataset_text_field dataset_kwargs is_encoder_decoder padding_value base_model_attribute_name ref_model_init_kwargs "
     "streaming fraction"
 )
 # Files of accelerate that TRL has: the strategy, and how many processes they start.
@@ -78,6 +80,18 @@ def is_old(given: Given) -> bool:
 
 def is_cpo(given: Given) -> bool:
     return "cpo" in str(given.get(PROGRAM))
+
+
+def is_kto(given: Given) -> bool:
+    return "kto" in str(given.get(PROGRAM))
+
+
+def is_sft(given: Given) -> bool:
+    return "sft" in str(given.get(PROGRAM))
+
+
+def is_known(value: Any, given: Given) -> bool:
+    return value is not None
 
 
 def label_smoothing(value: Any, given: Given) -> Outcome:
@@ -129,19 +143,25 @@ def init_kwargs(value: Any, given: Given) -> Outcome:
 def loss_type(value: Any, given: Given) -> Outcome:
     """The losses of cpo.py have no reference and another name."""
     named = loss_name(kto_pair=None, bco_pair="bco_pair", aot_pair="aot_unpaired")
+    if is_kto(given):
+        return to("pref_loss", {"kto": "kto", "apo_zero_unpaired": "apo_zero_unpaired"})(value, given)
+    if is_sft(given):
+        return to("pref_loss", {"nll": "sft", "chunked_nll": "sft"})(value, given)
     return (CPO_LOSSES if is_cpo(given) else named)(value, given)
 
 
 def loss_default(given: Given) -> Any:
     """A file does not say which trainer reads it, unless it has a key that only DPOConfig has."""
+    if is_kto(given) or is_sft(given):
+        return "kto" if is_kto(given) else UNSET
     is_dpo = any(key in given for key in DPO_ONLY) or is_old(given)
     return "sigmoid" if is_dpo or given.get(PROGRAM) else UNSET
 
 
 def router(given: Given) -> Any:
     """Before 0.29, and in orpo.py and cpo.py, it depends on the model's config.json."""
-    is_dpo = "dpo" in str(given.get(PROGRAM)) and not is_old(given)
-    return of_mixture("model_name_or_path", 0.001)(given) if is_dpo else UNSET
+    is_set = str(given.get(PROGRAM))[-3:] in ("dpo", "kto", "sft") and not is_old(given)
+    return of_mixture("model_name_or_path", 0.001)(given) if is_set else UNSET
 
 
 def of_cpo(default: Any) -> Any:
@@ -186,6 +206,10 @@ RULES: dict[str, Rule] = {
         test_split_size = held_out.split
         loss_weights = loss_weights
         ld_alpha = ld_alpha
+        desirable_weight = desirable_weight
+        undesirable_weight = undesirable_weight
+        chat_template_path ! name a template or a Jinja file: global_template
+        eos_token ! change the tokenizer's folder instead
         use_weighting = use_weighting
         rpo_alpha = rpo_alpha; the NLL is a mean over all tokens of the step, whatever the micro-batches
         reference_free = reference_free
@@ -202,11 +226,15 @@ RULES: dict[str, Rule] = {
         padding_free ~ pairs are always packed, which changes no result
         ref_adapter_name model_adapter_name ~ the starting adapter is the reference
         tools ~ tools are a column of the rows
-        dataset_streaming ignore_bias_buffers pad_to_multiple_of pad_token label_pad_token_id
+        dataset_streaming packing_strategy eval_packing shuffle_dataset ignore_bias_buffers pad_to_multiple_of pad_token label_pad_token_id
         use_logits_to_keep activation_offloading ~
     """),
     "use_peft": lambda value, given: NOT_NEEDED if value else gives({"model.lora_rank": None}),
-    PROGRAM: algorithm({**dict.fromkeys(("dpo", "trl dpo", "cpo"), None), "orpo": "orpo"}),
+    PROGRAM: algorithm({**dict.fromkeys(("dpo", "trl dpo", "cpo"), None), "orpo": "orpo",
+                        "kto": KTO, "trl kto": KTO, "sft": SFT, "trl sft": SFT}),
+    "packing": never("a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size"),
+    "completion_only_loss": when(is_known, to("data.score", {True: "last", False: "all"})),
+    "assistant_only_loss": when(lambda value, given: value, to("data.score", {True: "assistant"})),
     "cpo_alpha": lambda value, given: (
         cpo_weight if is_cpo(given) else never("a setting of cpo.py; pass the command line"))(value, given),
     "simpo_gamma": when(is_simpo, to("gamma")),
@@ -218,7 +246,7 @@ RULES: dict[str, Rule] = {
     "num_processes": lambda value, given: gives(devices(value)),
     "accelerate_config": launched,
     "loss_type": loss_type,
-    "beta": lambda value, given: NOT_NEEDED if given.get("loss_type") in ("sft", ["sft"]) else gives({"beta": value}),
+    "beta": lambda value, given: NOT_NEEDED if is_sft(given) or given.get("loss_type") in ("sft", ["sft"]) else gives({"beta": value}),
     "label_smoothing": label_smoothing,
     "f_divergence_type": to("f_divergence_type", DIVERGENCES),
     "f_alpha_divergence_coef": alpha,
@@ -236,10 +264,10 @@ TRL = Peer(
     "trl",
     RULES,
     version="1.10",
-    programs=("dpo", "trl dpo", "orpo", "cpo"),
+    programs=("dpo", "trl dpo", "orpo", "cpo", "kto", "trl kto", "sft", "trl sft"),
     known=HF_KNOWN | KNOWN,
     defaults={
-        **HF_DEFAULTS, "learning_rate": 1e-6, "logging_steps": 10, "bf16": True, "max_length": 1024,
+        **HF_DEFAULTS, "learning_rate": lambda given: 2e-5 if is_sft(given) else 1e-6, "logging_steps": 10, "bf16": True, "max_length": 1024,
         "loss_type": loss_default, "beta": 0.1, "router_aux_loss_coef": router, "cpo_alpha": of_cpo(1.0), "simpo_gamma": of_cpo(0.5),
         "truncation_mode": "keep_start", "use_peft": False, "lora_r": 16, "lora_alpha": 32,
         "lora_target_modules": ["q_proj", "v_proj"],  # PEFT's choice for most families
