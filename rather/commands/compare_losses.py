@@ -51,6 +51,8 @@ class LossRow:
 
 def measure(config: DPOConfig, model: str | None = None, most: int = 512) -> LogProbs:
     """Return log-probs of pairs spread over the held-out sets, or else over the training pairs."""
+    if config.task != "preference":
+        raise ConfigError(f"only losses of pairs can be compared, and task is {config.task}.")
     newest = checkpoint.newest_good(config.run_dir)
     if not (model or newest or (config.run_dir / "model").exists()):
         raise ConfigError(
@@ -82,7 +84,7 @@ def compare_rows(config: DPOConfig, x: LogProbs) -> list[LossRow]:
     if config.loss_weights:
         numbers["loss_weights"] = config.loss_weights
     own = f"this run: {' + '.join(config.loss_names)}", from_config(config), numbers
-    same = ((name, rule) for name, rule in LOSSES.items() if rule.task == config.task)
+    same = ((name, rule) for name, rule in LOSSES.items() if rule.task == "preference")
     others = ((name, configure([name], {}), rule.numbers) for name, rule in same)
     weight, rows = x.facts.weight / x.facts.weight.sum(), []
     for name, objective, numbers in (own, *others):

@@ -180,6 +180,8 @@ def _evaluation(config: DPOConfig) -> Problems:
     devices, is_remote = config.actor_train.devices, config.num_nodes > 1 or config.ray.address
     if config.eval_prompts and (len({*devices, *config.reference.devices}) > 1 or is_remote):
         yield "eval_prompts", "needs policy and reference on one device, without Ray; remove it"
+    if config.eval_prompts and config.task == "reward":
+        yield "eval_prompts", "a reward model writes no answers; remove it"
 
 
 def _loss(config: DPOConfig) -> Problems:
@@ -269,6 +271,8 @@ def _adapter(config: DPOConfig) -> Problems:
             yield f"{ARGS}.{name}", f"{getattr(args, name)} {text}"
     if config.reference.offload == "on" and config.reference_is_policy:
         yield "reference.offload", "the reference is the policy without its adapter; set auto"
+    if args.quantization and config.task == "reward":
+        yield f"{ARGS}.quantization", "a reward model is trained from whole weights; remove it"
     if args.quantization and len(config.actor_train.devices) > 1:
         yield f"{ARGS}.quantization", "4-bit weights cannot be sharded; set one device_mapping"
     if config.reference.model_args.quantization and not config.reference_is_policy:

@@ -15,9 +15,11 @@ from transformers import (
     AutoTokenizer,
 )
 
+from rather.commands.compare_losses import measure
 from rather.commands.score import score
 from rather.data.formats.standard import ANSWERS
 from rather.data.prepare import prepare
+from rather.data.save import save
 from rather.errors import ConfigError, DataError
 from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
@@ -221,3 +223,19 @@ def test_a_reward_model_learns_scores_and_trains_on(tmp_path: Path) -> None:
     )  # fmt: skip
     assert DPOPipeline(again).run() == 0
     assert metrics(again)[0]["eval/loss"] == pytest.approx(after["eval/loss"], rel=1e-5)
+
+
+def test_what_a_task_cannot_have_is_refused(tmp_path: Path) -> None:
+    for changes, text in (
+        ({"task": "reward", "eval_prompts": {"prompts": ["w1"]}}, "writes no answers"),
+        ({"task": "reward", "actor_train__model_args__quantization": "4bit",
+          "actor_train__model_args__lora_rank": 2}, "whole weights"),
+        ({"task": "unpaired", "actor_train__data_args__corrections": "c.jsonl"}, "belongs to pairs"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=text):
+            make_config(tmp_path, **changes)
+    config = make_config(tmp_path, task="sft")
+    with pytest.raises(ConfigError, match="only losses of pairs can be compared"):
+        measure(config)
+    with pytest.raises(ConfigError, match="only pairs are saved as tokens"):
+        save(prepare(config), tmp_path / "saved")
