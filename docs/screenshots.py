@@ -1,7 +1,7 @@
-"""Take the pictures of the board for README and docs: `make screenshots`.
+"""Take the pictures of board, report and docs for README and docs: `make screenshots`.
 
-It trains the demo's model on the demo's pairs with two values of beta, and opens the board in
-Chromium.
+It trains the demo's model on the demo's pairs with two values of beta, builds the site, and opens
+the pages in Chromium.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 IMAGES = Path(__file__).resolve().parent / "images"
 LARGEST = 200_000  # bytes of one picture
 RUNS = {"beta-0.1": "beta=0.1", "beta-0.5": "beta=0.5"}
-SETTINGS = ("eval_steps=5", "logging_steps=1", "report_html=false")
+QUESTIONS = ("Where is the cheese?", "How much is the salt?")
+SETTINGS = (
+    "eval_steps=5",
+    "logging_steps=1",
+    f"eval_prompts.prompts={list(QUESTIONS)}",
+    "eval_prompts.max_new_tokens=40",
+)
 PAIR = "2"
 WINDOW = (1280, 1000)  # shows the first two charts
 SLOW = 120_000  # milliseconds; the first pair loads the models
@@ -79,6 +85,24 @@ def open_board(browser: Browser, board: Board, size: tuple[int, int], theme: str
     return page
 
 
+def open_file(browser: Browser, file: Path, size: tuple[int, int], theme: str) -> Page:
+    """Open a page from the disk: a report, or a page of the documentation."""
+    dark = "dark" if theme == "dark" else "light"
+    page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=dark)
+    page.goto(file.as_uri())
+    page.wait_for_load_state("networkidle")
+    return page
+
+
+def take_files(browser: Browser, report: Path, site: Path) -> None:
+    """Take the report and the documentation on a desktop in light and on a phone in dark."""
+    for theme, size in (("light", WINDOW), ("dark", NARROW)):
+        page = open_file(browser, report, size, theme)
+        page.wait_for_selector("html[data-ready]", state="attached")
+        take(page, f"report-{theme}", at="body")
+        take(open_file(browser, site / "mistakes.html", size, theme), f"docs-{theme}", at="body")
+
+
 def open_pair(page: Page) -> None:
     """Show one pair token by token."""
     page.fill("#index", PAIR)
@@ -100,7 +124,7 @@ def take(page: Page, name: str, at: str) -> None:
 
 
 def main() -> None:
-    """Train, open the board, and write the three pictures."""
+    """Train, open the pages, and write the pictures."""
     from playwright.sync_api import sync_playwright
 
     found = os.environ.get("RATHER_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -121,6 +145,10 @@ def main() -> None:
             page = open_board(browser, board, NARROW, "dark")
             open_pair(page)
             take(page, "board-narrow", at="#pair")
+            site = folder / "site"
+            build = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(site)]
+            subprocess.run(build, cwd=IMAGES.parents[1], check=True)
+            take_files(browser, folder / "output" / next(iter(RUNS)) / "report.html", site)
             browser.close()
 
 

@@ -55,7 +55,7 @@ WIDE = {
     "cluster/test_hang.py::test_neither_a_breakpoint_nor_a_process_that_was_stopped_is_a_hang": (
         "the watchdog's rules, by function, in the same file"
     ),
-    "cluster/test_seed.py::test_the_script_of_the_seed": "cluster/test_cluster.py: two roles on Ray",
+    "cluster/test_seed.py::test_seed_000_the_two_clusters": "cluster/test_cluster.py: two roles on Ray",
     "cluster/test_supervision.py::"
     "test_lost_workers_are_replaced_and_the_result_has_the_same_bits": (
         "test_a_run_with_lost_workers_ends_as_one_without, with processes that stand in for Ray's"
@@ -92,7 +92,7 @@ WIDE = {
     ),
     "cluster/test_memory.py": "train/test_shortage.py: the same retry in one process",
     "cluster/test_nonfinite.py": "train/test_nonfinite.py: all ranks skip together",
-    "cluster/test_seed.py::test_the_pipeline_makes_them_itself": "the seed's script, same file",
+    "cluster/test_seed.py::test_seed_000_the_pipeline_makes_its_clusters": "the seed's script, same file",
     "cluster/test_signals.py": "train/test_signals.py in one process; hang and orphans on Ray",
     "cluster/test_torchrun.py": "same/ and faults/test_kill.py run ranks with torchrun's variables",
     "data/test_prepare.py::test_a_damaged_cache_is_built_again[report|gone|emptied|truncated]": (

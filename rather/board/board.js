@@ -264,11 +264,12 @@
     name.textContent = metric;
     button.setAttribute("aria-label", `Remove the chart of ${metric}`);
     button.onclick = () => showCharts(charted.filter((each) => each !== metric));
-    const newest = figure.data.filter((trace) => trace.x.length).map((trace) => {
-      const known = trace.y.filter(is);
-      return `${trace.name} ${known.length ? number(known[known.length - 1]) : "not finite"} at step ${trace.x[trace.x.length - 1]}`;
+    const several = selected.length > 1;  // then training lines are enough; the table has all
+    const newest = figure.data.filter((trace) => trace.x.length && !(several && trace.line.dash === "dash")).map((trace) => {
+      const known = trace.y.filter(is), value = known.length ? number(known[known.length - 1]) : "not finite";
+      return `${trace.name} ${value}${several ? "" : ` at step ${trace.x[trace.x.length - 1]}`}`;
     });
-    caption.textContent = newest.length > 4 ? `${newest.length} lines` : newest.join("; ") || "no selected run has this metric";
+    caption.textContent = newest.join("; ") || "no selected run has this metric";
     chart.querySelector("summary span").textContent = ` of ${metric}`;
     chart.querySelector("details > div").replaceChildren(numbersOf(metric, figure));
     rather.draw(chart.querySelector(".plot"), smoothed(figure));
@@ -360,7 +361,7 @@
       element("div", {}, element("h4", {}, "Findings"), findings(found.health.lines)),
       element("div", {}, element("h4", {}, "Answers"), ...answersOf(found.answers.lines))));
     const happened = found.incidents.lines.length + found.incidents.left_out;
-    parts.push(element("details", {}, element("summary", {}, happened ? counted(happened, "incident") : "No incidents"), incidents(found.incidents)));
+    if (happened) parts.push(element("details", {}, element("summary", {}, counted(happened, "incident")), incidents(found.incidents)));
     const settings = Object.entries(found.config).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]);
     parts.push(element("details", {}, element("summary", {}, "Settings"), table("All settings", ["key", "value"], settings)));
     $("opened").replaceChildren(...parts);
@@ -375,7 +376,6 @@
   }
 
   function incidents({ lines, left_out: leftOut }) {
-    if (!lines.length) return element("p", { className: "muted" }, "None.");
     const cells = lines.slice().reverse().map(({ time, kind, step, ...facts }) => [
       time || "", step ?? "", kind || "", Object.entries(facts).map(([name, fact]) => `${name}: ${typeof fact === "object" ? JSON.stringify(fact) : fact}`).join("; "),
     ]);

@@ -278,7 +278,7 @@ autocomplete="off"> <span id="shown" class="muted"></span>
 </section>
 
 <section aria-labelledby="run">
-<h2 id="run">Run</h2>
+<h2 id="run">Selected run</h2>
 <div id="opened"></div>
 </section>
 

@@ -458,9 +458,9 @@ def pairs(run: Folder) -> str:
 # --- the page ---
 
 SECTIONS: dict[str, Callable[[Folder], str]] = {
-    "Curves": curves,
     "Health": health,
     "Answers before and after": answers,
+    "Curves": curves,
     "Data": data,
     "Pairs": pairs,
     "Time and cost": time_and_cost,

@@ -53,7 +53,7 @@ def trainer_of(folder: Path, model: Any, **changes: Any) -> DPOTrainer:
     return DPOTrainer(**{**options, **changes})
 
 
-def test_the_script_of_the_seed(folder: Path, tmp_path: Path) -> None:
+def test_seed_003_the_usage_example(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = trainer_of(
         folder, model, save_interval=2, save_dir=tmp_path / "saved", coordinator=None

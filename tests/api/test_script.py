@@ -18,7 +18,7 @@ from tests.tiny import make_model
 ROW = {"instruction": "w3 w4 .", "input": "", "chosen": "w1 w2 w3", "rejected": "w5"}
 
 
-def test_the_shell_script_of_the_seed(tmp_path: Path) -> None:
+def test_seed_002_the_shell_script(tmp_path: Path) -> None:
     make_model(tmp_path / "model", max_position_embeddings=512)
     (tmp_path / "pairs.json").write_text(
         json.dumps([{**ROW, "chosen": f"w1 w{i}"} for i in range(6, 14)])

@@ -4,25 +4,33 @@ import paths, and the methods to override."""
 from __future__ import annotations
 
 import importlib
+import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather import DPOConfig, DPOTrainer
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
-from rather.coati import NAMES
+from rather.coati import NAMES, Booster, Plugin
+from rather.coati import DPOTrainer as CoatiTrainer
 from rather.config.load import config_from_dict, load
+from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.errors import ConfigError, DataError
 from tests.api.test_trainer import LENGTH, padded, trainer_of
+from tests.commands.conftest import rather
 from tests.config.conftest import smallest
 from tests.house.source import ROOT
 from tests.padded import random_pairs
-from tests.tiny import make_model
+from tests.tiny import make_model, make_pairs
 
 TABLE = re.compile(r"^\| `((?:roll|mcore_adapter|coati|colossalai)\.[\w.]+)` \| `([\w.]+)`", re.M)
 
@@ -144,6 +152,89 @@ def test_seeds_000_to_004_the_table_of_imports_is_true() -> None:
     for _, ours in pairs:
         module, _, name = ours.rpartition(".")
         assert getattr(importlib.import_module(module), name)
+
+
+SIGNATURES = {
+    "__init__": "model train_config ref_model args",
+    "odds_ratio_loss": "chosen_logps rejected_logps response_lens",
+    "dpo_loss": "policy_chosen_logps policy_rejected_logps reference_chosen_logps "
+    "reference_rejected_logps",
+    "_post_compute_loss": "labels loss_mask ref_chosen_logps ref_rejected_logps logits",
+    "compute_reference_log_probs": "models data_list seq_length micro_batch_size",
+    "training_step": "models data_iterator seq_length",
+}
+COATI = {
+    "__init__": "actor ref_model booster actor_optim plugin actor_lr_scheduler tokenizer max_epochs "
+    "beta gamma length_normalization apply_loss_mask accumulation_steps start_epoch save_interval "
+    "save_dir coordinator",
+    "fit": "train_preference_dataloader eval_preference_dataloader log_dir use_wandb",
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "signatures"), [(DPOTrainer, SIGNATURES), (CoatiTrainer, COATI)], ids=["001", "003"]
+)
+def test_seeds_001_and_003_the_signatures(own: type, signatures: dict[str, str]) -> None:
+    for name, expected in signatures.items():
+        _, *given = inspect.signature(getattr(own, name)).parameters.values()
+        by_place = [each.name for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
+        assert by_place == expected.split(), name
+
+
+def test_seed_001_the_eight_metrics() -> None:
+    assert DPOTrainer.metrics_keys == [
+        "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
+        "rewards/margins", "logps/chosen", "logps/rejected", "sft_loss",
+    ]  # fmt: skip
+
+
+def test_seed_004_the_workflow(folder: Path, tmp_path: Path) -> None:
+    """Its seven steps: data in Arrow files, models, boosters, loaders, training, checkpoints, model."""
+    make_pairs(tmp_path / "pairs.jsonl", 12)
+    config = tmp_path / "dpo.yaml"
+    config.write_text(
+        f"pretrain: {folder}\nsequence_length: 64\noutput_dir: {tmp_path}/output\n"
+        f"actor_train: {{data_args: {{file_name: {tmp_path}/pairs.jsonl}}}}\n"
+    )
+    assert rather("data", config, "--save", tmp_path / "arrow").exit_code == 0
+    [file] = (tmp_path / "arrow").glob("**/*.arrow")
+    with pa.memory_map(str(file)) as source:
+        rows: Any = pa.ipc.open_stream(source).read_all().to_pylist()
+    sides = {f"{side}_{part}" for side in ("chosen", "rejected") for part in ("input_ids", "loss_mask")}
+    assert sides <= set(rows[0])
+
+    actor = AutoModelForCausalLM.from_pretrained(folder)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    adapted: Any = get_peft_model(actor, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
+    tokenizer.pad_token = tokenizer.eos_token
+    collate = DataCollatorForPreferenceDataset(tokenizer=tokenizer, max_length=64)
+    train, held_out = (
+        DataLoader(part, batch_size=2, sampler=StatefulDistributedSampler(part), collate_fn=collate)
+        for part in (rows[:8], rows[8:])
+    )
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    trainer = CoatiTrainer(
+        actor=adapted,
+        ref_model=reference,
+        booster=Booster(Plugin("zero2")),
+        actor_optim=optimizer,
+        plugin=Plugin("zero2"),
+        actor_lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        tokenizer=tokenizer,
+        max_epochs=2,
+        accumulation_steps=2,
+        save_interval=2,
+        save_dir=tmp_path / "saved",
+    )
+    history = trainer.fit(train, held_out, log_dir=tmp_path / "logs")
+    assert history[-1]["loss"] < history[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert (tmp_path / "saved" / "eval_result_epoch1.txt").is_file()
+    assert list((tmp_path / "saved").glob("checkpoint-*"))
+    [*_, last] = sorted((tmp_path / "saved").glob("epoch-*"))
+    merged = AutoModelForCausalLM.from_pretrained(last / "modeling")
+    pairs = zip(merged.parameters(), reference.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs), "adapters are merged into the base"
 
 
 def test_seed_003_its_metric_names_are_in_the_docs() -> None:

@@ -119,7 +119,7 @@ def trainer_of(model: Any, /, own: type[DPOTrainer] = DPOTrainer, **changes: Any
     return own(**{**options, **changes})
 
 
-def test_the_script_of_the_seed(model: Any, folder: Path) -> None:
+def test_seed_001_the_usage_example(model: Any, folder: Path) -> None:
     """Names, order and results are those of its usage section."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -39,19 +39,19 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DPOConfig:
     return make_config(folder, actor_train__device_mapping=[0, 1], reference__device_mapping=[2])
 
 
-def test_the_script_of_the_seed(config: DPOConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_seed_000_the_two_clusters(config: DPOConfig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="rather")
     resource_manager = ResourceManager(num_nodes=1, num_gpus_per_node=3)
     try:
         actor_train = Cluster(
             name="actor_train",
-            worker_cls="rather.cluster.worker.ActorWorker",
+            worker_cls="roll.pipeline.dpo.actor_worker.ActorWorker",
             resource_manager=resource_manager,
             worker_config=config.actor_train,
         )
         reference = Cluster(
             name="reference",
-            worker_cls="rather.cluster.worker.ActorWorker",
+            worker_cls="roll.pipeline.dpo.actor_worker.ActorWorker",
             resource_manager=resource_manager,
             worker_config=config.reference,
         )
@@ -70,7 +70,7 @@ def test_the_script_of_the_seed(config: DPOConfig, caplog: pytest.LogCaptureFixt
     assert "pass pipeline_config=" in caplog.text
 
 
-def test_the_pipeline_makes_them_itself(config: DPOConfig) -> None:
+def test_seed_000_the_pipeline_makes_its_clusters(config: DPOConfig) -> None:
     pipeline = DPOPipeline(pipeline_config=config)
     try:
         assert isinstance(pipeline.actor_train, Cluster)

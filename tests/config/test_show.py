@@ -102,7 +102,7 @@ def test_the_big_example_is_read_as_written() -> None:
 
 
 @pytest.mark.parametrize("folder", ["examples/quickstart", "quickstart"])
-def test_the_launcher_takes_folder_name_and_overrides(tmp_path: Path, folder: str) -> None:
+def test_seed_002_the_launcher_takes_folder_name_and_overrides(tmp_path: Path, folder: str) -> None:
     """From the repository, and elsewhere from examples/, as ROLL's shell scripts call it."""
     command = [sys.executable, str(REPOSITORY / "examples/start_dpo_pipeline.py")]
     command += ["--config_path", folder, "--config_name", "dpo", "bata=1", "seed=x"]

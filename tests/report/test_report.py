@@ -36,7 +36,6 @@ from tests.browser import (
     drawn_points,
     figures,
     overflow,
-    screenshot,
 )
 from tests.tiny import make_config
 
@@ -530,6 +529,5 @@ def test_in_a_browser(
     assert (max(map(int, re.findall(r"\d+", ground)[:3])) < 60) == (theme == "dark")
     assert overflow(page) == 0
     assert not accessibility_findings(page)
-    screenshot(page, f"report-{theme}")
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
