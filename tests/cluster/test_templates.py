@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
+import time
+from pathlib import Path
 
 import yaml
 
@@ -35,3 +39,61 @@ def test_the_kubernetes_job_asks_for_what_its_config_says() -> None:
     (container,) = group["template"]["spec"]["containers"]
     assert (group["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (2, 8)
     assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+
+
+SRUN = """#!/bin/bash
+# Stands in for Slurm's srun: runs the command once for each task, on this machine.
+tasks=1
+while [[ $1 == --* ]]; do [[ $1 == --ntasks=* ]] && tasks=${1#*=}; shift; done
+for ((task = 0; task < tasks; task++)); do "$@" & done
+trap 'kill -TERM $(jobs -p)' TERM
+wait; code=$?; wait; exit $code
+"""
+RECORD = """#!/bin/bash
+echo "$(basename "$0") $*" "$(stat -c %a "$RAY_AUTH_TOKEN_PATH")" "$RAY_AUTH_MODE" >> "$SLURM_SUBMIT_DIR/calls"
+[[ $0 == */ray ]] && exec sleep 600
+trap 'echo saved >> "$SLURM_SUBMIT_DIR/calls"; exit 143' TERM
+sleep 600 & wait
+"""
+
+
+def test_the_slurm_script_runs(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands: one Ray node per machine, a private token, its signal."""
+    stubs = {
+        "scontrol": "#!/bin/bash\necho node-a; echo node-b; echo node-c\n",
+        "getent": "#!/bin/bash\necho 10.0.0.1 $2\n",
+        "srun": SRUN,
+        "ray": RECORD,
+        "rather": RECORD,
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-c]", "SLURM_JOB_NUM_NODES": "3",
+    }  # fmt: skip
+    command = ["bash", str(SLURM), "dpo.yaml", "max_steps=5"]
+    calls = tmp_path / "calls"
+    with subprocess.Popen(command, env=environment, start_new_session=True) as script:
+        try:
+            end = time.monotonic() + 60
+            while not calls.exists() or len(calls.read_text().splitlines()) < 4:
+                assert script.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            os.kill(script.pid, signal.SIGTERM)  # Slurm's signal before the time limit
+            assert script.wait(60) == 143
+        finally:
+            os.killpg(script.pid, signal.SIGKILL)
+    found = sorted(calls.read_text().splitlines())
+    joins = "ray start --address=10.0.0.1:6379 --block 600 token"
+    assert found == [
+        "rather train dpo.yaml --address 10.0.0.1:6379 timeouts.connect=120 max_steps=5 600 token",
+        joins,
+        joins,
+        "ray start --head --node-ip-address=10.0.0.1 --port=6379 --include-dashboard=false --block"
+        " 600 token",
+        "saved",
+    ]
+    assert not list(tmp_path.glob(".ray-token-*"))
