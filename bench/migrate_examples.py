@@ -63,13 +63,13 @@ class Tool:
 TOOLS = (
     Tool("trl", "trl",
          lines=("README.md", "docs/source/*.md", "examples/scripts/*.py", "trl/scripts/*.py"),
-         command=r"\btrl (dpo|kto|sft)\b|(?<!ain_)\b((online_|s)?dpo|orpo|cpo|kto|sft)(_vlm)?\.py"),
+         command=r"\btrl (dpo|kto|sft|reward)\b|(?<!ain_)\b((online_|s)?dpo|orpo|cpo|kto|sft|reward)(_vlm)?\.py"),
     Tool("llama-factory", "LLaMA-Factory", ("examples/**/*.yaml",),
-         r"(?m)^stage: (dpo|kto|sft)|dpo_demo"),
+         r"(?m)^stage: (dpo|kto|sft|rm)|dpo_demo"),
     Tool("axolotl", "axolotl", ("examples/**/*.y*ml",), r"(?m)^rl: (dpo|ipo|orpo|simpo|kto|gdpo)"),
-    Tool("openrlhf", "OpenRLHF", ("examples/**/*.sh",), r"train_(dpo|kto|sft)"),
+    Tool("openrlhf", "OpenRLHF", ("examples/**/*.sh",), r"cli.train_(dpo|kto|sft|rm)|train_dpo"),
     Tool("swift", "ms-swift", ("examples/**/*.sh",),
-         r"(?m)rlhf_type (dpo|orpo|simpo|cpo|kto)|^\s*(swift|megatron) sft",
+         r"(?m)rlhf_type (dpo|orpo|simpo|cpo|kto|rm)|^\s*(swift|megatron) sft",
          ("README.md",), r"swift (rlhf|sft)"),
     Tool("nemo-rl", "RL", ("examples/configs/**/*dpo*.yaml",), ".",
          ("README.md", "docs/guides/dpo.md"), r"run_dpo\.py"),
@@ -193,7 +193,7 @@ def settings(result: Migrated) -> dict[str, Any]:
         missing.add("batch")
     values = {
         "loss": " + ".join(config.loss_names),
-        "beta": config.beta if config.loss_names != ["sft"] else None,
+        "beta": config.beta if config.task not in ("sft", "reward") else None,
         "nll": nll or 0,
         "learning_rate": training.learning_rate,
         "pairs": config.global_batch(),
@@ -226,13 +226,14 @@ def expect(examples: list[Example], checkout: Path) -> None:
                 example.family = example.expected.pop("family", "pairs")
             else:
                 text = example.file.read_text() if example.file else example.line
-                example.family = known or ("kto" if "kto" in text else "sft")
+                others = {"kto": r"kto", "reward": r"type rm|stage: rm|train_rm", "sft": ""}
+                example.family = known or next(k for k, mark in others.items() if re.search(mark, text))
         return
     for example in examples:
-        found = re.search(r"\b(\w*(?:po|kto|sft)(?:_vlm)?)\b(\.py| )", example.line)
+        found = re.search(r"\b(\w*(?:po|kto|sft|reward)(?:_vlm)?)\b(\.py| )", example.line)
         program = found[1] if found else "?"
         example.family = "pairs" if program in ("dpo", "orpo", "cpo") else program
-    pairs = [each for each in examples if each.family in ("pairs", "kto", "sft")]
+    pairs = [each for each in examples if each.family in ("pairs", "kto", "reward", "sft")]
     lines = [(shlex.split(each.line), str(each.folder)) for each in pairs]
     done = subprocess.run(
         [sys.executable, str(HERE / "trl_parser.py")],
@@ -316,19 +317,20 @@ def counts(examples: list[Example]) -> dict[str, int]:
         "unchecked": sum(each.expected is None for each in pairs),
         "pairs": len(pairs),
         "pairs_converted": sum(each.state == "converted" for each in pairs),
-        **{key: count for family in ("kto", "sft") for key, count in of_family(examples, family)},
+        **{key: count for family in ("kto", "reward", "sft") for key, count in of_family(examples, family)},
         "trained": sum(each.trained == "2 steps" for each in examples),
     }
 
 
 def table(report: dict[str, Any]) -> Iterator[str]:
     columns = ("examples", "converted", "incomplete", "refused", "wrong", "trained")
-    yield f"| tool | checkout | {' | '.join(columns)} | pairs | KTO | SFT |"
-    yield "|---" * (len(columns) + 5) + "|"
+    yield f"| tool | checkout | {' | '.join(columns)} | pairs | KTO | reward | SFT |"
+    yield "|---" * (len(columns) + 6) + "|"
     for name, facts in report.items():
         count = facts["counts"]
         cells = [name, facts["checkout"], *(str(count[column]) for column in columns)]
-        cells += [f"{count[f'{kind}_converted']} of {count[kind]}" for kind in ("pairs", "kto", "sft")]
+        kinds = ("pairs", "kto", "reward", "sft")
+        cells += [f"{count[f'{kind}_converted']} of {count[kind]}" for kind in kinds]
         yield f"| {' | '.join(cells)} |"
 
 

@@ -22,10 +22,13 @@ from transformers import HfArgumentParser
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 
+OWN = ("dpo", "kto", "sft", "reward")  # programs of `trl`
+
+
 def parser_of(program: str) -> Any:
     from trl import ModelConfig, ScriptArguments
 
-    if program in ("dpo", "kto", "sft"):
+    if program in OWN:
         return importlib.import_module(f"trl.scripts.{program}").make_parser()
     if program == "orpo":
         from trl.experimental.orpo import ORPOConfig as config
@@ -41,19 +44,20 @@ def parsed(words: list[str], folder: str) -> dict[str, Any]:
     at = is_script.index(True) if any(is_script) else words.index("trl") + 1
     program = Path(words[at]).stem
     parser, arguments = parser_of(program), ["--output_dir", "out", *words[at + 1 :]]
-    if program in ("dpo", "kto", "sft"):
+    if program in OWN:
         *found, rest = parser.parse_args_and_config(arguments, return_remaining_strings=True)
     else:
         *found, rest = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     training, model = found[1], found[2]
-    losses = training.loss_type if program not in ("orpo", "sft") else program
+    fixed = {"orpo": "orpo", "sft": "sft", "reward": "bradley_terry"}
+    losses = fixed.get(program) or training.loss_type
     loss = losses if isinstance(losses, list) else [losses]
     if program == "cpo":
         loss = [{"sigmoid": "cpo"}.get(name, name) for name in loss]
     size = training.per_device_train_batch_size * training.gradient_accumulation_steps
     return {
         "loss": " + ".join(loss),
-        "beta": training.beta if program != "sft" else None,
+        "beta": getattr(training, "beta", None),
         "nll": training.cpo_alpha if program == "cpo" else 0,
         "learning_rate": training.learning_rate,
         "pairs": size * processes([*words[:at], *rest]),

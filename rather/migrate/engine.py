@@ -250,7 +250,7 @@ def _agreed(rows: list[Row]) -> list[Row]:
 
 def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> list[Row]:
     """Return what makes a training and is neither in the source nor a default of the tool."""
-    needless = {"beta"} if config.loss_names == ["sft"] else set()
+    needless = {"beta"} if config.loss_names == ["sft"] or config.task == "reward" else set()
     needless |= set() if config.task == "sft" else {"scored turns"}
     needless |= set() if MIXTURE.search(str(config.pretrain)) else {"router loss"}
     note = f"neither set in the source file nor a fixed default of {peer.name}; set "

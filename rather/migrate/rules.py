@@ -123,6 +123,7 @@ def left_out(why: str) -> Rule:
 
 
 KTO, SFT = {"task": "unpaired"}, {"task": "sft", "pref_loss": "sft"}
+REWARD = {"task": "reward", "pref_loss": "bradley_terry"}
 
 
 def algorithm(names: Mapping[Any, str | Mapping[str, str] | None]) -> Rule:

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: the YAML of `llamafactory-cli train`, stages dpo, kto and sft.
+"""LLaMA-Factory: the YAML of `llamafactory-cli train`, stages dpo, kto, rm and sft.
 
 Facts of 0.9.6 (src/llamafactory/hparams).
 """
@@ -31,6 +31,7 @@ from rather.migrate.rules import (
     NOT_NEEDED,
     OPEN,
     RENAMED,
+    REWARD,
     SFT,
     Given,
     Outcome,
@@ -116,7 +117,7 @@ def registry(given: Given) -> dict[str, Any]:
 def columns(entry: dict[str, Any], given: Given) -> dict[str, str]:
     """Return the columns of a file that have other names; other kinds of rows are refused."""
     file, named = entry["file_name"], entry.get("columns") or {}
-    if given.get("stage") == "dpo" and not entry.get("ranking"):
+    if given.get("stage") in ("dpo", "rm") and not entry.get("ranking"):
         raise Unsupported(f"{file} has no pairs (ranking is not true)")
     if other := [name for name in named if name not in COLUMNS]:
         raise Unsupported(f"{file} has columns that are not read ({', '.join(other)})")
@@ -162,8 +163,8 @@ RULES: dict[str, Rule] = {
         swanlab_project swanlab_mode use_v1_kernels ~
     """),
     PROGRAM: algorithm(dict.fromkeys(COMMANDS)),
-    "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT}),
-    "pref_beta": when(lambda value, given: given.get("stage") != "sft", to("beta")),
+    "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT, "rm": REWARD}),
+    "pref_beta": when(lambda value, given: given.get("stage") in ("dpo", "kto"), to("beta")),
     "packing": when(lambda value, given: given.get("stage") == "sft", never(
         "a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size")),
     "moe_aux_loss_coef": when(lambda value, given: given.get("stage") == "sft", to("model.moe_aux_loss_coef")),

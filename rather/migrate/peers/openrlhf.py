@@ -1,4 +1,4 @@
-"""OpenRLHF: the flags of openrlhf.cli.train_dpo and train_sft.
+"""OpenRLHF: the flags of openrlhf.cli.train_dpo, train_sft and train_rm.
 
 Facts of 0.11 (openrlhf/cli), whose flags are in groups; and of 0.8, where they are not.
 """
@@ -25,6 +25,7 @@ from rather.migrate.peers.shared import (
 )
 from rather.migrate.rules import (
     NOT_NEEDED,
+    REWARD,
     SFT,
     UNSET,
     Given,
@@ -32,6 +33,7 @@ from rather.migrate.rules import (
     Rule,
     Unsupported,
     algorithm,
+    by,
     facts,
     gives,
     of_mixture,
@@ -86,7 +88,9 @@ ALIASES = {
     "model.gradient_checkpointing_enable": "gradient_checkpointing",
     "model.gradient_checkpointing_reentrant": "gradient_checkpointing_use_reentrant", "model.beta": "beta",
     "model.ipo_enable": "ipo", "model.label_smoothing": "label_smoothing", "model.aux_loss_coef": "aux_loss_coef",
-    "model.nll_loss_coef": "nll_loss_coef", "model.pretrain_mode_enable": "pretrain_mode", "ref.model_name_or_path": "ref_pretrain", "ref.offload": "ref_offload",
+    "model.nll_loss_coef": "nll_loss_coef", "model.pretrain_mode_enable": "pretrain_mode",
+    "model.margin_loss_enable": "margin_loss", "model.compute_fp32_loss_enable": "compute_fp32_loss",
+    "model.loss_type": "loss_type", "model.value_head_prefix": "value_head_prefix", "ref.model_name_or_path": "ref_pretrain", "ref.offload": "ref_offload",
     "adam.lr": "learning_rate", "adam.betas": "adam_betas", "adam.eps": "adam_eps", "adam.weight_decay": "l2",
     "ds.use_universal_ckpt": "use_ds_universal_ckpt", "ds.tensor_parallel_size": "ds_tensor_parallel_size",
     "ds.ring_attn_head_stride": "ring_head_stride", "ds.lora.rank": "lora_rank", "ds.lora.alpha": "lora_alpha",
@@ -140,6 +144,9 @@ RULES: dict[str, Rule] = {
         adam_offload ? strategy_name: zero2_cpu keeps the optimizer on the host
         use_ms ! names of ModelScope; save model and pairs to folders
         min_lr_ratio ~ lr_scheduler says it
+        margin_loss ~ a column margin always counts
+        value_head_prefix ~ the head is exported as transformers names it
+        compute_fp32_loss ~ losses are always in float32 or better
         muon.* ~ used with --optim muon only
         micro_train_batch_size ~ micro-batches follow a token budget
         packing_samples ~ pairs are always packed
@@ -151,8 +158,9 @@ RULES: dict[str, Rule] = {
         experts_implementation dataloader_num_workers ~
     """),
     "lora_rank": lambda value, given: gives({"model.lora_rank": value or None}),
-    PROGRAM: algorithm({"train_dpo": "sigmoid", "train_sft": SFT}),
-    "beta": when(lambda value, given: not is_sft(given), to("beta")),
+    PROGRAM: algorithm({"train_dpo": "sigmoid", "train_sft": SFT, "train_rm": REWARD}),
+    "beta": when(lambda value, given: given.get(PROGRAM) not in ("train_sft", "train_rm"), to("beta")),
+    "loss_type": only("sigmoid", why="the loss of pairs is -log sigmoid of the difference"),
     "multiturn": lambda value, given: gives({"data.score": "assistant" if value else "last"}),
     "input_key": column("prompt"),
     "output_key": column("completion"),
@@ -183,15 +191,15 @@ OPENRLHF = Peer(
     "openrlhf",
     RULES,
     version="0.11",
-    programs=("train_dpo", "train_sft"),
+    programs=("train_dpo", "train_sft", "train_rm"),
     aliases=ALIASES,
     defaults={
-        "max_len": of_sft(2048, 512), "learning_rate": of_sft(5e-6, 1e-5), "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03,
+        "max_len": of_sft(2048, 512), "learning_rate": by(PROGRAM, {"train_sft": 5e-6, "train_rm": 9e-6}, 1e-5), "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03,
         "min_lr_ratio": 0.1, "adam_betas": [0.9, 0.95], "train_batch_size": 128, "beta": 0.1, "save_steps": -1,
         "zero_stage": 2, "param_dtype": precision, "lora_rank": 0, "lora_alpha": 16, "max_epochs": of_sft(2, 1), "multiturn": of_sft(False, UNSET), "input_key": of_sft("input", UNSET),
         "input_template": lambda given: (
             "User: {}\nAssistant: " if is_sft(given) and not given.get("apply_chat_template") else UNSET), "seed": 42,
-        "eval_split": "test", "aux_loss_coef": of_mixture("pretrain", 0.0), "apply_chat_template": False,
+        "eval_split": by(PROGRAM, {"train_dpo": "test"}, "train"), "aux_loss_coef": of_mixture("pretrain", 0.0), "apply_chat_template": False,
     },
     marks=("micro_train_batch_size", "max_len", "zero_stage", "nll_loss_coef", "lr_warmup_ratio", "ref_pretrain",
            "packing_samples", "max_ckpt_num", "adam_offload"),

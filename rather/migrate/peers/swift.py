@@ -31,6 +31,7 @@ from rather.migrate.peers.trl import DIVERGENCES
 from rather.migrate.rules import (
     KTO,
     NOT_NEEDED,
+    REWARD,
     SFT,
     UNSET,
     Given,
@@ -51,7 +52,8 @@ from rather.migrate.rules import (
     when,
 )
 
-KINDS = {"dpo": None, "kto": KTO, "orpo": "orpo", "simpo": "simpo", "cpo": None}  # None: loss_type says it
+KINDS = {"dpo": None, "kto": KTO, "orpo": "orpo", "simpo": "simpo", "cpo": None,
+         "rm": REWARD}  # None: loss_type says it  # fmt: skip
 CUTS = {"delete": "drop", "left": "truncate_prompt", "right": "truncate_response"}
 KNOWN = keys(
     """
@@ -62,7 +64,7 @@ KNOWN = keys(
     apply_wd_to_qk_layernorm async_generate attention_softmax_in_fp32 batch_p2p_comm
     bias_activation_fusion bias_dropout_fusion bnb_4bit_use_double_quant bridge_backend
     cached_dataset cached_val_dataset calculate_KL calculate_per_token_loss callbacks
-    center_rewards_coefficient cliprange cliprange_value completion_length_limit_scope
+    cliprange cliprange_value completion_length_limit_scope
     cp_comm_type cp_partition_mode cross_entropy_fusion_impl csa_dense_mode custom_dataset_info
     custom_register_path data_parallel_random_init data_parallel_sharding_strategy data_sharding
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers deepspeed_autotp_size
@@ -203,6 +205,7 @@ RULES: dict[str, Rule] = {
         rpo_alpha = rpo_alpha
         ld_alpha = ld_alpha
         desirable_weight = desirable_weight
+        center_rewards_coefficient = center_rewards_coefficient
         undesirable_weight = undesirable_weight
         sequence_parallel_size = actor_train.strategy_args.cp_size
         router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
@@ -229,7 +232,7 @@ RULES: dict[str, Rule] = {
     "tuner_type": trained,
     "task_type": only("causal_lm", why="Rather trains language models only"),
     PROGRAM: algorithm({"swift rlhf": None, "megatron rlhf": None, "swift sft": SFT, "megatron sft": SFT}),
-    "beta": when(lambda value, given: not is_sft(given), to("beta")),
+    "beta": when(lambda value, given: not is_sft(given) and given.get("rlhf_type") != "rm", to("beta")),
     "rlhf_type": algorithm(KINDS),
     "min_lr": min_lr,
     "tensor_model_parallel_size": degree("strategy.tp_size"),

@@ -32,6 +32,7 @@ from rather.migrate.rules import (
     KTO,
     NEEDLESS,
     NOT_NEEDED,
+    REWARD,
     SFT,
     UNSET,
     Given,
@@ -88,6 +89,10 @@ def is_kto(given: Given) -> bool:
 
 def is_sft(given: Given) -> bool:
     return "sft" in str(given.get(PROGRAM))
+
+
+def is_reward(given: Given) -> bool:
+    return "reward" in str(given.get(PROGRAM))
 
 
 def is_known(value: Any, given: Given) -> bool:
@@ -152,7 +157,7 @@ def loss_type(value: Any, given: Given) -> Outcome:
 
 def loss_default(given: Given) -> Any:
     """A file does not say which trainer reads it, unless it has a key that only DPOConfig has."""
-    if is_kto(given) or is_sft(given):
+    if is_kto(given) or is_sft(given) or is_reward(given):
         return "kto" if is_kto(given) else UNSET
     is_dpo = any(key in given for key in DPO_ONLY) or is_old(given)
     return "sigmoid" if is_dpo or given.get(PROGRAM) else UNSET
@@ -207,6 +212,7 @@ RULES: dict[str, Rule] = {
         loss_weights = loss_weights
         ld_alpha = ld_alpha
         desirable_weight = desirable_weight
+        center_rewards_coefficient = center_rewards_coefficient
         undesirable_weight = undesirable_weight
         chat_template_path ! name a template or a Jinja file: global_template
         eos_token ! change the tokenizer's folder instead
@@ -231,7 +237,7 @@ RULES: dict[str, Rule] = {
     """),
     "use_peft": lambda value, given: NOT_NEEDED if value else gives({"model.lora_rank": None}),
     PROGRAM: algorithm({**dict.fromkeys(("dpo", "trl dpo", "cpo"), None), "orpo": "orpo",
-                        "kto": KTO, "trl kto": KTO, "sft": SFT, "trl sft": SFT}),
+                        "kto": KTO, "trl kto": KTO, "sft": SFT, "trl sft": SFT, "reward": REWARD, "trl reward": REWARD}),
     "packing": never("a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size"),
     "completion_only_loss": when(is_known, to("data.score", {True: "last", False: "all"})),
     "assistant_only_loss": when(lambda value, given: value, to("data.score", {True: "assistant"})),
@@ -246,7 +252,7 @@ RULES: dict[str, Rule] = {
     "num_processes": lambda value, given: gives(devices(value)),
     "accelerate_config": launched,
     "loss_type": loss_type,
-    "beta": lambda value, given: NOT_NEEDED if is_sft(given) or given.get("loss_type") in ("sft", ["sft"]) else gives({"beta": value}),
+    "beta": lambda value, given: NOT_NEEDED if is_sft(given) or is_reward(given) or given.get("loss_type") in ("sft", ["sft"]) else gives({"beta": value}),
     "label_smoothing": label_smoothing,
     "f_divergence_type": to("f_divergence_type", DIVERGENCES),
     "f_alpha_divergence_coef": alpha,
@@ -264,12 +270,12 @@ TRL = Peer(
     "trl",
     RULES,
     version="1.10",
-    programs=("dpo", "trl dpo", "orpo", "cpo", "kto", "trl kto", "sft", "trl sft"),
+    programs=("dpo", "trl dpo", "orpo", "cpo", "kto", "trl kto", "sft", "trl sft", "reward", "trl reward"),
     known=HF_KNOWN | KNOWN,
     defaults={
-        **HF_DEFAULTS, "learning_rate": lambda given: 2e-5 if is_sft(given) else 1e-6, "logging_steps": 10, "bf16": True, "max_length": 1024,
+        **HF_DEFAULTS, "learning_rate": lambda given: 2e-5 if is_sft(given) else 1e-4 if is_reward(given) else 1e-6, "logging_steps": 10, "bf16": True, "max_length": 1024,
         "loss_type": loss_default, "beta": 0.1, "router_aux_loss_coef": router, "cpo_alpha": of_cpo(1.0), "simpo_gamma": of_cpo(0.5),
-        "truncation_mode": "keep_start", "use_peft": False, "lora_r": 16, "lora_alpha": 32,
+        "truncation_mode": lambda given: UNSET if is_reward(given) else "keep_start", "use_peft": False, "lora_r": 16, "lora_alpha": 32,
         "lora_target_modules": ["q_proj", "v_proj"],  # PEFT's choice for most families
     },
     marks=(*REMOVED, "loss_weights", "precompute_ref_log_probs", "model_init_kwargs", "dataset_train_split", "use_peft",
