@@ -84,7 +84,10 @@ def read_manifest(path: Path) -> tuple[int, Written]:
         raise CheckpointError(f"{path}: is not a checkpoint folder (.../checkpoint-<step>).")
     if not manifest.is_file():
         raise CheckpointError(f"{manifest}: is missing, so the checkpoint is incomplete.")
-    raw = read_bytes(manifest, opener=own)
+    try:
+        raw = read_bytes(manifest, opener=own)
+    except ValueError as error:  # too large
+        raise CheckpointError(f"{manifest}: {error}") from error
     body = raw[: -len(_own_digest(b""))]
     if body + _own_digest(body) != raw:
         raise CheckpointError(

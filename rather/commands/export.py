@@ -110,7 +110,10 @@ def export(
     card = f"# {out.name}\n"
     if home and own.is_file():
         refuse_outside(home, own)
-        card = read_bytes(own).decode("utf-8", "replace")
+        try:
+            card = read_bytes(own).decode("utf-8", "replace")
+        except ValueError as error:  # too large
+            raise ConfigError(f"{own}: {error}") from error
     card += f"\nExported from `{source.name}` by Rather: "
     return _publish(before, (model, args), temporary, out, card, cast, ALLOWED[cast.dtype])
 

@@ -302,7 +302,10 @@ def repetition(ids: Sequence[int]) -> float:
 def _lines(file: Path) -> list[dict[str, Any]]:
     """Return the records up to the first line that a kill has torn, perhaps within a letter."""
     found = []
-    text = read_bytes(file, opener=own).decode("utf-8", "replace")
+    try:
+        text = read_bytes(file, opener=own).decode("utf-8", "replace")
+    except ValueError as error:  # too large
+        raise ConfigError(f"{file}: {error}") from error
     for line in text.split("\n")[:-1]:
         try:
             found.append(parse_json(line))

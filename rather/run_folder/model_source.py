@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -56,7 +57,9 @@ class Weights:
         if self.run:
             return self.run.task == "reward"
         folder = model_folder(self.model, self.args.revision)
-        return folder is not None and is_reward_model(read_json(folder / "config.json"))
+        with suppress(OSError, ValueError, AttributeError):  # loading it reports why
+            return folder is not None and is_reward_model(read_json(folder / "config.json"))
+        return False
 
     def tokenizer(self) -> Any:
         """Load the tokenizer, with the chat template of the training if it is known."""

@@ -76,6 +76,13 @@ def test_a_manifest_cannot_lead_out(config: Config, copy: Path, marker: Path, na
     assert resume(config, hashed(copy, name)) == 4
 
 
+def test_a_gigantic_manifest(config: Config, copy: Path) -> None:
+    with open(copy / MANIFEST, "wb") as file:
+        file.truncate(1 << 40)
+    assert resume(config, copy) == 4
+    assert rather("verify", copy).exit_code == 4
+
+
 def test_links_are_not_followed(config: Config, copy: Path, tmp_path: Path, marker: Path) -> None:
     shard = next(copy.glob("*.safetensors"))
     shard.rename(tmp_path / "elsewhere")

@@ -282,14 +282,15 @@ def linked_templates(folder: Path) -> None:
 
 @pytest.mark.parametrize("case", SPOILT)
 def test_a_folder_is_inspected_before_a_library_opens_it(
-    config: Config, model: Path, case: str
+    config: Config, good: Path, model: Path, case: str
 ) -> None:
     inspect_folder(model)
     spoil, reason = SPOILT[case]
     spoil(model)
     with pytest.raises(ConfigError, match=reason):
         inspect_folder(model)
-    for command in (("train", config()), ("chat", model, "--prompt", "w1"), ("plan", config())):
+    score = ("score", model, good / "pairs.jsonl")
+    for command in (("train", config()), ("chat", model, "--prompt", "w1"), ("plan", config()), score):
         done = rather(*command)
         assert done.exit_code == 2, (command, done.output, done.exception)
         assert reason in done.stderr.replace("\n", " ")
