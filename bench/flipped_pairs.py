@@ -1,7 +1,7 @@
 """Does the label doctor find flipped labels? Plants flips in real pairs, trains, and looks.
 
     RATHER_TEST_DATA=/path/to/data python bench/flipped_pairs.py [--sets politeness stories]
-    python bench/flipped_pairs.py --merge          # tables of all cells -> bench/results
+    python bench/flipped_pairs.py --merge    # all cells -> bench/results and docs/pairs.md
 
 A cell is one data set, one share of flipped labels and one seed. Its training pairs are flipped by
 `data_args.corrections`; the held-out pairs keep their labels. Each cell writes one small JSON when
@@ -37,7 +37,8 @@ from rather.report.pairs import PairHistory, auc, read_ledger
 
 SHARES, SEEDS = (0.1, 0.2, 0.3), (0, 1, 2)
 BARS = {"politeness": 0.80, "stories": 0.70}  # AUC at 20 %
-FILE = RESULTS / "flipped_pairs.json"
+FILE, PAGE = RESULTS / "flipped_pairs.json", Path(__file__).parent.parent / "docs" / "pairs.md"
+BEGIN, END = "<!-- begin: bench/flipped_pairs.py -->", "<!-- end: bench/flipped_pairs.py -->"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ class Cell:
         config, found["held_out"] = self.train("flipped", files)
         history = PairHistory.of(read_ledger(config.run_dir))
         health = config.run_dir / "health.jsonl"
-        found["health"] = health.read_text().splitlines() if health.exists() else []
+        lines = health.read_text().splitlines() if health.exists() else []
+        found["health"] = [json.loads(line)["name"] for line in lines]
         if self.share:
             flipped = np.isin(history.ids, planted)
             found |= {name: auc(score, flipped) for name, score in scores(history).items()}
@@ -212,7 +214,10 @@ def merge(out: Path) -> None:
     cells = [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*.json"))]
     cells = [cell for cell in cells if cell["seed"] in SEEDS]
     FILE.write_text(json.dumps({"machine": machine(), "cells": cells}, indent=1) + "\n")
-    print(markdown(cells))
+    table = markdown(cells)
+    print(table)
+    head, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 
 def markdown(cells: Sequence[dict[str, Any]]) -> str:

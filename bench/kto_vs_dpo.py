@@ -39,7 +39,9 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    with gzip.open(given.data / "pairs" / "rasbt_politeness.jsonl.gz", "rt", encoding="utf-8") as file:
+    with gzip.open(
+        given.data / "pairs" / "rasbt_politeness.jsonl.gz", "rt", encoding="utf-8"
+    ) as file:
         pairs = [as_text(json.loads(line)) for line in file]
     pairs = sorted(pairs, key=lambda pair: len("".join(pair.values())))[: given.pairs]
     found: list[dict[str, Any]] = []
@@ -99,7 +101,11 @@ def one_seed(
         began = time.perf_counter()
         assert DPOPipeline(config).run() == 0
         result[f"{name}_seconds"] = round(time.perf_counter() - began, 1)
-        keys = ["sequence_length=512", r'actor_train.data_args.separator="\n"', f"output_dir={folder}"]
+        keys = [
+            "sequence_length=512",
+            r'actor_train.data_args.separator="\n"',
+            f"output_dir={folder}",
+        ]
         trained = str(config.run_dir / "model")
         numbers = score(trained, folder / "held.jsonl", keys, model, [], None)
         result[name] = numbers["rewards/accuracies"]

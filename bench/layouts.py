@@ -336,7 +336,9 @@ def report(
 def spelled(written: dict[str, Any], plan: Layout) -> str:
     """The name, the degrees it became, and what is divided where."""
     degrees = [
-        f"{axis}{size}" for axis in ("dp", "tp", "pp", "cp", "ep") if (size := getattr(plan, axis)) > 1
+        f"{axis}{size}"
+        for axis in ("dp", "tp", "pp", "cp", "ep")
+        if (size := getattr(plan, axis)) > 1
     ]
     more = [f"{plan.dp // plan.shard} x {plan.shard}"] if 1 < plan.shard < plan.dp else []
     more += [f"{plan.virtual} stages a rank"] if plan.virtual > 1 else []
