@@ -84,8 +84,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     changes = {key: json.loads(value) for key, _, value in (c.partition("=") for c in args.change)}
     for share in args.shares:
-        for seed in args.seeds:
-            for name in args.sets:
+        for name in args.sets:
+            for seed in args.seeds:
                 setting = Setting(**{**vars(SETS[name]), **changes})
                 label = "-".join([name, f"{share:g}", str(seed), *args.change])
                 file = args.out / "cells" / f"{label}.json"
