@@ -59,7 +59,8 @@ class Balance:
 
     def see(self, batch: PairBatch) -> Tensor:
         """Count the tokens of this micro-batch from now on."""
-        self.mask_N = batch.counted_N.chunk(self._parts)[self._part]
+        # FSDP2 casts what it passes on to the dtype of the weights.
+        self.mask_N = batch.counted_N.float().chunk(self._parts)[self._part]
         return self.mask_N
 
     def see_again(self, mask_N: Tensor, _gradient: Tensor) -> None:

@@ -49,9 +49,11 @@ from tests.tiny import make_model
 SETUP = Setup("qwen3_moe", tied=False, steps=2, layers=2, router_loss=0.3)
 
 
-def trainer_on(layout: Layout, setup: Setup = SETUP) -> RankTrainer:
+def trainer_on(
+    layout: Layout, setup: Setup = SETUP, compute: torch.dtype = torch.float32
+) -> RankTrainer:
     mesh = build_mesh(layout, "cpu")
-    policy: Any = divide(make_policy(setup), mesh, layout, compute=torch.float32)
+    policy: Any = divide(make_policy(setup), mesh, layout, compute=compute)
     runner = None if layout.pp > 1 else WholeModelRunner(policy, STAGES[layout.stage])
     return make_trainer(setup, mesh, policy, runner)
 
@@ -128,6 +130,22 @@ def test_every_family(family: str) -> None:
 def test_schedules_of_a_pipeline(schedule: str) -> None:
     layout = Layout(2, pp=2, ep=2, stage=1, shard=2, schedule=schedule, virtual=2)
     assert_like_one_process(layout, replace(SETUP, layers=4))
+
+
+def in_half_precision(layout: Layout, setup: Setup) -> Outcome:
+    return train(trainer_on(layout, setup, torch.bfloat16), setup)
+
+
+@pytest.mark.parametrize("family", cells(["qwen3_moe", "deepseek_v3"], keep=["qwen3_moe"]))
+def test_half_precision(family: str) -> None:
+    """The same products, whose weights are rounded alike; only sums of gradients differ."""
+    setup = replace(SETUP, family=family, steps=1)
+    divided, plain = (
+        joined(pool(2).run(in_half_precision, Layout(2, ep=ep, stage=3, shard=2), setup))
+        for ep in (2, 1)
+    )
+    assert divided.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert divided.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5)
 
 
 def adapted(layout: Layout | None) -> Outcome:

@@ -129,7 +129,8 @@ def test_ranks_train_as_one_process_and_resume_on_another_ep(tmp_path: Path) -> 
     """Two ranks with half of the experts each, then four, then one process, from one run folder."""
     options: dict[str, Any] = {
         "train_batch_size": 12, "save_steps": 2, "logging_steps": 1,
-        "actor_train__training_args": {"learning_rate": 1e-5, "lr_scheduler_type": "constant"},
+        "actor_train__training_args": {"learning_rate": 1e-5, "lr_scheduler_type": "constant",
+                                       "num_train_epochs": 2},
         "actor_train__max_tokens_per_microbatch_in_train": 64,
         "actor_train__model_args": {"moe_aux_loss_coef": 0.1, "dtype": "fp32"},
     }  # fmt: skip
