@@ -29,7 +29,7 @@ SIZE, RATE = 16, 5e-4
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", default="stories260K")
+    parser.add_argument("--model", default="stories15M")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=400)
     parser.add_argument("--epochs", type=float, default=2.0)
