@@ -2,6 +2,7 @@
 
     python bench/layouts.py                      # all ranks of 8, some of 64 and 128; two minutes on two cores
     python bench/layouts.py --every-rank --json  # all of them, a quarter of an hour; also writes the JSON
+    python bench/layouts.py --steps              # a step of one rank on fake tensors, up to 405B on 512 devices
 
 Strategies are written as in a config. A process for each rank meets ranks that are not there (torch's fake process
 group), makes the model on the meta device and divides it as a worker does: everything is real but the numbers. Compute
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,18 +30,29 @@ import torch
 import torch.distributed as dist
 from common import RESULTS, SHAPES, ExpertShape, Shape, machine, table, told, write_facts
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rather.checkpoint.sharded_tensors import ShardSpec
+from rather.config.load import config_from_dict
 from rather.config.schema import ActorConfig, TrainingArgs
 from rather.config.strategies import Layout, layout
+from rather.data.batch import PairBatch, Segments
+from rather.data.pack import pack
 from rather.model.attention import IMPLEMENTATION
+from rather.model.budget import LADDER
+from rather.model.check import random_pairs
 from rather.model.policy import PolicyModel
+from rather.model.sizes import sizes_of
 from rather.optim.optimizer import Optimizer
 from rather.parallel import apply
 from rather.parallel.mesh import Mesh, build_mesh
-from rather.parallel.shard import counted, local, places, units
+from rather.parallel.shard import announce, counted, local, places, units
 from rather.parallel.stages import Stages
+from rather.plan.memory import Chosen, Device, MemoryForecast, Work
 
 ALLOWED_GIB = 1.0  # of a process that lays out 70B
 COMPUTE = torch.bfloat16
@@ -47,8 +60,12 @@ FAMILIES = ("llama", "qwen2", "qwen3_moe")
 MODELS = {
     **SHAPES,
     "70B": Shape("llama", 8192, 80, 64, 8, 28_672, 128_256, False),
+    "405B": Shape("llama", 16_384, 126, 128, 8, 53_248, 128_256, False),
     "30B-A3B": ExpertShape("qwen3_moe", 2048, 48, 32, 4, 768, 151_936, False, 128, 8, 128),
 }
+ON_CPU = torch.float32  # what a step on fake tensors computes in
+TOKENS, PAIR = 4096, 512  # of the micro-batch of a step, and of its largest pair
+ALLOWED_ERROR = 0.1  # of `rather plan`'s activations
 
 
 def strategy(name: str, **details: Any) -> dict[str, Any]:
@@ -60,6 +77,15 @@ def megatron(tp: int, pp: int, **details: Any) -> dict[str, Any]:
     return strategy("megatron_train", **sizes, use_distributed_optimizer=True, **details)
 
 
+STEPS: list[tuple[str, int, dict[str, Any]]] = [  # of which a rank takes a step on fake tensors
+    ("7B", 8, strategy("fsdp2_train")),
+    ("7B", 8, strategy("zero2", tp_size=2)),
+    ("7B", 8, strategy("zero3", cp_size=2)),
+    ("70B", 64, strategy("hsdp", shard_size=8)),
+    ("70B", 64, strategy("zero3", tp_size=8, sequence_parallel=True)),
+    ("405B", 512, strategy("zero3", tp_size=8, sequence_parallel=True)),
+    ("405B", 512, strategy("zero3", tp_size=8, cp_size=2)),
+]
 CASES: list[tuple[str, int, list[dict[str, Any]]]] = [
     (
         "30B-A3B",
@@ -145,7 +171,15 @@ def main() -> None:
         const=RESULTS / "layouts.json",
         help="also write the results",
     )
+    parser.add_argument(
+        "--steps", nargs="?", const="all", help="only steps on fake tensors; of one model"
+    )
     args = parser.parse_args()
+    if args.steps:
+        steps = take_steps(None if args.steps == "all" else args.steps)
+        if args.json:
+            write_facts(args.json.with_name("layouts_steps.json"), "layouts_steps", results=steps)
+        return
     print(told(machine()), flush=True)
     results = []
     for model, devices, strategies in CASES:
@@ -258,6 +292,141 @@ def _unit_sizes(divided: nn.Module) -> list[int]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+# --- a step on fake tensors ---
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step of one rank: what autograd kept after its forward pass, and its collectives."""
+
+    rank: int
+    activations: int
+    planned: float  # by `rather plan`
+    collectives: dict[str, tuple[int, int]]  # calls, and bytes of their larger side, by name
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.activations - 1
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the calls of torch.distributed and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, tuple[int, int]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if "c10d" in function.namespace:
+            name = function._schema.name.split("::")[-1].strip("_")
+            calls, size = self.found.get(name, (0, 0))
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            self.found[name] = calls + 1, size + max(map(_bytes, tensors), default=0)
+        return function(*args, **(kwargs or {}))
+
+
+def step_of(shape: Shape, written: dict[str, Any], devices: int, rank: int) -> Taken:
+    """Take forward and backward of one micro-batch, as a rank of a model without stages does.
+
+    The model is built on the meta device; its parameters then become fake tensors, which have sizes and no values.
+    """
+    torch.set_num_threads(1)
+    began, plan = time.perf_counter(), layout_of(written, devices)
+    apply.check_split = _unchecked  # type: ignore[assignment]
+    dist.init_process_group("fake", rank=rank, world_size=devices, store=FakeStore())
+    mesh = build_mesh(plan, "cpu")
+    divided: Any = PolicyModel(shape.model(ON_CPU, "meta", IMPLEMENTATION))
+    divided = apply.divide(divided, mesh, plan, compute=ON_CPU)
+    answers = [(1, (PAIR - 1) // 2, (PAIR - 1) // 2)] * (TOKENS // PAIR)
+    batch = pack(random_pairs(shape.vocabulary, answers), TOKENS, ladder=LADDER["cpu"])[0]
+    own = divided.share(batch)
+    # FSDP rebuilds its inputs, and the lengths of segments cannot be computed from fake tensors.
+    known = {name: getattr(own.segments, name) for name in ("q_lens", "k_lens")}
+    for name, lengths in known.items():
+        setattr(Segments, name, property(lambda _, lengths=lengths: lengths))
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Collectives() as collectives:
+        divided.to_empty(device="cpu")
+        announce(divided, "zero3" if plan.stage == 3 else "zero2", last=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            columns = divided.pair_sums(*divided(own), own)
+        weights = _weight_storages(divided)
+        held = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in weights)
+        kept.clear()
+        columns["sum"].sum().backward()
+    dist.destroy_process_group()
+    planned = planned_activations(shape, written, devices, batch)
+    return Taken(rank, held, planned, collectives.found, time.perf_counter() - began)
+
+
+def _weight_storages(divided: nn.Module) -> set[int]:
+    """The storages of shards, and of what FSDP has gathered from them."""
+    tensors = [local(parameter) for parameter in divided.parameters()]
+    for module in divided.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            tensors += [each._unsharded_param for each in group.fsdp_params] if group else []
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def planned_activations(
+    shape: Shape, written: dict[str, Any], devices: int, batch: PairBatch
+) -> float:
+    """What `rather plan` computes for this micro-batch on CPUs, without recomputation."""
+    with tempfile.TemporaryDirectory() as folder:
+        shape.model(COMPUTE, "meta", IMPLEMENTATION).config.save_pretrained(folder)
+        mapping = list(range(devices))
+        role = {
+            "strategy_args": written,
+            "device_mapping": mapping,
+            "model_args": {"dtype": "fp32"},
+            "data_args": {"file_name": "none"},
+        }
+        sizes = {"num_gpus_per_node": devices, "reference": {"device_mapping": mapping}}
+        config = config_from_dict({"pretrain": folder, "actor_train": role, **sizes})
+        shapes = sizes_of(folder, config.actor_train.model_args)
+        device = Device("cpu", 1e18)
+        forecast = MemoryForecast(config, shapes, device, reference=False, compiled=False)
+        chosen = Chosen(TOKENS, "none", narrow=False, parked=False)
+        work = Work(len(batch.ids_N), len(batch.rows_U), batches=1, seen=1)
+        return forecast.peak(chosen, work).activations
+
+
+def take_steps(only: str | None) -> list[dict[str, Any]]:
+    """A step of one rank of each layout, in a process of its own; raises if the plan is wrong."""
+    context, found, rows = multiprocessing.get_context("spawn"), [], []
+    for model, devices, written in STEPS:
+        if only not in (None, model):
+            continue
+        with context.Pool(1) as pool:
+            taken = pool.apply(step_of, (MODELS[model], written, devices, devices // 2 - 1))
+        assert abs(taken.error) <= ALLOWED_ERROR, f"{model}, {written}: {taken}"
+        name = f"{model}, {spelled(written, layout_of(written, devices))}"
+        sent = {
+            key: f"{calls} x, {size / 2**30:.2f}"
+            for key, (calls, size) in taken.collectives.items()
+        }
+        gib = taken.activations / 2**30, taken.planned / 2**30
+        rows.append(
+            (name, *gib, f"{taken.error:+.1%}", "; ".join(f"{k} {v}" for k, v in sent.items()))
+        )
+        print(*rows[-1], flush=True)
+        found.append(
+            {"model": model, "devices": devices, "strategy_args": written, **asdict(taken)}
+        )
+    head = ("layout", "activations GiB", "planned GiB", "error", "collectives: calls, GiB")
+    table(f"a micro-batch of {TOKENS} tokens, on one rank", head, rows)
+    return found
 
 
 # --- what must hold ---

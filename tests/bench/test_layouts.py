@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from math import prod
 from typing import Any
@@ -14,11 +15,13 @@ sys.path.insert(0, str(ROOT / "bench"))  # a script's own folder is where it fin
 
 from common import SHAPES, ExpertShape, Shape
 from layouts import (
+    ALLOWED_ERROR,
     MODELS,
     assert_tiled,
     laid_out,
     layout_of,
     megatron,
+    step_of,
     strategy,
     verdict,
     whole_shapes,
@@ -78,3 +81,19 @@ def test_7b_on_8_devices_is_laid_out_without_its_weights() -> None:
     assert first.weights + first.gradients + first.optimizer == 16 * first.parameters
     assert first.parameters == pytest.approx(count / 8, rel=1e-3)
     assert first.largest_unit == 2 * (2 * 152_064 * 3584 + 3584)  # embedding, head and last norm
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "written", [strategy("hsdp", shard_size=4), strategy("zero3", tp_size=2, cp_size=2)]
+)
+def test_a_step_on_fake_tensors_keeps_what_the_plan_says(written: dict[str, Any]) -> None:
+    shape = Shape("llama", 256, 4, 8, 4, 512, 1000, False)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        taken = pool.apply(step_of, (shape, written, 8, 3))
+    assert taken.error == pytest.approx(0, abs=ALLOWED_ERROR)
+    weights = sum(prod(each) for each in whole_shapes(shape).values())
+    # Forward and backward gather the weights in float32, of a half of them under tp.
+    assert taken.collectives["allgather_base"][1] == pytest.approx(
+        2 * 4 * weights / (2 if "tp_size" in str(written) else 1), rel=0.3
+    )
