@@ -37,7 +37,7 @@ SETTINGS = (
     "eval_prompts.max_new_tokens=40",
 )
 PAIR = "2"
-WINDOW = (1280, 1000)  # shows the first two charts
+WINDOW, TALL = (1280, 1000), (1280, 1450)  # the tall one shows the first two charts
 SLOW = 120_000  # milliseconds; the first pair loads the models
 LINES = ".plot .scatterlayer path.js-line"
 
@@ -90,7 +90,7 @@ def open_file(browser: Browser, file: Path, size: tuple[int, int], theme: str) -
     dark = "dark" if theme == "dark" else "light"
     page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=dark)
     page.goto(file.as_uri())
-    page.wait_for_load_state("networkidle")
+    page.wait_for_load_state("load")
     return page
 
 
@@ -137,7 +137,7 @@ def main() -> None:
         train(folder)
         with serving(folder / "output") as board, sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
-            page = open_board(browser, board, WINDOW, "light")
+            page = open_board(browser, board, TALL, "light")
             take(page, "board", at="body")
             page = open_board(browser, board, WIDE, "light")
             open_pair(page)

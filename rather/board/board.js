@@ -354,7 +354,7 @@
     const found = await ask("/api/run", { run: opened });
     if (version !== shownVersion) return;
     const run = runOf(opened);
-    const parts = [element("h3", {}, run.name), element("p", {}, `${run.state}; ${run.model || "unknown model"}; folder ${found.folder}`)];
+    const parts = [element("h3", {}, run.name), element("p", { title: `${run.model || ""}\n${found.folder}` }, `${run.state}; model ${last(run.model || "unknown")}; folder ${last(given.folder)}/${run.name}`)];
     if (run.report) parts.push(element("p", {}, element("a", { href: `/report?run=${run.id}`, target: "_blank", rel: "noopener" }, "Report of this run")));
     for (const problem of found.problems) parts.push(element("p", { className: "damaged" }, problem));
     parts.push(element("div", { className: "grid" },

@@ -175,7 +175,7 @@ def answers(run: Folder) -> str:
         series = {who: run.metrics[key] for who, key in names.items() if key in run.metrics}
         charts += [chart(lines(series), name, text)] if series else []
     newest = list({each["prompt"]: each for each in run.answers}.values())
-    cards = _grid(charts)
+    cards = ""
     for each in newest[:MOST_ANSWERS]:
         after, sides = f"After: the policy at step {each['step']}", []
         for side, name in (("reference", "Before: the reference"), ("policy", after)):
@@ -189,7 +189,7 @@ def answers(run: Folder) -> str:
         cards += f'<article class="card"><h3>{escape(each["prompt"])}</h3>{_grid(sides)}</article>'
     if (more := len(newest) - MOST_ANSWERS) > 0:
         cards += f"<p class='muted'>{more} more prompts are in {ANSWERS}.</p>"
-    return cards
+    return cards + _grid(charts)
 
 
 def time_and_cost(run: Folder) -> str:

@@ -51,7 +51,8 @@ def test_the_answer_is_the_one_on_the_page(
     for command, shown, code in re.findall(r"\$ rather (.*)\n((?s:.*?))\[exit code (\d)\]", block):
         done = rather(*command.split())
         said = plain(done.output).partition("for help. ")
-        assert re.fullmatch(pattern(shown), said[2] or said[0]), done.output
+        # A slow machine also prints its progress.
+        assert re.search(rf"{pattern(shown)}$", said[2] or said[0]), done.output
         assert done.exit_code == int(code)
 
 
