@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rather.api.torch_optimizer import TorchOptimizer
 from rather.cluster.worker import ActorWorker, RankInfo
@@ -76,7 +75,7 @@ class InMemoryWorker(ActorWorker):
             digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest() if frozen else None
 
-    def _share(self, batches: Sequence[PairBatch]) -> StepShare:
+    def _step_share(self, batches: Sequence[PairBatch]) -> StepShare:
         longest = max((int(batch.positions_N.max()) for batch in batches), default=0) + 1
         check_length(self.causal_lm.config, longest)
         return StepShare.of(batches, self.trainer.mesh)
@@ -85,10 +84,9 @@ class InMemoryWorker(ActorWorker):
         self,
         batches: Sequence[PairBatch],
         reference: Columns | None,
-        facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        share = self._share(batches)
+        share = self._step_share(batches)
         if share.is_repeated:
             raise DataError(
                 "all ranks brought the same pairs; give each rank its own, for example with a "
@@ -98,11 +96,9 @@ class InMemoryWorker(ActorWorker):
         with packed_attention(self.trainer.policy):
             return self.trainer.train_step(share.batches, reference, share.facts, limits)
 
-    def compute_log_probs(
-        self, batches: Sequence[PairBatch], places: Tensor | None = None
-    ) -> Columns:
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         """Return the log-probs of the pairs of all dp ranks."""
-        share = self._share(batches)
+        share = self._step_share(batches)
         with packed_attention(self.trainer.policy):
             return self.trainer.log_probs(share.batches, len(share.facts.weight))
 

@@ -1,6 +1,6 @@
 """Cluster: the workers of one role on Ray, called like a single worker, with deadlines.
 
-Token ids travel out, two floats per pair travel back. The first failure ends the call and all
+The number of a step travels out, two floats per pair travel back. The first failure ends the call and all
 processes: the others would wait for the failed one in a collective.
 """
 
@@ -24,11 +24,12 @@ from rather.cluster.health import (
 )
 from rather.cluster.host import CallResult
 from rather.cluster.resources import ResourceManager, last_line, name_of, wait_elsewhere
-from rather.cluster.role import RoleOnRanks, shares
+from rather.cluster.role import RoleOnRanks
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import RankInfo
 from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
 from rather.data.batch import Columns, PairBatch
+from rather.data.shares import RunPairs, tokens_of
 from rather.errors import BatchTooLarge, ConfigError, DiskError, HangError, RatherError, WorkerLost
 
 log = logging.getLogger(__name__)
@@ -80,21 +81,24 @@ class Cluster(RoleOnRanks):
         self,
         method: str,
         *args: Any,
-        batches: Sequence[PairBatch] = (),
+        batches: Sequence[PairBatch] | None = None,
         one: bool = False,
         exchange: bool = False,
     ) -> list[Any]:
-        own = shares(batches, self.layout.dp) if batches else []
-        called = []
-        for rank, seat in enumerate(self.seats[:1] if one else self.seats):
-            first = (own[self.layout.dp_rank(rank)],) if own else ()
-            # What all ranks have computed of micro-batches is the same: one returns it.
-            silent = bool(batches) and rank > 0
-            call = seat.handle.call.remote
-            called.append(call(self.role, method, *first, *args, silent=silent))
-        tokens = sum(batch.real_tokens for batch in batches)
+        import ray
+
+        seats, computes = self.seats[:1] if one else self.seats, batches is not None
+        given: Any = (batches, *args) if computes else args
+        if given and len(seats) > 1:
+            given = ray.put(given)  # once, however many ranks there are
+        # What all ranks have computed of micro-batches is the same: one returns it.
+        called = [
+            seat.handle.call.remote(self.role, method, given, silent=computes and rank > 0)
+            for rank, seat in enumerate(seats)
+        ]
+        tokens = 0 if batches is None else tokens_of(batches)
         values = self._collect(called, phase_of(self.role, method), tokens)
-        if batches and self.takes_turns:
+        if computes and self.takes_turns:
             self._run("release")
         return values
 
@@ -109,7 +113,8 @@ class Cluster(RoleOnRanks):
         failures: dict[int, Failure] = {}
         pending = list(called)
         while pending and (left := deadline - time.monotonic()) > 0:
-            done, pending = ray.wait(pending, timeout=min(1.0, left))
+            every = len(pending)
+            done, pending = ray.wait(pending, num_returns=every, timeout=min(1.0, left))
             results |= {rank_of[ref]: _result(ref) for ref in done}
             self.manager.refuse_without_ray()
             failures = {rank: each.failure for rank, each in results.items() if each.failure}
@@ -163,6 +168,10 @@ class FrozenReference(Cluster):
         super().initialize(total_steps, model)
         self._loaded = total_steps, model
 
+    def open_pairs(self, pairs: RunPairs) -> None:
+        super().open_pairs(pairs)
+        self._opened = pairs
+
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         while True:
             try:
@@ -174,6 +183,7 @@ class FrozenReference(Cluster):
                 self.supervision.survive(error, "reference_lost", remedy)
             wait_elsewhere(self.seats)
             self._start()
+            self.open_pairs(self._opened)
             self.initialize(*self._loaded)
 
     def _stop(self) -> None:
@@ -204,7 +214,7 @@ def _result(ref: Any) -> CallResult:
     import ray
 
     try:
-        result: CallResult = ray.get(ref)
+        result: CallResult = ray.get(ref) or CallResult()
     except ray.exceptions.RayError as error:
         gone = ("RayActorError", "NodeDiedError", "ObjectLostError")
         if not isinstance(error, tuple(getattr(ray.exceptions, name) for name in gone)):

@@ -117,7 +117,7 @@ def set_environment(given: Mapping[str, str]) -> None:
 # --- deadlines ---
 
 _METHODS = {
-    "start": "folder_problem initialize embedding_rows plan",
+    "start": "folder_problem open_pairs initialize embedding_rows plan",
     "step": "train_step compute_log_probs forget release",
     "eval": "score",
     "save": "numbers write_state finish_writing read_state write_weights mix_weights save_model "

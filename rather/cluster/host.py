@@ -167,11 +167,21 @@ class Host:
         if role == "reference":
             worker.neighbour = self.workers.get("actor_train")
 
+    def call(
+        self, role: str, method: str, args: Sequence[Any], silent: bool = False
+    ) -> CallResult | None:
+        """Return the result of a worker's method. `silent`: None unless there is more to say."""
+        result = self._call(role, method, args, silent)
+        return result if not silent or result.failure or result.records else None
+
     @_as_result
-    def call(self, role: str, method: str, *args: Any, silent: bool = False) -> Any:
-        """Return what the method of a worker returns, or nothing if `silent`."""
+    def _call(self, role: str, method: str, args: Sequence[Any], silent: bool) -> Any:
+        from rather.data.shares import Batches
+
+        worker = self.workers[role]
         with self.pulse.during(f"{role}.{method}"):
-            value = getattr(self.workers[role], method)(*args)
+            args = [worker.find(arg) if isinstance(arg, Batches) else arg for arg in args]
+            value = getattr(worker, method)(*args)
             return None if silent else _on_host(value)
 
     def snapshot(self) -> StackSnapshot:

@@ -16,7 +16,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +30,10 @@ from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts
+from rather.data.shares import RunPairs
 from rather.errors import ConfigError, DiskError
 from rather.model.export import Kept
 from rather.parallel.load import device_of
-from rather.parallel.stages import SCORED
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
 
@@ -47,9 +46,9 @@ class RoleOnRanks:
     rooms: Sequence[Room]  # the free memory of each rank before any model was loaded
     device: str  # on which this process gets log-probs
 
-    # `_run(method, *args, batches=(), one=False, exchange=False)` calls a method on all ranks and
-    # returns their values. Each rank gets its share of `batches` as the first argument. With `one`,
-    # the value of one rank is enough. Without `exchange`, a torchrun process may return its own
+    # `_run(method, *args, batches=None, one=False, exchange=False)` calls a method on all ranks and
+    # returns their values. With `batches`, the first argument, all ranks compute the same value.
+    # With `one`, one rank is enough. Without `exchange`, a torchrun process may return its own
     # value alone, without waiting for the others.
     _run: Callable[..., list[Any]]
 
@@ -78,6 +77,12 @@ class RoleOnRanks:
                 "Name a folder of a network file system that is mounted on all of them."
             )
 
+    def open_pairs(self, pairs: RunPairs) -> None:
+        self._run("open_pairs", pairs)
+
+    def pack(self, batches: Sequence[PairBatch]) -> None:
+        """Pack what this process will take of a step; workers in other processes do so there."""
+
     def embedding_rows(self) -> int:
         return int(self._run("embedding_rows")[0])
 
@@ -91,13 +96,12 @@ class RoleOnRanks:
         *,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        args = (reference, PairFacts.of_step(batches), limits)
+        args = (reference, limits)
         found: list[StepResult] = self._run("train_step", *args, batches=batches)
         return found[0]
 
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
-        places = torch.cat([batch.pair_P for batch in batches]).sort().values
-        found: list[Columns] = self._run("compute_log_probs", places, batches=batches)
+        found: list[Columns] = self._run("compute_log_probs", batches=batches)
         return found[0]
 
     def score(
@@ -145,20 +149,6 @@ class RoleOnRanks:
 
 
 Role = ActorWorker | RoleOnRanks
-
-
-def shares(batches: Sequence[PairBatch], ranks: int) -> list[list[PairBatch]]:
-    """Deal micro-batches out, the same number to each rank: unequal counts would deadlock.
-
-    Packing makes the number a multiple of the ranks, unless micro-batches whose log-probs are known
-    were removed; then empty copies of the smallest one fill the gaps.
-    """
-    smallest = min(batches, key=lambda batch: len(batch.ids_N))
-    none = {name: getattr(smallest, name)[:0] for name in SCORED}
-    none["counted_N"] = torch.zeros_like(smallest.counted_N)
-    empty = replace(smallest, real_tokens=0, **none)
-    padded = [*batches, *[empty] * (-len(batches) % ranks)]
-    return [padded[rank::ranks] for rank in range(ranks)]
 
 
 @contextmanager
@@ -248,17 +238,19 @@ class SpmdCluster(RoleOnRanks):
         self.worker = make_worker(name, config, member)
         self.device = self.worker.device
 
+    def pack(self, batches: Sequence[PairBatch]) -> None:
+        self.worker.pack(batches)
+
     def _run(
         self,
         method: str,
         *args: Any,
-        batches: Sequence[PairBatch] = (),
+        batches: Sequence[PairBatch] | None = None,
         one: bool = False,
         exchange: bool = False,
     ) -> list[Any]:
-        if batches:
-            own = shares(batches, self.layout.dp)[self.layout.dp_rank(self.member.rank)]
-            args = (own, *args)
+        if batches is not None:
+            args = (batches, *args)
         work, value, problem = getattr(self.worker, method), None, ""
         try:
             if not exchange:

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from rather.config.schema import DPOConfig, ModelArgs, RoleConfig
 from rather.config.strategies import layout
 from rather.config.values import worker_class
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
+from rather.data.shares import Batches, RunPairs, Share, share_of
 from rather.errors import ConfigError, DiskError, MemoryShortage
 from rather.losses.objective import PairLoss, from_config, own_loss
 from rather.model.budget import TOKENS, Budget, NoRoom, agree_on_budget, choose_budget
@@ -92,6 +94,9 @@ class ActorWorker:
         self.borrowed: ActorWorker | None = None  # the neighbour, if this role uses its model
         self.trainer: RankTrainer
         self.rows: int
+        self.pairs: RunPairs  # of the run, by which calls name them
+        self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
+        self._following: dict[tuple[Any, ...], Future[Batches]] = {}  # packed ahead
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
         """Return a PairLoss, or a plain function from PairLogps to one loss per pair."""
@@ -276,20 +281,64 @@ class ActorWorker:
             dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return int(numbers)
 
+    # --- pairs ---
+
+    def open_pairs(self, pairs: RunPairs) -> None:
+        """Open the tokenised data, of which later calls name the pairs by their numbers."""
+        self.pairs = pairs
+        for dataset in pairs.sets.values():
+            try:
+                len(dataset.file)
+            except OSError as error:
+                raise ConfigError(
+                    f"data_args.cache_dir: {socket.gethostname()} cannot read {dataset.file.path} "
+                    f"({error.strerror or error}), and every rank reads its own pairs. Name a "
+                    "folder of a network file system that is mounted on all machines."
+                ) from error
+
+    def pack(self, batches: Sequence[PairBatch]) -> None:
+        """Pack this rank's share of a step before it is needed."""
+        if isinstance(batches, Batches):
+            self._share(batches)
+
+    def find(self, batches: Batches) -> Batches:
+        """Return the batches that a driver has named, and begin to pack those of the next step."""
+        packed = self._following.pop(batches.key, None)
+        found = packed.result() if packed else batches.of(self.pairs)
+        if following := found.following:
+            kept = self._following.items()
+            own = {key: each for key, each in kept if key[0] >= found.number}
+            own[following.key] = self._packer.submit(self._packed, following)
+            self._following = own
+        return found
+
+    def _packed(self, batches: Batches) -> Batches:
+        self._share(batches)
+        return batches
+
+    def _share(self, batches: Sequence[PairBatch]) -> Share:
+        shape = layout(self.worker_config)
+        if self.member.world == 1:
+            return share_of(batches, 0, 1)
+        return share_of(batches, shape.dp_rank(self.member.rank), shape.dp)
+
+    # --- work ---
+
     def train_step(
         self,
         batches: Sequence[PairBatch],
         reference: Columns | None,
-        facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        """Train on this rank's micro-batches; the other arguments are those of the whole step."""
+        """Train on this rank's share of a step, of which the arguments are those of all ranks."""
+        own = self._share(batches)
         try:
-            return self.trainer.train_step(batches, reference, facts, limits)
+            result = self.trainer.train_step(own.batches, reference, own.facts, limits)
+            return replace(result, table=None)
         except torch.OutOfMemoryError as error:
             if self.layout.canonical:
                 raise ConfigError(CANONICAL_SHORTAGE.format(error)) from error
-            error.add_note(explanation(self, largest(batches)))  # not shown if a retry succeeds
+            error.add_note(explanation(self, largest(own.batches)))  # not shown if a retry succeeds
             raise
 
     def park(self) -> bool:
@@ -309,22 +358,16 @@ class ActorWorker:
         if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def compute_log_probs(
-        self, batches: Sequence[PairBatch], places: Tensor | None = None
-    ) -> Columns:
-        """Return the columns of these pairs; with other ranks, those of all pairs at `places`."""
-        if self.member.world == 1:
-            places = None
-        known = None if places is None else int(places.max()) + 1
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        """Return the columns of all pairs of a step, of which this rank computes its share."""
+        own = self._share(batches)
         try:
             with self._as_own_role():
-                columns = self.trainer.log_probs(batches, known)
+                columns = self.trainer.log_probs(own.batches, own.count)
         except torch.OutOfMemoryError as error:
-            error.add_note(explanation(self, largest(batches)))
+            error.add_note(explanation(self, largest(own.batches)))
             raise
-        if places is None:
-            return columns
-        return {name: column[places.to(column.device)] for name, column in columns.items()}
+        return own.spread(columns)
 
     def _as_own_role(self) -> AbstractContextManager[None]:
         """Return a context in which a model shared with the policy computes as the reference."""

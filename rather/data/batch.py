@@ -134,6 +134,12 @@ class PairBatch:
         return replace(self, segments=segments, **changed(self))
 
 
+# The fields of a batch that are about its scored tokens and pairs.
+SCORED = (
+    *("rows_U", "targets_U", "token_T", "cell_T", "shared_T"),
+    *("length_P2", "weight_P", "margin_P", "soft_label_P", "pair_P"),
+)
+
 # Name -> [P, 2]: the "sum" of log-probs, and further columns that a loss asks for. Roles exchange
 # these. Next to those of a reference, "baseline" may hold the number that a step is compared with.
 Columns = Mapping[str, Tensor]
@@ -159,6 +165,13 @@ class PairFacts(NamedTuple):
     @staticmethod
     def of(batch: PairBatch) -> PairFacts:
         return PairFacts(batch.length_P2, batch.weight_P, batch.margin_P, batch.soft_label_P)
+
+    @staticmethod
+    def of_pairs(pairs: Sequence[TokenPair]) -> PairFacts:
+        names = ("weight", "margin", "soft_label")
+        columns = ([getattr(pair, name) for pair in pairs] for name in names)
+        lengths = torch.from_numpy(scored_lengths(pairs)).double()
+        return PairFacts(lengths, *(torch.tensor(each, dtype=torch.float64) for each in columns))
 
     @staticmethod
     def of_step(batches: Sequence[PairBatch]) -> PairFacts:
@@ -194,3 +207,10 @@ class PairFacts(NamedTuple):
         if reference and "baseline" in reference:  # one number for all rows of the step
             extra["baseline"] = reference["baseline"][:, 0]
         return PairLogps(policy["sum"], reference["sum"] if reference else None, self.length, extra)
+
+
+def scored_lengths(pairs: Sequence[TokenPair]) -> NDArray[np.int64]:
+    """Return the number of scored tokens of chosen and rejected, [pairs, 2]."""
+    spans = [side for pair in pairs for side in (pair.chosen_scored, pair.rejected_scored)]
+    counts = [sum(end - first for first, end in side) for side in spans]
+    return np.array(counts, np.int64).reshape(-1, 2)

@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,14 @@ def pack(
     few sizes to compile. The number of batches is a multiple of `ranks`; added ones have no pairs.
     With `at_end`, the last token of each response is scored, by its own hidden state.
     """
+    bins = plan_bins(pairs, budget, max_pairs, ladder=ladder, ranks=ranks)
+    return [each.pack(pairs, at_end=at_end) for each in bins]
+
+
+def plan_bins(
+    pairs: Pairs, budget: int, max_pairs: int | None = None, *, ladder: int = 0, ranks: int = 1
+) -> list[Bin]:
+    """Return which pairs of a step share a micro-batch, before any is laid out; see `pack`."""
     units = _units(pairs, budget, max_pairs or len(pairs))
     sizes, counts = [unit.tokens for unit in units], [len(unit.places) for unit in units]
     if ladder:
@@ -52,7 +60,7 @@ def pack(
     else:
         filled = [(0, members) for members in best_fit(sizes, counts, max_pairs, further=budget)]
     filled += [(ladder or 1, [])] * (-len(filled) % ranks)
-    return [_pack_bin(pairs, [units[i] for i in members], size, at_end) for size, members in filled]
+    return [Bin(size, [units[i] for i in members]) for size, members in filled]
 
 
 # --- which units share a bin ---
@@ -191,6 +199,24 @@ def common_tokens(one: Tokens, other: Tokens) -> int:
 
 
 # --- a bin as tensors ---
+
+
+class Bin(NamedTuple):
+    """A micro-batch that is not laid out yet."""
+
+    size: int
+    units: Sequence[_Unit]
+
+    @property
+    def tokens(self) -> int:
+        return max(self.size, sum(unit.tokens for unit in self.units))
+
+    @property
+    def places(self) -> Places:
+        return np.array([place for unit in self.units for place in unit.places], np.int64)
+
+    def pack(self, pairs: Pairs, *, at_end: bool = False) -> PairBatch:
+        return _pack_bin(pairs, self.units, self.size, at_end)
 
 
 def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int, at_end: bool) -> PairBatch:

@@ -88,11 +88,17 @@ class _Batch:
 
 
 class PairFile:
-    """The Arrow file itself. Opening raises OSError or ArrowInvalid if it is damaged."""
+    """The Arrow file itself. Reading raises OSError or ArrowInvalid if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()  # maps, copies nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PairFile, (self.path.absolute(),)
+
+    @cached_property
+    def table(self) -> Any:
+        return pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()  # maps, copies nothing
 
     @cached_property
     def batches(self) -> list[_Batch]:
@@ -138,6 +144,9 @@ class PairDataset:
         # For each single answer, the pair whose answer follows its prompt as `rejected`, and the
         # longest sequence.
         self.partners: tuple[Ints, int] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PairDataset, (self.file, self.fingerprint, self.parts, self.rows)
 
     def __len__(self) -> int:
         return len(self.file) if self.rows is None else len(self.rows)

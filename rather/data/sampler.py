@@ -36,6 +36,9 @@ class Order:
     seed: int
     groups: Places | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Order, (self.parts, self.batch, self.seed, self.groups)
+
     def pairs_in(self, epoch: int) -> int:
         """Return the pairs of an epoch; with groups and fractional weights, epochs differ."""
         if self.groups is not None:

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rather.data.batch import Columns, PairBatch
+from rather.data.batch import SCORED, Columns, PairBatch
 from rather.errors import ConfigError
 from rather.model.check import experts_of, routers_of
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
-from rather.parallel.stages import SCORED, Objective, Stages
+from rather.parallel.stages import Objective, Stages
 
 
 class Balance:

@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 )
 
 from rather.config.pipelines import Pipeline
-from rather.data.batch import Columns, PairBatch
+from rather.data.batch import SCORED, Columns, PairBatch
 from rather.errors import ConfigError
 from rather.model.check import packed_twin
 from rather.model.policy import PolicyModel, head_of, pair_columns
@@ -49,10 +49,6 @@ SCHEDULES: Mapping[str, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-SCORED = (
-    *("rows_U", "targets_U", "token_T", "cell_T", "shared_T"),
-    *("length_P2", "weight_P", "margin_P", "soft_label_P", "pair_P"),
-)
 TOLERANCE = 1e-4  # of summed log-probs of a cut twin
 # Rounds of micro-batches at a time without gradients: their hidden states are kept until all are
 # done.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rather.cluster.launch import Roles
@@ -20,6 +21,7 @@ from rather.data.json_rows import DropReason
 from rather.data.pairs import PairDataset
 from rather.data.pool import encoder_of
 from rather.data.prepare import recipe_of
+from rather.data.shares import PairRows, RunPairs
 from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import own, parse_json, read_bytes
@@ -28,7 +30,7 @@ from rather.losses.objective import PairLoss, Running
 from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
-from rather.pipeline.steps import chunks
+from rather.pipeline.steps import EVALUATION_CHUNK
 from rather.tracking.json_lines import strict_json
 
 log = logging.getLogger(__name__)
@@ -60,10 +62,11 @@ class Evaluation:
         reference: ReferenceStream,
         retry: OutOfMemoryRetry,
         sets: Mapping[str, PairDataset],
+        pairs: RunPairs,
         objective: PairLoss,
     ) -> None:
-        self.policy, self.reference, self.retry, self.sets = policy, reference, retry, sets
-        self.objective = objective
+        self.policy, self.reference, self.retry = policy, reference, retry
+        self.sets, self.pairs, self.objective = sets, pairs, objective
         self.running: Running = [0, 0.0]  # the mean reward of training so far
         self._reference: dict[str, list[Columns | None]] = {}
 
@@ -71,7 +74,7 @@ class Evaluation:
         """Return the metrics of all sets. `stopped` is called between chunks."""
         record: dict[str, Any] = {}
         for name, dataset in self.sets.items():
-            parts = self._parts(self._reference.setdefault(name, []), dataset, step, stopped)
+            parts = self._parts(name, len(dataset), step, stopped)
             prefix = f"eval/{name}/" if name else "eval/"
             metrics = metrics_of(parts, self._score)
             record |= {prefix + key: value for key, value in metrics.items()}
@@ -101,9 +104,10 @@ class Evaluation:
         worker = self.policy
         if not (self.sets and isinstance(worker, ActorWorker) and worker.can_compare()):
             return None
-        dataset = next(iter(self.sets.values()))
-        step = self.retry.packing.step(dataset.take(range(min(COMPARED, len(dataset)))), 0)
-        facts, known = PairFacts.of_step(step.policy), self.reference.columns(step)
+        name, dataset = next(iter(self.sets.items()))
+        rows = np.arange(min(COMPARED, len(dataset)))
+        step = self.retry.packing.step(PairRows(f"eval/{name}", rows, self.pairs), 0)
+        facts, known = PairFacts.of_pairs(step.pairs), self.reference.columns(step)
         if not facts.weight.any():
             return None
         found = [worker.compute_log_probs(step.policy), worker.file_log_probs(folder, step.policy)]
@@ -116,16 +120,18 @@ class Evaluation:
         return len(facts.weight), margins[0], margins[1]
 
     def _parts(
-        self, known: list[Columns | None], dataset: PairDataset, number: int, stopped: Stopped
+        self, name: str, pairs: int, number: int, stopped: Stopped
     ) -> Iterator[EvaluatedPart]:
-        for chunk, pairs in enumerate(chunks(dataset)):
+        known = self._reference.setdefault(name, [])
+        for chunk, first in enumerate(range(0, pairs, EVALUATION_CHUNK)):
             if stopped():
                 raise Interrupted
-            step = self.retry.packing.step(pairs, number)
+            rows = np.arange(first, min(first + EVALUATION_CHUNK, pairs))
+            step = self.retry.packing.step(PairRows(f"eval/{name}", rows, self.pairs), number)
             policy = self.retry.run("actor_train", step, self.policy.compute_log_probs)
             if chunk == len(known):
                 known.append(self.reference.columns(step))
-            yield PairFacts.of_step(step.policy), policy, known[chunk]
+            yield PairFacts.of_pairs(step.pairs), policy, known[chunk]
 
 
 def metrics_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from rather.cluster.launch import Roles
 from rather.cluster.memory import largest, sentence, shortage
 from rather.config.schema import SpikeArgs
+from rather.data import shares
 from rather.data.batch import PairBatch
 from rather.errors import BatchTooLarge, MemoryShortage, NonFiniteError
 from rather.pipeline.saving import Progress
@@ -154,7 +156,10 @@ class OutOfMemoryRetry:
             # A step that was prefetched for a larger budget is packed for the one of now.
             wanted = sizes[use] if tokens > sizes[use] else tokens // 2
             if wanted >= SMALLEST_BUDGET:
-                batches = self.packing.pack(step.pairs, use, wanted)
+                if isinstance(batches, shares.Batches):
+                    batches = replace(batches, budget=wanted)
+                else:
+                    batches = self.packing.pack(step.pairs, use, wanted)
             if largest(batches) >= tokens:  # a single pair fills the micro-batch
                 raise problem
             if wanted < sizes[use]:

@@ -70,7 +70,7 @@ class TrainingLoop:
         """Build the parts that both constructors share."""
         config, roles, source = self.config, self.roles, self.source
         kind = self.objective.baseline_kind
-        self.packing = Packing(config, roles.kind, roles.here, baseline=kind)
+        self.packing = Packing(config, roles.kind, baseline=kind)
         self.timeline = Timeline(in_turn=not roles.runs_ahead)
         self.incidents = Incidents(config.run_dir, silent=self.run_dir is None or not roles.is_main)
         self.retry = OutOfMemoryRetry(self.packing, roles, self.incidents)
@@ -117,9 +117,17 @@ class TrainingLoop:
             parking = self.reference_stream.parking()
             self.packing.tokens["train"] = self.actor_train.plan(largest, parking)
         done = self.progress.step
-        source = self.timeline.packed(self.source.steps(done, self.position), done)
+        named = map(self._pack, self.source.steps(done, self.position))
+        source = self.timeline.packed(named, done)
         with closing(ahead(source, STEPS_AHEAD)) as ready:
             yield from ready
+
+    def _pack(self, step: Step) -> Step:
+        """Pack what the roles of this process will take of a step."""
+        self.actor_train.pack(step.policy)
+        if self.reference:
+            self.reference.pack(step.reference)
+        return step
 
     def _train_step(self, step: Step, reference: Columns | None) -> StepResult:
         """Take one optimizer step; if memory runs out, retry with smaller micro-batches."""
@@ -134,12 +142,12 @@ class TrainingLoop:
 
         result = self.retry.run("train", step, work)
         if self.summary and self.config.keeps_ledger and not result.nonfinite:
-            columns = result.ledger(PairFacts.of_step(step.policy))
+            columns = result.ledger(step.facts)
             self.tracker.log_pairs(step.number, [pair.digest for pair in step.pairs], columns)
         if not result.skipped:
             self.progress.running = running
         if self.summary and step.number == 1 and reference and not result.nonfinite:
-            lengths = PairFacts.of_step(step.policy).length
+            lengths = step.facts.length
             used_cache = self.reference_stream.used_cache
             logps = (lengths, result.policy, reference["sum"])
             routed = "router_loss" in result.sums
@@ -150,7 +158,7 @@ class TrainingLoop:
         """Count a step, do what is due after it, and return whether the run ends."""
         config, number, ends = self.config, step.number, step.is_last
         self.progress.step, self.position = number, step.position
-        self.timeline.finish_step(step)
+        self.timeline.finish_step(step, result)
         self.progress.count(result, config.actor_train.training_args.weight_decay)
         # NaN would spoil the means of the whole log line; `skipped_iter` counts these steps.
         sums = {} if result.nonfinite else result.sums

@@ -155,7 +155,12 @@ class DPOPipeline(TrainingLoop):
             config, roles, self.timeline, self.retry, source, self.objective
         )
         self.evaluation = Evaluation(
-            roles.actor_train, self.reference_stream, self.retry, self.data.evals, self.objective
+            roles.actor_train,
+            self.reference_stream,
+            self.retry,
+            self.data.evals,
+            source.pairs,
+            self.objective,
         )
         self.evaluators = [self.evaluation.record] if self.data.evals else []
         if config.eval_prompts:
@@ -275,6 +280,8 @@ class DPOPipeline(TrainingLoop):
         """
         assert self.total_steps is not None
         self.tokenizer = tokenizer_of(self.config.actor_train)
+        assert isinstance(self.source, PreparedSteps)
+        self.actor_train.open_pairs(self.source.pairs)
         self.actor_train.initialize(self.total_steps, model)
         refuse_foreign_tokens(self.config, self.data, self.actor_train)
         if with_reference:

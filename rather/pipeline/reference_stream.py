@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns, PairBatch
+from rather.data.shares import TRAIN, Batches, PairRows
 from rather.losses.objective import PairLoss
 from rather.model.budget import PARKING_PAYS
 from rather.parallel.load import compute_dtype
@@ -83,6 +83,7 @@ class ReferenceStream:
     def load(self) -> None:
         """Load the model, if the loss has a reference."""
         if self.roles.reference:
+            self.roles.reference.open_pairs(self.source.pairs)
             self.roles.reference.initialize(self.source.total_steps)
             refuse_foreign_tokens(self.config, self.source.data, self.roles.reference)
             self._loaded = True
@@ -92,7 +93,7 @@ class ReferenceStream:
         config, reference = self.config, self.roles.reference
         if not self._loaded or config.reference.offload != "auto" or config.sync_ref_model:
             return None
-        batches = self.retry.packing.pack(self.source.pairs_after(0), "reference")
+        batches = self.retry.packing.pack(self.source.step_pairs(1), "reference")
         pays = sum(batch.real_tokens for batch in batches) > PARKING_PAYS
         return reference.park if reference and pays else None
 
@@ -101,17 +102,21 @@ class ReferenceStream:
         count, role, known = self.config.reference.cache.recheck, self.config.reference, self.logps
         if not (count and self.roles.reference):
             return
+        rows = np.empty(0, np.int64)
+        if known:
+            random = np.random.default_rng(self.config.seed)
+            drawn = random.permutation(self.source.rows_after(step))
+            taken = chain.from_iterable(chunks(self.source.data.train, drawn))
+            pairs = zip(drawn.tolist(), taken, strict=True)
+            rows = np.fromiter(islice((n for n, pair in pairs if known.knows([pair])), count), int)
+        rows = self.roles.broadcast(rows)
+        batches = self.retry.packing.pack(PairRows(TRAIN, rows, self.source.pairs), "reference")
         if known is None:
-            pairs = self.roles.broadcast(None)
-            self._compute_until_broadcast(self.retry.packing.pack(pairs, "reference"))
+            self._compute_until_broadcast(batches)
             return
-        rows = np.random.default_rng(self.config.seed).permutation(self.source.rows_after(step))
-        taken = chain.from_iterable(chunks(self.source.data.train, rows))
-        pairs = list(islice((pair for pair in taken if known.knows([pair])), count))
-        self.roles.broadcast(pairs)
-        if pairs:
+        if len(rows):
             tolerance = ROUNDING[compute_dtype(role.model_args, self.roles.kind)]
-            known.recheck(pairs, self.retry.packing.pack(pairs, "reference"), tolerance)
+            known.recheck(batches, tolerance)
         self.roles.broadcast(None)
 
     # --- step by step ---
@@ -136,8 +141,9 @@ class ReferenceStream:
         if self.roles.reference is None:
             return None
         if self._follows:
+            assert isinstance(step.reference, Batches)
             return self._compute_until_broadcast(step.reference)
-        work = partial(self.logps.columns, step.pairs) if self.logps else self._compute
+        work: Callable[[Any], Columns] = self.logps.columns if self.logps else self._compute
         with self._turn:
             columns = self.retry.run("reference", step, work)
             if self.logps and self.roles.drivers > 1:  # whose processes have other devices
@@ -163,7 +169,7 @@ class ReferenceStream:
             self.load()
         return self.roles.reference.compute_log_probs(batches)
 
-    def _compute_until_broadcast(self, batches: Sequence[PairBatch]) -> Columns | None:
+    def _compute_until_broadcast(self, batches: Batches) -> Columns | None:
         while isinstance(said := self.roles.broadcast(None), Request):
             self._compute(said.of(batches))
         found: Columns | None = said

@@ -124,7 +124,7 @@ def pairs_of(source: PreparedSteps) -> PairSample:
         held_out=sum(map(len, evals.values())),
         steps=source.total_steps,
         epochs=source.epoch_at(source.total_steps),
-        sample=[source.pairs_after(step) for step in steps],
+        sample=[source.step_pairs(1 + step) for step in steps],
         largest=int(train.tokens.max()),
         data_bytes=sum(path.stat().st_size for path in files),
     )

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -15,11 +16,11 @@ from numpy.typing import NDArray
 
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
-from rather.data.batch import Columns, PairBatch, TokenPair
-from rather.data.pack import pack
+from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pairs import PairDataset
 from rather.data.prepare import Prepared
 from rather.data.sampler import Order
+from rather.data.shares import TRAIN, Batches, PairRows, RunPairs
 from rather.errors import DataError
 from rather.model.budget import LADDER, TOKENS
 
@@ -35,7 +36,7 @@ class Step:
     """The pairs of one optimizer step (or a chunk of an evaluation set), packed for each role."""
 
     pairs: Sequence[TokenPair]
-    policy: Sequence[PairBatch]
+    policy: Sequence[PairBatch]  # Batches, which are packed when they are needed, or given ones
     reference: Sequence[PairBatch]
     number: int = 0  # of the optimizer step, starting at 1
     is_last: bool = False  # the run ends after this step
@@ -44,7 +45,16 @@ class Step:
     probe: Step | None = None  # what the baseline of the step is computed from, if there is one
 
     @property
+    def facts(self) -> PairFacts:
+        """What is known about the pairs that the policy trains on."""
+        if isinstance(self.policy, Batches):
+            return PairFacts.of_pairs(self.policy.own_pairs())
+        return PairFacts.of_step(self.policy)
+
+    @property
     def tokens(self) -> int:
+        if isinstance(self.pairs, PairRows):
+            return self.pairs.tokens
         return sum(pair.tokens for pair in self.pairs)
 
 
@@ -102,14 +112,19 @@ class PreparedSteps:
         assert self.packing is not None
         for number in range(done + 1, self.total_steps + 1):
             yield replace(
-                self.packing.step(self.pairs_after(number - 1), number, "train"),
+                self.packing.step(self.step_pairs(number), number, "train"),
                 is_last=number == self.total_steps,
                 ends_epoch=self.order.ends_epoch(number),
             )
 
-    def pairs_after(self, steps: int) -> Sequence[TokenPair]:
-        """Return the pairs of the step that follows `steps` finished ones."""
-        return self.data.train.take(self.order.step(steps))
+    @cached_property
+    def pairs(self) -> RunPairs:
+        """All pairs of the run, by the names of their sets."""
+        evals = {f"eval/{name}": dataset for name, dataset in self.data.evals.items()}
+        return RunPairs({TRAIN: self.data.train, **evals}, self.order)
+
+    def step_pairs(self, number: int) -> PairRows:
+        return PairRows(TRAIN, number, self.pairs)
 
     def rows_after(self, step: int) -> NDArray[np.int64]:
         """Return the training pairs that the remaining steps visit."""
@@ -143,7 +158,6 @@ class Packing:
 
     config: DPOConfig
     kind: str  # of the devices: cpu or cuda
-    here: bool = True  # the devices belong to this process
     tokens: dict[Use, int] = field(default_factory=dict)  # lowered when memory runs out
     baseline: str | None = None  # the objective's baseline_kind
 
@@ -153,31 +167,22 @@ class Packing:
         self.tokens["actor_train"] = actor.max_tokens_per_microbatch_in_infer or default
         self.tokens["reference"] = reference.max_tokens_per_microbatch_in_infer or default
 
-    def pack(
-        self, pairs: Sequence[TokenPair], use: Use, budget: int | None = None
-    ) -> list[PairBatch]:
+    def pack(self, pairs: Sequence[TokenPair], use: Use, budget: int | None = None) -> Batches:
         """Return micro-batches of up to `budget` tokens; by default what is known to fit."""
         role = self.config.reference if use == "reference" else self.config.actor_train
         most_pairs = None if use == "train" else role.infer_batch_size
         budget, ladder = budget or self.tokens[use], LADDER[self.kind]
-        if use == "train" and self.baseline == "kl":  # answers to other prompts are not trained on
-            pairs = [pair.only("chosen") for pair in pairs]
+        side = "chosen" if use == "train" and self.baseline == "kl" else None
         at_end = self.config.task == "reward"
-        return pack(
-            pairs, budget, most_pairs, ladder=ladder, ranks=layout(role).bins, at_end=at_end
-        )
+        return Batches(pairs, budget, most_pairs, ladder, layout(role).bins, side, at_end)
 
     def step(self, pairs: Sequence[TokenPair], number: int, use: Use = "actor_train") -> Step:
-        """Pack pairs for both roles: for the policy to train on, or to evaluate."""
-        policy, reference = self.pack(pairs, use), self.pack(pairs, "reference")
-        if self.here:
-            policy = [batch.pin_memory() for batch in policy]
-            reference = [batch.pin_memory() for batch in reference]
+        """Name the micro-batches of both roles: for the policy to train on, or to evaluate."""
         probe = None
         if use == "train" and self.baseline:
             side = "rejected" if self.baseline == "kl" else "chosen"
-            own = [pair.only(side) for pair in pairs]
-            probe = Step(own, self.pack(own, "actor_train"), (), number)
+            probe = Step(pairs, replace(self.pack(pairs, "actor_train"), side=side), (), number)
+        policy, reference = self.pack(pairs, use), self.pack(pairs, "reference")
         return Step(pairs, policy, reference, number, probe=probe)
 
 

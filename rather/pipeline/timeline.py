@@ -26,6 +26,7 @@ import torch
 
 from rather.files import own
 from rather.pipeline.steps import ReferenceStep, Step
+from rather.train.rank_trainer import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -123,15 +124,15 @@ class Timeline:
             self._spend("wait", waited - worked)
             yield step
 
-    def finish_step(self, step: Step) -> None:
+    def finish_step(self, step: Step, result: StepResult) -> None:
         """Count the step that was awaited last."""
         self._spend("steps", time.perf_counter() - self._step_began)
         for times in (self.window, self.total):
             times.steps += 1
             times.pairs += len(step.pairs)
             times.tokens += step.tokens
-            times.real += sum(batch.real_tokens for batch in step.policy)
-            times.laid_out += sum(len(batch.ids_N) for batch in step.policy)
+            times.real += result.real_tokens
+            times.laid_out += result.laid_out
 
     def _spend(self, part: str, seconds: float) -> None:
         self.window.seconds[part] += seconds

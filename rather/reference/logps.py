@@ -17,7 +17,7 @@ import logging
 import struct
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rather.config.schema import DPOConfig
-from rather.data.batch import Columns, PairBatch, TokenPair
+from rather.data.batch import Columns, TokenPair, scored_lengths
 from rather.data.cache import Cache, text_sha
+from rather.data.shares import Batches
 from rather.errors import ConfigError
 from rather.files import regular
 from rather.losses.objective import PairLoss
@@ -42,18 +43,18 @@ log = logging.getLogger(__name__)
 SCORER = 1  # raise it when the same model and tokens would get other log-probs, beyond rounding
 SEGMENTS = "*.logps"
 
-Compute = Callable[[Sequence[PairBatch]], Columns]
+Compute = Callable[[Batches], Columns]
 
 
 class Request(NamedTuple):
-    """The micro-batches that the model is about to see; a few bytes that name them to others."""
+    """What the model is about to see of a step; a few bytes that name it to others."""
 
-    numbers: Sequence[int]  # places among the micro-batches of the step
+    wanted: bytes  # one bit for each pair
     shared: bool = False  # each pair is there twice, the second time with its shared tokens
 
-    def of(self, batches: Sequence[PairBatch]) -> list[PairBatch]:
-        found = [batches[number] for number in self.numbers]
-        return [_with_shared(batch) for batch in found] if self.shared else found
+    def of(self, batches: Batches) -> Batches:
+        flags = np.unpackbits(np.frombuffer(self.wanted, np.uint8), count=len(batches.pairs))
+        return batches.only(flags.astype(bool), shared=self.shared)
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Counts:
 
     pairs_from_cache: int = 0
     pairs_computed: int = 0
-    forwards: int = 0  # micro-batches that the model saw
+    forwards: int = 0  # steps, and parts of evaluation sets, that the model saw
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,9 @@ class ReferenceLogps:
 
     # --- the log-probs of a step ---
 
-    def columns(self, pairs: Sequence[TokenPair], batches: Sequence[PairBatch]) -> Columns:
+    def columns(self, batches: Batches) -> Columns:
         """Return log-probs of pairs in order, on the device; run batches with an unknown entry."""
+        pairs = batches.pairs
         if not self._opened:
             self.open()
         counts, unknown = self.counts, np.ones(len(pairs), bool)
@@ -220,16 +222,15 @@ class ReferenceLogps:
             keys = self._keys(pairs)
             known, kept = self._table.find(keys)
             unknown = self._unknown(known)
-        running = [i for i, batch in enumerate(batches) if unknown[batch.pair_P.numpy()].any()]
         counts.pairs_computed += int(unknown.sum())
         counts.pairs_from_cache += int((~unknown).sum())
-        counts.forwards += len(running)
+        counts.forwards += int(unknown.any())
         if self._table is None:
-            return self._run(batches, Request(range(len(batches))))
+            return self._run(batches, unknown)
         values, host, arrived = self._to_device(known), torch.from_numpy(known), None
-        if running:
+        if unknown.any():
             values = host = torch.where(
-                values.isnan(), self._compute(keys, batches, running), values
+                values.isnan(), self._compute(keys, batches, unknown), values
             )
             if values.is_cuda:
                 host = values.to("cpu", non_blocking=True)
@@ -238,31 +239,22 @@ class ReferenceLogps:
         self._answers.append(_Answer(keys, known, kept, host, arrived))
         return dict(zip(self.needed, values.view(len(self.stored), -1, 2), strict=False))
 
-    def _run(self, batches: Sequence[PairBatch], request: Request) -> Columns:
+    def _run(self, batches: Batches, wanted: Flags, *, shared: bool = False) -> Columns:
+        request = Request(np.packbits(wanted).tobytes(), shared)
         self.announce(request)
         return self.compute(request.of(batches))
 
-    def _compute(
-        self, keys: Sequence[bytes], batches: Sequence[PairBatch], running: Sequence[int]
-    ) -> Tensor:
-        """Return the values of keys, NaN for those outside the running batches.
+    def _compute(self, keys: Sequence[bytes], batches: Batches, unknown: Flags) -> Tensor:
+        """Return the values of keys, NaN for those that the model did not compute.
 
-        A response that occurs twice has one value: that of its first micro-batch.
+        A response that occurs twice has one value: that of the first pair.
         """
-        found = self._run(batches, Request(running, "shared" in self.stored))["sum"]
-        found = found.to(self.device, non_blocking=True)  # pairs ascending
-        pairs = np.concatenate([batches[number].pair_P.numpy() for number in running])
-        cells = (2 * pairs[:, None] + [0, 1]).reshape(-1)
-        places = self._to_device(np.sort(cells))
-        shape = len(self.stored), len(keys) // len(self.stored)
-        values = torch.full(shape, torch.nan, dtype=torch.float64, device=self.device)
-        by_column = found.view(-1, shape[0], 2).transpose(0, 1).reshape(shape[0], -1)
-        values.index_copy_(1, places, by_column)
-        cells = (np.arange(shape[0])[:, None] * shape[1] + cells).reshape(-1)
-        first = {keys[cell]: cell for cell in reversed(cells.tolist())}
-        source = np.arange(len(keys))
-        source[cells] = [first[keys[cell]] for cell in cells.tolist()]
-        return values.view(-1)[self._to_device(source)]
+        found = self._run(batches, unknown, shared="shared" in self.stored)["sum"]
+        found = found.to(self.device, non_blocking=True)
+        values = found.view(-1, len(self.stored), 2).transpose(0, 1).reshape(-1)
+        first: dict[bytes, int] = {}
+        source = np.array([first.setdefault(key, cell) for cell, key in enumerate(keys)])
+        return values if len(first) == len(keys) else values[self._to_device(source)]
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         """Copy to the device without waiting for it."""
@@ -322,15 +314,14 @@ class ReferenceLogps:
 
     # --- checks and numbers ---
 
-    def recheck(
-        self, pairs: Sequence[TokenPair], batches: Sequence[PairBatch], tolerance: float
-    ) -> None:
+    def recheck(self, batches: Batches, tolerance: float) -> None:
         """Compare known values with the model; raise if one differs by more than `tolerance`."""
         assert self._table is not None
+        pairs = batches.pairs
         known = torch.from_numpy(self._table.find(self._keys(pairs))[0]).view(-1, 2)
         lengths = torch.from_numpy(scored_lengths(pairs))
-        computed = self._run(batches, Request(range(len(batches))))["sum"].cpu()
-        self.counts.forwards += len(batches)
+        computed = self._run(batches, np.ones(len(pairs), bool))["sum"].cpu()
+        self.counts.forwards += 1
         worst = float(((known - computed).abs() / lengths.clamp(min=1)).max())
         if not worst <= tolerance:
             raise ConfigError(
@@ -350,24 +341,3 @@ class ReferenceLogps:
         for file in (self._own, self._segment):
             if file:
                 file.close()
-
-
-def _with_shared(batch: PairBatch) -> PairBatch:
-    """Return a batch with each pair twice: with all its tokens, then with the shared ones."""
-    is_shared = batch.shared_T > 0
-    cell = batch.cell_T + batch.cell_T // 2 * 2
-    return replace(
-        batch,
-        token_T=torch.cat([batch.token_T, batch.token_T[is_shared]]),
-        cell_T=torch.cat([cell, cell[is_shared] + 2]),
-        shared_T=torch.cat([batch.shared_T, batch.shared_T[is_shared]]),
-        length_P2=batch.length_P2.repeat_interleave(2, 0),
-        pair_P=(2 * batch.pair_P[:, None] + torch.arange(2)).reshape(-1),
-    )
-
-
-def scored_lengths(pairs: Sequence[TokenPair]) -> NDArray[np.int64]:
-    """Return the number of scored tokens of chosen and rejected, [pairs, 2]."""
-    spans = [side for pair in pairs for side in (pair.chosen_scored, pair.rejected_scored)]
-    counts = [sum(end - first for first, end in side) for side in spans]
-    return np.array(counts, np.int64).reshape(-1, 2)

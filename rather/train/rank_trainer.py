@@ -53,9 +53,18 @@ class StepResult:
     skip_reason: Reason | None  # why the step was not applied; None if it was
     zeros_in_grad: int | None
     nonfinite: NonFiniteReport | None = None  # where NaN or Inf was found
-    by_batch: Sequence[Mapping[str, float]] = ()  # the same sums of each micro-batch
     reference: Tensor | None = None  # [pairs, 2] log-probs; None if the loss compares with none
     slopes: Tensor | None = None  # [pairs, 2] derivative of the step's loss by each log-prob
+    real_tokens: int = 0  # of the micro-batches of all ranks,
+    laid_out: int = 0  # and with fillers
+    table: Tensor | None = None  # the same sums of each micro-batch
+
+    @property
+    def by_batch(self) -> list[dict[str, float]]:
+        """The sums of each micro-batch that has weight."""
+        rows = [] if self.table is None else self.table.tolist()
+        named = (dict(zip(self.sums, row, strict=False)) for row in rows)
+        return [sums for sums in named if sums["weight"]]
 
     @property
     def skipped(self) -> int:
@@ -245,7 +254,7 @@ class RankTrainer:
         else:
             self.runner.backward(batches, self.loss.token_columns, objective)
         self._complete_gradients()
-        result = self._update(rows or [self._no_sums(facts, known)], numbers, len(batches), limits)
+        result = self._update(rows or [self._no_sums(facts, known)], numbers, batches, limits)
         if result.skip_reason == "nonfinite":
             losses = [] if slopes else [row["loss"] for row in rows]
             result = self._with_report(result, numbers, batches, losses)
@@ -328,25 +337,35 @@ class RankTrainer:
         return weighted_sums(scored, facts.weight[none], self.loss)
 
     def _update(
-        self, rows: Sequence[Sums], pairs: Tensor, batches: int, limits: StepLimits | None
+        self,
+        rows: Sequence[Sums],
+        pairs: Tensor,
+        batches: Sequence[PairBatch],
+        limits: StepLimits | None,
     ) -> StepResult:
         """Clip and step, unless the numbers, which all ranks share, are a reason to skip it."""
         optimizer, scale = self._trained, self._trained.loss_scale
         values = torch.stack([torch.stack(list(row.values())) for row in rows])
-        table = values.new_zeros(self._dp * batches, values.shape[1])  # dp ranks take turns
+        table = values.new_zeros(self._dp * len(batches), values.shape[1])  # dp ranks take turns
         table[self._dp_rank :: self._dp][: len(rows)] = values
         optimizer.prepare()  # the next line waits for the device
-        numbers = self._reduce_numbers(torch.cat([table.flatten(), pairs.flatten()]))
-        grad_norm, zeros = numbers[:2].tolist()
-        table = numbers[2 : 2 + table.numel()].view_as(table)
-        logps, slopes, *known = torch.split(numbers[2 + table.numel() :].view_as(pairs), 2, dim=1)
+        tokens = values.new_zeros(2)  # filled without waiting for the device
+        tokens[0] = sum(batch.real_tokens for batch in batches)
+        tokens[1] = sum(len(batch.ids_N) for batch in batches)
+        numbers = self._reduce_numbers(torch.cat([tokens, table.flatten(), pairs.flatten()]))
+        grad_norm, zeros, real, laid_out = numbers[:4].tolist()
+        table = numbers[4 : 4 + table.numel()].view_as(table)
+        logps, slopes, *known = torch.split(numbers[4 + table.numel() :].view_as(pairs), 2, dim=1)
         total = reduce(torch.add, table)  # in order: the same bits on any number of ranks
-        sums, *each = (dict(zip(rows[0], row.tolist(), strict=True)) for row in [total, *table])
+        sums = dict(zip(rows[0], total.tolist(), strict=True))
         for name, value in self.balance.metrics().items() if self.balance else ():
             sums[name] = value * sums["weight"]
-        shown = int(zeros) if self.count_zeros else None, None, [r for r in each if r["weight"]]
-        of_pairs = known[0] if known else None, slopes / optimizer.scale
-        result = StepResult(sums, logps, grad_norm, optimizer.lr, None, *shown, *of_pairs)
+        found = int(zeros) if self.count_zeros else None
+        result = StepResult(
+            sums, logps, grad_norm, optimizer.lr, None, found,
+            reference=known[0] if known else None, slopes=slopes / optimizer.scale,
+            real_tokens=int(real), laid_out=int(laid_out), table=table,
+        )  # fmt: skip
         reason = self._skip_reason(result, limits)
         if reason is None:
             optimizer.step(grad_norm)

@@ -141,7 +141,7 @@ def test_every_placing_of_the_roles_trains_the_same(shared: Path, name: str) -> 
     alone = small_steps(shared, "alone")
     if not (alone.run_dir / "model").exists():
         pipeline = DPOPipeline(alone)
-        first, last = (pipeline.source.pairs_after(done) for done in (0, STEPS - 1))
+        first, last = (pipeline.source.step_pairs(number) for number in (1, STEPS))
         assert (pipeline.total_steps, len(last)) == (STEPS, PAIRS // 2)
         assert len(pipeline.packing.pack(first, "train", TOKENS)) >= 8
         assert pipeline.run() == 0

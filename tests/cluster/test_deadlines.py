@@ -39,6 +39,7 @@ BATCHES = pack(random_pairs(2, 60), budget=10**6)
 # Call of a role -> key of `timeouts`, and the call itself. Reference log-probs belong to steps, the
 # policy's to sets.
 CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "open_pairs": ("start", lambda role: role.open_pairs(None)),
     "initialize": ("start", lambda role: role.initialize(1)),
     "embedding_rows": ("start", lambda role: role.embedding_rows()),
     "plan": ("start", lambda role: role.plan(9)),
@@ -93,7 +94,7 @@ class Processes:
             sys.modules, "ray", ray
         )  # an import before its token is set would spoil it for others
 
-    def _wait(self, asked: list[str], timeout: float) -> tuple[list[str], list[str]]:
+    def _wait(self, asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
         return [name for name in asked if name != self.silent], [
             name for name in asked if name == self.silent
         ]
@@ -135,7 +136,7 @@ def test_on_ray_each_call_ends_by_the_deadline_of_its_phase(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: DPOConfig, role: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a model would be saved
-    assert calls_of(Cluster) == {*CALLS, "park"}
+    assert calls_of(Cluster) == {*CALLS, "pack", "park"}
     section = config.actor_train if role == "actor_train" else config.reference
     processes = Processes(monkeypatch, role)
     for name, (_, call) in CALLS.items():
@@ -165,7 +166,7 @@ def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(
     config: DPOConfig, role: str
 ) -> None:
     own = calls_of(SpmdCluster)
-    assert own == {*CALLS, "park"}
+    assert own == {*CALLS, "pack", "park"}
     watchdog = Watchdog(config.timeouts, config.log_dir, 2, None)
     telling = Telling(role, watchdog)
     watchdog.watch(telling, health.PHASES)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,9 @@ from rather.cluster.memory import Ledger
 from rather.cluster.resources import ResourceManager, Seat
 from rather.cluster.worker import ActorWorker, RankInfo
 from rather.config.schema import DPOConfig, Timeouts
-from rather.data.batch import Columns, PairBatch
+from rather.data.batch import Columns
 from rather.data.pack import pack
+from rather.data.shares import Batches
 from rather.errors import ConfigError, WorkerError, WorkerLost
 from rather.losses.objective import from_config
 from rather.parallel import tensor
@@ -72,10 +72,11 @@ def test_tensors_leave_a_worker_on_the_cpu(process: Host) -> None:
         compute_log_probs=lambda: {"sum": on_gpu(3, 2)}, train_step=lambda: result
     )
     for method in ("compute_log_probs", "train_step"):
-        answer = pickle.loads(pickle.dumps(process.call("actor_train", method)))
+        answer = pickle.loads(pickle.dumps(process.call("actor_train", method, ())))
+        assert answer is not None
         assert answer.failure is None
     assert torch.equal(answer.value.policy, torch.ones(3, 2).double())
-    assert process.call("actor_train", "train_step", silent=True).value is None
+    assert process.call("actor_train", "train_step", (), silent=True) is None
 
 
 def test_only_the_first_rank_returns_what_all_have_computed(
@@ -95,7 +96,9 @@ def test_only_the_first_rank_returns_what_all_have_computed(
     )
     seat = SimpleNamespace(handle=handle, node="n", room=None)
     manager.seats = lambda *_: [seat, seat]
-    ray = SimpleNamespace(wait=lambda asked, timeout: (asked, []), get=lambda _: CallResult(7))
+    ray = SimpleNamespace(
+        wait=lambda asked, **_: (asked, []), get=lambda _: CallResult(7), put=lambda value: value
+    )
     monkeypatch.setitem(sys.modules, "ray", ray)
     config = make_config(tmp_path, reference__device_mapping=[0, 1])
     made = Cluster("reference", None, manager, config.reference, pipeline_config=config)
@@ -115,7 +118,7 @@ def two_drivers(
     for rank in range(2):
         asked: list[list[int]] = []
 
-        def compute(batches: Sequence[PairBatch], asked: list[list[int]] = asked) -> Columns:
+        def compute(batches: Batches, asked: list[list[int]] = asked) -> Columns:
             asked += [batch.pair_P.tolist() for batch in batches]
             return {"sum": on_gpu(sum(len(batch.pair_P) for batch in batches), 2)}
 
@@ -150,7 +153,7 @@ def test_under_torchrun_a_step_is_named_by_the_numbers_of_its_micro_batches(
     config = make_config(tmp_path, reference__cache=cache)
     sent, (first, second), (asked, followed) = two_drivers(config, monkeypatch)
     pairs = some_pairs(range(8))
-    step = Step(pairs, [], pack(pairs, 48))
+    step = Step(pairs, [], Batches(pairs, 48))
     columns = first.columns(step)
     assert columns is not None
     found = second.columns(step)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rather.data.batch import Columns, PairBatch
+from rather.data.batch import Columns
 from rather.data.pack import pack
+from rather.data.shares import Batches
 from rather.losses.objective import configure, from_config
 from rather.model.budget import choose_budget
 from rather.model.layers import arrange_layers
@@ -47,27 +47,25 @@ def test_fresh_and_known_values_come_without_waiting(
 ) -> None:
     config = make_config(tmp_path, **changes)
 
-    def compute(batches: Sequence[PairBatch]) -> Columns:
-        return {
-            "sum": torch.full(
-                (sum(len(batch.pair_P) for batch in batches), 2), -2.0, device="cuda"
-            ).double()
-        }
+    def compute(batches: Batches) -> Columns:
+        count = sum(len(batch.pair_P) for batch in batches)
+        found = torch.full((count, 2), -2.0, device="cuda", dtype=torch.float64)
+        return batches.share(0, 1).spread({"sum": found})
 
     logps = ReferenceLogps(config, from_config(config), compute, "cuda")
     logps.open()
     pairs = random_pairs(6, 50)
-    bins = [batch.pin_memory() for batch in pack(pairs, 60)]
-    first = logps.columns(pairs[:3], [batch.pin_memory() for batch in pack(pairs[:3], 60)])
+    bins = Batches(pairs, 60)
+    first = logps.columns(Batches(pairs[:3], 60))
     assert all(column.is_cuda for column in first.values())
     logps.keep()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        mixed = logps.columns(pairs, bins)
+        mixed = logps.columns(bins)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     logps.keep()
-    for name, known in logps.columns(pairs, bins).items():
+    for name, known in logps.columns(bins).items():
         assert torch.equal(known, mixed[name])
 
 

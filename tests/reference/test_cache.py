@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from rather.cluster.worker import ActorWorker
-from rather.data.batch import Columns, PairBatch, TokenPair
-from rather.data.pack import pack
+from rather.data.batch import Columns, TokenPair
+from rather.data.shares import Batches
 from rather.errors import ConfigError
 from rather.losses.objective import from_config
 from rather.model import files
@@ -387,14 +387,14 @@ class Counting:
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
 
-    def __call__(self, batches: Sequence[PairBatch]) -> Columns:
+    def __call__(self, batches: Batches) -> Columns:
         self.calls.append([len(batch.pair_P) for batch in batches])
         order = torch.argsort(torch.cat([batch.pair_P for batch in batches]))
         answers = [
             torch.full((len(b.pair_P), 2), -float(len(self.calls)) - i / 8)
             for i, b in enumerate(batches)
         ]
-        return {"sum": torch.cat(answers).double()[order]}
+        return batches.share(0, 1).spread({"sum": torch.cat(answers).double()[order]})
 
 
 def some_pairs(numbers: Sequence[int]) -> list[TokenPair]:
@@ -413,23 +413,23 @@ def counted(folder: Path, **changes: Any) -> tuple[ReferenceLogps, Counting]:
 def test_a_bin_with_any_unknown_entry_runs_whole_and_what_is_known_wins(folder: Path) -> None:
     logps, model = counted(folder)
     pairs = some_pairs(range(8))
-    assert logps.columns(pairs[:3], pack(pairs[:3], 10_000))["sum"].unique().tolist() == [-1]
+    assert logps.columns(Batches(pairs[:3], 10_000))["sum"].unique().tolist() == [-1]
     logps.keep()
-    bins = pack(pairs, 48)  # of two pairs each
-    columns = logps.columns(pairs, bins)["sum"]
+    bins = Batches(pairs, 48)  # of two pairs each
+    columns = logps.columns(bins)["sum"]
     assert model.calls == [[3], [2, 2, 2]]  # the bin of the first two pairs did not run
     assert (columns[:3] == -1).all()  # the third pair was computed again, and its old value is used
     assert (columns[3:] <= -2).all()
     logps.keep()
-    assert torch.equal(logps.columns(pairs, bins)["sum"], columns)
+    assert torch.equal(logps.columns(bins)["sum"], columns)
     assert len(model.calls) == 2
     assert (logps.counts.pairs_from_cache, logps.counts.pairs_computed, logps.counts.forwards) == (
         11,
         8,
-        4,
+        2,
     )
     again, model = counted(folder)
-    assert torch.equal(again.columns(pairs, pack(pairs, 10_000))["sum"], columns)
+    assert torch.equal(again.columns(Batches(pairs, 10_000))["sum"], columns)
     assert model.calls == []
 
 
@@ -438,11 +438,11 @@ def test_a_response_in_two_bins_has_one_value(folder: Path, changes: dict[str, A
     """Else the value that is kept would differ from one that was used."""
     logps, _ = counted(folder, **changes)
     pairs = some_pairs([0, 1, 2, 0])
-    bins = pack(pairs, 24, 1)
-    columns = logps.columns(pairs, bins)
+    bins = Batches(pairs, 24, 1)
+    columns = logps.columns(bins)
     assert len(columns["sum"].unique()) == 3
     logps.keep()
-    for name, known in logps.columns(pairs, bins).items():
+    for name, known in logps.columns(bins).items():
         assert torch.equal(known, columns[name])
 
 
@@ -452,7 +452,7 @@ def test_what_is_scored_is_part_of_the_key(folder: Path) -> None:
     other = TokenPair(pair.prompt, pair.chosen, pair.rejected, ((4, 15),), ((4, 16),))
     moved = TokenPair(pair.prompt[:7], pair.chosen, pair.rejected, ((4, 15),), ((4, 15),))
     for each in (pair, other, moved):
-        logps.columns([each], pack([each], 100))
+        logps.columns(Batches([each], 100))
         logps.keep()
     assert len(model.calls) == 3
     longer = TokenPair(

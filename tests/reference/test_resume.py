@@ -31,14 +31,14 @@ def make_bins_matter() -> None:
         if self.role != "reference":
             return really(self, batches)
         order = torch.argsort(torch.cat([batch.pair_P for batch in batches]))
-        parts = [(really(self, [batch]), (len(batch.ids_N) % 7) * 1e-6) for batch in batches]
+        trainer = self.trainer
+        parts = [(trainer.log_probs([batch]), (len(batch.ids_N) % 7) * 1e-6) for batch in batches]
         joined = {
             name: torch.cat([part[name] + shift for part, shift in parts])[order]
             for name in parts[0][0]
         }
-        return {
-            name: column.float().double() for name, column in joined.items()
-        }  # as log-probs of tokens come
+        found = {name: column.float().double() for name, column in joined.items()}
+        return batches.share(0, 1).spread(found)  # as log-probs of tokens come
 
     ActorWorker.compute_log_probs = compute
     load.check_family = load.check_model = lambda _: None

@@ -17,6 +17,7 @@ import os
 import runpy
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ def main() -> None:
     import transformers  # noqa: F401  imported once, before the forks
 
     from rather import DPOPipeline  # noqa: F401
-    from rather.parallel import load
 
-    if hasattr(load, "cpu_has_bf16"):  # the older version always multiplies in bfloat16
+    if find_spec("rather.parallel.load"):  # the older version always multiplies in bfloat16
+        from rather.parallel import load
+
         load.cpu_has_bf16 = lambda: True
     # Its value is read at import, so it must be imported by each rank, with the rank's environment.
     assert "rather.cli" not in sys.modules

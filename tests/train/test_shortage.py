@@ -20,10 +20,12 @@ from rather.cluster.memory import shortage, table
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.data.batch import PairBatch
+from rather.data.pack import pack
 from rather.errors import MemoryShortage
 from rather.model import budget
 from rather.pipeline.pipeline import DPOPipeline
 from rather.train.rank_trainer import RankTrainer
+from tests.padded import random_pairs
 from tests.tiny import make_config, metrics, tiny_policy
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -182,12 +184,12 @@ def test_a_rank_that_runs_out_of_memory_explains_it(
 
     monkeypatch.setattr(worker.trainer, "log_probs", full)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        worker.compute_log_probs([])
+        worker.compute_log_probs(pack(random_pairs(1, 20), 100))
     told = Failure.of(caught.value).error("actor_train rank 1 of 2")
     assert isinstance(told, MemoryShortage)
-    assert str(told).startswith(
-        f"actor_train rank 1 of 2: {SAID} \nWhere the memory of cpu goes:\n  weights "
-    )
+    start = f"actor_train rank 1 of 2: {SAID} \nWhere the memory of cpu goes (the largest micro-"
+    assert str(told).startswith(start)
+    assert "tokens):\n  weights " in str(told)
     assert str(shortage(caught.value)) in str(told).replace(" \n", "\n")
 
 

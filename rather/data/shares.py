@@ -1,0 +1,249 @@
+"""Micro-batches that are named by numbers: each rank reads and packs its own share of a step.
+
+What a step consists of follows from its number, the data files and the sizes of a micro-batch. So a
+driver sends a few numbers, however many pairs, tokens and ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rather.data.batch import SCORED, Columns, PairBatch, PairFacts, TokenPair
+from rather.data.pack import plan_bins
+from rather.data.pairs import PairDataset
+from rather.data.sampler import Order
+
+Flags = NDArray[np.bool_]
+TRAIN = "train"  # the set that steps are made of; evaluation sets have the prefix "eval/"
+
+
+@dataclass(frozen=True)
+class RunPairs:
+    """All pairs of a run, by set. Pickled, it names their files."""
+
+    sets: Mapping[str, PairDataset]
+    order: Order
+
+    def rows(self, which: int | NDArray[Any]) -> NDArray[Any]:
+        """Return rows as they are, and for the number of a step (from 1) those that it takes."""
+        return self.order.step(which - 1) if isinstance(which, int) else which
+
+
+class _Named:
+    """Pickles the fields of a dataclass alone, without what was computed from them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = self.__dataclass_fields__  # type: ignore[attr-defined]
+        return {name: value for name, value in vars(self).items() if name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class PairRows(_Named, Sequence[TokenPair]):
+    """Pairs of a set, named by the number of a step or by rows, and read when they are needed."""
+
+    name: str
+    which: int | NDArray[Any]
+    source: RunPairs | None = None  # None in a process that has just received it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"source": None}
+
+    @property
+    def dataset(self) -> PairDataset:
+        assert self.source is not None
+        return self.source.sets[self.name]
+
+    @cached_property
+    def rows(self) -> NDArray[Any]:
+        assert self.source is not None
+        return self.source.rows(self.which)
+
+    @cached_property
+    def taken(self) -> list[TokenPair]:
+        return self.dataset.take(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.dataset.tokens[self.rows].sum())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenPair: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenPair]: ...
+    def __getitem__(self, index: int | slice) -> TokenPair | Sequence[TokenPair]:
+        return self.taken[index]
+
+    def __iter__(self) -> Iterator[TokenPair]:
+        return iter(self.taken)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The micro-batches of one rank, and what is known of the pairs of all ranks."""
+
+    batches: Sequence[PairBatch]
+    facts: PairFacts  # of all pairs of the step
+    count: int  # of log-probs per column: pairs, or twice as many with shared tokens
+    places: Tensor | None = None  # the pairs that any rank computes; None: all
+
+    def spread(self, columns: Columns) -> Columns:
+        """Return columns of all pairs of the step: NaN for those that no rank has computed."""
+        if self.places is None:
+            return columns
+        found = {}
+        for name, column in columns.items():
+            places = self.places.to(column.device, non_blocking=True)
+            found[name] = column.new_full((self.count, 2), torch.nan)
+            found[name][places] = column if len(column) == len(places) else column[places]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Batches(_Named, Sequence[PairBatch]):
+    """The micro-batches of a step, packed when they are needed, whole or one rank's share.
+
+    `budget` and the three fields after it, and `at_end`, are those of `pack`. With a `side`, each
+    pair has only that answer. Of a step some of whose log-probs
+    are known, only micro-batches with a pair that is `wanted` are left. With `shared`, each pair is
+    there twice, the second time with its shared tokens.
+    """
+
+    pairs: Sequence[TokenPair]
+    budget: int
+    most_pairs: int | None = None
+    ladder: int = 0
+    ranks: int = 1
+    side: str | None = None
+    at_end: bool = False
+    wanted: Flags | None = None
+    shared: bool = False
+
+    def only(self, wanted: Flags, *, shared: bool = False) -> Batches:
+        """Return the micro-batches that have at least one of these pairs."""
+        if wanted.all() and not shared:
+            return self
+        return replace(self, wanted=None if wanted.all() else wanted, shared=shared)
+
+    def of(self, source: RunPairs) -> Batches:
+        """Return the same with its pairs, which another process has named."""
+        if not isinstance(self.pairs, PairRows):
+            return self
+        return replace(self, pairs=replace(self.pairs, source=source))
+
+    @property
+    def number(self) -> int | None:
+        """The number of the training step; None for other pairs."""
+        which = self.pairs.which if isinstance(self.pairs, PairRows) else None
+        return which if isinstance(which, int) else None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return what distinguishes packed steps from one another, if nothing is left out."""
+        how = self.budget, self.most_pairs, self.side, self.shared, self.wanted is None
+        return self.number, *how
+
+    @property
+    def following(self) -> Batches | None:
+        """Return those of the next training step, which is likely to be packed the same way."""
+        if self.number is None or self.wanted is not None:
+            return None
+        assert isinstance(self.pairs, PairRows)
+        return replace(self, pairs=replace(self.pairs, which=self.number + 1))
+
+    def own_pairs(self) -> list[TokenPair]:
+        if self.side is None:
+            return list(self.pairs)
+        return [pair.only(self.side) for pair in self.pairs]
+
+    def share(self, rank: int, ranks: int) -> Share:
+        """Return the micro-batches of one rank. All ranks have equally many, or they would hang."""
+        known: dict[tuple[int, int], Share] = vars(self).setdefault("_shares", {})
+        if (rank, ranks) not in known:
+            known[rank, ranks] = self._pack(rank, ranks)
+        return known[rank, ranks]
+
+    def _pack(self, rank: int, ranks: int) -> Share:
+        pairs, places, count = self.own_pairs(), None, len(self.pairs)
+        bins = plan_bins(pairs, self.budget, self.most_pairs, ladder=self.ladder, ranks=self.ranks)
+        if self.wanted is not None:
+            bins = [each for each in bins if self.wanted[each.places].any()]
+            places = torch.from_numpy(np.sort(np.concatenate([each.places for each in bins])))
+        smallest = min(bins, key=lambda each: each.tokens)
+        missing = -len(bins) % ranks
+        own = [each.pack(pairs, at_end=self.at_end) for each in bins[rank::ranks]]
+        if rank >= ranks - missing:
+            own.append(empty(smallest.pack(pairs, at_end=self.at_end)))
+        if self.shared:
+            own, count = [with_shared(each) for each in own], 2 * count
+            places = None if places is None else twice(places)
+        if torch.cuda.is_available():
+            own = [each.pin_memory() for each in own]
+            places = None if places is None else places.pin_memory()
+        return Share(own, PairFacts.of_pairs(pairs), count, places)
+
+    def __len__(self) -> int:
+        return len(self.share(0, 1).batches)
+
+    @overload
+    def __getitem__(self, index: int) -> PairBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PairBatch]: ...
+    def __getitem__(self, index: int | slice) -> PairBatch | Sequence[PairBatch]:
+        return self.share(0, 1).batches[index]
+
+    def __iter__(self) -> Iterator[PairBatch]:
+        return iter(self.share(0, 1).batches)
+
+
+def tokens_of(batches: Sequence[PairBatch]) -> int:
+    """Return the tokens of all pairs; if they are only named, each with its whole prompt."""
+    if isinstance(batches, Batches) and isinstance(batches.pairs, PairRows):
+        return batches.pairs.tokens
+    return sum(batch.real_tokens for batch in batches)
+
+
+def share_of(batches: Sequence[PairBatch], rank: int, ranks: int) -> Share:
+    """Return one rank's share of all micro-batches of a step, named or given."""
+    if isinstance(batches, Batches):
+        return batches.share(rank, ranks)
+    facts = PairFacts.of_step(batches)
+    if missing := -len(batches) % ranks:
+        smallest = min(batches, key=lambda batch: len(batch.ids_N))
+        batches = [*batches, *[empty(smallest)] * missing]
+    return Share(batches[rank::ranks], facts, len(facts.weight))
+
+
+def empty(batch: PairBatch) -> PairBatch:
+    """Return a batch of the same size without pairs, for a rank that has no other."""
+    none = {name: getattr(batch, name)[:0] for name in SCORED}
+    none["counted_N"] = torch.zeros_like(batch.counted_N)
+    return replace(batch, real_tokens=0, **none)
+
+
+def with_shared(batch: PairBatch) -> PairBatch:
+    """Return a batch with each pair twice: with all its tokens, then with the shared ones."""
+    is_shared = batch.shared_T > 0
+    cell = batch.cell_T + batch.cell_T // 2 * 2
+    return replace(
+        batch,
+        token_T=torch.cat([batch.token_T, batch.token_T[is_shared]]),
+        cell_T=torch.cat([cell, cell[is_shared] + 2]),
+        shared_T=torch.cat([batch.shared_T, batch.shared_T[is_shared]]),
+        length_P2=batch.length_P2.repeat_interleave(2, 0),
+        pair_P=twice(batch.pair_P),
+    )
+
+
+def twice(places: Tensor) -> Tensor:
+    return (2 * places[:, None] + torch.arange(2)).reshape(-1)
