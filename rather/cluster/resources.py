@@ -7,18 +7,21 @@ compared with what the cluster has before anything is placed: Ray itself would w
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import re
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ OBJECT_STORE = 256 << 20  # bytes of a local Ray: token ids and log-probs pass t
 # Seconds before each further attempt to start a local Ray: on a busy machine its processes miss
 # deadlines of their own, which cannot be set.
 PAUSES = (5.0, 15.0, 30.0)
+AGENT_PORTS = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 LONGEST_PLACE = 20  # characters of the folder that has Ray's: a socket's path has at most 107
 TOKEN = "token"  # the file with the secret of a local Ray
 SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
@@ -405,8 +409,8 @@ def connected(
     options["_temp_dir"] = str(folder / "ray")
     for pause in (*PAUSES, None):
         try:
-            with _own_signals():
-                ray.init(address="local", **options)
+            with _own_signals(), known_ports() as port:
+                ray.init(address="local", _metrics_export_port=port, **options)
             break
         except Exception as error:  # Ray raises the base class if its own processes do not start
             ray.shutdown()
@@ -423,6 +427,38 @@ def connected(
             log.warning("a local Ray did not start (%s); trying again in %.0f s", why, pause)
             time.sleep(pause)
     return ray, True
+
+
+@contextmanager
+def known_ports() -> Iterator[int]:
+    """Give Ray's agents ports that are known before they start; yield that of its metrics.
+
+    Ray's own process waits 15 s for an agent to write down its port, and then gives up; on a busy
+    machine the agent takes longer to be imported. `ray.init` has an argument for one of the ports
+    only, and for that of the dashboard's agent it waits in any case (ray-project/ray#65983).
+    """
+    from ray._private import parameter, services
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+
+    made, start, ports = parameter.RayParams, services.start_raylet, dict[str, int]()
+    with ExitStack() as opened:
+        for name in (*AGENT_PORTS, "metrics"):
+            server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ports[name] = server.getsockname()[1]
+
+    def start_raylet(*args: Any, **options: Any) -> Any:
+        given = inspect.signature(start).bind(*args, **options).arguments
+        place = given["session_dir"], given["node_id"], DASHBOARD_AGENT_LISTEN_PORT_NAME
+        persist_port(*place, given["dashboard_agent_listen_port"])
+        return start(*args, **options)
+
+    metrics = ports.pop("metrics")
+    parameter.RayParams = partial(made, **ports)  # type: ignore[misc, assignment]
+    services.start_raylet = start_raylet
+    try:
+        yield metrics
+    finally:
+        parameter.RayParams, services.start_raylet = made, start  # type: ignore[misc]
 
 
 def _last_of_raylet(folder: Path) -> str:
