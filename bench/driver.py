@@ -174,6 +174,7 @@ def measure(ranks: int) -> dict[str, Any]:
                 },
                 "reference": mapping,
                 "track_with": None,
+                "pair_ledger": False,
                 "platform": "cpu",
             }
         )

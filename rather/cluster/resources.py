@@ -438,9 +438,9 @@ def known_ports() -> Iterator[int]:
     only, and for that of the dashboard's agent it waits in any case (ray-project/ray#65983).
     """
     from ray._private import parameter, services
-    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+    from ray import _raylet
 
-    made, start, ports = parameter.RayParams, services.start_raylet, dict[str, int]()
+    made, start, ports = parameter.RayParams, services.start_raylet, dict[str, Any]()
     with ExitStack() as opened:
         for name in (*AGENT_PORTS, "metrics"):
             server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -448,8 +448,9 @@ def known_ports() -> Iterator[int]:
 
     def start_raylet(*args: Any, **options: Any) -> Any:
         given = inspect.signature(start).bind(*args, **options).arguments
-        place = given["session_dir"], given["node_id"], DASHBOARD_AGENT_LISTEN_PORT_NAME
-        persist_port(*place, given["dashboard_agent_listen_port"])
+        compiled: Any = _raylet
+        place = given["session_dir"], given["node_id"], compiled.DASHBOARD_AGENT_LISTEN_PORT_NAME
+        compiled.persist_port(*place, given["dashboard_agent_listen_port"])
         return start(*args, **options)
 
     metrics = ports.pop("metrics")

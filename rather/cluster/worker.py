@@ -334,12 +334,16 @@ class ActorWorker:
         own = self._share(batches)
         try:
             result = self.trainer.train_step(own.batches, reference, own.facts, limits)
-            return replace(result, table=None)
+            result = replace(result, table=None)
         except torch.OutOfMemoryError as error:
             if self.layout.canonical:
                 raise ConfigError(CANONICAL_SHORTAGE.format(error)) from error
             error.add_note(explanation(self, largest(own.batches)))  # not shown if a retry succeeds
             raise
+        first = not isinstance(batches, Batches) or batches.number in (None, 1)
+        if first or self.config.pair_ledger:
+            return result
+        return replace(result, policy=result.policy[:0], reference=None, slopes=None)
 
     def park(self) -> bool:
         """Offload a frozen model between its turns; return whether that changed anything."""
