@@ -437,8 +437,8 @@ def known_ports() -> Iterator[int]:
     machine the agent takes longer to be imported. `ray.init` has an argument for one of the ports
     only, and for that of the dashboard's agent it waits in any case (ray-project/ray#65983).
     """
-    from ray._private import parameter, services
     from ray import _raylet
+    from ray._private import parameter, services
 
     made, start, ports = parameter.RayParams, services.start_raylet, dict[str, Any]()
     with ExitStack() as opened:

@@ -127,6 +127,7 @@ class TrainingLoop:
         self.actor_train.pack(step.policy)
         if self.reference:
             self.reference.pack(step.reference)
+            self.reference_stream.prepare(step)
         return step
 
     def _train_step(self, step: Step, reference: Columns | None) -> StepResult:

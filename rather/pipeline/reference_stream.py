@@ -136,6 +136,11 @@ class ReferenceStream:
             with closing(ahead(map(self._answer, group), 1)) as answered:
                 yield from answered
 
+    def prepare(self, step: Step) -> None:
+        """Do what can be done in a thread before the log-probs of a step are needed."""
+        if self.logps:
+            self.logps.prepare(step.pairs)
+
     def columns(self, step: Step) -> Columns | None:
         """Return the reference log-probs of a step's pairs."""
         if self.roles.reference is None:

@@ -10,7 +10,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +25,10 @@ MAGIC = b"RATHRLP1"
 HEADER = struct.Struct("<8sIIQI")
 CHECKSUM = struct.Struct("<I")
 RECORD = 16 + 8 + 4  # bytes of key and sum, and 4 that are unused
-RECENT = 65_536  # entries that wait in a dict (10 MB) before they are sorted in
+RECENT = 65_536  # entries that wait in a table of their own before they are sorted in
 
 
+Keys = NDArray[np.uint64]  # [entries, 2]: both halves
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
@@ -41,9 +42,8 @@ class Entries(NamedTuple):
     kept: Flags
 
     @staticmethod
-    def of(keys: bytes, sums: Floats, kept: bool) -> Entries:
-        halves = np.frombuffer(keys, "<u8").reshape(-1, 2)
-        return Entries(halves[:, 0], halves[:, 1], sums, np.full(len(sums), kept))
+    def of(keys: Keys, sums: Floats, kept: bool) -> Entries:
+        return Entries(keys[:, 0], keys[:, 1], sums, np.full(len(sums), kept))
 
     @staticmethod
     def concat(parts: Sequence[Entries]) -> Entries:
@@ -53,7 +53,19 @@ class Entries(NamedTuple):
         return Entries(self.high[rows], self.low[rows], self.sums[rows], self.kept[rows])
 
 
-NO_ENTRIES = Entries.of(b"", np.empty(0), False)
+    def without_repeats(self) -> Entries:
+        """Return them sorted by the first half; of equal keys, the first one stays."""
+        found = self.at(np.argsort(self.high, kind="stable"))
+        is_new = np.ones(len(found.high), bool)
+        is_new[1:] = (np.diff(found.high) != 0) | (np.diff(found.low) != 0)
+        return found.at(is_new)
+
+
+def keys_of(data: bytes) -> Keys:
+    return np.frombuffer(data, "<u8").reshape(-1, 2)
+
+
+NO_ENTRIES = Entries.of(keys_of(b""), np.empty(0), False)
 
 
 class BlockFile:
@@ -67,9 +79,9 @@ class BlockFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
-    def append(self, sums: Mapping[bytes, float]) -> None:
+    def append(self, keys: Keys, sums: Floats) -> None:
         """Write one block."""
-        payload = b"".join(sums) + np.array(list(sums.values()), "<f8").tobytes()
+        payload = keys.astype("<u8").tobytes() + sums.astype("<f8").tobytes()
         payload += bytes(len(sums) * RECORD - len(payload))
         header = HEADER.pack(MAGIC, len(sums), 0, len(payload), zlib.crc32(payload))
         block = header + CHECKSUM.pack(zlib.crc32(header)) + payload
@@ -95,7 +107,7 @@ class BlockFile:
                 if block := _block_at(data, at):
                     count, payload, end = block
                     keys, sums = payload[: 16 * count], payload[16 * count : 24 * count]
-                    found.append(Entries.of(keys, np.frombuffer(sums, "<f8"), kept))
+                    found.append(Entries.of(keys_of(keys), np.frombuffer(sums, "<f8"), kept))
                     damaged -= end - at
                 at = data.find(MAGIC, end)
         return Entries.concat(found), damaged
@@ -127,41 +139,30 @@ class Table:
     """Key -> sum, for millions of keys: 25 bytes each, sorted by the first half of the key."""
 
     def __init__(self) -> None:
-        self._sorted = NO_ENTRIES
-        self._recent: dict[bytes, float] = {}
+        self._sorted = self._recent = NO_ENTRIES
 
     def __len__(self) -> int:
-        return len(self._sorted.high) + len(self._recent)
+        return len(self._sorted.high) + len(self._recent.high)
 
     def load(self, entries: Entries) -> None:
         """Add many entries; a key that exists keeps its value."""
-        joined = Entries.concat([self._sorted, entries])
-        # A stable sort: of equal keys, the one that was there first comes first.
-        joined = joined.at(np.argsort(joined.high, kind="stable"))
-        is_new = np.ones(len(joined.high), bool)
-        is_new[1:] = (np.diff(joined.high) != 0) | (np.diff(joined.low) != 0)
-        self._sorted = joined.at(is_new)
+        self._sorted = Entries.concat([self._sorted, entries]).without_repeats()
 
-    def find(self, keys: Sequence[bytes]) -> tuple[Floats, Flags]:
+    def find(self, keys: Keys) -> tuple[Floats, Flags]:
         """Return the sums of keys (NaN if unknown), and whether the run's own file has them."""
-        high, low, sums, kept = Entries.of(b"".join(keys), np.full(len(keys), np.nan), False)
-        if known := len(self._sorted.high):
-            near = np.minimum(np.searchsorted(self._sorted.high, high), known - 1)
-            # Of two keys with the same first half (once in 10^7 tables), the second is unknown.
-            hit = (self._sorted.high[near] == high) & (self._sorted.low[near] == low)
-            sums[hit], kept[hit] = self._sorted.sums[near[hit]], self._sorted.kept[near[hit]]
-        for i, key in enumerate(keys):
-            if key in self._recent:
-                sums[i], kept[i] = self._recent[key], True
+        high, low, sums, kept = Entries.of(keys, np.full(len(keys), np.nan), False)
+        for table in (self._sorted, self._recent):
+            if known := len(table.high):
+                near = np.minimum(np.searchsorted(table.high, high), known - 1)
+                # Of two keys with the same first half (once in 10^7 tables), the second is unknown.
+                hit = (table.high[near] == high) & (table.low[near] == low)
+                sums[hit], kept[hit] = table.sums[near[hit]], table.kept[near[hit]]
         return sums, kept
 
-    def add(self, sums: Mapping[bytes, float]) -> None:
+    def add(self, keys: Keys, sums: Floats) -> None:
         """Add values of the run's own file, which take precedence over those of other files."""
-        for key, total in sums.items():
-            self._recent.setdefault(key, total)
-        if len(self._recent) >= RECENT:
-            loaded, self._sorted = self._sorted, NO_ENTRIES
-            values = np.array(list(self._recent.values()))
-            self.load(Entries.of(b"".join(self._recent), values, True))
-            self.load(loaded)
-            self._recent = {}
+        new = Entries.of(keys, sums, True)
+        self._recent = Entries.concat([self._recent, new]).without_repeats()
+        if len(self._recent.high) >= RECENT:
+            self._sorted = Entries.concat([self._recent, self._sorted]).without_repeats()
+            self._recent = NO_ENTRIES

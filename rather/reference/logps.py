@@ -30,13 +30,22 @@ from torch import Tensor
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns, TokenPair, scored_lengths
 from rather.data.cache import Cache, text_sha
-from rather.data.shares import Batches
+from rather.data.shares import Batches, PairRows
 from rather.errors import ConfigError
 from rather.files import regular
 from rather.losses.objective import PairLoss
 from rather.model.files import model_digest, model_folder
 from rather.parallel.load import precision_name
-from rather.reference.logprob_cache import NO_ENTRIES, BlockFile, Entries, Flags, Floats, Table
+from rather.reference.logprob_cache import (
+    NO_ENTRIES,
+    BlockFile,
+    Entries,
+    Flags,
+    Floats,
+    Keys,
+    Table,
+    keys_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +79,7 @@ class Counts:
 class _Answer:
     """The values of one step, to be written once the device has computed them."""
 
-    keys: Sequence[bytes]
+    keys: Keys
     known: Floats  # before this step; NaN if unknown
     kept: Flags  # in the run's own file
     values: Tensor  # on their way to the host
@@ -106,7 +115,8 @@ class ReferenceLogps:
         # In the cache: one file per process, so that no lock is needed.
         self._segment: BlockFile | None = None
         self._answers: list[_Answer] = []
-        self._waiting: dict[bytes, float] = {}  # values to write once the disk has space
+        self._waiting: list[tuple[Keys, Floats]] = []  # to write once the disk has space
+        self._row_keys: dict[str, tuple[Keys, Flags]] = {}  # of sets, and which rows are there
         self._opened = False
 
     # --- cached values ---
@@ -188,8 +198,31 @@ class ReferenceLogps:
         needed = known.reshape(len(self.stored), -1, 2)[: len(self.needed)]
         return np.asarray(np.isnan(needed).any(axis=(0, 2)))
 
-    def _keys(self, pairs: Sequence[TokenPair]) -> list[bytes]:
-        """Return the keys of "sum", chosen and rejected of each pair, then those of "shared"."""
+    def _keys(self, pairs: Sequence[TokenPair]) -> Keys:
+        """Return the keys of "sum", chosen and rejected of each pair, then those of "shared".
+
+        Those of a run's pairs are hashed once.
+        """
+        if not isinstance(pairs, PairRows):
+            return self._hashed(pairs)
+        width, rows = 2 * len(self.stored), pairs.rows
+        if pairs.name not in self._row_keys:
+            size = len(pairs.dataset)
+            self._row_keys[pairs.name] = np.zeros((size, width, 2), "<u8"), np.zeros(size, bool)
+        keys, there = self._row_keys[pairs.name]
+        if len(missing := rows[~there[rows]]):
+            found = self._hashed(pairs.dataset.take(missing)).reshape(len(self.stored), -1, 2, 2)
+            keys[missing] = found.swapaxes(0, 1).reshape(-1, width, 2)
+            there[missing] = True
+        own = keys[rows].reshape(len(rows), len(self.stored), 2, 2)
+        return own.swapaxes(0, 1).reshape(-1, 2)
+
+    def prepare(self, pairs: Sequence[TokenPair]) -> None:
+        """Hash the keys of pairs before they are needed; may run in another thread."""
+        if self._table is not None:
+            self._keys(pairs)
+
+    def _hashed(self, pairs: Sequence[TokenPair]) -> Keys:
         sums, shared = [], []
         for pair, lengths in zip(pairs, scored_lengths(pairs), strict=True):
             prompt_key = self._key.copy()
@@ -208,7 +241,7 @@ class ReferenceLogps:
                 if "shared" in self.stored:
                     key.update(b"shared %d" % lengths.min())
                     shared.append(key.digest())
-        return sums + shared
+        return keys_of(b"".join(sums + shared))
 
     # --- the log-probs of a step ---
 
@@ -244,7 +277,7 @@ class ReferenceLogps:
         self.announce(request)
         return self.compute(request.of(batches))
 
-    def _compute(self, keys: Sequence[bytes], batches: Batches, unknown: Flags) -> Tensor:
+    def _compute(self, keys: Keys, batches: Batches, unknown: Flags) -> Tensor:
         """Return the values of keys, NaN for those that the model did not compute.
 
         A response that occurs twice has one value: that of the first pair.
@@ -252,9 +285,8 @@ class ReferenceLogps:
         found = self._run(batches, unknown, shared="shared" in self.stored)["sum"]
         found = found.to(self.device, non_blocking=True)
         values = found.view(-1, len(self.stored), 2).transpose(0, 1).reshape(-1)
-        first: dict[bytes, int] = {}
-        source = np.array([first.setdefault(key, cell) for cell, key in enumerate(keys)])
-        return values if len(first) == len(keys) else values[self._to_device(source)]
+        _, first, source = np.unique(keys[:, 0], return_index=True, return_inverse=True)
+        return values if len(first) == len(keys) else values[self._to_device(first[source])]
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         """Copy to the device without waiting for it."""
@@ -274,18 +306,14 @@ class ReferenceLogps:
             values = answer.values.numpy()
             # A value that is not finite may come from a transient fault and must not be stored.
             is_used = np.isfinite(values) & ~answer.kept
-            used, computed = (
-                {answer.keys[cell]: float(values[cell]) for cell in np.flatnonzero(wanted).tolist()}
-                for wanted in (is_used, is_used & np.isnan(answer.known))
-            )
-            if used:
-                self._write(used, computed)
+            if is_used.any():
+                self._write(answer.keys, values, is_used, is_used & np.isnan(answer.known))
 
-    def _write(self, used: dict[bytes, float], computed: dict[bytes, float]) -> None:
+    def _write(self, keys: Keys, values: Floats, used: Flags, computed: Flags) -> None:
         """Write to the files. If the disk is full the run continues, but saves no checkpoint."""
         assert self._table is not None
         is_first = not self._waiting
-        self._waiting |= used
+        self._waiting.append((keys[used], values[used]))
         try:
             self._write_waiting()
         except OSError as error:
@@ -293,18 +321,19 @@ class ReferenceLogps:
                 path, reason = self._own.path, error.strerror
                 log.warning("%s: cannot be written (%s); its values wait.", path, reason)
         try:
-            if self._segment and computed:
-                self._segment.append(computed)
+            if self._segment and computed.any():
+                self._segment.append(keys[computed], values[computed])
         except OSError as error:
             reason = error.strerror
             log.warning("%s: cannot be written (%s); nothing more is cached", self.folder, reason)
             self._segment = None
-        self._table.add(used)
+        self._table.add(keys[used], values[used])
 
     def _write_waiting(self) -> None:
         if self._own and self._waiting:
-            self._own.append(self._waiting)
-        self._waiting = {}
+            keys, sums = zip(*self._waiting, strict=True)
+            self._own.append(np.concatenate(keys), np.concatenate(sums))
+        self._waiting = []
 
     def sync(self) -> None:
         """Write all that the run has used to the disk: a checkpoint may rely on it."""

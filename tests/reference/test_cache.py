@@ -259,8 +259,7 @@ def forge(folder: Path) -> Path:
     (segment,) = segments(folder)
     stored, _ = BlockFile(segment).read()
     segment.unlink()
-    keys = [row.tobytes() for row in np.stack([stored.high, stored.low], 1)]
-    BlockFile(segment).append(dict(zip(keys, (stored.sums - 1).tolist(), strict=True)))
+    BlockFile(segment).append(np.stack([stored.high, stored.low], 1), stored.sums - 1)
     return segment.parent
 
 

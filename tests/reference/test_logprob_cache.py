@@ -10,13 +10,23 @@ import os
 import struct
 import tracemalloc
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rather.reference import logprob_cache as store
-from rather.reference.logprob_cache import MAGIC, BlockFile, Entries, Table
+from rather.reference.logprob_cache import (
+    MAGIC,
+    BlockFile,
+    Entries,
+    Flags,
+    Floats,
+    Keys,
+    Table,
+    keys_of,
+)
 
 
 def key(number: int) -> bytes:
@@ -28,6 +38,14 @@ def records(first: int, count: int) -> dict[bytes, float]:
     return {key(first + i): float(total) for i, total in enumerate(sums)}
 
 
+def arrays(sums: dict[bytes, float]) -> tuple[Keys, Floats]:
+    return keys_of(b"".join(sums)), np.array(list(sums.values()))
+
+
+def found(table: Table, keys: Iterable[bytes]) -> tuple[Floats, Flags]:
+    return table.find(keys_of(b"".join(keys)))
+
+
 def contents(path: Path) -> dict[bytes, float]:
     stored, _ = BlockFile(path).read()
     keys = [row.tobytes() for row in np.stack([stored.high, stored.low], 1)]
@@ -37,7 +55,7 @@ def contents(path: Path) -> dict[bytes, float]:
 def write(path: Path, *blocks: dict[bytes, float]) -> BlockFile:
     file = BlockFile(path)
     for block in blocks:
-        file.append(block)
+        file.append(*arrays(block))
     return file
 
 
@@ -91,9 +109,9 @@ def test_any_flipped_bit_costs_its_own_block_and_is_never_used(tmp_path: Path) -
     sums = blocks[0] | blocks[1] | blocks[2]
     for at in range(len(data)):
         (tmp_path / "b").write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-        found = contents(tmp_path / "b")
-        assert len(found) == 4
-        assert all(sums[k] == total for k, total in found.items())
+        stored = contents(tmp_path / "b")
+        assert len(stored) == 4
+        assert all(sums[k] == total for k, total in stored.items())
 
 
 def test_a_key_that_looks_like_a_beginning(tmp_path: Path) -> None:
@@ -117,7 +135,7 @@ def test_a_full_disk_leaves_no_half_block(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(store.os, "write", full)
     with pytest.raises(OSError, match="No space"):
-        file.append(records(9, 3))
+        file.append(*arrays(records(9, 3)))
     assert (tmp_path / "a").stat().st_size == size
 
 
@@ -126,7 +144,7 @@ def test_a_full_disk_leaves_no_half_block(tmp_path: Path, monkeypatch: pytest.Mo
 
 def entries(sums: dict[int, float], kept: bool = False) -> Entries:
     keys = b"".join(key(number) for number in sums)
-    return Entries.of(keys, np.array(list(sums.values()), float), kept)
+    return Entries.of(keys_of(keys), np.array(list(sums.values()), float), kept)
 
 
 def loaded(count: int) -> Table:
@@ -137,21 +155,21 @@ def loaded(count: int) -> Table:
 
 def test_a_table_finds_what_it_holds_and_nothing_else() -> None:
     table = loaded(500)
-    sums, _ = table.find([key(i) for i in (499, 3, 777, 0)])
+    sums, _ = found(table, [key(i) for i in (499, 3, 777, 0)])
     assert sums.tolist()[:2] + sums.tolist()[3:] == [499, 3, 0]
     assert np.isnan(sums[2])
     halves = np.frombuffer(key(3), "<u8").copy()
     halves[1] += 1
-    assert np.isnan(table.find([halves.tobytes()])[0]).all()
-    assert np.isnan(Table().find([key(1)])[0]).all()
+    assert np.isnan(found(table, [halves.tobytes()])[0]).all()
+    assert np.isnan(found(Table(), [key(1)])[0]).all()
 
 
 def test_the_first_value_of_a_key_stays() -> None:
     table = loaded(5)
     table.load(Entries.concat([entries({4: -1.0, 9: -2.0}), entries({9: -3.0})]))
-    table.add({key(8): -4.0})
-    table.add({key(8): -5.0})
-    assert table.find([key(i) for i in (4, 9, 8)])[0].tolist() == [4, -2, -4]
+    table.add(*arrays({key(8): -4.0}))
+    table.add(*arrays({key(8): -5.0}))
+    assert found(table, [key(i) for i in (4, 9, 8)])[0].tolist() == [4, -2, -4]
     assert len(table) == 7
 
 
@@ -159,10 +177,10 @@ def test_new_ones_are_sorted_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "RECENT", 8)
     table, keys = Table(), [key(i) for i in range(50)]
     for i in range(0, 50, 3):
-        table.add({keys[j]: float(j) for j in range(i, min(i + 3, 50))})
-        sums, _ = table.find(keys[: i + 3])
+        table.add(*arrays({keys[j]: float(j) for j in range(i, min(i + 3, 50))}))
+        sums, _ = found(table, keys[: i + 3])
         assert sums.tolist() == list(range(len(sums)))
-    assert len(table._recent) < 8
+    assert len(table._recent.high) < 8
 
 
 @pytest.mark.parametrize("recent", [2, 8])
@@ -172,15 +190,15 @@ def test_it_knows_which_entries_the_run_stored(
     monkeypatch.setattr(store, "RECENT", recent)
     table = loaded(3)
     table.load(entries({5: 5.0}, kept=True))
-    table.add({key(7): 7.0, key(1): 1.0})
-    sums, kept = table.find([key(i) for i in (0, 1, 5, 7, 9)])
+    table.add(*arrays({key(7): 7.0, key(1): 1.0}))
+    sums, kept = found(table, [key(i) for i in (0, 1, 5, 7, 9)])
     assert sums.tolist()[:4] == [0, 1, 5, 7]
     assert kept.tolist() == [False, True, True, True, False]
 
 
 def test_a_million_pairs_fit_into_sixty_megabytes() -> None:
     random, count = np.random.default_rng(0), 100_000
-    stored = Entries.of(random.bytes(16 * count), random.normal(size=count), False)
+    stored = Entries.of(keys_of(random.bytes(16 * count)), random.normal(size=count), False)
     table = Table()
     tracemalloc.start()
     try:
