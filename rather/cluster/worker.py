@@ -341,7 +341,7 @@ class ActorWorker:
             error.add_note(explanation(self, largest(own.batches)))  # not shown if a retry succeeds
             raise
         first = not isinstance(batches, Batches) or batches.number in (None, 1)
-        if first or self.config.pair_ledger:
+        if first or self.config.keeps_ledger:
             return result
         return replace(result, policy=result.policy[:0], reference=None, slopes=None)
 

@@ -15,7 +15,7 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles
 from rather.cluster.role import Role
 from rather.config.schema import DPOConfig
-from rather.data.batch import Columns, PairFacts
+from rather.data.batch import Columns
 from rather.data.prepare import Prepared
 from rather.errors import DiskError, NonFiniteError
 from rather.losses.metrics import Window

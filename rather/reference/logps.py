@@ -215,7 +215,7 @@ class ReferenceLogps:
             keys[missing] = found.swapaxes(0, 1).reshape(-1, width, 2)
             there[missing] = True
         own = keys[rows].reshape(len(rows), len(self.stored), 2, 2)
-        return own.swapaxes(0, 1).reshape(-1, 2)
+        return np.asarray(own.swapaxes(0, 1).reshape(-1, 2))
 
     def prepare(self, pairs: Sequence[TokenPair]) -> None:
         """Hash the keys of pairs before they are needed; may run in another thread."""

@@ -81,8 +81,8 @@ def test_a_step_travels_as_a_few_bytes_and_the_next_one_is_packed_meanwhile(step
     found = worker.find(pickle.loads(sent))
     for one, other in zip(first.policy, found, strict=True):
         assert_equal(one, other)
-    assert worker._following is not None
-    ahead = worker._following[1].result()
+    (packed,) = worker._following.values()
+    ahead = packed.result()
     assert worker.find(pickle.loads(pickle.dumps(second.policy))) is ahead
     for one, other in zip(second.policy, ahead, strict=True):
         assert_equal(one, other)
