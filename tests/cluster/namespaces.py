@@ -33,25 +33,11 @@ class Machine:
     name: str
     address: str
     private: Path  # the same path on all machines, and a folder of its own on each
-    switch: str
-    port: str  # of the switch
-
-    def cut(self) -> None:
-        """Take the machine off the network."""
-        _ip("-n", self.switch, "link", "set", self.port, "down")
-
-    def slow_down(self, rate: str) -> None:
-        """Limit what the machine receives, such as to 20mbit."""
-        limit = ["tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
-        command = ["tc", "-n", self.switch, "qdisc", "add", "dev", self.port, "root", *limit]
-        subprocess.run(command, check=True, capture_output=True)
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], cwd: Path
     ) -> subprocess.Popen[str]:
-        # With processes of its own, too: all of them end with the first one.
-        apart = ["--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        enter = ["ip", "netns", "exec", self.name, "unshare", *apart]
+        enter = ["ip", "netns", "exec", self.name, "unshare", "--uts", "--mount"]
         setup = ["sh", "-ec", SETUP, "sh", self.name, str(self.private)]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         own = {**os.environ, "TMPDIR": str(self.private), **environment}
@@ -63,11 +49,8 @@ def machines(number: int, private: Path) -> Iterator[list[Machine]]:
     """Make so many machines on one network, and remove them."""
     stem = f"rather-{os.getpid()}"
     switch = f"{stem}-switch"
-    made = [
-        Machine(f"{stem}-{i}", f"{NETWORK}.{i + 1}", private, switch, f"port{i}")
-        for i in range(number)
-    ]
-    private.mkdir(exist_ok=True)
+    made = [Machine(f"{stem}-{i}", f"{NETWORK}.{i + 1}", private) for i in range(number)]
+    private.mkdir()
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "br0", "type", "bridge")
