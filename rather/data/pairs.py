@@ -145,8 +145,10 @@ class PairDataset:
         # longest sequence.
         self.partners: tuple[Ints, int] | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PairDataset, (self.file, self.fingerprint, self.parts, self.rows)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker on another machine needs: the name of the file, not its pairs."""
+        names = ("file", "fingerprint", "parts", "rows", "corrections", "partners")
+        return {name: getattr(self, name) for name in names}
 
     def __len__(self) -> int:
         return len(self.file) if self.rows is None else len(self.rows)

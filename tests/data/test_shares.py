@@ -13,6 +13,7 @@ import torch
 from rather.cluster.worker import ActorWorker, RankInfo
 from rather.data.batch import PairBatch, PairFacts
 from rather.data.pack import pack
+from rather.data.pairs import Correction, PairDataset
 from rather.data.prepare import prepare
 from rather.data.shares import Batches, PairRows, share_of
 from rather.errors import ConfigError
@@ -105,3 +106,18 @@ def test_a_machine_without_the_tokenised_data_is_named(steps: Any, tmp_path: Pat
     worker = ActorWorker(config, "actor_train", RankInfo(0, 1, "cpu"))
     with pytest.raises(ConfigError, match=r"data_args\.cache_dir: .+ cannot read .+elsewhere"):
         worker.open_pairs(sent)
+
+
+def test_corrections_and_partners_travel_with_the_pairs(steps: Any) -> None:
+    dataset = steps[1].pairs.sets["train"]
+    corrected = PairDataset(
+        dataset.file, "own", dataset.parts, dataset.rows, {0: Correction(flip=True)}
+    )
+    joined = dataset.with_partners(seed=0, limit=1000)
+    for here, changed in ((corrected, [0]), (joined, [0, 1])):
+        there = pickle.loads(pickle.dumps(here))
+        for i, (one, other) in enumerate(zip(here.take([0, 1]), there.take([0, 1]), strict=True)):
+            assert np.array_equal(one.chosen, other.chosen)
+            assert np.array_equal(one.rejected, other.rejected)
+            (plain,) = dataset.take([i])
+            assert np.array_equal(plain.rejected, other.rejected) == (i not in changed)

@@ -357,7 +357,7 @@ def _wrap_loop() -> None:
     from rather.pipeline.saving import Saving
     from rather.reference.logprob_cache import BlockFile
     from rather.run_folder import layout
-    from rather.tracking.json_lines import MetricsFile
+    from rather.tracking.json_lines import AppendedFile
 
     _wrap(DPOPipeline, "__init__", _begin_run)
     _wrap(TrainingLoop, "_train", lambda self: at_step(self.progress.step))
@@ -366,12 +366,14 @@ def _wrap_loop() -> None:
     _wrap(prepare, "prepare", "data")
     _wrap(RowCounts, "to_json", "data.tokenised")
     _wrap(ReferenceStream, "_compute", "reference", "reference.done")
-    _wrap(BlockFile, "append", lambda self, _: _cache(self), lambda self, _: f"{_cache(self)}.done")
+    _wrap(
+        BlockFile, "append", lambda self, *_: _cache(self), lambda self, *_: f"{_cache(self)}.done"
+    )
     _wrap(BlockFile, "sync", "cache.sync", "cache.sync.done")
     _wrap(Roles, "move_reference", "follow", "follow.done")
     _wrap(Evaluation, "record", "evaluate", "evaluate.done")
     _wrap(OutOfMemoryRetry, "run", after=_evaluates)
-    _wrap(MetricsFile, "position")
+    _wrap(AppendedFile, "position")
     _wrap(TrainingLoop, "save", "save")
     _wrap(Saving, "_publish", after="save.done")
     _wrap(checkpoint, "clean", after="save.clean.done")
