@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import pickle
 import sys
 import tempfile
 import time
 from contextlib import closing
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +81,7 @@ class StubRay:
         self.sent = self.answered = 0
 
     def put(self, value: Any) -> Any:
-        self.sent += len(pickle.dumps(value))
+        self.sent += len(ForkingPickler.dumps(value))
         return value
 
     def wait(self, asked: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
@@ -106,8 +106,8 @@ def stub_cluster(name: str, config: Any, ray: StubRay, pairs: int) -> Cluster:
         "compute_log_probs": {"sum": torch.full((pairs, 2), -100.0, dtype=torch.float64)},
     }
     known = {method: CallResult(value) for method, value in values.items()}
-    sizes = {method: len(pickle.dumps(result)) for method, result in known.items()}
-    nothing = len(pickle.dumps(None))
+    sizes = {method: len(ForkingPickler.dumps(result)) for method, result in known.items()}
+    nothing = len(ForkingPickler.dumps(None))
 
     def call(_role: str, method: str, _args: Any, silent: bool) -> Answer:
         ray.answered += nothing if silent else sizes.get(method, nothing)

@@ -580,5 +580,5 @@ def tracker_in(log_dir: str | Path | None, config: DPOConfig, *, use_wandb: bool
         names.append("wandb")
     check_installed(names)
     places = {"output_dir": parent, "logging_dir": parent, "exp_name": folder.name}
-    own = config.model_copy(update={**places, "track_with": names})
+    own = config.model_copy(update={**places, "track_with": names, "pair_ledger": False})
     return RunTracker(own, total_steps=0, start_step=0, quiet=True)

@@ -20,7 +20,7 @@ from typing import Any
 import typer
 
 from rather.commands.sweep import SIGNALS, combinations, train_here
-from rather.commands.terminal import print_table, settings
+from rather.commands.terminal import echo, print_table, settings
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.data.prepare import prepare
@@ -165,7 +165,7 @@ class Tuning:
             for name in names:
                 done = self.state["runs"].get(name, {}).get("steps", 0)
                 if self.left < self._step_seconds * max(0, steps - done):
-                    typer.echo("tune: the budget is used up; the best so far counts.", err=True)
+                    echo("tune: the budget is used up; the best so far counts.", err=True)
                     return 0
                 if code := self.train(name, every[name], steps):
                     return code

@@ -219,7 +219,7 @@ def _layout_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, st
     if dp % ep or (shards % ep and ep % shards):
         groups = f", which are {dp // shards} replicas of {shards}" if shards < dp else ""
         key = "strategy_config" if args.ep_size is None else "ep_size"
-        yield key, f"ep_size: {ep} does not divide the {dp} data-parallel ranks{groups}"
+        yield key, f"expert parallel {ep} does not divide the {dp} data-parallel ranks{groups}"
     elif details.efsdp_size not in (None, dp // ep if ep > 1 else 1):
         yield "strategy_config.efsdp_size", f"is dp {dp} / ep {ep}; remove it"
     if pp == 1 and details.pipeline_schedule:

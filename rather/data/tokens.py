@@ -134,11 +134,12 @@ class Encoder:
             self._note("control_characters", detail)
         if not any(turn["content"].strip() for turn in as_turns(pair.prompt, "user")):
             self._note("empty_prompt", "the prompt is empty")
+        answers = pair.answers
         if not self.recipe.as_trl:
-            cut = map(self._without_final_eos, pair.answers)
-            answers: dict[str, Any] = dict(zip(SIDES, cut, strict=False))
-            self.pair = pair = replace(pair, **answers)
-        if any(map(is_empty, pair.answers)):
+            answers = [self._without_final_eos(answer) for answer in answers]
+            cut: dict[str, Any] = dict(zip(SIDES, answers, strict=False))
+            self.pair = pair = replace(pair, **cut)
+        if any(map(is_empty, answers)):
             raise DropReason("empty_response", f"nothing but {self.eos_text}")
         policy = self.recipe.special_tokens
         if found := _search(self.special, pair):

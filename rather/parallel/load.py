@@ -121,6 +121,20 @@ def takes_4_bits() -> bool:
     return bool(is_bitsandbytes_available())
 
 
+def _in_4_bits(device: str, compute: torch.dtype) -> dict[str, Any]:
+    if not takes_4_bits():
+        raise ConfigError(
+            "quantization: 4bit needs bitsandbytes; install rather[quantization], or remove the key"
+        )
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+    return {"device_map": {"": device}, "quantization_config": config}
+
+
 def load_policy(
     name: str,
     args: ModelArgs,
@@ -150,18 +164,7 @@ def load_policy(
     rounds = is_wider and compute == torch.bfloat16 and not args.quantization
     rounds |= is_wider and exact and not args.has_adapter
     if args.quantization:
-        if not takes_4_bits():
-            raise ConfigError(
-                "quantization: 4bit needs bitsandbytes; install rather[quantization], or remove "
-                "the key"
-            )
-        common["device_map"] = {"": device}
-        common["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=stored_in,
-        )
+        common |= _in_4_bits(device, stored_in)
     shown = hf_logging.get_verbosity()
     if reward:  # transformers reports that the head is new
         hf_logging.set_verbosity_error()

@@ -25,6 +25,7 @@ from tests.checkpoint.runs import config_of, train
 
 STATE = {
     "progress", "metrics_bytes", "metrics_sha256", "identity", "schedule", "trainer",
+    "ledger_bytes", "ledger_sha256",
     "progress.step", "progress.window", "progress.best", "progress.best_step",
     "progress.stale_evaluations", "progress.stopped_early", "progress.unevaluated",
     "progress.nonfinite", "progress.rollbacks", "progress.history", "progress.skipped",

@@ -54,6 +54,8 @@ def test_a_local_ray_has_four_tries_and_quotes_its_raylet(
         assert "torchrun --nproc-per-node 3 -m rather train" in str(found.value)
     assert len(tried) == 4
     assert pauses == sorted(set(pauses))  # they grow
+    ports = [options.pop("_metrics_export_port") for options in tried]
+    assert all(ports)  # a free one each time
     assert tried[0] == tried[3]
     assert tried[0]["_temp_dir"] == str(tmp_path / "ray")
     assert tried[0]["resources"] == {resources.SLOT: 3.0}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import yaml
@@ -57,6 +57,14 @@ sleep 600 & wait
 """
 
 
+def read_lines(pipe: int, count: int) -> list[str]:
+    text = b""
+    while text.count(b"\n") < count:
+        assert select.select([pipe], [], [], 60)[0], text
+        text += os.read(pipe, 65536)
+    return text.decode().splitlines()
+
+
 def test_the_slurm_script_runs(tmp_path: Path) -> None:
     """With stand-ins for Slurm's commands: one Ray node per machine, a private token, its signal."""
     stubs = {
@@ -74,21 +82,18 @@ def test_the_slurm_script_runs(tmp_path: Path) -> None:
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-c]", "SLURM_JOB_NUM_NODES": "3",
     }  # fmt: skip
     command = ["bash", str(SLURM), "dpo.yaml", "max_steps=5"]
-    calls = tmp_path / "calls"
+    os.mkfifo(tmp_path / "calls")
+    pipe = os.open(tmp_path / "calls", os.O_RDWR)
     with subprocess.Popen(command, env=environment, start_new_session=True) as script:
         try:
-            end = time.monotonic() + 60
-            while not calls.exists() or len(calls.read_text().splitlines()) < 4:
-                assert script.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            begun = read_lines(pipe, 4)
             os.kill(script.pid, signal.SIGTERM)  # Slurm's signal before the time limit
             assert script.wait(60) == 143
+            saved = read_lines(pipe, 1)
         finally:
             os.killpg(script.pid, signal.SIGKILL)
-    found = sorted(calls.read_text().splitlines())
     joins = "ray start --address=10.0.0.1:6379 --block 600 token"
-    assert found == [
+    assert [*sorted(begun), *saved] == [
         "rather train dpo.yaml --address 10.0.0.1:6379 timeouts.connect=120 max_steps=5 600 token",
         joins,
         joins,

@@ -45,7 +45,7 @@ def test_a_run_in_half_precision_and_small_files(run: DPOConfig, tmp_path: Path)
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     assert len(AutoTokenizer.from_pretrained(out)) == 63
     card = (out / "README.md").read_text()
-    assert "aligned with preference pairs by Rather" in card
+    assert "trained by Rather (task: preference)" in card
     assert "Exported from" in card
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

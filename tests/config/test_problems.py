@@ -276,8 +276,8 @@ COMBINATIONS = [
     ),
     (
         ["actor_train.strategy_args.strategy_config.expert_model_parallel_size=2"],
-        "actor_train.strategy_args.strategy_config.expert_model_parallel_size",
-        "expert parallelism is not supported",
+        "actor_train.strategy_args.strategy_config",
+        "expert parallel 2 does not divide the 1 data-parallel ranks",
     ),
     (
         ["actor_train.strategy_args.strategy_config.recompute_granularity=some"],

@@ -123,9 +123,9 @@ def test_the_layout_says_what_a_name_became() -> None:
     [
         (named("megatron_train", overlap_gradients=True), "overlap_gradients", "unknown key"),
         (
-            named("megatron_train", expert_model_parallel_size=2),
-            "expert_model_parallel_size",
-            "is not supported",
+            named("megatron_train", expert_model_parallel_size=3),
+            "strategy_config",
+            "expert parallel 3 does not divide the 4 data-parallel ranks",
         ),
         (
             named("zero1", use_distributed_optimizer=True),

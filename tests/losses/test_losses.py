@@ -281,7 +281,8 @@ def test_a_number_of_another_loss_is_an_error_that_names_its_own(name: str) -> N
 
 
 def test_the_numbers_of_a_config_are_those_of_the_losses() -> None:
-    assert set(LOSS_NUMBERS) == {number for _, number in NUMBERS}
+    others = {"desirable_weight", "undesirable_weight", "center_rewards_coefficient"}
+    assert set(LOSS_NUMBERS) == {number for _, number in NUMBERS} | others  # of other tasks
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -209,7 +209,7 @@ def test_rotary_positions_have_no_end_but_a_warning(
 def test_parts_that_are_not_trained() -> None:
     assert not [*untrained_parts(LlamaConfig())]
     [text] = untrained_parts(Gemma3Config())
-    assert "vision_config: only text is trained" in text
+    assert "vision_config, but only text is trained" in text
     assert not [*untrained_parts(MixtralConfig(output_router_logits=True))]
 
 

@@ -98,7 +98,7 @@ def test_no_file_of_the_run_holds_reference_weights(trained: Trained) -> None:
     assert (
         len(tensors) == 2 * 3 + 2
     )  # model, optimizer and rng of two checkpoints; model; best model
-    texts = (".json", ".jsonl", ".yaml", ".md", ".log", ".html", "")
+    texts = (".json", ".jsonl", ".yaml", ".md", ".log", ".html", ".arrows", "")
     assert all(file.suffix in texts for file in set(files) - set(tensors))
     for tensor in (tensor for file in tensors for tensor in load_file(file).values()):
         assert not any(

@@ -56,6 +56,7 @@ SOURCES = [["{run}"], ["{run}/checkpoint-1"], ["{linked}"], ["{model}"], ["{adap
 COMMANDS: dict[str, list[list[str]]] = {
     "train": [*EACH, *FOLDERS],
     "sweep": [[*words, "beta=0.1,0.2"] for words in EACH],
+    "tune": [[*words, "--budget", "1s", "--out", "tuned.yaml"] for words in EACH],
     "eval": [[*words, "--model", "{" + kind + "}"] for words in EACH[:1] for kind in KINDS],
     "demo": [["--out", "{run}"], ["--out", "{linked}"]],
     "data": [*EACH, ["{yaml:data}", "--save", "{linked}"]],
