@@ -180,7 +180,7 @@ class Host:
 
         worker = self.workers[role]
         with self.pulse.during(f"{role}.{method}"):
-            args = [worker.find(arg) if isinstance(arg, Batches) else arg for arg in args]
+            args = [worker.named.find(arg) if isinstance(arg, Batches) else arg for arg in args]
             value = getattr(worker, method)(*args)
             return None if silent else _on_host(value)
 

@@ -7,7 +7,6 @@ import os
 import pkgutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from rather.config.schema import DPOConfig, ModelArgs, RoleConfig
 from rather.config.strategies import layout
 from rather.config.values import worker_class
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
-from rather.data.shares import Batches, RunPairs, Share, share_of
+from rather.data.shares import Batches, NamedSteps, RunPairs, Share, share_of
 from rather.errors import ConfigError, DiskError, MemoryShortage
 from rather.losses.objective import PairLoss, from_config, own_loss
 from rather.model.budget import TOKENS, Budget, NoRoom, agree_on_budget, choose_budget
@@ -94,9 +93,8 @@ class ActorWorker:
         self.borrowed: ActorWorker | None = None  # the neighbour, if this role uses its model
         self.trainer: RankTrainer
         self.rows: int
-        self.pairs: RunPairs  # of the run, by which calls name them
-        self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
-        self._following: dict[tuple[Any, ...], Future[Batches]] = {}  # packed ahead
+        self.place, self.keeps_ledger = (0, 1), config.keeps_ledger  # place: data-parallel rank
+        self.named: NamedSteps  # of the run, whose pairs calls name by numbers
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
         """Return a PairLoss, or a plain function from PairLogps to one loss per pair."""
@@ -133,6 +131,8 @@ class ActorWorker:
         args, path = self.worker_config.model_args, self.worker_config.model_path
         self.source = (model, args.of_other_weights()) if model else (path, args)
         self.layout, other = layout(self.worker_config), self.neighbour
+        if self.member.world > 1:
+            self.place = (self.layout.dp_rank(self.member.rank), self.layout.dp)
         if other and other.source[1].has_adapter and self.config.reference_is_policy:
             self.borrowed, self.trainer, self.rows = other, other.trainer, other.rows
             kept = self.config.keeps_start
@@ -285,42 +285,16 @@ class ActorWorker:
 
     def open_pairs(self, pairs: RunPairs) -> None:
         """Open the tokenised data, of which later calls name the pairs by their numbers."""
-        self.pairs = pairs
-        for dataset in pairs.sets.values():
-            try:
-                len(dataset.file)
-            except OSError as error:
-                raise ConfigError(
-                    f"data_args.cache_dir: {socket.gethostname()} cannot read {dataset.file.path} "
-                    f"({error.strerror or error}), and every rank reads its own pairs. Name a "
-                    "folder of a network file system that is mounted on all machines."
-                ) from error
+        self.named = NamedSteps(pairs, self.place)
 
     def pack(self, batches: Sequence[PairBatch]) -> None:
         """Pack this rank's share of a step before it is needed."""
-        if isinstance(batches, Batches):
-            self._share(batches)
-
-    def find(self, batches: Batches) -> Batches:
-        """Return the batches that a driver has named, and begin to pack those of the next step."""
-        packed = self._following.pop(batches.key, None)
-        found = packed.result() if packed else batches.of(self.pairs)
-        if following := found.following:
-            kept = self._following.items()
-            own = {key: each for key, each in kept if key[0] >= found.number}
-            own[following.key] = self._packer.submit(self._packed, following)
-            self._following = own
-        return found
-
-    def _packed(self, batches: Batches) -> Batches:
         self._share(batches)
-        return batches
 
     def _share(self, batches: Sequence[PairBatch]) -> Share:
-        shape = layout(self.worker_config)
-        if self.member.world == 1:
-            return share_of(batches, 0, 1)
-        return share_of(batches, shape.dp_rank(self.member.rank), shape.dp)
+        if isinstance(batches, Batches) and (packed := batches.shares.get(self.place)):
+            return packed
+        return share_of(batches, *self.place)
 
     # --- work ---
 
@@ -334,16 +308,14 @@ class ActorWorker:
         own = self._share(batches)
         try:
             result = self.trainer.train_step(own.batches, reference, own.facts, limits)
-            result = replace(result, table=None)
         except torch.OutOfMemoryError as error:
             if self.layout.canonical:
                 raise ConfigError(CANONICAL_SHORTAGE.format(error)) from error
             error.add_note(explanation(self, largest(own.batches)))  # not shown if a retry succeeds
             raise
-        first = not isinstance(batches, Batches) or batches.number in (None, 1)
-        if first or self.config.keeps_ledger:
-            return result
-        return replace(result, policy=result.policy[:0], reference=None, slopes=None)
+        if self.keeps_ledger or own.number in (None, 1):
+            return replace(result, table=None)
+        return replace(result, policy=result.policy[:0], reference=None, slopes=None, table=None)
 
     def park(self) -> bool:
         """Offload a frozen model between its turns; return whether that changed anything."""

@@ -41,7 +41,9 @@ def save(prepared: Prepared, folder: Path) -> list[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--save {folder}: is not empty; name a new folder.")
     if not prepared.train.lengths("rejected").any():
-        raise ConfigError("--save: only pairs are saved as tokens; use the files of single answers.")
+        raise ConfigError(
+            "--save: only pairs are saved as tokens; use the files of single answers."
+        )
     sets = {"": prepared.train}
     sets |= {f"validation-{name}".rstrip("-"): pairs for name, pairs in prepared.evals.items()}
     temporary = folder.absolute().with_name(f".tmp-{folder.name}")

@@ -6,8 +6,10 @@ driver sends a few numbers, however many pairs, tokens and ranks there are.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -20,6 +22,7 @@ from rather.data.batch import SCORED, Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pack import plan_bins
 from rather.data.pairs import PairDataset
 from rather.data.sampler import Order
+from rather.errors import ConfigError
 
 Flags = NDArray[np.bool_]
 TRAIN = "train"  # the set that steps are made of; evaluation sets have the prefix "eval/"
@@ -41,8 +44,8 @@ class _Named:
     """Pickles the fields of a dataclass alone, without what was computed from them."""
 
     def __getstate__(self) -> dict[str, Any]:
-        names = self.__dataclass_fields__  # type: ignore[attr-defined]
-        return {name: value for name, value in vars(self).items() if name in names}
+        kept = {field.name: field.init for field in fields(self)}  # type: ignore[arg-type]
+        return {name: getattr(self, name) if given else {} for name, given in kept.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +99,7 @@ class Share:
     facts: PairFacts  # of all pairs of the step
     count: int  # of log-probs per column: pairs, or twice as many with shared tokens
     places: Tensor | None = None  # the pairs that any rank computes; None: all
+    number: int | None = None  # of the training step
 
     def spread(self, columns: Columns) -> Columns:
         """Return columns of all pairs of the step: NaN for those that no rank has computed."""
@@ -128,6 +132,7 @@ class Batches(_Named, Sequence[PairBatch]):
     at_end: bool = False
     wanted: Flags | None = None
     shared: bool = False
+    shares: dict[tuple[int, int], Share] = field(default_factory=dict, init=False)  # packed already
 
     def only(self, wanted: Flags, *, shared: bool = False) -> Batches:
         """Return the micro-batches that have at least one of these pairs."""
@@ -168,10 +173,9 @@ class Batches(_Named, Sequence[PairBatch]):
 
     def share(self, rank: int, ranks: int) -> Share:
         """Return the micro-batches of one rank. All ranks have equally many, or they would hang."""
-        known: dict[tuple[int, int], Share] = vars(self).setdefault("_shares", {})
-        if (rank, ranks) not in known:
-            known[rank, ranks] = self._pack(rank, ranks)
-        return known[rank, ranks]
+        if (rank, ranks) not in self.shares:
+            self.shares[rank, ranks] = self._pack(rank, ranks)
+        return self.shares[rank, ranks]
 
     def _pack(self, rank: int, ranks: int) -> Share:
         pairs, places, count = self.own_pairs(), None, len(self.pairs)
@@ -190,7 +194,7 @@ class Batches(_Named, Sequence[PairBatch]):
         if torch.cuda.is_available():
             own = [each.pin_memory() for each in own]
             places = None if places is None else places.pin_memory()
-        return Share(own, PairFacts.of_pairs(pairs), count, places)
+        return Share(own, PairFacts.of_pairs(pairs), count, places, self.number)
 
     def __len__(self) -> int:
         return len(self.share(0, 1).batches)
@@ -204,6 +208,39 @@ class Batches(_Named, Sequence[PairBatch]):
 
     def __iter__(self) -> Iterator[PairBatch]:
         return iter(self.share(0, 1).batches)
+
+
+class NamedSteps:
+    """Finds the batches that a driver has named, and packs a rank's share of the next step."""
+
+    def __init__(self, pairs: RunPairs, place: tuple[int, int]) -> None:
+        for dataset in pairs.sets.values():
+            try:
+                len(dataset.file)
+            except OSError as error:
+                raise ConfigError(
+                    f"data_args.cache_dir: {socket.gethostname()} cannot read {dataset.file.path} "
+                    f"({error.strerror or error}), and every rank reads its own pairs. Name a "
+                    "folder of a network file system that is mounted on all machines."
+                ) from error
+        self.pairs, self.place = pairs, place
+        self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
+        self._following: dict[tuple[Any, ...], Future[Batches]] = {}  # packed ahead
+
+    def find(self, batches: Batches) -> Batches:
+        """Return the batches with their pairs, and begin to pack those of the next step."""
+        packed = self._following.pop(batches.key, None)
+        found = packed.result() if packed else batches.of(self.pairs)
+        if following := found.following:
+            kept = self._following.items()
+            own = {key: each for key, each in kept if key[0] >= found.number}
+            own[following.key] = self._packer.submit(self._packed, following)
+            self._following = own
+        return found
+
+    def _packed(self, batches: Batches) -> Batches:
+        batches.share(*self.place)
+        return batches
 
 
 def tokens_of(batches: Sequence[PairBatch]) -> int:

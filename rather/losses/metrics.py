@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -42,7 +45,8 @@ def differs(x: PairLogps) -> Tensor:
     return log_ratios(x).abs() > ROUNDING * x.policy.abs()
 
 
-PER_PAIR: Mapping[str, Callable[[Scored], Tensor]] = {
+Metrics = Mapping[str, Callable[[Scored], Tensor]]
+PER_PAIR: Metrics = {
     "loss": lambda s: s.losses,
     "rewards/chosen": lambda s: s.rewards[:, 0],
     "rewards/rejected": lambda s: s.rewards[:, 1],
@@ -55,11 +59,11 @@ PER_PAIR: Mapping[str, Callable[[Scored], Tensor]] = {
     "lengths/chosen": lambda s: s.x.length[:, 0],
     "lengths/rejected": lambda s: s.x.length[:, 1],
 }
-WITH_REFERENCE: Mapping[str, Callable[[Scored], Tensor]] = {
+WITH_REFERENCE: Metrics = {
     "logps/chosen_below_reference": lambda s: (differs(s.x) & (log_ratios(s.x) < 0))[:, 0].double(),
     "kl": lambda s: log_ratios(s.x).mean(dim=1),  # exact for answers sampled from the policy
 }
-OF_A_LOSS: Mapping[str, Callable[[Scored], Tensor]] = {
+OF_A_LOSS: Metrics = {
     "odds_ratio": lambda s: log_odds_ratio(s.x),
     "nll_loss": lambda s: token_mean(s.x),
 }
@@ -69,7 +73,7 @@ OF_REWARDS = {
     for name in ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/ties",
                  "rewards/margins", "lengths/chosen", "lengths/rejected")
 }  # fmt: skip
-OF_SCORES: Mapping[str, Callable[[Scored], Tensor]] = {
+OF_SCORES: Metrics = {
     "loss": lambda s: s.losses,
     "scores/mean": lambda s: s.rewards[:, 0],
     "scores/error": lambda s: (s.rewards[:, 0] - s.x.extra["margin"]).abs(),
@@ -110,18 +114,20 @@ def of_labelled(scored: Scored, loss: PairLoss) -> dict[str, Tensor]:
     return own | {"logps/chosen_below_reference": below * good}
 
 
+@cache
+def _metrics_of(task: str, loss: str, has_reference: bool) -> tuple[Metrics, bool]:
+    """Return the metrics of a task, and whether it is about pairs."""
+    is_paired = task == "preference" or (task == "reward" and loss != "regression")
+    single: Mapping[str, Metrics] = {"reward": OF_SCORES, "sft": OF_ANSWERS, "unpaired": {}}
+    own = (OF_REWARDS if task == "reward" else PER_PAIR) if is_paired else single[task]
+    return {**own, **(WITH_REFERENCE if has_reference and is_paired else {})}, is_paired
+
+
 def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str, Tensor]:
     """Return name -> weighted sum over the pairs, on the device; "weight" sums the weights."""
-    metrics: Mapping[str, Callable[[Scored], Tensor]] = PER_PAIR
-    is_paired = loss.task == "preference"
-    if loss.task == "reward":
-        is_paired = loss.terms[0].name != "regression"
-        metrics = OF_REWARDS if is_paired else OF_SCORES
-    elif not is_paired:
-        metrics = OF_ANSWERS if loss.task == "sft" else {}
-    metrics = {**metrics, **(WITH_REFERENCE if loss.needs_reference and is_paired else {})}
-    metrics |= {name: OF_A_LOSS[name] for name in loss.own_metrics}
+    metrics, is_paired = _metrics_of(loss.task, loss.terms[0].name, loss.needs_reference)
     columns = {name: metric(scored).detach() for name, metric in metrics.items()}
+    columns |= {name: OF_A_LOSS[name](scored).detach() for name in loss.own_metrics}
     if loss.task == "unpaired":
         columns |= {name: column.detach() for name, column in of_labelled(scored, loss).items()}
     columns |= scored.extra
@@ -130,6 +136,22 @@ def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str,
         columns |= {name: moment(margin, longer) for name, moment in MOMENTS.items()}
     columns["weight"] = torch.ones_like(weight_P)
     return dict(zip(columns, torch.stack(list(columns.values())) @ weight_P, strict=True))
+
+
+def ledger_columns(
+    policy: Tensor, reference: Tensor | None, slopes: Tensor, facts: PairFacts
+) -> dict[str, NDArray[Any]]:
+    """Return a ledger row of each pair: log-ratios, or without a reference log-probs per token.
+
+    The gradient weight is the derivative of the pair's loss, times its own weight, by the
+    difference of both log-probs: beta * sigmoid(-beta * margin) for DPO.
+    """
+    values = policy / facts.length if reference is None else policy - reference
+    pull = slopes.abs().sum(dim=1) / 2 * facts.weight.sum()
+    columns = {"margin": gap(values), "chosen": values[:, 0], "rejected": values[:, 1]}
+    columns |= {"gradient_weight": pull, "chosen_tokens": facts.length[:, 0]}
+    columns["rejected_tokens"] = facts.length[:, 1]
+    return {name: column.numpy() for name, column in columns.items()}
 
 
 @dataclass

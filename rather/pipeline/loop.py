@@ -18,7 +18,7 @@ from rather.config.schema import DPOConfig
 from rather.data.batch import Columns
 from rather.data.prepare import Prepared
 from rather.errors import DiskError, NonFiniteError
-from rather.losses.metrics import Window
+from rather.losses.metrics import Window, ledger_columns
 from rather.losses.objective import PairLoss
 from rather.pipeline.checks import check_step_zero
 from rather.pipeline.evaluation import Answers, Evaluation, Interrupted
@@ -69,6 +69,7 @@ class TrainingLoop:
     def _build_loop(self, identity: Mapping[str, Any]) -> None:
         """Build the parts that both constructors share."""
         config, roles, source = self.config, self.roles, self.source
+        self.keeps_ledger = config.keeps_ledger
         kind = self.objective.baseline_kind
         self.packing = Packing(config, roles.kind, baseline=kind)
         self.timeline = Timeline(in_turn=not roles.runs_ahead)
@@ -142,8 +143,10 @@ class TrainingLoop:
                 return self.actor_train.train_step(batches, reference, limits=limits)
 
         result = self.retry.run("train", step, work)
-        if self.summary and self.config.keeps_ledger and not result.nonfinite:
-            columns = result.ledger(step.facts)
+        if self.summary and self.keeps_ledger and not result.nonfinite:
+            assert result.slopes is not None
+            known = result.policy, result.reference, result.slopes
+            columns = ledger_columns(*known, step.facts)
             self.tracker.log_pairs(step.number, [pair.digest for pair in step.pairs], columns)
         if not result.skipped:
             self.progress.running = running

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -111,6 +111,7 @@ class PreparedSteps:
     def steps(self, done: int, position: Mapping[str, Any] | None = None) -> Iterator[Step]:
         assert self.packing is not None
         for number in range(done + 1, self.total_steps + 1):
+            self._epoch_at(number)
             yield replace(
                 self.packing.step(self.step_pairs(number), number, "train"),
                 is_last=number == self.total_steps,
@@ -134,7 +135,11 @@ class PreparedSteps:
         return np.flatnonzero(visited)
 
     def epoch_at(self, step: int) -> float:
-        return round(self.order.epoch_at(step), 4)
+        return round(self._epoch_at(step), 4)
+
+    @cached_property
+    def _epoch_at(self) -> Callable[[int], float]:
+        return lru_cache(self.order.epoch_at)  # called as steps are made, then when they are logged
 
     def describe_pairs(self, step: Step, places: Sequence[int]) -> list[dict[str, Any]]:
         train, files = self.data.train, self.data.report["train"]["files"]

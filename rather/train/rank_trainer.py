@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rather.checkpoint.sharded_tensors import LocalShards, Shard, ShardSpec
 from rather.data.batch import Columns, PairBatch, PairFacts
-from rather.losses.losses import gap
 from rather.losses.metrics import Scored, weighted_sums
 from rather.losses.objective import PairLoss
 from rather.model.collectives import all_reduce_
@@ -77,21 +75,6 @@ class StepResult:
     def __str__(self) -> str:
         return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
 
-    def ledger(self, facts: PairFacts) -> dict[str, NDArray[Any]]:
-        """Return a ledger row of each pair: log-ratios, or without a reference log-probs per token.
-
-        The gradient weight is the derivative of the pair's loss, times its own weight, by the
-        difference of both log-probs: beta * sigmoid(-beta * margin) for DPO.
-        """
-        assert self.slopes is not None
-        known = self.reference
-        values = self.policy / facts.length if known is None else self.policy - known
-        pull = self.slopes.abs().sum(dim=1) / 2 * facts.weight.sum()
-        columns = {"margin": gap(values), "chosen": values[:, 0], "rejected": values[:, 1]}
-        columns |= {"gradient_weight": pull, "chosen_tokens": facts.length[:, 0]}
-        columns["rejected_tokens"] = facts.length[:, 1]
-        return {name: column.numpy() for name, column in columns.items()}
-
 
 class WholeModelRunner:
     """Runs micro-batches through a model without pipeline stages, whole or sharded.
@@ -124,6 +107,7 @@ class WholeModelRunner:
 
 
 Sums = Mapping[str, Tensor]  # metrics of a micro-batch
+Limits = StepLimits | None
 Runner = WholeModelRunner | Canonical | Stages  # plain, in a fixed order, or through stages
 
 
@@ -219,11 +203,8 @@ class RankTrainer:
         facts: PairFacts | None = None,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        """Take one optimizer step, unless loss or gradient are above the limits or not finite.
-
-        `facts` and `reference` are those of all pairs, even if `batches` are only some of them.
-        """
-        facts = facts or PairFacts.of_step(batches)
+        """Take one optimizer step, unless loss or gradient are above the limits or not finite."""
+        facts = facts or PairFacts.of_step(batches)  # of all pairs, as `reference` is
         total, scale = float(facts.weight.sum()) or 1.0, self._trained.scale
         facts, known = facts.to(self.device), reference and self._on_device(reference)
         rows, slopes = list[Sums](), dict[str, Tensor]()
@@ -256,8 +237,7 @@ class RankTrainer:
         self._complete_gradients()
         result = self._update(rows or [self._no_sums(facts, known)], numbers, batches, limits)
         if result.skip_reason == "nonfinite":
-            losses = [] if slopes else [row["loss"] for row in rows]
-            result = self._with_report(result, numbers, batches, losses)
+            result = self._with_report(result, numbers, batches, [] if slopes else rows)
         self._trained.zero_grad()
         return result
 
@@ -323,10 +303,11 @@ class RankTrainer:
         result: StepResult,
         numbers: Tensor,
         batches: Sequence[PairBatch],
-        losses: list[Tensor],
+        rows: Sequence[Sums],
     ) -> StepResult:
         """Return the result with a report of where NaN or Inf was found."""
-        lost, norms = lost_pairs(numbers, batches, losses), self._trained.norms(self._counted)
+        losses, norms = [row["loss"] for row in rows], self._trained.norms(self._counted)
+        lost = lost_pairs(numbers, batches, losses)
         return replace(result, nonfinite=nonfinite_report(lost, norms, alone=self._is_alone))
 
     def _no_sums(self, facts: PairFacts, reference: Columns | None) -> dict[str, Tensor]:
@@ -337,11 +318,7 @@ class RankTrainer:
         return weighted_sums(scored, facts.weight[none], self.loss)
 
     def _update(
-        self,
-        rows: Sequence[Sums],
-        pairs: Tensor,
-        batches: Sequence[PairBatch],
-        limits: StepLimits | None,
+        self, rows: Sequence[Sums], pairs: Tensor, batches: Sequence[PairBatch], limits: Limits
     ) -> StepResult:
         """Clip and step, unless the numbers, which all ranks share, are a reason to skip it."""
         optimizer, scale = self._trained, self._trained.loss_scale
@@ -356,13 +333,11 @@ class RankTrainer:
         grad_norm, zeros, real, laid_out = numbers[:4].tolist()
         table = numbers[4 : 4 + table.numel()].view_as(table)
         logps, slopes, *known = torch.split(numbers[4 + table.numel() :].view_as(pairs), 2, dim=1)
-        total = reduce(torch.add, table)  # in order: the same bits on any number of ranks
-        sums = dict(zip(rows[0], total.tolist(), strict=True))
+        sums = dict(zip(rows[0], reduce(torch.add, table).tolist(), strict=True))  # in rank order
         for name, value in self.balance.metrics().items() if self.balance else ():
             sums[name] = value * sums["weight"]
-        found = int(zeros) if self.count_zeros else None
         result = StepResult(
-            sums, logps, grad_norm, optimizer.lr, None, found,
+            sums, logps, grad_norm, optimizer.lr, None, int(zeros) if self.count_zeros else None,
             reference=known[0] if known else None, slopes=slopes / optimizer.scale,
             real_tokens=int(real), laid_out=int(laid_out), table=table,
         )  # fmt: skip
@@ -373,7 +348,7 @@ class RankTrainer:
             scale.overflowed() if reason else scale.succeeded()
         return replace(result, skip_reason=reason)
 
-    def _skip_reason(self, result: StepResult, limits: StepLimits | None) -> Reason | None:
+    def _skip_reason(self, result: StepResult, limits: Limits) -> Reason | None:
         """Return why not to apply the step. A smaller scale helps gradients, not a loss."""
         scale = self._trained.loss_scale
         if not math.isfinite(result.sums["loss"]):

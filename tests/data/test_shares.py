@@ -79,12 +79,12 @@ def test_a_step_travels_as_a_few_bytes_and_the_next_one_is_packed_meanwhile(step
     assert len(pickle.dumps(first.policy)) == len(sent) < 600
     worker = ActorWorker(config, "actor_train", RankInfo(0, 1, "cpu"))
     worker.open_pairs(pickle.loads(pickle.dumps(source.pairs)))
-    found = worker.find(pickle.loads(sent))
+    found = worker.named.find(pickle.loads(sent))
     for one, other in zip(first.policy, found, strict=True):
         assert_equal(one, other)
-    (packed,) = worker._following.values()
+    (packed,) = worker.named._following.values()
     ahead = packed.result()
-    assert worker.find(pickle.loads(pickle.dumps(second.policy))) is ahead
+    assert worker.named.find(pickle.loads(pickle.dumps(second.policy))) is ahead
     for one, other in zip(second.policy, ahead, strict=True):
         assert_equal(one, other)
 

@@ -69,8 +69,10 @@ def test_a_plain_run(shared: Path) -> None:
     config, lines = run(shared, "plain", max_steps=3)
     first_evaluation, first, *_, last, last_evaluation = lines
     assert list(first) == TRAIN_KEYS
-    assert set(first_evaluation) == {"step", "epoch", "eval/pairs"} | {
-        f"eval/{key}" for key in TRAIN_KEYS[2:16]
+    whole_set = ("pairs", "drift", "calibrated_loss", "rewards/accuracies_low",
+                 "rewards/accuracies_high", "rewards/accuracies_length_controlled")  # fmt: skip
+    assert set(first_evaluation) == {"step", "epoch"} | {
+        f"eval/{key}" for key in (*TRAIN_KEYS[2:16], *whole_set)
     }
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 3]
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
@@ -82,7 +84,14 @@ def test_a_plain_run(shared: Path) -> None:
         [1e-3, 1e-3 * 2 / 3, 1e-3 / 3]
     )
     written = {path.name for path in config.run_dir.iterdir() if not path.name.startswith(".")}
-    files = {"metrics.jsonl", "config.yaml", "data_report.json", "report.json", "reference.log"}
+    files = {
+        "metrics.jsonl",
+        "config.yaml",
+        "data_report.json",
+        "report.json",
+        "reference.log",
+        "ledger.arrows",
+    }
     files |= {"plan.json", "starts.jsonl", "report.html"}
     assert written == files | {"checkpoint-3", "LATEST", "model"}
     assert json.loads((config.run_dir / "data_report.json").read_text())
@@ -156,7 +165,7 @@ def test_evaluation_chunks_do_not_matter(shared: Path, monkeypatch: pytest.Monke
     config = make_config(shared, exp_name="whole-set")
     records = []
     for chunk in (256, 4, 1):
-        monkeypatch.setattr("rather.pipeline.steps.EVALUATION_CHUNK", chunk)
+        monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", chunk)
         pipeline = DPOPipeline(config)
         pipeline.initialize()
         records += [pipeline.evaluate(), pipeline.evaluate()]

@@ -34,7 +34,7 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rather.pipeline.steps.EVALUATION_CHUNK", 4)
+    monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", 4)
     for name in ("check_family", "check_model"):  # half the time of a tiny run
         monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
@@ -43,7 +43,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("signals")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("rather.pipeline.steps.EVALUATION_CHUNK", 4)
+        monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", 4)
         assert DPOPipeline(config_of(found, "whole")).run() == 0
     return found
 
