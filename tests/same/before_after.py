@@ -16,7 +16,7 @@ These differences are intended: the metric `logps/falling` is now `logps/chosen_
 defaults of `track_with` and `report_html` changed (the cells set both keys); weights were rounded to
 nearest, which is `rounding: nearest` now and what older checkpoints continue with; a CPU without
 bfloat16 instructions now multiplies in float32 (run_jobs.py switches that off); the state has
-NEW_STATE.
+NEW_STATE, and evaluations have NEW_METRICS.
 """
 
 from __future__ import annotations
@@ -48,8 +48,12 @@ SAVED_AT = 2  # the step whose checkpoint is resumed
 WITHIN_ROUNDING = {name + "logps/chosen_below_reference" for name in ("", "eval/")}
 NEW_STATE = (
     ".identity.rounding", ".identity.model weights", ".identity.reference weights",
-    ".progress.idle", ".progress.skipped",
+    ".progress.idle", ".progress.skipped", ".progress.running", ".ledger_",
 )  # fmt: skip
+NEW_METRICS = {
+    "eval/drift", "eval/calibrated_loss", "eval/rewards/accuracies_low",
+    "eval/rewards/accuracies_high", "eval/rewards/accuracies_length_controlled",
+}  # fmt: skip
 
 
 def current_name(key: str) -> str:
@@ -230,7 +234,7 @@ def compare(got: Path, expected: Path) -> list[str]:
     for one, other in zip(metrics_of(got), metrics_of(expected), strict=False):
         found += [
             f"metrics, step {other.get('step')}: {key} is {one.get(key)!r}, was {other.get(key)!r}"
-            for key in sorted(one.keys() | other.keys())
+            for key in sorted((one.keys() | other.keys()) - NEW_METRICS)
             if json.dumps(one.get(key)) != json.dumps(other.get(key)) and key not in WITHIN_ROUNDING
         ]
     if len(metrics_of(got)) != len(metrics_of(expected)):
