@@ -59,9 +59,12 @@ def download(address: str) -> tuple[str, list[Path]]:
         if known and known[0] == commit:
             return known
         names = hub.HfApi().list_repo_files(**of)
-        card = _card(Path(hub.hf_hub_download(filename=CARD, **of)) if CARD in names else None)
+        # `of` has the commit.
+        file = hub.hf_hub_download(filename=CARD, **of) if CARD in names else None  # nosec B615
+        card = _card(Path(file) if file else None)
         chosen = choose(names, card, wanted, f"{address} (commit {commit})")
-        folder = Path(hub.snapshot_download(allow_patterns=[*map(escape, chosen)], **of))
+        patterns = [*map(escape, chosen)]
+        folder = Path(hub.snapshot_download(allow_patterns=patterns, **of))  # nosec B615
     except DataError:
         raise
     except Exception as error:  # of the hub, its HTTP library, or the network
