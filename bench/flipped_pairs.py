@@ -33,7 +33,7 @@ from rather.config.load import config_from_dict
 from rather.data.corrections import hex_id
 from rather.data.prepare import prepare
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.pairs import PairHistory, auc, read_ledger
+from rather.report.pairs import CUT, PairHistory, auc, read_ledger
 
 SHARES, SEEDS = (0.1, 0.2, 0.3), (0, 1, 2)
 BARS = {"politeness": 0.80, "stories": 0.70}  # AUC at 20 %
@@ -125,8 +125,8 @@ class Cell:
         if self.share:
             flipped = np.isin(history.ids, planted)
             found |= {name: auc(score, flipped) for name, score in scores(history).items()}
-            flagged = history.flip_score > 0
-            found["precision"] = float(flipped[flagged].mean())
+            flagged = history.flip_score > CUT
+            found["precision"] = float(flipped[flagged].mean()) if flagged.any() else 0.0
             found["recall"] = float(flagged[flipped].mean())
             if self.retrain and self.name == "politeness":
                 extra = self.write("doctor", history.ids[flagged])
@@ -202,6 +202,7 @@ def scores(history: PairHistory) -> dict[str, Any]:
     return {
         "doctor": history.flip_score,
         "first_seen": -history.first,
+        "mean": -history.mean,
         "last": -history.last,
         "gradient_weight": history.gradient_weight,
         "shorter": -history.longer,

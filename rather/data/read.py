@@ -187,7 +187,7 @@ def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
                             message = as_message(part)
                             yield Chunk(index, table=message, first=first, done=first / rows)
                             first += part.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
         raise DataError(
             f"{source.path}: damaged {source.kind} file after row {first - 1} ({error})."
         ) from error

@@ -25,11 +25,16 @@ Flags = NDArray[np.bool_]
 CALIBRATED = ("auc", "cut", "precision", "recall")
 CALIBRATION = "pairs.json"  # in the run folder, from flips that `rather pairs --plant` made
 MEANINGS = {
-    "likely_flipped": "training never believed the label: the mean margin is too low",
+    "likely_flipped": "training did not believe the label: the flip score is too high",
     "never_learned": "the margin was never above 0",
     "unlearned": "the margin was above 0, and ended at 0 or below",
     "chosen_falls": "the chosen answer became less likely",
 }
+# Of the flip score, chosen on other seeds than the reported ones (bench/flipped_pairs.py).
+FADING = (
+    0.4  # each later visit counts so much of the one before it: models learn wrong labels by heart
+)
+CUT = 0.5  # above it the model disagrees with the label
 
 
 def read_ledger(run_dir: Path) -> Any:
@@ -65,6 +70,7 @@ class PairHistory:
     first: Floats  # margin before the pair was trained on
     last: Floats
     mean: Floats
+    flip_score: Floats
     lowest: Floats  # margin after the first visit
     highest: Floats  # margin before the last visit
     chosen_moved: Floats  # log-ratio of the chosen answer at the last visit minus the first
@@ -92,17 +98,13 @@ class PairHistory:
             margin[start],
             margin[last],
             np.add.reduceat(margin, start) / visits,
+            _doubt(margin, start, visits),
             np.minimum.reduceat(after, start),
             np.maximum.reduceat(before, start),
             chosen[last] - chosen[start],
             np.add.reduceat(column["gradient_weight"][order].astype(float), start) / visits,
             longer.astype(float),
         )
-
-    @cached_property
-    def flip_score(self) -> Floats:
-        """Minus the mean margin over all visits: high if training never believes the label."""
-        return -self.mean
 
     @property
     def findings(self) -> dict[str, Flags]:
@@ -134,6 +136,19 @@ class PairHistory:
             }
             for i in np.argsort(-self.flip_score, kind="stable").tolist()
         ]
+
+
+def _doubt(margin: Floats, start: NDArray[np.int64], visits: NDArray[np.int64]) -> Floats:
+    """Return how little training believes the labels, from 0 to 1; 0.5 is undecided.
+
+    The mean over visits of sigmoid(-margin), in units of the spread of first-seen margins, so that it does not
+    depend on beta or the loss, and one extreme margin cannot outweigh the others.
+    """
+    unit = float(margin[start].std()) or 1.0
+    visit = np.arange(len(margin)) - np.repeat(start, visits)
+    weight = FADING**visit
+    disbelief = weight / (1 + np.exp(np.clip(margin / unit, -50, 50)))
+    return np.add.reduceat(disbelief, start) / np.add.reduceat(weight, start)
 
 
 def auc(score: Floats, positive: Flags) -> float:
@@ -185,8 +200,8 @@ class Doctor:
 
     @cached_property
     def findings(self) -> dict[str, Flags]:
-        """Return name -> which pairs. Without a calibration, a negative mean margin is suspicious."""
-        flagged = self.history.flip_score > 0
+        """Return name -> which pairs. Without a calibration, any disagreement is suspicious."""
+        flagged = self.history.flip_score > CUT
         if self.calibration:
             flagged = self.history.flip_score >= self.calibration["cut"]
         return {"likely_flipped": flagged, **self.history.findings}

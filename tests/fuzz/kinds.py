@@ -385,7 +385,7 @@ def run_folders(world: World, draw: Random, folder: Path) -> Case:
 
 
 def _records(file: Path) -> list[Any]:
-    """Return the numbers that `rather compare` shows: those of lines that are JSON objects."""
+    """Return the numbers that `rather compare` shows, in no order: those of lines that are objects."""
     found = []
     for line in file.read_bytes().split(b"\n"):
         try:
@@ -394,7 +394,7 @@ def _records(file: Path) -> list[Any]:
             continue
         names = ("step", "loss", "eval/loss")
         found.append([record.get(n) for n in names] if isinstance(record, dict) else None)
-    return found
+    return sorted(found, key=str)
 
 
 def board_requests(world: World, draw: Random, folder: Path) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,17 @@ def test_findings_and_score() -> None:
     assert flags["never_learned"] == [3]
     assert flags["unlearned"] == [2]
     assert flags["chosen_falls"] == [1, 2, 3, 4]
-    assert found.ids[np.argsort(-found.flip_score)].tolist() == [2, 3, 4, 1]
+    assert found.ids[np.argsort(-found.flip_score)].tolist() == [3, 4, 2, 1]
+    unit = np.std([0.1, 0.2, -0.1, -0.5])
+    doubts = [1 / (1 + math.exp(margin / unit)) for margin in (0.2, -1, -2)]
+    expected = (doubts[0] + 0.4 * doubts[1] + 0.16 * doubts[2]) / 1.56
+    assert found.flip_score[1] == pytest.approx(expected)
+    assert history({1: [0.0] * 3, 2: [0.0] * 3}).flip_score.tolist() == [0.5, 0.5]
     assert found.first.tolist() == [0.1, 0.2, -0.1, -0.5]
-    assert auc(found.flip_score, np.isin(found.ids, [2, 3])) == 1.0
-    assert auc(found.flip_score, np.isin(found.ids, [2, 1])) == 0.5
+    assert auc(found.flip_score, np.isin(found.ids, [3, 4])) == 1.0
+    assert auc(found.flip_score, np.isin(found.ids, [3, 1])) == 0.5
     assert auc(np.zeros(4), np.isin(found.ids, [2])) == 0.5
-    known = calibrate(found, np.array([2, 3], np.uint64))
+    known = calibrate(found, np.array([3, 4], np.uint64))
     assert (known["precision"], known["recall"]) == (0.5, 1.0)  # the last cut with one in two
     assert known["cut"] == found.flip_score.min()
 
@@ -184,7 +190,7 @@ def test_the_command_closes_the_loop(run: DPOConfig, tmp_path: Path) -> None:
     file = tmp_path / "corrections.jsonl"
     text = invoke("--write", str(file), "--action", "flip", "--shown", "3")
     flagged = [json.loads(line) for line in file.read_text().splitlines()]
-    assert flagged == [{"id": row["id"], "flip": True} for row in rows if row["flip_score"] > 0]
+    assert flagged == [{"id": row["id"], "flip": True} for row in rows if row["flip_score"] > 0.5]
     assert f"{len(flagged)} corrections in {file}" in text
     invoke("--plant", "0.2")
     known = json.loads((run.run_dir / "pairs.json").read_text())

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -216,6 +217,14 @@ def rows_of(file: Path) -> Iterator[Any]:
     for source in find_sources(file):
         for chunk in chunks(source, 0):
             yield from (row for _, row in parsed_rows(chunk))
+
+
+def test_a_column_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"prompt": ["a"]}), file)
+    file.write_bytes(file.read_bytes().replace(b"prompt", b"\xffrompt"))
+    with pytest.raises(DataError, match="damaged parquet file after row 0"):
+        list(rows_of(file))
 
 
 def test_an_offset_out_of_range_is_refused(tmp_path: Path) -> None:
