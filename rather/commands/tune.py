@@ -1,6 +1,6 @@
 """`rather tune`: choose learning rate and beta within a time budget.
 
-First a learning-rate range test: a few steps with rates a factor of 10 apart. Then successive
+First a learning-rate range test: some steps with rates a factor of 10 apart. Then successive
 halving: all settings around the best rate train for some steps, the better half twice as many, and
 so on. Every setting is one run folder that each round resumes, and all share the caches. What was
 measured is in tune.json, so the same command continues, within what is left of the budget.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import typer
@@ -37,6 +38,7 @@ RATE, BETA, LOSS = "actor_train.training_args.learning_rate", "beta", "pref_loss
 RANGE = (0.01, 0.1, 1.0, 10.0, 100.0)  # of the rate in the YAML, in the range test
 AROUND = (1 / 3, 1.0, 3.0)  # of the best of these, and of beta
 SHARE = 0.2  # of the budget, for the range test
+FIRST = 4  # steps of each rate before the length of the range test is chosen
 PER_ROUND = 2  # each round trains so many times longer, and keeps one setting of so many
 MEASURED = ("calibrated_loss", "rewards/accuracies", "drift", "rewards/accuracies_low",
             "rewards/accuracies_high", "rewards/accuracies_length_controlled")  # fmt: skip
@@ -101,7 +103,7 @@ class Tuning:
     def train(self, name: str, values: Mapping[str, Any], steps: int) -> int:
         """Train one setting up to so many steps and measure it; return an exit code to end with."""
         runs = self.state["runs"]
-        run = runs.setdefault(name, {"values": dict(values), "steps": 0, "seconds": 0.0})
+        run = runs.setdefault(name, {"values": dict(values), "steps": 0})
         if run["steps"] >= steps or "error" in run:
             return 0
         own = [*(f"{key}={value}" for key, value in values.items()), f"exp_name={name}"]
@@ -121,7 +123,15 @@ class Tuning:
             prefix = next(each for each in columns if each.endswith("calibrated_loss"))[:-15]
             known = {each: columns.get(prefix + each) for each in MEASURED}
             run |= {each: column.values[-1] for each, column in known.items() if column}
-            run |= {"steps": steps, "seconds": run["seconds"] + spent}
+            step = median(
+                pairs / speed
+                for pairs, speed in zip(
+                    columns["pairs"].values, columns["pairs_per_second"].values, strict=True
+                )
+            )
+            # What a start costs: loading, and the evaluation at the end.
+            start = max(0.0, spent - step * (steps - run["steps"]))
+            run |= {"steps": steps, "step_seconds": step, "start_seconds": start}
         self.save()
         return 0
 
@@ -140,16 +150,19 @@ class Tuning:
         fixed = {LOSS: losses[0]} if losses else {}
         rate = self.base.actor_train.training_args.learning_rate
         probes = combinations({RATE: [f"{rate * factor:.3g}" for factor in RANGE]})
-        steps = self.state["rounds"].setdefault("range", max(1, min(total_steps, 4)))
-        for name, values in probes.items():  # the first one tells what a step costs
-            if code := self.train(f"range-{name}", {**values, **fixed}, steps):
-                return code
-            if self.left <= (1 - SHARE) * self.budget and steps > 1:
-                break
+        rounds = self.state["rounds"]
+        for steps in (min(total_steps, FIRST), None):  # the first ones tell what a step costs
+            for name, values in probes.items():
+                if steps is None:  # so many that the range test uses its share
+                    room = (self.left - (1 - SHARE) * self.budget) / len(probes) - self._start
+                    longer = min(total_steps, FIRST + int(room / self._step_seconds))
+                    steps = rounds.setdefault("range", max(FIRST, longer))
+                if code := self.train(f"range-{name}", {**values, **fixed}, steps):
+                    return code
         tried = [name for name in self.state["runs"] if name.startswith("range-")]
         best = self.state["runs"][self.ranked(tried)[0]]
-        self.state["rounds"].setdefault("rate", best["values"][RATE])
-        return self._halve(float(self.state["rounds"]["rate"]), losses, total_steps)
+        rounds.setdefault("rate", best["values"][RATE])
+        return self._halve(float(rounds["rate"]), losses, total_steps)
 
     def _halve(self, rate: float, losses: Sequence[str], total_steps: int) -> int:
         axes = {RATE: [f"{rate * factor:.3g}" for factor in AROUND]}
@@ -164,7 +177,7 @@ class Tuning:
         while True:
             for name in names:
                 done = self.state["runs"].get(name, {}).get("steps", 0)
-                if self.left < self._step_seconds * max(0, steps - done):
+                if self.left < self._start + self._step_seconds * max(0, steps - done):
                     echo("tune: the budget is used up; the best so far counts.", err=True)
                     return 0
                 if code := self.train(name, every[name], steps):
@@ -183,19 +196,23 @@ class Tuning:
 
     @property
     def _step_seconds(self) -> float:
-        """The seconds of a step in the quickest run: others started caches."""
-        return float(min(run["seconds"] / run["steps"] for run in self._trained))
+        """The seconds of a step in the quickest run."""
+        return float(min(run["step_seconds"] for run in self._trained))
+
+    @property
+    def _start(self) -> float:
+        """The seconds that a run takes besides its steps; the first ones fill caches."""
+        return float(min(run["start_seconds"] for run in self._trained))
 
     def _first_steps(self, settings: int, total_steps: int) -> int:
         """Return the steps of the first round, so that all rounds fit into the budget."""
-        seconds = self._step_seconds
-        start = min(run["seconds"] for run in self._trained) / 2
-        cost, count, rounds = 0.0, settings, 0  # of one step in the first round
-        while count >= 1:
-            cost += count * PER_ROUND ** max(0, rounds - 1)
-            rounds, count = rounds + 1, 0 if count == 1 else math.ceil(count / PER_ROUND)
-        room = max(0.0, 0.9 * self.left - start * 2 * settings)
-        return max(1, min(total_steps, int(room / (seconds * cost))))
+        counts = [settings]  # of each round
+        while counts[-1] > 1:
+            counts.append(math.ceil(counts[-1] / PER_ROUND))
+        # A round goes on from the one before, so it adds half of its length.
+        steps = sum(n * PER_ROUND ** max(0, i - 1) for i, n in enumerate(counts))
+        room = 0.9 * self.left - self._start * sum(counts)
+        return max(1, min(total_steps, int(room / (self._step_seconds * steps))))
 
     def result(self) -> dict[str, Any]:
         """Return the frontier of held-out loss and drift, the best setting, and why."""

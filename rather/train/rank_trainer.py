@@ -326,9 +326,9 @@ class RankTrainer:
         table = values.new_zeros(self._dp * len(batches), values.shape[1])  # dp ranks take turns
         table[self._dp_rank :: self._dp][: len(rows)] = values
         optimizer.prepare()  # the next line waits for the device
-        tokens = values.new_zeros(2)  # filled without waiting for the device
-        tokens[0] = sum(batch.real_tokens for batch in batches)
-        tokens[1] = sum(len(batch.ids_N) for batch in batches)
+        tokens = values.new_empty(2)  # filled without waiting for the device
+        tokens[0].fill_(sum(batch.real_tokens for batch in batches))
+        tokens[1].fill_(sum(len(batch.ids_N) for batch in batches))
         numbers = self._reduce_numbers(torch.cat([tokens, table.flatten(), pairs.flatten()]))
         grad_norm, zeros, real, laid_out = numbers[:4].tolist()
         table = numbers[4 : 4 + table.numel()].view_as(table)
