@@ -15,6 +15,7 @@ from rather.commands.terminal import echo, print_table
 from rather.errors import ConfigError
 from rather.model.files import weight_files
 from rather.report.folder import Folder
+from rather.tracking.json_lines import FALLS
 
 # Where a run is, and how it was started, not what it does.
 PLACE = ("exp_name", "output_dir", "logging_dir", "overwrite", "resume_from_checkpoint")
@@ -92,7 +93,7 @@ def compare_curves(name: str, a: Curve, b: Curve) -> dict[str, Any]:
 def best(name: str, curve: Curve) -> tuple[float, int]:
     """Return (value, step): the lowest loss, or the highest other metric; the earliest of equals."""
     known = {step: value for step, value in curve.items() if not math.isnan(value)} or dict(curve)
-    sign = 1 if name.endswith("loss") else -1
+    sign = 1 if name.endswith(FALLS) else -1
     step = min(sorted(known), key=lambda each: sign * known[each])
     return known[step], step
 

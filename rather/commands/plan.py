@@ -85,7 +85,7 @@ def plan(
         memory = _size(found.parts.total)
         rows.append((way.overrides, memory, f"{seconds:.3g}", f"{rate:.3g}", fit))
     if rows:
-        print_table(("other settings", "memory", "s per step", "pairs/s", "fits"), rows)
+        print_table(("other settings", "memory", "s per step", f"{config.unit}/s", "fits"), rows)
     typer.secho(said, fg="green" if own.fits else "red")
 
 
@@ -141,9 +141,9 @@ def _facts(own: Forecast) -> Iterator[str]:
     yield f"model: {own.sizes.weights / 1e9:.3g}B weights{active}"
     yield f"batch: {own.batch}; {own.step_tokens} tokens in {work.batches} micro-batches per rank"
     if pairs.assumed:
-        yield f"assumed: all pairs are as long as sequence_length allows, because {pairs.assumed}"
+        yield f"assumed: all {own.config.unit} are as long as sequence_length allows, because {pairs.assumed}"
     else:
-        yield f"run: {pairs.count} pairs x {pairs.epochs:g} epochs = {pairs.steps} steps"
+        yield f"run: {pairs.count} {own.config.unit} x {pairs.epochs:g} epochs = {pairs.steps} steps"
     if own.seconds:
         run = f", {(own.run_seconds or 0) / 60:.3g} minutes for the run" if pairs.steps else ""
         yield f"time: {own.seconds.total:.3g} s per step{run} ({own.speed})"

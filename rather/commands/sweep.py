@@ -51,7 +51,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from rather.report.folder import METRICS, Folder
 from rather.run_folder import control
 from rather.run_folder.control import StopRequest
-from rather.tracking.json_lines import flatten, strict_json
+from rather.tracking.json_lines import FALLS, flatten, strict_json
 
 log = logging.getLogger(__name__)
 
@@ -357,7 +357,7 @@ def choose_metric(base: DPOConfig, wanted: str | None) -> str | None:
 
 def results(sweep: Sweep, metric: str | None) -> dict[str, Any]:
     """Return the metrics of all runs so far, and which run is the best, as JSON types."""
-    runs, key, sign = [], str(metric), 1 if str(metric).endswith("loss") else -1
+    runs, key, sign = [], str(metric), 1 if str(metric).endswith(FALLS) else -1
     for run in sweep.runs:
         path = run.config.run_dir
         folder = Folder(path) if (path / METRICS).is_file() else None

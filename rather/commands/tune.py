@@ -66,6 +66,9 @@ class Tuning:
     @staticmethod
     def of(file: Path, overrides: Sequence[str], budget: float) -> Tuning:
         base = settings(file, overrides)
+        if base.task != "preference":
+            raise ConfigError(f"task: settings are compared on held-out pairs, not for {base.task}; "
+                              "compare those of other tasks with `rather sweep`.")  # fmt: skip
         if not base.validation.data_args.given:
             raise ConfigError("validation.data_args: set file_name or split: settings are compared "
                               "on held-out pairs.")  # fmt: skip

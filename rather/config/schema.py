@@ -497,8 +497,8 @@ class StepKeys(Section):
     metric_for_best_model: Metric = "eval/loss"
     """Evaluation metric that selects the best model."""
     save_best: bool = False
-    """Also keep the model with the best metric_for_best_model: the lowest if the name ends with loss
-    or drift, else the highest; of equal ones the earliest."""
+    """Also keep the model with the best metric_for_best_model: the lowest if the name ends with
+    loss, drift or error, else the highest; of equal ones the earliest."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without a better metric_for_best_model."""
     on_nonfinite: Literal["skip", "stop", "rollback"] = "skip"
@@ -634,6 +634,11 @@ class LossConfig(LossModifiers, LossParameters, LossKeys):
         if self.task == "reward":
             return "scored" if self.loss_names == ["regression"] else "pairs"
         return {"preference": "pairs", "unpaired": "labelled"}.get(self.task, "answers")
+
+    @property
+    def unit(self) -> str:
+        """Return what sizes and speeds count."""
+        return "pairs" if self.rows == "pairs" else "answers"
 
     @property
     def loss_numbers(self) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
         "tokenizer": config.actor_train.tokenizer_path,
         "tokenizer_sha256": builder.tokenizer_digest,
         "sequence_length": config.sequence_length,
+        "rows": config.rows,
         "train": train_report,
         "evals": {},
         "warnings": [],
@@ -141,7 +142,7 @@ def _warnings(config: DPOConfig, train: PairDataset, report: Json) -> Iterator[s
     total = too_long + report["pairs"]
     if too_long > 0.05 * total:
         yield (
-            f"{too_long} of {total} pairs are longer than sequence_length "
+            f"{too_long} of {total} {config.unit} are longer than sequence_length "
             f"({config.sequence_length}) and dropped: raise it, or set data_args.overlong to "
             "truncate_prompt or truncate_response."
         )
@@ -149,7 +150,7 @@ def _warnings(config: DPOConfig, train: PairDataset, report: Json) -> Iterator[s
         yield from _balance(config, train.column("soft_label"))
     if 0 < len(train) < config.global_batch():
         yield (
-            f"the training set has {len(train)} pairs, fewer than the {config.global_batch()} of "
+            f"the training set has {len(train)} {config.unit}, fewer than the {config.global_batch()} of "
             "one optimizer step: each epoch is one smaller step."
         )
 
@@ -183,15 +184,15 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
     bad, total = share_dropped(report)
     if report["overlong"] == "error" and any(kind in report["dropped"] for kind in TOO_LONG):
         yield (
-            f"pairs longer than sequence_length ({config.sequence_length}), and "
+            f"{config.unit} longer than sequence_length ({config.sequence_length}), and "
             "data_args.overlong is error.",
             "Raise sequence_length, or set overlong to drop, truncate_prompt or truncate_response.",
         )
     if not report["pairs"]:
         files = ", ".join(entry["path"] for entry in report["files"])
         yield (
-            f"0 pairs in {files} ({report['rows']} rows read).",
-            "No usable pairs: fix the rows listed above, or raise sequence_length.",
+            f"0 {config.unit} in {files} ({report['rows']} rows read).",
+            f"No usable {config.unit}: fix the rows listed above, or raise sequence_length.",
         )
     if bad and config.on_bad == "error":
         yield f"{bad} bad rows, and on_bad is error.", "Repair them or set on_bad: drop."

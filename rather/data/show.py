@@ -21,7 +21,8 @@ from rather.data.report import MEANINGS, Json
 
 GROUPS = {"dropped": "red", "changed": "yellow", "warned": "yellow"}
 SEVERITIES = {"serious": "bold red", "warning": "yellow", "info": "dim"}
-COLOURS = {"chosen": "green", "rejected": "red"}
+COLOURS = {"chosen": "green", "rejected": "red", "desirable": "green", "undesirable": "red",
+           "answer": "green"}  # fmt: skip
 SIDES = ("chosen", "rejected")
 MOST_TOKENS = 1000  # shown of each side on a page
 MOST_PLACES = 3
@@ -75,7 +76,7 @@ def print_report(report: Json, console: Console) -> None:
 
 def report_rows(report: Json) -> Iterator[tuple[str, str, str, str, str]]:
     """Yield set, what, count, detail and style of each row, for the terminal and the page."""
-    analysed = report.get("look", {"sets": {}})["sets"]
+    analysed, unit = report.get("look", {"sets": {}})["sets"], unit_of(report)
     for name, entry in sets_of(report).items():
         if "rows" in entry:
             files = ", ".join(short(file["path"]) for file in entry["files"])
@@ -86,9 +87,9 @@ def report_rows(report: Json) -> Iterator[tuple[str, str, str, str, str]]:
             detail = f"held out of {entry['held_out_of']}"
         else:
             detail = f"template {entry['template']['name']}"
-        yield name, "pairs kept", f"{entry['pairs']:,}", detail, "bold"
+        yield name, f"{unit} kept", f"{entry['pairs']:,}", detail, "bold"
         if entry.get("used", entry["pairs"]) != entry["pairs"]:
-            yield name, "pairs to train on", f"{entry['used']:,}", "the rest is held out", ""
+            yield name, f"{unit} to train on", f"{entry['used']:,}", "the rest is held out", ""
         for group, style in GROUPS.items():
             for kind, each in entry.get(group, {}).items():
                 file, numbers = next(iter(each["places"].items()))
@@ -100,7 +101,16 @@ def report_rows(report: Json) -> Iterator[tuple[str, str, str, str, str]]:
             yield name, "ignored columns", str(len(ignored)), ", ".join(ignored), ""
         for part, n in analysed.get(name, {"lengths": {}})["lengths"].items():
             detail = f"median; 95 % up to {n['p95']:.0f}, longest {n['longest']}"
-            yield name, f"tokens of {part}", f"{n['median']:.0f}", detail, ""
+            yield name, f"tokens of {side_name(part, unit)}", f"{n['median']:.0f}", detail, ""
+
+
+def unit_of(report: Json) -> str:
+    """Return what the rows of a data report became."""
+    return "pairs" if report.get("rows", "pairs") == "pairs" else "answers"
+
+
+def side_name(part: str, unit: str) -> str:
+    return "answers" if part == "chosen" and unit == "answers" else part
 
 
 def short(place: str) -> str:
@@ -131,16 +141,23 @@ def token_view(
     """Return the first pairs token by token; each token as [text, whether it is scored]."""
     view = []
     for number, pair in enumerate(pairs.take(range(min(n, len(pairs)))), 1):
-        sides = {}
-        for side in SIDES if len(pair.rejected) else SIDES[:1]:
+        sides, is_pair = {}, len(pair.rejected) and not pairs.partners
+        label = {1.0: "desirable", 0.0: "undesirable"}.get(pair.soft_label, "answer")
+        for side in SIDES if is_pair else SIDES[:1]:
             ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
             scored = [False] * len(ids)
             for first, end in getattr(pair, f"{side}_scored"):
                 scored[first:end] = [True] * (end - first)
             texts = token_texts(ids[:most], tokenizer)
             shown = [[text, mark] for text, mark in zip(texts, scored, strict=False)]
-            sides[side] = {"tokens": len(ids), "scored": sum(scored), "shown": shown}
-        name = f"pair {number}" + (f" · id {pair.id}" if pair.id else "")
+            sides[side if is_pair else label] = {
+                "tokens": len(ids),
+                "scored": sum(scored),
+                "shown": shown,
+            }
+        name = f"{'pair' if is_pair else 'answer'} {number}" + (
+            f" · id {pair.id}" if pair.id else ""
+        )
         view.append({"name": name, "sides": sides})
     return view
 

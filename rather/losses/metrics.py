@@ -111,6 +111,7 @@ def of_labelled(scored: Scored, loss: PairLoss) -> dict[str, Tensor]:
     for side, share in (("chosen", good), ("rejected", 1 - good)):
         own |= {f"{name}/{side}": value * share for name, value in each.items()}
         own[f"_{side}"] = share
+    own["sft_loss"] = -x.policy[:, 0] / x.length[:, 0] * good
     return own | {"logps/chosen_below_reference": below * good}
 
 
@@ -182,10 +183,13 @@ class Window:
         return shown | ({"rewards/length_correlation": _correlation(mean)} if "_m" in mean else {})
 
 
+OF_CHOSEN = ("chosen", "sft_loss")
+
+
 def _by_label(mean: dict[str, float], chosen: float, rejected: float) -> dict[str, float]:
     """Return means over the answers of each label; without such answers there is no mean."""
     for side, share in (("chosen", chosen), ("rejected", rejected)):
-        for name in [name for name in mean if side in name]:
+        for name in [name for name in mean if side in name or (side, name) == OF_CHOSEN]:
             value = mean.pop(name)
             mean |= {name: value / share} if share else {}
     if chosen and rejected:
@@ -193,17 +197,22 @@ def _by_label(mean: dict[str, float], chosen: float, rejected: float) -> dict[st
     return mean
 
 
+def interval_of_accuracy(facts: PairFacts, accuracy: float) -> dict[str, float]:
+    """Return the 95 % interval of the accuracy on a whole set."""
+    share = facts.weight / facts.weight.sum()
+    low, high = wilson(accuracy, float(1 / share.square().sum()))
+    return {"rewards/accuracies_low": low, "rewards/accuracies_high": high}
+
+
 def whole_set_metrics(
-    facts: PairFacts, policy: Tensor, reference: Tensor | None, accuracy: float
+    facts: PairFacts, policy: Tensor, reference: Tensor | None
 ) -> dict[str, float]:
-    """Return what only a whole held-out set has: an interval, accuracy beyond length, and drift.
+    """Return what only a whole held-out set of pairs has: accuracy beyond length, and drift.
 
     `policy` and `reference` are summed log-probs, [P, 2]. Length-controlled accuracy is that of the
     margins minus the part that is linear in the difference of lengths.
     """
-    share = facts.weight / facts.weight.sum()
-    low, high = wilson(accuracy, float(1 / share.square().sum()))
-    found = {"rewards/accuracies_low": low, "rewards/accuracies_high": high}
+    share, found = facts.weight / facts.weight.sum(), dict[str, float]()
     values = policy / facts.length if reference is None else policy - reference
     tied = torch.zeros_like(share, dtype=torch.bool)
     if reference is not None:

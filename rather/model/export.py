@@ -366,7 +366,7 @@ def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool
     card = f"""---
 library_name: transformers
 pipeline_tag: {kind}
-tags: [rather, preference-alignment, {", ".join(config.loss_names)}]
+tags: [rather, {config.task if config.task != "preference" else "preference-alignment"}, {", ".join(config.loss_names)}]
 ---
 
 # {config.exp_name}
@@ -377,7 +377,7 @@ tags: [rather, preference-alignment, {", ".join(config.loss_names)}]
 |---|---|
 | loss | {" + ".join(config.loss_names)}{f" ({numbers})" if numbers else ""} |
 | reference | {reference} |{row}
-| pairs | {pairs} in training, {config.global_batch()} per step, {step} steps |
+| {config.unit} | {pairs} in training, {config.global_batch()} per step, {step} steps |
 | learning rate | {training.learning_rate} ({training.lr_scheduler_type}) |
 | sequence length | {config.sequence_length} |
 | seed | {config.seed} |

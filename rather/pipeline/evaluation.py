@@ -25,7 +25,7 @@ from rather.data.shares import PairRows, RunPairs
 from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import own, parse_json, read_bytes
-from rather.losses.metrics import Window, whole_set_metrics
+from rather.losses.metrics import Window, interval_of_accuracy, whole_set_metrics
 from rather.losses.objective import PairLoss, Running
 from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
@@ -145,11 +145,13 @@ def metrics_of(
     columns = _join(policy)
     window.add(score(every, columns, known), pairs=len(every.weight), tokens=0)
     found = window.means()
-    if not {"logps/chosen", "rewards/margins"} <= found.keys():  # not log-probs of pairs
+    if "rewards/accuracies" in found:
+        found |= interval_of_accuracy(every, found["rewards/accuracies"])
+    if not {"logps/chosen", "rewards/length_correlation"} <= found.keys():  # no log-probs of pairs
         return found
     sums = [each["sum"].cpu() if each else None for each in (columns, known)]
     assert sums[0] is not None
-    return found | whole_set_metrics(every, sums[0], sums[1], found["rewards/accuracies"])
+    return found | whole_set_metrics(every, sums[0], sums[1])
 
 
 def _join(parts: Sequence[Columns]) -> Columns:

@@ -126,6 +126,8 @@ class TrainingLoop:
     def _pack(self, step: Step) -> Step:
         """Pack what the roles of this process will take of a step."""
         self.actor_train.pack(step.policy)
+        if step.probe:
+            self.actor_train.pack(step.probe.policy)
         if self.reference:
             self.reference.pack(step.reference)
             self.reference_stream.prepare(step)
@@ -135,7 +137,9 @@ class TrainingLoop:
         """Take one optimizer step; if memory runs out, retry with smaller micro-batches."""
         limits, running = self.guard.limits(self.progress, step), self.progress.running
         if step.probe and reference:
-            probed = self.retry.run("actor_train", step.probe, self.actor_train.compute_log_probs)
+            with self.timeline.span("actor_train", "train", step.number):
+                ask = self.actor_train.compute_log_probs
+                probed = self.retry.run("actor_train", step.probe, ask)
             reference, running = self.objective.with_baseline(probed, reference, running)
 
         def work(batches: Batches) -> StepResult:

@@ -137,7 +137,9 @@ class DPOPipeline(TrainingLoop):
         if roles.is_main:
             roles.broadcast(None)
         if len(self.data.train) == 0:
-            raise DataError("0 pairs to train on: every row was dropped, see the table above.")
+            raise DataError(
+                f"0 {config.unit} to train on: every row was dropped, see the table above."
+            )
         refuse_missing_columns(config, self.objective, self.data)
         if self.objective.baseline_kind == "kl":
             self.data = self.data.with_partners(config.data_seed, config.sequence_length)
@@ -306,9 +308,9 @@ class DPOPipeline(TrainingLoop):
         step = self.progress.step
         self._summarize()
         if logps := self.reference_stream.logps:
-            text = "reference log-probs: %d pairs from the cache, %d computed in %d forwards"
-            cost = logps.counts
-            log.info(text, cost.pairs_from_cache, cost.pairs_computed, cost.forwards)
+            text = "reference log-probs: %d %s from the cache, %d computed in %d forwards"
+            cost, unit = logps.counts, self.config.unit
+            log.info(text, cost.pairs_from_cache, unit, cost.pairs_computed, cost.forwards)
         if self._is_stopped():
             log.info("Stopped and saved at step %d; run the same command again to resume.", step)
             return

@@ -47,7 +47,7 @@ from rather.run_folder.layout import (
     checkpoint_to_resume,
     named_checkpoint,
 )
-from rather.tracking.json_lines import MetricsPosition, current_name
+from rather.tracking.json_lines import FALLS, MetricsPosition, current_name
 from rather.tracking.outcome import skipped_text
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
@@ -150,9 +150,7 @@ class Progress:
                 f"{', '.join(record)}"
             )
         best = math.nan if self.best is None else self.best
-        if math.isnan(best) or (
-            value < best if metric.endswith(("loss", "drift")) else value > best
-        ):
+        if math.isnan(best) or (value < best if metric.endswith(FALLS) else value > best):
             self.best, self.best_step, self.stale_evaluations = value, self.step, 0
             return True
         self.stale_evaluations += 1

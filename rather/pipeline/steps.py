@@ -101,10 +101,8 @@ class PreparedSteps:
         if pairs == 0:
             raise DataError("actor_train.data_args.weights leave 0 pairs of each file; raise them.")
         if pairs < order.batch:
-            text = (
-                "There are fewer pairs (%d) than a step takes (%d): each epoch is one small step."
-            )
-            log.warning(text, pairs, order.batch)
+            text = "There are fewer %s (%d) than a step takes (%d): each epoch is one small step."
+            log.warning(text, config.unit, pairs, order.batch)
         epochs = config.actor_train.training_args.num_train_epochs
         return PreparedSteps(data, order, order.steps(epochs, config.max_steps or math.inf))
 

@@ -97,11 +97,11 @@ class Forecast:
         """How many pairs a step has, and why."""
         training, pairs = self.config.actor_train.training_args, self.config.global_batch()
         if self.config.train_batch_size:
-            return f"train_batch_size = {pairs} pairs per step"
+            return f"train_batch_size = {pairs} {self.config.unit} per step"
         size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
         return (
             f"{size} per device x {steps} accumulated x {self.layout.dp} data-parallel = {pairs} "
-            "pairs per step"
+            f"{self.config.unit} per step"
         )
 
     def as_json(self) -> dict[str, Any]:

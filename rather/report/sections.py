@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from rather.data.findings import bar_labels
-from rather.data.show import report_rows, short
+from rather.data.show import report_rows, short, side_name, unit_of
 from rather.report.folder import (
     ANSWERS,
     CONFIG,
@@ -61,7 +61,7 @@ class Curve(NamedTuple):
 SHARE = {"range": [-0.02, 1.02], "tickformat": ".0%"}
 CURVES = (
     Curve("Loss", ("loss",),
-          "Mean over pairs. Held-out rising while training falls means memorising."),
+          "Mean over {unit}. Held-out rising while training falls means memorising."),
     Curve("Accuracy", ("rewards/accuracies",),
           "Share of pairs whose chosen answer has the greater reward; a tie counts as 0.", SHARE),
     Curve("Margin", ("rewards/margins",),
@@ -70,8 +70,12 @@ CURVES = (
           "Beta times the log-ratio of policy and reference."),
     Curve("Log-probs", ("logps/chosen", "logps/rejected"),
           "Nats of whole answers under the policy."),
+    Curve("Baseline", ("baseline",),
+          "What rewards are compared with: the KL of KTO, or the mean reward of BCO."),
+    Curve("Scores", ("scores/mean",), "Mean score that the model gives."),
+    Curve("Error of scores", ("scores/error",), "Mean distance from the scores of the data."),
     Curve("Chosen answers less likely than under the reference", ("logps/chosen_below_reference",),
-          "Share of pairs. Near 100 %, the margin comes from pushing both answers down.", SHARE),
+          "Share of {unit}. Near 100 %, the margin comes from pushing both answers down.", SHARE),
     Curve("Lengths", ("lengths/chosen", "lengths/rejected"), "Scored tokens of an answer."),
     Curve("Margin against length", ("rewards/length_correlation",),
           "Correlation of margin and length difference. Far above 0, the policy learns to write "
@@ -84,8 +88,17 @@ CURVES = (
     Curve("Idle experts", ("experts/idle",), "Share of the experts that got no token.", SHARE),
     Curve("Gradient norm", ("grad_norm",), "Before clipping, in the last step of a log line."),
     Curve("Learning rate", ("lr",), "In the last step of a log line.", {"exponentformat": "e"}),
-    Curve("Speed", ("pairs_per_second",), "Pairs per second, with data, reference and training."),
+    Curve("Speed", ("pairs_per_second",), "In {unit} per second, with data, reference and training."),
 )  # fmt: skip
+
+
+# What a curve means if rows have one answer with a label, and without log-probs.
+OF_LABELS = {
+    "Accuracy": "Share of answers whose reward is on their label's side of the baseline; a tie "
+    "counts as 0.",
+    "Margin": "Mean reward of desirable minus mean reward of undesirable answers.",
+}
+OF_REWARD_MODELS = {"Rewards": "Mean scores of the model."}
 
 
 def held_out_sets(columns: MetricColumns) -> dict[str, str]:
@@ -108,7 +121,7 @@ def tiles(run: Folder, state: str) -> str:
                     first = "all ties"  # policy and reference are equal before the first step
                 change = f"{first} \N{RIGHTWARDS ARROW} {last}" if len(column.values) > 1 else first
                 shown[f"{name.capitalize()} {what}"] = change
-    shown["Pairs trained on"] = f"{run.total('pairs'):,.0f}"
+    shown[f"{unit_of(run.data).capitalize()} trained on"] = f"{run.total('pairs'):,.0f}"
     shown["Time in steps"] = _time(sum(seconds for _, seconds in _timed(run)))
     items = (f"<div><dt>{escape(key)}</dt><dd>{escape(x)}</dd></div>" for key, x in shown.items())
     return f"<dl class='tiles'>{''.join(items)}</dl>"
@@ -117,7 +130,10 @@ def tiles(run: Folder, state: str) -> str:
 def curves(run: Folder) -> str:
     """Return charts with training and held-out sets in their colours; rejected are dashed."""
     sets, charts = {"": "training", **held_out_sets(run.metrics)}, []
+    texts = OF_LABELS if run.data.get("rows") == "labelled" else {}
+    texts |= {} if "logps/chosen" in run.metrics else OF_REWARD_MODELS
     for name, metrics, text, axis in CURVES:
+        text = texts.get(name, text).format(unit=unit_of(run.data))
         series, styles = {}, []
         for number, (prefix, label) in enumerate(sets.items()):
             for metric in (metric for metric in metrics if prefix + metric in run.metrics):
@@ -200,7 +216,7 @@ def time_and_cost(run: Folder) -> str:
         ("Time in steps", _time(seconds)),
         ("Devices", _devices(run)),
         ("Device-hours in steps", device_seconds / 3600),
-        ("Pairs", int(run.total("pairs"))),
+        (unit_of(run.data).capitalize(), int(run.total("pairs"))),
         ("Tokens", int(tokens)),
     ]
     if seconds:
@@ -345,16 +361,18 @@ def data_section(report: JsonObject) -> str:
     text = STYLE
     if look := report.get("look"):
         lengths = look["sets"]["train"]["lengths"]
-        both = {side: lengths[side] for side in ("chosen", "rejected") if side in lengths}
-        prompts = _bar_chart(
-            "Prompt lengths", "the tokens of their prompt", {"prompts": lengths["prompt"]}
-        )
+        unit, prompts = unit_of(report), {"prompts": lengths["prompt"]}
+        both = {side_name(side, unit): each for side, each in lengths.items() if side != "prompt"}
         text += _data_findings(look["findings"], report["warnings"]) + "<h3>Lengths</h3>"
-        text += _grid([prompts, _bar_chart("Answer lengths", "the tokens of each answer", both)])
+        charts = (
+            ("Prompt lengths", "the tokens of their prompt", prompts),
+            ("Answer lengths", "the tokens of each answer", both),
+        )
+        text += _grid(_bar_chart(unit, *each) for each in charts)
         text += _inference(look["inference"])
     rows = [(f"{name}: {what}", count, note) for name, what, count, note, _ in report_rows(report)]
     text += "<h3>Rows</h3>" + table("What became of the rows", ["what", "count", "detail"], rows)
-    return text + _pairs(report.get("shown", []))
+    return text + _pairs(report.get("shown", []), unit_of(report))
 
 
 def _data_findings(findings: Sequence[JsonObject], warnings: Sequence[str]) -> str:
@@ -370,18 +388,18 @@ def _data_findings(findings: Sequence[JsonObject], warnings: Sequence[str]) -> s
     return f"<h3>Findings</h3><ul>{lines}</ul>"
 
 
-def _bar_chart(name: str, what: str, spreads: Mapping[str, JsonObject]) -> str:
+def _bar_chart(unit: str, name: str, what: str, spreads: Mapping[str, JsonObject]) -> str:
     traces = [
         {"type": "bar", "name": each, "x": bar_labels(spread), "y": spread["counts"]}
         for each, spread in spreads.items()
     ]
     layout = {
         "xaxis": {"title": {"text": "tokens"}, "type": "category"},
-        "yaxis": {"title": {"text": "pairs"}},
+        "yaxis": {"title": {"text": unit}},
         "showlegend": len(traces) > 1,
         "barmode": "group",
     }
-    return chart({"data": traces, "layout": layout}, name, f"Training pairs by {what}.")
+    return chart({"data": traces, "layout": layout}, name, f"Training {unit} by {what}.")
 
 
 def _inference(check: JsonObject) -> str:
@@ -403,8 +421,9 @@ def _mark(token: str, tag: str) -> str:
     return f"<{tag}>{escape(token)}</{tag}>"
 
 
-def _pairs(pairs: Sequence[JsonObject]) -> str:
-    text = "<h3>Pairs as tokens</h3><p>Scored tokens are <mark>marked</mark>.</p>" if pairs else ""
+def _pairs(pairs: Sequence[JsonObject], unit: str) -> str:
+    title = f"<h3>{unit.capitalize()} as tokens</h3>"
+    text = f"{title}<p>Scored tokens are <mark>marked</mark>.</p>" if pairs else ""
     for pair in pairs:
         sides = []
         for name, one in pair["sides"].items():

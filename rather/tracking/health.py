@@ -93,6 +93,7 @@ class Health:
     """Applies the rules to what it keeps of the records so far; its size is bounded."""
 
     total_steps: int
+    unit: str = "pairs"  # what rows are: pairs, or answers
     step: int = 0
     first: Line = field(default_factory=dict)  # training line, before the first update
     recent: RecentLines = field(default_factory=RecentLines)
@@ -131,7 +132,7 @@ class Health:
         for name, rule in RULES.items():
             if name not in self.known and (values := rule.find(self)):
                 self.known.add(name)
-                found.append(rule.finding(self.step, name, values))
+                found.append(rule.finding(self.step, name, {"unit": self.unit, **values}))
         return found
 
     def changes(
@@ -172,8 +173,7 @@ RULES: dict[str, HealthRule] = {}
 
 @HealthRule(
     "serious",
-    "{number:.0%} of the last {pairs} pairs have the same reward for both answers: the policy is "
-    "still the reference.",
+    "{number:.0%} of the last {pairs} {unit} have no difference in reward: nothing was learned.",
     "Look at lr in the metrics: raise learning_rate, or train in fp32 if bf16 rounds such small "
     "steps away.",
 )
@@ -206,21 +206,22 @@ def learning_rate_too_high(h: Health) -> Found:
     "answers are nearly alike cause this most.",
 )
 def chosen_falling(h: Health) -> Found:
-    for then, now, _ in h.changes("sft_loss"):
+    is_sft = "nll_loss" in h.first and "rewards/accuracies" not in h.first  # nothing else to fall
+    for then, now, _ in () if is_sft else h.changes("sft_loss"):
         falling = now.get("logps/chosen_below_reference")  # None without a reference
         before, loss = then["sft_loss"], now.get("sft_loss", 0.0)
         if loss - before >= FALLEN and (falling is None or falling >= MOST):
-            share = "" if falling is None else f" of {falling:.0%} of the pairs"
+            share = "" if falling is None else f" of {falling:.0%} of the {h.unit}"
             return {"number": loss - before, "share": share, "loss": loss, "before": before}
     return {}
 
 
 @HealthRule(
     "warning",
-    "{right:.0%} of the last {pairs} pairs are right with a margin of {number:.3g}, and the loss "
-    "is down to {loss:.2g}: these pairs teach hardly anything more.",
+    "{right:.0%} of the last {pairs} {unit} are right with a margin of {number:.3g}, and the loss "
+    "is down to {loss:.2g}: they teach hardly anything more.",
     "Stop here, or train fewer epochs; a smaller learning_rate or a larger beta keeps the policy "
-    "closer to its reference, harder pairs give it something to learn.",
+    "closer to its reference, harder data gives it something to learn.",
 )
 def margin_saturated(h: Health) -> Found:
     names = ("loss", "rewards/accuracies", "rewards/margins")
@@ -249,9 +250,9 @@ def length_exploitation(h: Health) -> Found:
 
 @HealthRule(
     "warning",
-    "{number:.0%} of {pairs:.0f} {kind} pairs are right, no more than by chance.",
-    "Look at the pairs (`rather data --show`): are chosen and rejected swapped in some files, or "
-    "labelled at random? If they are good, raise learning_rate.",
+    "{number:.0%} of {pairs:.0f} {kind} {unit} are right, no more than by chance.",
+    "Look at the data (`rather data --show`): are chosen and rejected, or labels, swapped in some "
+    "files, or random? If they are good, raise learning_rate.",
 )
 def accuracy_stuck(h: Health) -> Found:
     if h.step < GRACE * h.total_steps:
@@ -267,9 +268,9 @@ def accuracy_stuck(h: Health) -> Found:
 @HealthRule(
     "warning",
     "the held-out loss{name} rises ({now:.3g}; its best was {best:.3g} at step {step}) while the "
-    "training loss falls ({before:.3g} to {train:.3g}): the policy memorises pairs.",
+    "training loss falls ({before:.3g} to {train:.3g}): the model memorises the training data.",
     "Train fewer epochs, set early_stopping_patience and save_best, lower learning_rate, or add "
-    "pairs.",
+    "data.",
 )
 def overfitting(h: Health) -> Found:
     for name, known in h.evaluations.items():
@@ -358,11 +359,13 @@ class HealthFinding:
 class HealthWatch(Tracker):
     """A tracker that writes health.jsonl, from a run that has done `start_step` steps on."""
 
-    def __init__(self, run_dir: Path, total_steps: int, start_step: int) -> None:
+    def __init__(
+        self, run_dir: Path, total_steps: int, start_step: int, unit: str = "pairs"
+    ) -> None:
         self.file = run_dir / HEALTH
         before = read_findings(run_dir) if start_step else []
         kept = [one for one in before if one.step <= start_step and one.name not in AT_END]
-        self.health = Health(total_steps, known={one.name for one in kept})
+        self.health = Health(total_steps, unit, known={one.name for one in kept})
         kept += [one for one in data_findings(run_dir) if one.name not in self.health.known]
         # Do not log again what the log has already: findings after the checkpoint come back, and
         # those of the data are in the data report.

@@ -30,6 +30,7 @@ LONGEST_LINE = 4 << 20  # bytes
 MOST_PIECES = 8  # of that size without a line end
 LOST_METRICS = "metrics.lost.jsonl"  # a metrics.jsonl that did not fit its checkpoint
 LEDGER, LOST_LEDGER = "ledger.arrows", "ledger.lost.arrows"  # numbers of each pair and epoch
+FALLS = ("loss", "drift", "error")  # how the names of metrics end that are best at their lowest
 REMEMBERED = 256  # bytes before the position, to notice a file that was cut and written again
 
 

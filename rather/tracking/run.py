@@ -99,8 +99,8 @@ class RunTracker(NoTracker):
             name: partial(TRACKERS[name], run) for name in self._config.trackers
         }
         if not self._quiet:
-            makers["console"] = partial(ProgressView, *steps)
-        makers["health"] = partial(HealthWatch, self._config.run_dir, *steps)
+            makers["console"] = partial(ProgressView, *steps, self._config.unit)
+        makers["health"] = partial(HealthWatch, self._config.run_dir, *steps, self._config.unit)
         for name, make in makers.items():
             self._attempt(name, partial(self._add, name, make))
 
@@ -158,15 +158,16 @@ FORMATS = {
     "loss": "loss {:.4f}",
     "rewards/accuracies": "acc {:.2f}",
     "rewards/margins": "margin {:.2f}",
-    "pairs_per_second": "{:.1f} pairs/s",
+    "pairs_per_second": "{:.1f} {unit}/s",
 }
 
 
 class ProgressView(Tracker):
     """Shows a bar on a terminal and plain lines elsewhere: files and pipes get no control codes."""
 
-    def __init__(self, total_steps: int, start_step: int) -> None:
+    def __init__(self, total_steps: int, start_step: int, unit: str = "pairs") -> None:
         self._total, self._start, self._began = total_steps, start_step, time.monotonic()
+        self._unit = unit
         self._bar: Progress | None = None
         if sys.stdout.isatty() and not (console := Console()).is_dumb_terminal:
             self._bar = Progress(
@@ -186,7 +187,7 @@ class ProgressView(Tracker):
                 self._print(f"step {step}/{self._total}  {name[:-1]}  {summary(metrics, name)}")
         if held_out:
             return
-        text = summary(metrics)
+        text = summary(metrics, unit=self._unit)
         if (done := step - self._start) > 0:
             seconds = (time.monotonic() - self._began) / done * max(0, self._total - step)
             text = f"{text}  eta {timedelta(seconds=round(seconds))}"
@@ -206,8 +207,8 @@ class ProgressView(Tracker):
             print(line, flush=True)
 
 
-def summary(metrics: Record, prefix: str = "") -> str:
+def summary(metrics: Record, prefix: str = "", *, unit: str = "") -> str:
     """Return the most important numbers: `loss 0.6712  acc 0.58  margin 0.04  12.3 pairs/s`."""
     names = [name for name in FORMATS if prefix + name in metrics]
-    shown = [FORMATS[name].format(metrics[prefix + name]) for name in names]
+    shown = [FORMATS[name].format(metrics[prefix + name], unit=unit) for name in names]
     return "  ".join([*shown, *(["skipped"] if metrics.get("skipped_iter") else [])])

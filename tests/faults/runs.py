@@ -114,7 +114,7 @@ class Run:
         assert last.step == STEPS
         tensors = [file for files in last.groups.values() for file in files]
         model = [file for file in (run_dir / "model").rglob("*") if file.is_file()]
-        written = (*tensors, *model, run_dir / "ledger.arrows")
+        written = [*tensors, *model, *run_dir.glob("ledger.arrows")]
         files = {str(file.relative_to(run_dir)): _sha(file) for file in written}
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
         metrics = [

@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from rather.data.batch import PairLogps, TokenPair
+from rather.config.schema import TrainingArgs
+from rather.data.batch import PairBatch, PairFacts, PairLogps, TokenPair
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.losses.losses import LOSSES
 from rather.losses.objective import configure
-from rather.model.policy import PolicyModel
-from rather.train.rank_trainer import RankTrainer
+from rather.parallel.mesh import Mesh
+from rather.parallel.shard import shard
+from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.losses.formulas import PAIRWISE, as_logps, cost, prob, some_pairs
-from tests.losses.test_batching import VOCAB, Outcome, small, step
+from tests.losses.test_batching import VOCAB, Outcome, Recording, small
 from tests.padded import random_pairs
 
 PAIRS = some_pairs(8)
@@ -124,28 +126,47 @@ def labelled_pairs() -> list[TokenPair]:
     ]
 
 
-def kto_step(policy: PolicyModel, order: list[int], micro: int) -> Outcome:
-    """One step of KTO in any order and any micro-batches; results are in the order of the rows."""
-    loss, pairs = configure(["kto"], {"beta": 0.5}), labelled_pairs()
-    rows = [pairs[i] for i in order]
+def kto_step(dtype: torch.dtype, order: list[int], micro: int, dp: int = 1) -> Outcome:
+    """One step of KTO in any order, in any micro-batches and on any number of ranks."""
+    loss, pairs, policy = configure(["kto"], {"beta": 0.5}), labelled_pairs(), small(dtype)
+    rows, mesh = [pairs[i] for i in order], Mesh.build(replicate=dp) if dp > 1 else Mesh()
     noise = torch.randn(8, 2, generator=torch.Generator().manual_seed(5)).double()
-    trainer = RankTrainer(policy, loss)
-    both = trainer.log_probs(pack(pairs, 10**6))["sum"]
+    both = RankTrainer(small(dtype), loss).log_probs(pack(pairs, 10**6))["sum"]
     reference = {"sum": (both - noise.abs())[order]}
-    probe = trainer.log_probs(pack([row.only("rejected") for row in rows], 10**6, micro))
-    known, _ = loss.with_baseline(probe, reference, [0, 0.0])
+    if dp > 1:
+        shard(policy, mesh, "ddp", compute=dtype)
+    optimizer = Recording(
+        policy.named_parameters(), TrainingArgs(), schedule=lambda _: 0.0, max_grad_norm=0.0
+    )
+    trainer = RankTrainer(
+        policy, loss, optimizer, mesh=mesh, runner=WholeModelRunner(policy, "ddp")
+    )
+
+    def own(side: str) -> list[PairBatch]:
+        every = pack([row.only(side) for row in rows], 10**6, micro, ranks=dp)
+        return every[mesh.rank("dp") :: dp]
+
+    known, _ = loss.with_baseline(trainer.log_probs(own("rejected"), 8), reference, [0, 0.0])
     assert float(known["baseline"][0, 0]) > 0.1
-    return step(policy, loss, pack([row.only("chosen") for row in rows], 10**6, micro), known)
+    facts = PairFacts.of_pairs([row.only("chosen") for row in rows])
+    result = trainer.train_step(own("chosen"), known, facts)
+    return Outcome(optimizer.seen, result.sums, result.policy)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-9), (torch.float32, 1e-6)])
-def test_kto_does_not_depend_on_order_or_micro_batches(dtype: torch.dtype, limit: float) -> None:
-    policy = small(dtype)
-    expected = kto_step(policy, list(range(8)), 8)
+ROWS, SHUFFLED = list(range(8)), [5, 2, 7, 0, 3, 6, 1, 4]
+PRECISIONS = [(torch.float64, 1e-9), (torch.float32, 1e-6)]
+
+
+def assert_same_step(got: Outcome, dtype: torch.dtype, limit: float) -> None:
+    expected = kto_step(dtype, ROWS, 8)
     assert expected.gradient.norm() > 1e-3
+    difference = (got.gradient - expected.gradient).norm() / expected.gradient.norm()
+    assert difference < limit
+    assert got.sums == pytest.approx(expected.sums, rel=limit, abs=limit)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
+def test_kto_does_not_depend_on_order_or_micro_batches(dtype: torch.dtype, limit: float) -> None:
     for micro in (1, 4, 8):
-        for order in (list(range(8)), [5, 2, 7, 0, 3, 6, 1, 4]):
-            got = kto_step(policy, order, micro)
-            difference = (got.gradient - expected.gradient).norm() / expected.gradient.norm()
-            assert difference < limit
-            assert got.sums == pytest.approx(expected.sums, rel=limit, abs=limit)
+        for order in (ROWS, SHUFFLED):
+            assert_same_step(kto_step(dtype, order, micro), dtype, limit)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rather.data.batch import PairFacts
-from rather.losses.metrics import calibrated_loss, whole_set_metrics
+from rather.losses.metrics import calibrated_loss, interval_of_accuracy, whole_set_metrics
 
 
 def facts(longer: list[float], weight: list[float] | None = None) -> PairFacts:
@@ -26,12 +26,12 @@ def ratios(margins: list[float]) -> torch.Tensor:
 def test_margins_that_only_follow_the_length_have_no_controlled_accuracy() -> None:
     longer = [4.0, 2.0, 1.0, -1.0]
     base = torch.full((4, 2), -50.0, dtype=torch.float64)
-    only_length = whole_set_metrics(facts(longer), ratios([8, 4, 2, -2]), base, 0.75)
+    only_length = whole_set_metrics(facts(longer), ratios([8, 4, 2, -2]), base)
     key = "rewards/accuracies_length_controlled"
     assert only_length[key] == 0.0  # nothing is left of the margins
-    both = whole_set_metrics(facts(longer), ratios([9, 5, 3, -1]), base, 0.75)
+    both = whole_set_metrics(facts(longer), ratios([9, 5, 3, -1]), base)
     assert both[key] == 1.0  # the same, and a constant preference
-    low, high = both["rewards/accuracies_low"], both["rewards/accuracies_high"]
+    low, high = interval_of_accuracy(facts(longer), 0.75).values()
     assert (low, high) == pytest.approx((0.3006, 0.9544), abs=1e-4)  # Wilson, 3 of 4
 
 
@@ -49,8 +49,8 @@ def test_calibrated_loss_does_not_depend_on_beta() -> None:
 
 def test_drift_is_per_token_and_ties_are_not_right() -> None:
     base = torch.full((2, 2), -50.0, dtype=torch.float64)
-    same = whole_set_metrics(facts([0, 0]), base, base, 0.0)
+    same = whole_set_metrics(facts([0, 0]), base, base)
     assert same["drift"] == same["rewards/accuracies_length_controlled"] == 0.0
-    moved = whole_set_metrics(facts([0, 0], [1.0, 3.0]), ratios([2, -4]), base, 0.25)
+    moved = whole_set_metrics(facts([0, 0], [1.0, 3.0]), ratios([2, -4]), base)
     assert moved["drift"] == pytest.approx((1 * 0.1 + 3 * 0.2) / 4)
-    assert "drift" not in whole_set_metrics(facts([0, 0]), base, None, 0.5)
+    assert "drift" not in whole_set_metrics(facts([0, 0]), base, None)

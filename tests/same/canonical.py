@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rather.checkpoint.sharded_tensors import Shard, ShardSpec
 from rather.config.schema import TrainingArgs
@@ -23,7 +23,6 @@ from rather.losses.metrics import Window
 from rather.losses.objective import PairLoss, configure
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
-from rather.model.reward import auto_class
 from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
 from rather.train.rank_trainer import RankTrainer, Runner
@@ -76,10 +75,6 @@ class Setup:
     layers: int = 8
     router_loss: float | None = None
 
-    @property
-    def reward(self) -> bool:
-        return self.losses == ("bradley_terry",)
-
 
 @dataclass(frozen=True)
 class Step:
@@ -114,8 +109,7 @@ def make_policy(setup: Setup) -> PolicyModel:
         sizes |= {"num_experts_per_tok": 2, "pad_token_id": None, **EXPERTS[setup.family]}
     config = AutoConfig.for_model(setup.family, **sizes)
     torch.manual_seed(0)
-    loader = auto_class(config, reward=setup.reward)
-    model: Any = loader.from_config(
+    model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation=IMPLEMENTATION, dtype=torch.float32
     )
     with torch.no_grad():
@@ -147,8 +141,8 @@ def pairs_of(setup: Setup) -> list[list[TokenPair]]:
     return [pairs[first : first + PAIRS] for first in range(0, count, PAIRS)]
 
 
-def make_step(pairs: list[TokenPair], dp: int, *, at_end: bool = False) -> Step:
-    batches = pack(pairs, BUDGET, ranks=dp, at_end=at_end)
+def make_step(pairs: list[TokenPair], dp: int) -> Step:
+    batches = pack(pairs, BUDGET, ranks=dp)
     facts = PairFacts.of_step(batches)
     noise = torch.randn(
         facts.length.shape, generator=torch.Generator().manual_seed(len(pairs)), dtype=torch.float64
@@ -161,7 +155,7 @@ def train(trainer: RankTrainer, setup: Setup, first: int = 0, last: int | None =
     """Steps `first` to `last` of the run, on every rank of the trainer's mesh."""
     outcome = Outcome([], [], [], {})
     for pairs in pairs_of(setup)[first:last]:
-        step = make_step(pairs, trainer.mesh.size("dp"), at_end=setup.reward)
+        step = make_step(pairs, trainer.mesh.size("dp"))
         own = step.dealt[trainer.mesh.rank("dp")]
         result = trainer.train_step(
             own, step.reference if trainer.loss.needs_reference else None, step.facts

@@ -214,13 +214,13 @@ def test_a_checkpoint_resumes_on_another_ep(
 # --- files ---
 
 
-def make_experts(folder: Path, family: str) -> Path:
-    """A folder in bfloat16, whose files name each expert."""
+def make_experts(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A folder whose files name each expert."""
     make_model(folder)
     own = {"vocab_size": 63, "tie_word_embeddings": False}
     config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **own})
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = torch.randn(buffer.shape) / 3  # not on the grid of bfloat16

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rather.config.schema import ActorModelArgs, DPOConfig
 from rather.errors import ConfigError
@@ -18,17 +18,14 @@ from rather.pipeline.checks import check_step_zero
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking.health import read_findings
 from tests.cluster.test_torchrun import torchrun
-from tests.model.test_experts import FAMILIES, SMALL, tiny
-from tests.tiny import make_config, make_model, make_pairs, metrics
+from tests.model.test_experts import tiny
+from tests.same.test_experts import make_experts
+from tests.tiny import make_config, make_pairs, metrics
 
 
 def experts_run(folder: Path, family: str = "qwen3_moe", **changes: Any) -> DPOConfig:
-    """A run whose base is a tiny mixture of experts in bfloat16, with per-expert names on disk."""
-    base = make_model(folder / "base")
-    own = {"vocab_size": 63, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **own})
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
+    """A run whose base is a tiny mixture of experts in bfloat16."""
+    make_experts(folder / "base", family)
     for name, count in (("pairs", 40), ("held_out", 9)):
         make_pairs(folder / f"{name}.jsonl", count, seed=count)
     return make_config(folder, **changes)

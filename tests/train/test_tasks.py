@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from transformers import (
 )
 
 from rather.commands.compare_losses import measure
+from rather.commands.plan import plan
 from rather.commands.score import score
+from rather.config.load import dump_yaml
 from rather.data.formats.standard import ANSWERS
 from rather.data.prepare import prepare
 from rather.data.save import save
 from rather.errors import ConfigError, DataError
 from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
-from tests.cluster.test_torchrun import config_of, torchrun
 from tests.tiny import make_config, metrics
 
 
@@ -76,20 +78,6 @@ def test_one_prompt_has_no_partners(tmp_path: Path) -> None:
 # --- a run ---
 
 
-def test_kto_on_two_processes_trains_as_one_does(tmp_path: Path) -> None:
-    alone = config_of(tmp_path, "alone", task="unpaired")
-    assert DPOPipeline(alone).run() == 0
-    both = config_of(tmp_path, "both", task="unpaired", actor_train__device_mapping=[0, 1])
-    done = torchrun(both, 2)
-    assert done.returncode == 0, done.stderr
-    one, other = (metrics(config) for config in (alone, both))
-    assert max(line.get("baseline", 0) for line in one) > 0
-    for key in ("loss", "grad_norm", "baseline", "rewards/margins", "eval/loss"):
-        values = [[line[key] for line in lines if key in line] for lines in (one, other)]
-        assert values[0]
-        assert values[1] == pytest.approx(values[0], rel=1e-5, abs=1e-6), key
-
-
 def test_reference_log_probs_of_partners_come_from_the_cache(tmp_path: Path) -> None:
     for name in ("first", "second"):
         pipeline = DPOPipeline(make_config(tmp_path, exp_name=name, task="unpaired", max_steps=3))
@@ -112,9 +100,32 @@ def test_labels_and_weights_change_what_is_trained(tmp_path: Path) -> None:
         assert last["eval/rewards/margins"] > 0
         assert last["eval/rewards/accuracies"] > 0.5
         assert "eval/rewards/length_correlation" not in last
+        assert not {"eval/drift", "eval/calibrated_loss"} & last.keys()  # need pairs
         assert last["eval/pairs"] == 18
         found.append(last["eval/rewards/margins"])
     assert len({round(margin, 9) for margin in found}) == 4
+
+
+def test_plan_data_report_and_card_speak_of_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, task="unpaired", max_steps=2, logging_steps=1)
+    assert DPOPipeline(config).run() == 0
+    assert " answers/s" in capsys.readouterr().out
+    for name in ("report.html", "model/README.md"):
+        text = (config.run_dir / name).read_text()
+        assert "nswers" in text
+        assert not re.search(
+            r"\bpairs\b(?!\.jsonl)", re.sub(r"(?s)<(script|style).*?</\1>", "", text)
+        )
+    shown = json.loads((config.run_dir / "data_report.json").read_text())["shown"]
+    assert {name for one in shown for name in one["sides"]} == {"desirable", "undesirable"}
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_yaml(config))
+    plan(file, [], None, None, as_json=False)
+    text = capsys.readouterr().out
+    assert "8 answers per step" in text
+    assert "pairs" not in text
 
 
 def test_a_loss_of_another_task_is_refused(tmp_path: Path) -> None:
