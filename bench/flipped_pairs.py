@@ -54,13 +54,14 @@ class Setting:
     length: int = 256
     held_out: int = 100
     most: int | None = None  # pairs
+    eval_steps: int | None = None
 
 
 SETS = {
-    "politeness": Setting("rasbt_politeness", "stories260K", 5e-4, 3, most=300),
-    "stories": Setting("stories260K_vader_onpolicy", "stories260K", 5e-4, 3, length=512, most=300),
+    "politeness": Setting("rasbt_politeness", "stories260K", 5e-4, 3, held_out=300),
+    "stories": Setting("stories260K_vader_onpolicy", "stories260K", 5e-4, 3, length=512),
     "ultrafeedback": Setting(
-        "ultrafeedback_train_clean", "stories260K", 5e-4, 2, length=512, most=150, held_out=50
+        "ultrafeedback_train_clean", "stories260K", 5e-4, 3, length=512, most=300
     ),
 }
 
@@ -165,6 +166,7 @@ class Cell:
             "overwrite": True,
             "platform": "cpu",
             "save_steps": None,
+            "eval_steps": setting.eval_steps,
             "reference": {"cache": {"path": str(self.folder.parent / "reference")}},
             "actor_train": {
                 "data_args": {
