@@ -22,7 +22,7 @@ from common import RESULTS, machine
 from flipped_pairs import Cell, Setting
 
 SETS = {
-    name: Setting(pairs, "stories260K", 2e-4, 1, length=512, most=700, held_out=150, eval_steps=5)
+    name: Setting(pairs, "stories260K", 2e-4, 1, length=512, most=700, held_out=120, eval_steps=5)
     for name, pairs in {
         "orca": "orca_dpo_validation",
         "llamafactory": "llamafactory_dpo_en_demo",

@@ -58,7 +58,7 @@ class Setting:
 
 
 SETS = {
-    "politeness": Setting("rasbt_politeness", "stories260K", 5e-4, 3, held_out=300),
+    "politeness": Setting("rasbt_politeness", "stories260K", 2e-4, 3, held_out=300),
     "stories": Setting("stories260K_vader_onpolicy", "stories260K", 5e-4, 3, length=512),
     "ultrafeedback": Setting(
         "ultrafeedback_train_clean", "stories260K", 5e-4, 3, length=512, most=300
@@ -113,7 +113,7 @@ class Cell:
         began = time.perf_counter()
         self.folder.mkdir(parents=True, exist_ok=True)
         found: dict[str, Any] = {"name": self.name, "share": self.share, "seed": self.seed}
-        found["setting"] = vars(self.setting)
+        found |= {"setting": vars(self.setting), "machine": machine()}
         digests = prepare(self.config("flipped", [])).train.column("pair_hash")
         draw = np.random.default_rng([self.seed, round(1000 * self.share)])
         planted = draw.permutation(np.unique(digests))[: round(self.share * len(digests))]
@@ -216,7 +216,7 @@ def merge(out: Path) -> None:
     """Print a table and write the results of the reported seeds."""
     cells = [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*.json"))]
     cells = [cell for cell in cells if cell["seed"] in SEEDS]
-    FILE.write_text(json.dumps({"machine": machine(), "cells": cells}, indent=1) + "\n")
+    FILE.write_text(json.dumps({"cells": cells}, indent=1) + "\n")
     table = markdown(cells)
     print(table)
     head, _, rest = PAGE.read_text("utf-8").partition(BEGIN)

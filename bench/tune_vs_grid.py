@@ -94,8 +94,9 @@ def ukp(out: Path, args: argparse.Namespace) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         topics = defaultdict(list)
         with gzip.open(args.data / "pairs" / "ukp_arguments.jsonl.gz", "rt") as rows:
-            for line in rows:
-                topics[json.loads(line)["topic"]].append(line)
+            for row in map(json.loads, rows):
+                row["prompt"] = row.pop("messages")[0]["content"]  # the model has no chat template
+                topics[row["topic"]].append(json.dumps(row) + "\n")
         order = [line for topic in sorted(topics) for line in topics[topic]]
         size = next(  # whole topics
             total

@@ -81,6 +81,7 @@ class Tuning:
             f"reference.cache.path={base.reference_cache_dir}",
             f"actor_train.data_args.cache_dir={base.data_cache_dir(base.actor_train.data_args)}",
             "actor_train.training_args.lr_scheduler_type=constant",
+            "actor_train.training_args.warmup_steps=0", "actor_train.training_args.warmup_ratio=0",
             "eval_steps=null", "save_steps=null", "report_html=false", "save_best=false",
             "early_stopping_patience=null", "track_with=null",
         ]  # fmt: skip

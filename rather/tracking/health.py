@@ -40,6 +40,7 @@ GRACE = 1 / 3  # of the run, in which a small learning rate or its warm-up may h
 DIVERGED = 1.5  # times the loss at the start; learning makes it smaller
 STORMY = 30.0  # times the first gradient norm; where a run learns, norms fall
 RISEN = 0.1  # of the first held-out loss; evaluations differ by less
+GIVEN_BACK = 0.25  # of what the calibrated held-out loss had gained
 LONGER, LONGER_TOKENS = 1.5, 3.0  # times as long as the reference's answers, and tokens longer
 REPEATED = 0.25  # more repeated runs of four tokens than in the reference's answers
 IDLE, UNEVEN = 0.1, 1.5  # more of the experts idle than at first, times the first router loss
@@ -86,6 +87,14 @@ class EvaluationHistory:
     first: Line
     best: tuple[float, int, float | None]  # loss, step, training loss at that time
     last: deque[Line] = field(default_factory=lambda: deque(maxlen=2))  # after the first one
+    calibrated: float = math.inf  # the best calibrated loss
+
+    @property
+    def gave_back(self) -> bool:
+        """Whether the loss that any scale of margins may have rose again, too."""
+        name = "calibrated_loss"
+        least = self.calibrated + GIVEN_BACK * (self.first.get(name, 0.0) - self.calibrated)
+        return name not in self.first or all(line.get(name, 0.0) > least for line in self.last)
 
 
 @dataclass
@@ -117,6 +126,7 @@ class Health:
             best = (own["loss"], self.step, self.recent.get("loss"))
             name = prefix.removeprefix("eval/").rstrip("/")
             known = self.evaluations.setdefault(name, EvaluationHistory(own, best))
+            known.calibrated = min(known.calibrated, own.get("calibrated_loss", math.inf))
             if own is not known.first:
                 known.last.append(own)
                 known.best = min(known.best, best, key=lambda each: each[0])
@@ -277,7 +287,7 @@ def overfitting(h: Health) -> Found:
         best, step, before = known.best
         least, train = best + RISEN * abs(known.first["loss"]), h.recent.get("loss", math.inf)
         rises = len(known.last) == 2 and all(line["loss"] > least for line in known.last)
-        if rises and before is not None and train < before:
+        if rises and known.gave_back and before is not None and train < before:
             now = known.last[-1]["loss"]
             losses = {"now": now, "best": best, "before": before, "train": train, "step": step}
             return {"number": now - best, "name": f" of {name}" if name else "", **losses}
