@@ -17,6 +17,9 @@ PYTEST  := $(VENV)/bin/python -m pytest -q
 MKDOCS  := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 WORKERS ?= 2
 
+# Tests start hundreds of processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A virtual environment contains its own absolute path, and the stamp names its PyTorch: after the folder was moved,
 # or with another TORCH=, it is created again.
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Callable
+from functools import cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +26,16 @@ from transformers import (
 
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig
+from rather.data.prepare import prepare
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 
+PRELOADED = [
+    "rather.pipeline.pipeline",
+    "tests.tiny",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+]
 WORDS = [f"w{i}" for i in range(60)]
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -75,12 +87,27 @@ def make_pairs(file: Path, count: int, *, seed: int = 0) -> Path:
 
 
 def make_config(folder: Path, **changes: Any) -> DPOConfig:
-    """A run of a few small steps in `folder`, whose model and pairs are made when missing. Dotted keys change it."""
+    """A run of a few small steps in `folder`, which gets a model and pairs. Dotted keys change it."""
+    if not (folder / "base").exists():
+        shutil.copytree(_model_and_pairs(), folder, dirs_exist_ok=True)
+    return _config(folder, changes)
+
+
+@cache
+def _model_and_pairs() -> Path:
+    """A folder with model, pairs and their tokens in the cache: tokenising starts two processes."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    make_model(folder / "base")
+    make_pairs(folder / "pairs.jsonl", 40)
+    make_pairs(folder / "held_out.jsonl", 9, seed=1)
+    prepare(_config(folder, {}))
+    (folder / "output" / ".cache" / "data" / "files.json").unlink()  # hashes by path
+    return folder
+
+
+def _config(folder: Path, changes: dict[str, Any]) -> DPOConfig:
     model, pairs, held_out = folder / "base", folder / "pairs.jsonl", folder / "held_out.jsonl"
-    if not model.exists():
-        make_model(model)
-        make_pairs(pairs, 40)
-        make_pairs(held_out, 9, seed=1)
     values: dict[str, Any] = {
         "exp_name": "run",
         "output_dir": str(folder / "output"),
@@ -124,11 +151,16 @@ def tiny_policy(*, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy
     return PolicyModel(model.eval())
 
 
-def in_child(work: Callable[..., Any], *args: Any) -> int:
-    """Runs `work` in a process of its own, forked from a server that has the heavy imports; its exit code."""
+def fork_context() -> ForkServerContext:
+    """Return the context whose processes are forked from a server that has the heavy imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline.pipeline"])
-    child = context.Process(target=_quietly, args=(work, *args))
+    context.set_forkserver_preload(PRELOADED)  # all tests share the server, so they name the same
+    return context
+
+
+def in_child(work: Callable[..., Any], *args: Any) -> int:
+    """Runs `work` in a process of its own, and returns its exit code."""
+    child = fork_context().Process(target=_quietly, args=(work, *args))
     child.start()
     child.join()
     assert child.exitcode is not None

@@ -13,11 +13,11 @@ from functools import cache
 WIDE = {
     "cluster/test_orphans.py": "faults/test_kill.py and cluster/test_hang.py leave no process behind",
     "cluster/test_hang.py::test_under_torchrun_one_watchdog_names_it_and_all_processes_end": (
-        "on Ray and in one process, in the same file"
+        "one process with its stacks, in the same file; cluster/test_deadlines.py under torchrun"
     ),
     "data/test_data_page.py::test_the_page_in_a_browser": "page/test_page.py, in a browser",
     r"docs/test_snippets.py::test_commands_run[(?!README).*]": "the README's; every YAML and Python block",
-    "report/test_report.py::test_in_a_browser[size1.*]": "its other cell",
+    "report/test_report.py::test_in_a_browser": "page/test_page.py in a browser; the report's figures here",
     "same/test_adapters.py::test_a_checkpoint_resumes_under_another_layout": "same/test_elastic.py",
     "same/test_adapters.py::test_the_layout_does_not_matter[fsdp2 pissa]": "its other cells",
     "same/test_adapters.py::test_roles_share_one_model_and_leave_one_adapter": "adapters/test_run.py",
@@ -35,8 +35,11 @@ WIDE = {
     "same/test_tensor.py::test_losses_and_families": "the canonical run",
     "sweep/test_sweep.py::test_a_signal_is_passed_on_to_the_children": "train/test_signals.py",
     "sweep/test_sweep.py::test_the_children_of_a_killed_sweep_are_asked_to_end": "test_signals.py",
-    "tracking/test_trackers.py::test_wandb_offline": "the other trackers; api/test_wandb.py",
+    "tracking/test_trackers.py::test_wandb_offline": "api/test_wandb.py; tracking/test_run.py: TensorBoard",
+    "tracking/test_trackers.py::test_(trackio|mlflow).*": "records, ids and extras, by function, in the same file",
+    "tracking/test_trackers.py::test_no_secret_reaches_a_tracker": "security/test_secrets.py: all files of a run",
     "tracking/test_trackers.py::test_wandb_without_a_server_is_kept_in_local_files": "api/test_wandb.py",
+    "train/test_pack.py::test_bins_of_real_pairs_are_nearly_full": "bins of drawn lengths, in the same file",
     "train/test_signals.py::test_a_signal_before_loading_keeps_the_prepared_data": (
         "test_a_signal_ends_in_a_checkpoint"
     ),
@@ -46,12 +49,16 @@ WIDE = {
     "api/test_resume.py::test_a_killed_training_resumes_to_the_same_bits[fit-loader-adamw]": (
         "its cells fit-rows and coati-loader"
     ),
-    "board/test_page.py::test_both_themes_and_widths[wide]": "its cell narrow",
+    "board/test_page.py::test_both_themes_and_widths": "page/test_page.py: both themes; the board's tests here",
     "board/test_page.py::test_new_lines_appear": "board/test_serve.py: new lines of a run",
     "board/test_page.py::test_the_panel_of_a_run_stays_while_it_writes_metrics": "test_serve.py",
     "board/test_page.py::test_the_keyboard_is_enough": "test_pairs_token_by_token",
     "board/test_page.py::test_the_report_opens_and_cannot_ask_the_board": "test_serve.py: origin",
     "board/test_page.py::test_a_run_without_weights_says_so": "board/test_inspector.py",
+    "cluster/test_hang.py::test_on_ray_it_is_named_and_all_processes_end": (
+        "cluster/test_deadlines.py: every call on Ray ends by its deadline; who is blamed, by function, "
+        "and one process with its stacks, in the same file"
+    ),
     "cluster/test_hang.py::test_neither_a_breakpoint_nor_a_process_that_was_stopped_is_a_hang": (
         "the watchdog's rules, by function, in the same file"
     ),

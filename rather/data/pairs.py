@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rather.errors import DataError
@@ -199,6 +198,8 @@ class PairDataset:
 
     def lengths(self, name: str) -> NDArray[np.int32]:
         """Return how long each pair's list in a column is."""
+        import pyarrow.compute as pc  # slow to import, and tokenising processes do without
+
         values = np.asarray(pc.list_value_length(self.file.table.column(name)).to_numpy())
         return values if self.rows is None else values[self.rows]
 

@@ -8,12 +8,12 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 from torch.utils.data import DataLoader
@@ -57,7 +57,7 @@ def loader(base: Path) -> DataLoader[Any]:
 
 SOURCES: dict[str, Callable[[Path], Any]] = {
     "rows": lambda base: TOKENS,
-    "dataset": lambda base: Dataset.from_list(TOKENS),
+    "dataset": lambda base: import_module("datasets").Dataset.from_list(TOKENS),
     "loader": loader,
 }
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
@@ -188,6 +187,8 @@ def test_the_losses_are_those_of_the_papers(model: Any) -> None:
 
 def test_fit_takes_rows_datasets_and_loaders_alike(folder: Path, tmp_path: Path) -> None:
     """The same pairs in the same order give the same losses, whatever they come in."""
+    from datasets import Dataset  # a second, which children of test_resume.py need not spend
+
     text = [
         json.loads(line) for line in make_pairs(tmp_path / "p.jsonl", 12).read_text().splitlines()
     ]

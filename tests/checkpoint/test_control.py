@@ -22,7 +22,7 @@ from rather.errors import ConfigError, WorkerError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder import control
 from tests.checkpoint.runs import config_of, steps
-from tests.tiny import _quietly
+from tests.tiny import _quietly, fork_context
 
 LONG = 120.0  # seconds after which a test has failed
 ENDLESS = {"max_steps": 100_000, "save_steps": None, "eval_steps": None, "logging_steps": 50}
@@ -54,8 +54,7 @@ def _endless(folder: Path, begun: Event) -> int:
 @pytest.fixture
 def running(folder: Path) -> Iterator[multiprocessing.Process]:
     """Start an endless run in a separate process; its first step has begun."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline.pipeline"])
+    context = fork_context()
     begun = context.Event()
     child = context.Process(target=_quietly, args=(_endless, folder, begun))
     child.start()

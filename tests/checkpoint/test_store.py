@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import shutil
 import signal
@@ -29,6 +28,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.saving import Saving
 from tests.checkpoint.object_store import BUCKET, Proxy, served, upload, uploads
 from tests.checkpoint.runs import assert_same, config_of, incidents, steps, train
+from tests.tiny import fork_context
 
 pytest.importorskip("moto", reason="moto is not installed; pip install 'rather[dev]'")
 
@@ -128,8 +128,7 @@ def test_a_process_killed_during_an_upload(
     whole: Path, proxy: Proxy, tmp_path: Path, moment: str, number: int
 ) -> None:
     """When half of a request has arrived, or when it was answered and nobody hears it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.object_store", "boto3"])
+    context = fork_context()
     address = f"{STORE}/{moment}-{number}"
     upload(address, whole, 2)
     process = context.Process(target=upload, args=(address, whole, 4, proxy.address))

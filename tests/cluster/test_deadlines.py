@@ -4,7 +4,6 @@ process."""
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import re
 import sys
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.cluster.test_hang import alone
 from tests.faults import inject
 from tests.padded import random_pairs
-from tests.tiny import make_config
+from tests.tiny import fork_context, make_config
 
 DEADLINE = 2.0  # seconds
 ROLES = ("actor_train", "reference")
@@ -215,8 +214,7 @@ def with_a_fault(config: DPOConfig, fault: str, stderr: Path) -> int:
 @pytest.mark.wide
 def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> None:
     """At the same time, for they only wait."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline.pipeline"])
+    context = fork_context()
     children = {}
     for phase in ("first step", "evaluation", "reference"):
         args = (*struck(tmp_path, phase), tmp_path / phase)

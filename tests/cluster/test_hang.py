@@ -4,7 +4,6 @@ time."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -36,7 +35,7 @@ from tests.cells import cells
 from tests.cluster.test_orphans import wait_for
 from tests.cluster.test_torchrun import config_of, torchrun
 from tests.cluster.workers import stand_still
-from tests.tiny import make_config, metrics
+from tests.tiny import fork_context, make_config, metrics
 
 DEADLINE = 2.0  # seconds
 LATEST = DEADLINE + 10
@@ -199,8 +198,7 @@ def held_up(config: DPOConfig, rank: int, how: str, meeting: Path, stderr: Path)
 
 
 def started(*args: Any) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline.pipeline"])
+    context = fork_context()
     child = context.Process(target=in_a_rank, args=args, daemon=True)
     child.start()
     return child
@@ -268,8 +266,7 @@ def test_one_process_ends_with_its_stacks_and_resumes(tmp_path: Path) -> None:
         actor_train__worker_cls="tests.cluster.workers.SleepsLater",
         timeouts={"step": DEADLINE},
     )
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline.pipeline"])
+    context = fork_context()
     child = context.Process(target=alone, args=(config, tmp_path / "stderr"), daemon=True)
     child.start()
     child.join(60)
@@ -299,8 +296,7 @@ def test_neither_a_breakpoint_nor_a_process_that_was_stopped_is_a_hang(tmp_path:
         timeouts={"step": DEADLINE},
         system_envs={"RATHER_TEST_KEYS": str(keys)},
     )
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rather.pipeline.pipeline"])
+    context = fork_context()
     child = context.Process(target=alone, args=(config, tmp_path / "stderr"), daemon=True)
     child.start()
     screen = tmp_path / "screen"

@@ -14,12 +14,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rather.cli import app
+from rather.cli import app, main
 from rather.config import plugins
 from rather.config.load import load_config
 from rather.errors import ConfigError
 from tests.house.source import ROOT
-from tests.tiny import make_model, make_pairs
+from tests.tiny import in_child, make_model, make_pairs
 
 LOSS = '''
 """A hinge with a margin of its own."""
@@ -77,7 +77,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_training(home: Path, package: Path, name: str, *arguments: str) -> None:
-    """Train in a process that imports `package`, and check that loss and format were used."""
+    """Train in a process that imports `package`, and check the run."""
     command = [sys.executable, "-m", "rather", "train", str(home / "own.yaml"), f"exp_name={name}"]
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -89,7 +89,11 @@ def check_training(home: Path, package: Path, name: str, *arguments: str) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    run = home / "output" / name
+    check_run(home / "output" / name)
+
+
+def check_run(run: Path) -> None:
+    """Check that the run used loss and format."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     # Policy and reference are equal in the first step, so that only the margin remains.
     assert float(json.loads(lines[0])["loss"]) == 3.0
@@ -102,7 +106,14 @@ def imports(home: Path) -> list[str]:
 
 
 def test_a_loss_and_a_format_by_import(home: Path) -> None:
-    check_training(home, ROOT, "imported", *imports(home))
+    arguments = ["train", str(home / "own.yaml"), "exp_name=imported", *imports(home)]
+    assert in_child(_rather, arguments) == 0
+    check_run(home / "output" / "imported")
+
+
+def _rather(arguments: list[str]) -> None:
+    sys.argv[1:] = arguments
+    main()
 
 
 def test_a_loss_and_a_format_by_files_in_the_package(home: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT, imports, module_name, python_files, where
+from tests.tiny import in_child
 
 # From the roof to the ground. Rooms on one floor may import each other as long as no circle closes.
 FLOORS = [
@@ -142,7 +143,6 @@ def test_the_rules_can_fail() -> None:
         ("rather.config", "torch transformers pyarrow tensorboard ray"),
         ("rather.losses.losses", "transformers hydra pyarrow tensorboard ray"),
         ("rather.cli", "torch transformers tensorboard ray"),
-        ("rather.pipeline.pipeline", "ray"),
     ],
 )
 def test_light_modules_stay_light(module: str, absent: str) -> None:
@@ -154,3 +154,13 @@ def test_light_modules_stay_light(module: str, absent: str) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stdout.split(), f"import {module} also imports {done.stdout.strip()}"
+
+
+def test_the_pipeline_does_not_import_ray() -> None:
+    """In a child of the server that has imported it: a process of its own takes eight seconds."""
+    assert in_child(_has_imported, "rather.pipeline.pipeline") == 1
+    assert in_child(_has_imported, "ray") == 0
+
+
+def _has_imported(module: str) -> int:
+    return int(module in sys.modules)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -25,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from tests.tiny import fork_context
 
 PATIENCE = timedelta(minutes=10)
 
@@ -60,8 +61,7 @@ class Pool:
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rather.pipeline.pipeline"])
+        context = fork_context()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world, theirs), daemon=True)

@@ -204,7 +204,7 @@ def test_a_checkpoint_resumes_under_another_layout(
     make_policy(elastic.SETUP).causal_lm.save_pretrained(tmp_path / "base")
     make = partial(adapted, str(tmp_path / "base"), kind)
     alone = make(elastic.LAYOUTS["1"])
-    expected = train(alone, elastic.SETUP, 0, elastic.SAVED_AFTER + 10).losses[
+    expected = train(alone, elastic.SETUP, 0, elastic.SAVED_AFTER + elastic.MORE).losses[
         elastic.SAVED_AFTER :
     ]
     elastic.on(elastic.LAYOUTS[before], elastic.save, tmp_path / "run", make)

@@ -26,8 +26,8 @@ from tests.checkpoint.saving import save_checkpoint
 from tests.same.canonical import Setup, make_policy, make_trainer, train, whole
 from tests.same.pool import pool
 
-SETUP = Setup(steps=16, lr=1e-4, layers=4)
-SAVED_AFTER = 4
+SAVED_AFTER, MORE = 2, 3  # steps
+SETUP = Setup(steps=SAVED_AFTER + MORE, lr=1e-4, layers=4)
 LAYOUTS: dict[str, Layout] = {
     "1": Layout(1),
     "dp2": Layout(2, stage=0),
@@ -83,7 +83,7 @@ Resumed = tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[float]]
 
 
 def resume(layout: Layout, path: Path, make: Make = trainer_on) -> Resumed:
-    """(pieces of model and optimizer as loaded, numbers, losses of the next ten steps)."""
+    """(pieces of model and optimizer as loaded, numbers, losses of the next steps)."""
     trainer, found = make(layout), checkpoint.reopen(path)
     stored = {group: found.stored(group) for group in ("model", "optimizer", "rng")}
     trainer.load_state(stored, found.state["numbers"])
@@ -92,7 +92,7 @@ def resume(layout: Layout, path: Path, make: Make = trainer_on) -> Resumed:
         {name: _copied(piece) for name, piece in groups[group].items()}
         for group in ("model", "optimizer")
     ]
-    losses = train(trainer, SETUP, SAVED_AFTER, SAVED_AFTER + 10).losses
+    losses = train(trainer, SETUP, SAVED_AFTER, SAVED_AFTER + MORE).losses
     return copied[0], copied[1], numbers, losses
 
 
@@ -139,8 +139,8 @@ def assert_goes_on(
 
 @pytest.fixture(scope="module")
 def expected() -> list[float]:
-    """Losses of ten more steps of a run that was never interrupted."""
-    return train(make_trainer(SETUP), SETUP, 0, SAVED_AFTER + 10).losses[SAVED_AFTER:]
+    """Losses of more steps of a run that was never interrupted."""
+    return train(make_trainer(SETUP), SETUP, 0, SAVED_AFTER + MORE).losses[SAVED_AFTER:]
 
 
 ALL = ("1", "dp2", "zero3", "tp2", "pp2", "cp2")

@@ -43,7 +43,7 @@ from tests.same.canonical import (
     whole,
 )
 from tests.same.pool import pool
-from tests.same.test_elastic import SAVED_AFTER, assert_goes_on, on, save
+from tests.same.test_elastic import MORE, SAVED_AFTER, assert_goes_on, on, save
 from tests.tiny import make_model
 
 SETUP = Setup("qwen3_moe", tied=False, steps=2, layers=2, router_loss=0.3)
@@ -185,9 +185,9 @@ def elastic(layout: Layout) -> RankTrainer:
 
 @pytest.fixture(scope="module")
 def expected() -> list[float]:
-    """Losses and router losses of ten more steps of a run that was never interrupted."""
-    setup = Setup(steps=16)
-    return train(elastic(Layout(1)), setup, 0, SAVED_AFTER + 10).losses[2 * SAVED_AFTER :]
+    """Losses and router losses of more steps of a run that was never interrupted."""
+    setup = Setup(steps=SAVED_AFTER + MORE)
+    return train(elastic(Layout(1)), setup, 0, SAVED_AFTER + MORE).losses[2 * SAVED_AFTER :]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from tests.same.canonical import (
 )
 from tests.same.pool import pool
 
-SHORT = 3  # steps, where the twenty of the canonical run would show nothing more
+SHORT = 2  # steps, where the twenty of the canonical run would show nothing more
 
 
 def piped(setup: Setup, layout: Layout, recompute: Recompute = "none") -> Outcome:

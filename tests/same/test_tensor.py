@@ -37,7 +37,7 @@ from tests.tiny import tiny_policy
 
 Sizes = dict[str, int]
 DIVISIBLE = sorted(FAMILIES.keys() - {"gpt2"})  # which has no plan
-FEW_STEPS = 4
+FEW_STEPS = 2
 BOTH_WAYS = pytest.mark.parametrize(
     "sequence_parallel", cells([False, True], keep=[False]), ids=["plain", "sequence parallel"]
 )

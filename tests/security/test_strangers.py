@@ -51,12 +51,13 @@ class EvilTokenizer(PreTrainedTokenizerFast):
 """
 KINDS = ("run", "linked", "model", "adapter", "data")
 EACH = [["{yaml:" + kind + "}"] for kind in KINDS]
+RUN_AND_MODEL = [EACH[0], EACH[2]]  # for commands that start what `train` does
 FOLDERS = [["{run}"], ["{linked}"]]
 SOURCES = [["{run}"], ["{run}/checkpoint-1"], ["{linked}"], ["{model}"], ["{adapter}"]]
 COMMANDS: dict[str, list[list[str]]] = {
     "train": [*EACH, *FOLDERS],
-    "sweep": [[*words, "beta=0.1,0.2"] for words in EACH],
-    "tune": [[*words, "--budget", "1s", "--out", "tuned.yaml"] for words in EACH],
+    "sweep": [[*words, "beta=0.1,0.2"] for words in RUN_AND_MODEL],
+    "tune": [[*words, "--budget", "1s", "--out", "tuned.yaml"] for words in RUN_AND_MODEL],
     "eval": [[*words, "--model", "{" + kind + "}"] for words in EACH[:1] for kind in KINDS],
     "demo": [["--out", "{run}"], ["--out", "{linked}"]],
     "data": [*EACH, ["{yaml:data}", "--save", "{linked}"]],
@@ -136,9 +137,11 @@ class Strangers:
             (folder / name).write_text(json.dumps(values | CODE))
 
     def adapter(self, good: Path) -> None:
-        base: Any = AutoModelForCausalLM.from_pretrained(good / "base")
-        folder = self.folders["adapter"]
-        get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+        made = good / "adapter"
+        if not made.exists():
+            base: Any = AutoModelForCausalLM.from_pretrained(good / "base")
+            get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(made)
+        folder = Path(shutil.copytree(made, self.folders["adapter"]))
         values = json.loads((folder / "adapter_config.json").read_text())
         own = {"base_model_name_or_path": str(self.folders["model"]), "auto_mapping": CODE}
         (folder / "adapter_config.json").write_text(json.dumps(values | own))

@@ -49,7 +49,8 @@ def yaml_file(shared: Path, tmp_path: Path) -> Writer:
             "logging_dir": str(tmp_path / "logs"),
             "max_steps": 3,
         }
-        cache = {"actor_train__data_args__cache_dir": str(shared / "data")}
+        cached = str(shared / "output" / ".cache" / "data")
+        cache = {f"{role}__data_args__cache_dir": cached for role in ("actor_train", "validation")}
         config = make_config(shared, **{**own, **cache, **changes})
         file = tmp_path / "dpo.yaml"
         file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))

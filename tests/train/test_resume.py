@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One uninterrupted run, and the model, pairs and data cache that the others share."""
     folder = tmp_path_factory.mktemp("resume")
     make_config(folder)
-    assert in_child(train, folder, {**RUN, "exp_name": "whole"}) == 0
+    assert train(folder, {**RUN, "exp_name": "whole"}) == 0
     lines = outcome(folder, "whole")[0]
     assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
     assert [line["step"] for line in lines if "eval/loss" in line] == [0, 4, 5, 8, 10, 12]
