@@ -112,6 +112,11 @@ WIDE = {
     "faults/test_elastic.py": "same/test_elastic.py: any layout resumes under any other",
     "faults/test_full_disk.py": "checkpoint/test_disk_space.py",
     "faults/test_soak.py::test_random_faults_end_as_no_fault[dp2.*|ray.*|one-8-2]": "one-8-1",
+    "faults/test_kill.py::test_one_process[step=4,phase=(all_reduce|metrics.done|save.rename"
+    "|save.prune.delete),kind=kill|.*visit=3,kind=kill]": (
+        "kills between backward and update, at follow.done and in two saves, in the same test; "
+        "checkpoint/test_kill.py kills at every operation of a save and of a prune"
+    ),
     "faults/test_kill.py::test_one_of_two_ranks[.*save.write.sync.*]": "the cell `backward`",
     r"health/test_health.py::test_a_healthy_run_has_no_finding[(?!sigmoid\]|simpo\]).*]": (
         "the cells sigmoid and simpo"

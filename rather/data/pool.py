@@ -361,8 +361,17 @@ def _chunk(head: Json, table: bytes) -> Chunk:
     return Chunk(head["source"], tuple(rows), table, head["first"])
 
 
+def _make_arrow_do_without_pandas() -> None:
+    """Let the first array find no pandas, which Arrow would import: half of the child's start."""
+    sys.modules["pandas"] = None  # type: ignore[assignment]
+    with suppress(AttributeError, ImportError):
+        pa.array([0])
+    del sys.modules["pandas"]  # a format in a user's file may still import it
+
+
 def main(connection: int, progress: int) -> None:
     """Answer the parent's questions until it closes the connection."""
+    _make_arrow_do_without_pandas()
     parent = Connection(connection)
     setup = json.loads(parent.recv_bytes())
 

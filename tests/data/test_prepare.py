@@ -590,10 +590,14 @@ def test_pairs_are_shown_with_their_scored_tokens(
     assert "[[No idea.<|im_end|>]]" in shown
 
 
-def test_workers_need_neither_torch_nor_transformers() -> None:
+def test_workers_need_neither_torch_nor_transformers_nor_pandas() -> None:
     code = (
-        "import sys, rather.data.pool, rather.data.prepare\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+        "import sys, pyarrow, rather.data.prepare\n"
+        "from rather.data.pool import _make_arrow_do_without_pandas\n"
+        "_make_arrow_do_without_pandas()\n"
+        "numbers = pyarrow.list_(pyarrow.int32())\n"
+        "pyarrow.RecordBatch.from_pylist([{'a': [1]}], schema=pyarrow.schema({'a': numbers}))\n"
+        "print([name for name in ('torch', 'transformers', 'pandas') if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
