@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,17 @@ from rather.migrate.rules import (
     Unsupported,
     full,
 )
-from rather.migrate.source import SourceSettings, flat
+from rather.migrate.source import SourceSettings
+from rather.tracking.json_lines import flatten
 
 ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
 MODEL, PAIRS = "pretrain", "actor_train.data_args.file_name"
-MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # take any name
+MAPPINGS = (
+    ".columns.",
+    ".strategy_config.",
+    ".lr_scheduler_kwargs.",
+    "system_envs.",
+)  # take any name
 DEVICES = "actor_train.device_mapping"
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
 PLACES = {MODEL: "path/to/model", PAIRS: "path/to/pairs.jsonl"}
@@ -75,13 +81,12 @@ class Peer:
     """Another trainer: its keys, its defaults, and how to recognise its files.
 
     The facts are those of `version`. `programs` are its scripts and subcommands that Rather can
-    replace; the rule of `(program)` sets the loss of each. `known` are further keys of the tool,
-    which have no counterpart; any other key is a typing error. A default may be a function of the
-    other settings. `aliases` are other names of keys. `marks` and `words` are keys, and words of a
-    command line, that only this tool has. `whole` are keys whose value is a mapping. `reader` reads
-    a file whose values refer to others, under the flags of a command line; `config` is its place
-    next to the program if the line names none. `always` are differences that no key expresses.
-    Files that `is_early` recognises have the `early` defaults.
+    replace; the rule of `(program)` sets the loss of each. A key without a rule is a typing error.
+    A default may be a function of the other settings. `aliases` are other names of keys. `marks`
+    and `words` are keys, and words of a command line, that only this tool has. `whole` are keys
+    whose value is a mapping. `reader` reads a file whose values refer to others, under the flags of
+    a command line; `config` is its place next to the program if the line names none. `always` are
+    differences that no key expresses.
     """
 
     name: str
@@ -89,16 +94,13 @@ class Peer:
     version: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     programs: tuple[str, ...] = ()
-    known: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
-    marks: tuple[str, ...] = ()
+    marks: str = ""
     words: tuple[str, ...] = ()
     reader: Callable[[Path, dict[str, Any]], dict[str, Any]] | None = None
     config: str = ""
-    whole: tuple[str, ...] = ()
+    whole: str = ""
     always: tuple[str, ...] = ()
-    is_early: Callable[[Given], bool] = lambda given: False
-    early: Mapping[str, Any] = field(default_factory=dict)
 
     def rule(self, key: str) -> Rule | None:
         """Return the rule of a key, or of a section that it is in, such as `policy.generation.*`."""
@@ -127,14 +129,10 @@ class Row:
     def line(self) -> str:
         """Return all of it in one line."""
         ours = ", ".join(f"{path}: {_short(v)}" for path, v in self.outcome.values.items())
-        text = f"{self.status}: {self.key}" + (
-            "" if self.value is None else f" = {_short(self.value)}"
-        )
-        return (
-            text
-            + (f" -> {ours}" if ours else "")
-            + (f"; {self.outcome.note}" * bool(self.outcome.note))
-        )
+        text = f"{self.status}: {self.key}"
+        text += "" if self.value is None else f" = {_short(self.value)}"
+        text += f" -> {ours}" if ours else ""
+        return f"{text}; {self.outcome.note}" if self.outcome.note else text
 
 
 @dataclass(frozen=True)
@@ -165,11 +163,11 @@ class Migrated:
 
 def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
     """Return the tool that these words or keys belong to; an error if none or several match."""
-    keys = {key for key, _ in flat(source.values)} | set(source.values)
+    keys = {*flatten(source.values), *source.values}
     line = f" {' '.join(source.words)} "
     best = [peer.name for peer in peers.values() if any(word in line for word in peer.words)]
     if not best:
-        found = {peer.name: len(keys & set(peer.marks)) for peer in peers.values()}
+        found = {peer.name: len(keys.intersection(peer.marks.split())) for peer in peers.values()}
         most = max(found.values())
         best = [name for name, count in found.items() if count == most and most]
     if len(best) == 1:
@@ -193,14 +191,14 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     values = peer.reader(file, source.flags) if peer.reader and file else source.values
     is_named = source.program in peer.programs and PROGRAM in peer.rules
     written = {PROGRAM: source.program} if is_named else {}
-    written |= dict(_without_no(peer, *item) for item in flat(values, peer.whole))
+    known = flatten(values, whole=peer.whole.split())
+    written |= dict(_without_no(peer, *item) for item in known.items())
     count = devices or source.devices
     here = {COUNT: count or 1, FOLDER: file.parent if file else source.folder,
             ALIASED: any(key in peer.aliases for key in written)}  # fmt: skip
     given = here | {peer.aliases.get(key, key): v for key, v in written.items()}
-    defaults = {**peer.defaults, **(peer.early if peer.is_early(given) else {})}
     filled = []
-    for key, default in defaults.items():
+    for key, default in peer.defaults.items():
         value = _filled(default, given)
         if value is not UNSET and not _says(peer, key, given):
             given[key] = value
@@ -211,7 +209,9 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     rows += [row for each in fallbacks if (row := _default(each, stated))]
     rows += _device_rows(count)
     determined = stated.union(*(row.outcome.values for row in fallbacks))
-    rows += [row for path in PLACES if (row := _place(path, rows))]
+    open_places = PLACES.keys() - _values(rows)
+    rows += [Row(f"({path})", None, Outcome(OPEN, {path: text}, "not set in the source file"))
+             for path, text in PLACES.items() if path in open_places]  # fmt: skip
     rows, config = _judged(rows)
     rows += _missing(determined - {path for row in rows for path in row.rejected}, config, peer)
     if VISION.search(f"{source.program} {config.pretrain}"):
@@ -232,7 +232,7 @@ def _says(peer: Peer, key: str, given: Given) -> bool:
     """Return whether a key is set; an empty one is, only if that has a meaning of its own."""
     if given.get(key) is not None or key not in given:
         return key in given
-    return bool(_ruled(peer, key, None, given).outcome.values)
+    return bool(_outcome(peer, key, None, given).values)
 
 
 def _agreed(rows: list[Row]) -> list[Row]:
@@ -297,51 +297,43 @@ def _known(path: str) -> str:
 
 def _row(peer: Peer, key: str, value: Any, given: Given) -> Row:
     """Apply the rule of a key. A text under a name like hub_token is neither shown nor written."""
-    row = _ruled(peer, key, value, given)
-    paths = row.outcome.values
+    outcome = _outcome(peer, key, value, given)
+    paths = outcome.values
     if any(path.endswith((".trust_remote_code", ".worker_cls")) for path in paths) and value:
         note = "it runs Python code of others and is not copied; add it yourself if you trust them"
         return Row(key, value, Outcome(LEFT_OUT, note=note))
     public = bool(paths) and not any(map(looks_secret, paths))
     if not (looks_secret(key) and isinstance(value, str)) or public:
-        return row
-    if row.status in INCOMPLETE:
-        return replace(row, value=MASK)
+        return Row(key, value, outcome)
     note = "secrets are not written; set it in the environment"
-    return Row(key, MASK, Outcome(LEFT_OUT, note=note))
+    hidden = outcome if outcome.status in INCOMPLETE else Outcome(LEFT_OUT, note=note)
+    return Row(key, MASK, hidden)
 
 
-def _ruled(peer: Peer, key: str, value: Any, given: Given) -> Row:
+def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
     rule = peer.rule(key)
-    if rule is None and key in peer.known:
-        note = f"{peer.name} has this setting, Rather has no counterpart"
-        return Row(key, value, Outcome(NEEDLESS if value in (None, "") else IMPOSSIBLE, note=note))
     if rule is None:
         near = difflib.get_close_matches(key, [*peer.rules, *peer.aliases], n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else "a typing error?"
-        return Row(key, value, Outcome(UNKNOWN, note=f"{peer.name} has no such setting; {hint}"))
+        return Outcome(UNKNOWN, note=f"{peer.name} has no such setting; {hint}")
     if value == "":
-        return Row(key, value, Outcome(NEEDLESS, note="empty"))
+        return Outcome(NEEDLESS, note="empty")
     try:
-        outcome = rule(value, given)
-        outcome = replace(outcome, values={full(k): v for k, v in outcome.values.items()})
+        status, values, note = rule(value, given)
     except ConfigError as why:
         raise ConfigError(f"{key}: {why}") from None
     except Unsupported as why:
-        return Row(key, value, Outcome(IMPOSSIBLE, note=str(why)))
+        return Outcome(IMPOSSIBLE, note=str(why))
     except (TypeError, ValueError, AttributeError, LookupError):
-        note = f"{_short(value)} is not a value that {peer.name} accepts"
-        return Row(key, value, Outcome(IMPOSSIBLE, note=note))
-    if "${" in str(outcome.values):
-        status = LEFT_OUT if set(outcome.values) <= FOLDERS else IMPOSSIBLE
-        return Row(key, value, Outcome(status, note="its value is only known when it runs"))
-    absent = [path for path in outcome.values if not _exists(path)]
-    if absent:
-        return Row(key, value, Outcome(IMPOSSIBLE, note=f"this version has no {', '.join(absent)}"))
-    same = outcome.status == RENAMED and all(
-        key in (path, path.rpartition(".")[2]) for path in outcome.values
-    )
-    return Row(key, value, Outcome(KEPT, outcome.values, outcome.note) if same else outcome)
+        return Outcome(IMPOSSIBLE, note=f"{_short(value)} is not a value that {peer.name} accepts")
+    values = {full(path): v for path, v in values.items()}
+    if "${" in str(values):
+        status = LEFT_OUT if set(values) <= FOLDERS else IMPOSSIBLE
+        return Outcome(status, note="its value is only known when it runs")
+    if absent := [path for path in values if not _exists(path)]:
+        return Outcome(IMPOSSIBLE, note=f"this version has no {', '.join(absent)}")
+    same = all(key in (path, path.rpartition(".")[2]) for path in values)
+    return Outcome(KEPT if same and status == RENAMED else status, values, note)
 
 
 def _exists(path: str) -> bool:
@@ -371,12 +363,6 @@ def _device_rows(devices: int | None) -> list[Row]:
         return [Row("(devices)", None, Outcome(MISSING, note=UNSURE))]
     values = {DEVICES: f"0-{devices - 1}"}
     return [Row("(devices)", devices, Outcome(RENAMED, values, "from the launcher"))]
-
-
-def _place(path: str, rows: list[Row]) -> Row | None:
-    if path in _values(rows):
-        return None
-    return Row(f"({path})", None, Outcome(OPEN, {path: PLACES[path]}, "not set in the source file"))
 
 
 def _values(rows: list[Row]) -> dict[str, Any]:

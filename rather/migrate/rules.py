@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from rather.errors import ConfigError
+from rather.migrate.source import plain
 
 Given = Mapping[str, Any]  # the tool's keys, nested ones with dots; its defaults for unset keys
 NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
@@ -32,18 +33,17 @@ SECTIONS = {  # short names that the tables use
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Values for keys of Rather, and a note."""
 
     status: str
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = MappingProxyType({})
     note: str = ""
 
 
 NOT_NEEDED = Outcome(NEEDLESS)
 Rule = Callable[[Any, Given], Outcome]
-Converter = Callable[[Any], Any]
+Condition = Callable[[Any, Given], object]
 
 
 class Unsupported(Exception):
@@ -56,25 +56,36 @@ def full(path: str) -> str:
     return SECTIONS.get(section, section) + dot + name if dot else path
 
 
+def pairs(text: str) -> dict[Any, Any]:
+    """Return {"a": 1, "b": True} for `a=1 b=true`."""
+    words = (word.partition("=") for word in text.split())
+    return {plain(key): plain(value) for key, _, value in words}
+
+
+def keys(names: str) -> list[str]:
+    """Return the names of keys in a text."""
+    return names.split()
+
+
 def facts(text: str) -> dict[str, Rule]:
     """Return the rules of a table, each with names of keys, a sign, and what they mean.
 
-    `=`: Rather's key of the same meaning (`; note`: the meaning changes). `~`: why the key is not
-    needed (nothing: internal to the tool). `!`: why it is not possible. `?`: why it is left out.
+    `= path`: Rather's key of the same meaning. Then, if wanted: `: a=b c=d`, its values by the
+    tool's; ` if set`, unless empty, 0 or false; ` if >1`; ` if key=a|b` or ` if key!=a`, the value
+    of another key; `; note`: the meaning changes.
+    `~ why`: not needed (nothing: internal to the tool). `! why`: not possible unless off.
+    `? why`: left out unless off. `@ a b; why`: Rather always does this; no other value is possible.
+    `- why`: no value is possible. `!! why`: Rather has no such training.
     Names may fill several lines.
     """
     rules: dict[str, Rule] = {}
     names: list[str] = []
     for line in text.strip().splitlines():
-        keys, sign, rest = (*re.split(r"\s([=~!?])(?:\s+|$)", line, maxsplit=1), "", "")[:3]
-        names += keys.split()
-        if sign == "=":
-            path, _, note = rest.partition("; ")
-            rules |= dict.fromkeys(names, to(path, note=note))
-        elif sign:
-            kind = {"~": needless, "!": never, "?": left_out}[sign]
-            rules |= dict.fromkeys(names, kind(rest or MACHINERY))
-        names = [] if sign else names
+        left, sign, rest = (*re.split(r"\s([=~?@-]|!!?)(?:\s+|$)", line, maxsplit=1), "", "")[:3]
+        names += keys(left)
+        if sign:
+            rules |= dict.fromkeys(names, KINDS[sign](rest))
+            names = []
     return rules
 
 
@@ -83,22 +94,20 @@ def gives(values: dict[str, Any], note: str = "") -> Outcome:
     return Outcome(CHANGED if note else RENAMED, values, note)
 
 
-def to(path: str, convert: Converter | Mapping[Any, Any] | None = None, *, note: str = "") -> Rule:
+def to(path: str, convert: Mapping[Any, Any] | Callable[[Any], Any] = lambda value: value,
+       *, note: str = "") -> Rule:  # fmt: skip
     """Set Rather's key of the same meaning; `convert` changes the value."""
 
     def rule(value: Any, given: Given) -> Outcome:
         if value is None:
             return Outcome(NEEDLESS, note="left to the default")
-        return gives({path: converted(convert, value)}, note)
+        changed = converted(convert, value) if isinstance(convert, Mapping) else convert(value)
+        return gives({path: changed}, note)
 
     return rule
 
 
-def converted(convert: Converter | Mapping[Any, Any] | None, value: Any) -> Any:
-    if convert is None:
-        return value
-    if not isinstance(convert, Mapping):
-        return convert(value)
+def converted(convert: Mapping[Any, Any], value: Any) -> Any:
     if value not in convert:
         raise Unsupported(
             f"{value!r} has no counterpart; supported: {', '.join(map(str, convert))}"
@@ -106,22 +115,70 @@ def converted(convert: Converter | Mapping[Any, Any] | None, value: Any) -> Any:
     return convert[value]
 
 
-def never(why: str, *, unless: tuple[Any, ...] = ()) -> Rule:
+def _same(text: str) -> Rule:
+    """Return the rule of a line with `=`."""
+    left, _, note = text.partition("; ")
+    left, *conditions = left.split(" if ")
+    path, colon, values = left.partition(": ")
+    rule = to(path, pairs(values), note=note) if colon else to(path, note=note)
+    for condition in map(_condition, conditions):
+        rule = when(condition, rule)
+    return rule
+
+
+def _condition(text: str) -> Condition:
+    if text == "set":
+        return lambda value, given: value
+    if text[0] == ">":
+        return lambda value, given: value and value > int(text[1:])
+    key, _, names = text.partition("=")
+    wanted = [plain(name) for name in names.split("|")]
+    return lambda value, given: (given.get(key.rstrip("!")) in wanted) != key.endswith("!")
+
+
+def unless(allowed: Container[Any], note: str, status: str, why: str) -> Rule:
+    """Accept the allowed values, for which nothing has to be set; the others have a status."""
+    return lambda value, given: (
+        Outcome(NEEDLESS, note=note) if value in allowed else Outcome(status, note=why)
+    )
+
+
+def never(why: str, *, off: tuple[Any, ...] = ()) -> Rule:
     """Reject every value except those that switch the feature off."""
-    return lambda value, given: (
-        Outcome(NEEDLESS, note="off")
-        if value in NOTHING or value in unless
-        else Outcome(IMPOSSIBLE, note=why)
-    )
+    return unless((*NOTHING, *off), "off", IMPOSSIBLE, why)
 
 
-def left_out(why: str) -> Rule:
-    """Leave a feature out that no result of the training depends on, and report it."""
-    return lambda value, given: (
-        Outcome(NEEDLESS, note="off") if value in NOTHING else Outcome(LEFT_OUT, note=why)
-    )
+def only(*allowed: Any, why: str) -> Rule:
+    """Accept only what Rather always does."""
+    return unless(allowed, "Rather always does this", IMPOSSIBLE, why)
 
 
+def _always(text: str) -> Rule:
+    values, _, why = text.partition("; ")
+    return only(*map(plain, values.split()), why=why)
+
+
+def needless(why: str) -> Rule:
+    """Ignore a key: no result depends on it, or Rather always does this."""
+    return lambda value, given: Outcome(NEEDLESS, note=why or MACHINERY)
+
+
+def _refused(why: str) -> Rule:
+    def rule(value: Any, given: Given) -> Outcome:
+        raise ConfigError(why)
+
+    return rule
+
+
+KINDS: dict[str, Callable[[str], Rule]] = {
+    "=": _same,
+    "~": needless,
+    "!": never,
+    "?": lambda why: unless(NOTHING, "off", LEFT_OUT, why),
+    "@": _always,
+    "-": lambda why: unless((None, ""), "", IMPOSSIBLE, why or "Rather has no counterpart"),
+    "!!": _refused,
+}
 KTO, SFT = {"task": "unpaired"}, {"task": "sft", "pref_loss": "sft"}
 REWARD = {"task": "reward", "pref_loss": "bradley_terry"}
 
@@ -132,9 +189,7 @@ def algorithm(names: Mapping[Any, str | Mapping[str, str] | None]) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         if value not in names:
             known = ", ".join(map(str, names))
-            raise ConfigError(
-                f"{value} is not a training that Rather offers; it converts {known}."
-            )
+            raise ConfigError(f"{value} is not a training that Rather offers; it converts {known}.")
         loss = names[value]
         if not loss:
             return NOT_NEEDED
@@ -153,40 +208,6 @@ def of_mixture(model: str, value: Any) -> Callable[[Given], Any]:
     return lambda given: value if MIXTURE.search(str(given.get(model))) else UNSET
 
 
-def needless(why: str) -> Rule:
-    """Ignore a key: no result depends on it, or Rather always does this."""
-    return lambda value, given: Outcome(NEEDLESS, note=why)
-
-
-def only(*allowed: Any, why: str) -> Rule:
-    """Accept only what Rather always does."""
-    return lambda value, given: (
-        Outcome(NEEDLESS, note="Rather always does this")
-        if value in allowed
-        else Outcome(IMPOSSIBLE, note=why)
-    )
-
-
-def each(names: str, rule: Rule) -> dict[str, Rule]:
-    """Use the same rule for several keys."""
-    return dict.fromkeys(names.split(), rule)
-
-
-def keys(names: str) -> frozenset[str]:
-    """Return the names of keys in a text."""
-    return frozenset(names.split())
-
-
-def when(condition: Callable[[Any, Given], object], rule: Rule) -> Rule:
+def when(condition: Condition, rule: Rule) -> Rule:
     """Apply a rule if the condition holds; otherwise the key is not needed."""
     return lambda value, given: rule(value, given) if condition(value, given) else NOT_NEEDED
-
-
-def if_set(path: str) -> Rule:
-    """Set the key unless the value is empty, 0 or false."""
-    return when(lambda value, given: value, to(path))
-
-
-def if_given(key: str, wanted: Any, path: str) -> Rule:
-    """Set the key if another one has this value."""
-    return when(lambda value, given: given.get(key) == wanted, to(path))

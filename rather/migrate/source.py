@@ -119,18 +119,6 @@ def _program(words: list[str]) -> tuple[str, int] | None:
     return None
 
 
-def flat(
-    values: Mapping[str, Any], whole: tuple[str, ...] = (), prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yield ("policy.precision", "bf16") for nested mappings; keys of `whole` stay mappings."""
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and path not in whole:
-            yield from flat(value, whole, f"{path}.")
-        else:
-            yield path, value
-
-
 def with_powers(value: Any) -> Any:
     """Convert 5e-7, which YAML 1.1 reads as text, to a number; other text stays text."""
     if isinstance(value, list):

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,12 +50,13 @@ def current_name(metric: str) -> str:
     return metric.replace("logps/falling", "logps/chosen_below_reference")
 
 
-def flatten(values: Mapping[Any, Any], prefix: str = "") -> JsonObject:
-    """Return {"a.b": 1} for {"a": {"b": 1}}."""
+def flatten(values: Mapping[Any, Any], prefix: str = "", whole: Sequence[str] = ()) -> JsonObject:
+    """Return {"a.b": 1} for {"a": {"b": 1}}; keys of `whole` stay mappings."""
     found: JsonObject = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        found |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+        is_section = isinstance(value, dict) and value and key not in whole
+        found |= flatten(value, f"{key}.", whole) if is_section else {key: value}
     return found
 
 

@@ -17,7 +17,6 @@ from rather.errors import ConfigError
 from rather.migrate import NAMES
 from rather.migrate.engine import Migrated, guess, migrate
 from rather.migrate.peers import PEERS
-from rather.migrate.peers.roll import ROLL
 from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
@@ -29,12 +28,14 @@ from rather.migrate.rules import (
     UNKNOWN,
     WRITTEN,
 )
-from rather.migrate.source import SourceSettings, flat, read_file, read_line
+from rather.migrate.source import SourceSettings, read_file, read_line
+from rather.tracking.json_lines import flatten
 
 SOURCES = {path.stem: path for path in (Path(__file__).parent / "sources").iterdir()}
 OF_ROLL = Path(__file__).parents[1] / "config" / "roll"
 ROLL_FILES = {name: OF_ROLL / name / "dpo_config.yaml" for name in ("dense", "older", "experts")}
 TRAINING = "actor_train.training_args"
+SCHEDULE = f"{TRAINING}.lr_scheduler_kwargs"
 
 
 def of(values: dict[str, Any], peer: str = "trl", devices: int | None = None) -> Migrated:
@@ -63,11 +64,11 @@ def test_examples_become_files_that_load(name: str, tmp_path: Path) -> None:
     file = tmp_path / "dpo.yaml"
     file.write_text(result.yaml(), encoding="utf-8")
     config = load(file)
-    for path, value in flat(result.values, ("actor_train.training_args.lr_scheduler_kwargs",)):
+    for path, value in flatten(result.values, whole=[SCHEDULE]).items():
         if path in table() and "device_mapping" not in path:
             assert value_at(config, path) == value, path
     said = {row.key for row in result.rows}
-    assert {key for key, _ in flat(source.values, peer.whole)} <= said
+    assert flatten(source.values, whole=peer.whole.split()).keys() <= said
     assert UNKNOWN not in {row.status for row in result.rows}
 
 
@@ -114,7 +115,7 @@ def test_batches_are_those_of_all_devices() -> None:
 
 
 def test_roll_files() -> None:
-    results = {name: migrate(read_file(path), ROLL) for name, path in ROLL_FILES.items()}
+    results = {name: migrate(read_file(path), PEERS["roll"]) for name, path in ROLL_FILES.items()}
     assert {row.status for row in results["dense"].rows} == {KEPT, NEEDLESS}
     assert results["older"].config.global_batch() == 64
     assert "both roles read the same tokens" in note(results["older"], "reference.data_args")
@@ -303,7 +304,7 @@ def test_the_option_lists_every_supported_tool() -> None:
 @pytest.mark.parametrize("name", [name for name in PEERS if name != "roll"])
 def test_every_default_and_mark_is_a_key_with_a_rule(name: str) -> None:
     peer = PEERS[name]
-    assert not [key for key in (*peer.defaults, *peer.marks) if peer.rule(key) is None and key not in
+    assert not [key for key in (*peer.defaults, *peer.marks.split()) if peer.rule(key) is None and key not in
                 ("ref_model_init_kwargs", "base_model_attribute_name", "is_encoder_decoder")]  # fmt: skip
 
 

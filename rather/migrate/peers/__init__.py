@@ -1,18 +1,12 @@
-"""The peers by name."""
+"""The peers by name: each is the PEER of the module of its name."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
+from rather.migrate import NAMES
 from rather.migrate.engine import Peer
-from rather.migrate.peers.axolotl import AXOLOTL
-from rather.migrate.peers.colossalchat import COLOSSALCHAT
-from rather.migrate.peers.llama_factory import LLAMA_FACTORY
-from rather.migrate.peers.nemo_rl import NEMO_RL
-from rather.migrate.peers.openrlhf import OPENRLHF
-from rather.migrate.peers.roll import ROLL
-from rather.migrate.peers.swift import SWIFT
-from rather.migrate.peers.trl import TRL
 
 PEERS: dict[str, Peer] = {
-    peer.name: peer
-    for peer in (TRL, LLAMA_FACTORY, AXOLOTL, OPENRLHF, COLOSSALCHAT, NEMO_RL, SWIFT, ROLL)
+    name: import_module(f"{__name__}.{name.replace('-', '_')}").PEER for name in NAMES
 }

@@ -12,17 +12,17 @@ from rather.migrate.engine import PROGRAM, Peer
 from rather.migrate.peers.shared import (
     HELD_OUT,
     HF,
+    IMAGES,
     SAMPLES,
     SCHEDULES,
     adapter,
     address,
     dataset,
     epochs,
-    images,
     length,
     loss_name,
     optimizer,
-    tracker,
+    switches,
 )
 from rather.migrate.rules import (
     KTO,
@@ -34,90 +34,33 @@ from rather.migrate.rules import (
     Rule,
     Unsupported,
     algorithm,
-    each,
     facts,
     gives,
-    if_given,
     keys,
     never,
     only,
+    pairs,
     to,
     when,
 )
 
-KNOWN = keys(
-    """
-    activation_offloading adam_beta3 adam_epsilon2 adaptive_max_tokens added_tokens_overrides
-    additional_special_tokens advantage_estimator alignment_coef base_model_config
-    batch_flattening batch_size bench_dataset bench_split bnb_config_kwargs bos_token ce_coef
-    center_rewards_coefficient chat_template_jinja chat_template_kwargs cls_model_config
-    cosine_constant_lr_ratio curriculum_sampling dataset_exact_deduplication dataset_shard_idx
-    dataset_shard_num default_system_message dion_lr dion_momentum dion_rank_fraction
-    dion_rank_multiple_of diversity_coef do_bench_eval do_causal_lm_eval
-    dpo_generate_during_eval dpo_norm_loss dynamic_checkpoint ebft embedding_lr
-    embedding_lr_scale embeddings_skip_upcast eos_token eot_tokens eval_causal_lm_metrics
-    eval_sequence_len experts_implementation fix_untrained_tokens flex_attn_compile_kwargs
-    float32 fp32_norm_classes fp32_norms fp8 freeze_mm_modules fsdp_final_state_dict_type
-    fused_attn_kernel gemma4_hybrid_attn_impl generate_max_len generate_samples gptq
-    gradio_max_new_tokens gradio_server_name gradio_server_port gradio_share gradio_temperature
-    gradio_title gt_length_multiplier hf_mlflow_log_artifacts hf_use_auth_token is_preprocess
-    jagged_restart_anneal_steps jagged_restart_steps jagged_restart_warmup_steps
-    large_head_attention layer_offloading
-    llama4_linearized_experts loftq_bits loftq_config lora_alpha_pattern lora_fan_in_fan_out
-    lora_rank_pattern lora_target_parameters loraplus_lr_embedding loraplus_lr_ratio
-    lr_div_factor lr_groups lr_quadratic_warmup max_packed_sequence_len mean_resizing_embeddings
-    merge_lora merge_method min_completion_prefix min_sample_len model_quantization_config
-    model_quantization_config_kwargs multipack_real_batches n_samples_per_prompt
-    noisy_embedding_alpha num_generation_samples num_labels optim_args optim_target_modules
-    otel_metrics_host otel_metrics_port overrides_of_model_config overrides_of_model_kwargs
-    pad_to_multiple_of pad_token peft peft_autocast_adapter_dtype peft_ensure_weight_tying
-    peft_init_lora_weights peft_layer_replication peft_layers_pattern peft_layers_to_transform
-    peft_trainable_token_indices pretraining_dataset pretraining_sample_concatenation
-    processor_kwargs qat qgalore_cos_threshold qgalore_gamma_proj qgalore_proj_bits
-    qgalore_proj_group_size qgalore_proj_quant qgalore_proj_type qgalore_queue_size qgalore_rank
-    qgalore_scale qgalore_update_proj_gap qlora_sharded_model_loading quantization
-    quantize_moe_experts recompute_layer_types reinit_weights relora relora_cpu_offload
-    relora_prune_method relora_prune_ratio resize_token_embeddings_to_32x resources_per_worker
-    revision_of_model rl_coef rope_scaling s2_attention sample_packing_bin_size
-    sample_packing_eff_est sample_packing_group_size sample_packing_mp_start_method
-    sample_packing_sequentially save_first_step save_sliding_window scaling_softmax
-    scaling_softmax_bias scaling_softmax_factor sdpa_varlen selective_checkpointing
-    shrink_embeddings shuffle_before_merging_datasets skip_prepare_dataset streaming
-    tokenizer_legacy tokenizer_use_mistral_common torch_compile_options torchdistx_path
-    total_num_tokens total_supervised_tokens trainer_cls trl unk_token use_comet use_eaft
-    use_onebitllms use_otel_metrics use_pose use_trackio use_whitening vllm
-    """
-)
-HARMLESS = ("LigerPlugin", "KernelsPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin")  # speed and reports
+HARMLESS = (
+    "LigerPlugin",
+    "KernelsPlugin",
+    "CutCrossEntropyPlugin",
+    "SwanLabPlugin",
+)  # speed and reports
 LOSSES = {"dpo": None, "ipo": "ipo", "simpo": "simpo", "orpo": "orpo",
           "kto": {**KTO, "pref_loss": "kto"}}  # fmt: skip
-TEMPLATES = {
-    "chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "qwen_25": "qwen2_5", "qwen3": "qwen3", "phi_3": "phi3",
-    "tokenizer_default": "native",
-}  # fmt: skip
-ENDS = {  # of answers, in these templates
-    "chatml": "<|im_end|>", "qwen_25": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>",
-    "gemma": "<end_of_turn>", "phi_3": "<|end|>",
-}  # fmt: skip
+TEMPLATES = pairs("chatml=chatml llama3=llama3 gemma=gemma qwen_25=qwen2_5 qwen3=qwen3 phi_3=phi3 "
+                  "tokenizer_default=native")  # fmt: skip
+ENDS = pairs("chatml=<|im_end|> qwen_25=<|im_end|> qwen3=<|im_end|> llama3=<|eot_id|> "
+             "gemma=<end_of_turn> phi_3=<|end|>")  # of answers, in these templates  # fmt: skip
 # What a `type` does: its first word names the template, the second the columns.
-KINDS = {
-    "chatml": "chatml",
-    "llama3": "llama3",
-    "chat_template": None,
-    "passthrough": None,
-    "user_defined": None,
-}
+KINDS = pairs("chatml=chatml llama3=llama3 chat_template=none passthrough=none user_defined=none")
 SHAPES = ("", "default", "argilla", "argilla_chat", "icr", "intel", "prompt_pairs", "ultra")
 OF_ENTRY = {
-    "path",
-    "name",
-    "split",
-    "revision",
-    "data_files",
-    "ds_type",
-    "type",
-    "roles",
-    "message_property_mappings",
+    *keys("path name split revision data_files ds_type type roles message_property_mappings")
 }
 
 
@@ -167,7 +110,7 @@ def datasets(path: str) -> Rule:
             raise Unsupported("the files have rows of different types; save them in one")
         found = dataset(path)(names, given)
         template, columns = first
-        values = found.values | ({"global_template": template} if template else {})
+        values = {**found.values, **({"global_template": template} if template else {})}
         if columns:
             values[path.replace("file_name", "columns")] = columns
         return Outcome(found.status, values, found.note)
@@ -204,7 +147,7 @@ ADAPTER = adapter(
 RULES: dict[str, Rule] = {
     **HF,
     **ADAPTER,
-    **facts("""
+    **facts(f"""
         peft_use_rslora = model.use_rslora
         peft_use_dora = model.use_dora
         lora_model_dir = model.adapter_name_or_path; the adapter as it is here is the reference
@@ -213,7 +156,14 @@ RULES: dict[str, Rule] = {
         revision = model.revision
         trust_remote_code = model.trust_remote_code
         dpo_loss_weights = loss_weights
-        rl_beta dpo_beta trl.beta = beta
+        rl_beta dpo_beta trl.beta orpo_alpha = beta
+        simpo_gamma = gamma if rl=simpo
+        cpo_alpha = rpo_alpha if rl=simpo
+        lora_target_linear = model.lora_target: true=all-linear if set
+        excess_length_strategy = data.overlong: drop=drop truncate=truncate_response raise=error
+        auto_resume_from_checkpoints = resume_from_checkpoint: true=auto false=false
+        tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size
+        dp_replicate_size @ 1 none false; set strategy_args
         dpo_label_smoothing = label_smoothing; Axolotl's TRL 1.x ignores it for rl: dpo; here it counts
         dpo_use_weighting = use_weighting
         kto_desirable_weight = desirable_weight
@@ -251,18 +201,53 @@ RULES: dict[str, Rule] = {
         max_memory device device_map swanlab_project swanlab_experiment_name swanlab_description
         swanlab_mode swanlab_workspace swanlab_log_completions swanlab_completion_log_interval
         swanlab_completion_max_buffer swanlab_log_model use_kernels use_scattermoe use_sonicmoe ~
+        processor_type !! {IMAGES}
+        activation_offloading adam_beta3 adam_epsilon2 adaptive_max_tokens
+        added_tokens_overrides additional_special_tokens advantage_estimator alignment_coef
+        base_model_config batch_flattening batch_size bench_dataset bench_split
+        bnb_config_kwargs bos_token ce_coef center_rewards_coefficient chat_template_jinja
+        chat_template_kwargs cls_model_config cosine_constant_lr_ratio curriculum_sampling
+        dataset_exact_deduplication dataset_shard_idx dataset_shard_num default_system_message
+        dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of diversity_coef
+        do_bench_eval do_causal_lm_eval dpo_generate_during_eval dpo_norm_loss
+        dynamic_checkpoint ebft embedding_lr embedding_lr_scale embeddings_skip_upcast eos_token
+        eot_tokens eval_causal_lm_metrics eval_sequence_len experts_implementation
+        fix_untrained_tokens flex_attn_compile_kwargs float32 fp32_norm_classes fp32_norms fp8
+        freeze_mm_modules fsdp_final_state_dict_type fused_attn_kernel gemma4_hybrid_attn_impl
+        generate_max_len generate_samples gptq gradio_max_new_tokens gradio_server_name
+        gradio_server_port gradio_share gradio_temperature gradio_title gt_length_multiplier
+        hf_mlflow_log_artifacts hf_use_auth_token is_preprocess jagged_restart_anneal_steps
+        jagged_restart_steps jagged_restart_warmup_steps large_head_attention layer_offloading
+        llama4_linearized_experts loftq_bits loftq_config lora_alpha_pattern lora_fan_in_fan_out
+        lora_rank_pattern lora_target_parameters loraplus_lr_embedding loraplus_lr_ratio
+        lr_div_factor lr_groups lr_quadratic_warmup max_packed_sequence_len
+        mean_resizing_embeddings merge_lora merge_method min_completion_prefix min_sample_len
+        model_quantization_config model_quantization_config_kwargs multipack_real_batches
+        n_samples_per_prompt noisy_embedding_alpha num_generation_samples num_labels optim_args
+        optim_target_modules otel_metrics_host otel_metrics_port overrides_of_model_config
+        overrides_of_model_kwargs pad_to_multiple_of pad_token peft peft_autocast_adapter_dtype
+        peft_ensure_weight_tying peft_init_lora_weights peft_layer_replication
+        peft_layers_pattern peft_layers_to_transform peft_trainable_token_indices
+        pretraining_dataset pretraining_sample_concatenation processor_kwargs qat
+        qgalore_cos_threshold qgalore_gamma_proj qgalore_proj_bits qgalore_proj_group_size
+        qgalore_proj_quant qgalore_proj_type qgalore_queue_size qgalore_rank qgalore_scale
+        qgalore_update_proj_gap qlora_sharded_model_loading quantization quantize_moe_experts
+        recompute_layer_types reinit_weights relora relora_cpu_offload relora_prune_method
+        relora_prune_ratio resize_token_embeddings_to_32x resources_per_worker revision_of_model
+        rl_coef rope_scaling s2_attention sample_packing_bin_size sample_packing_eff_est
+        sample_packing_group_size sample_packing_mp_start_method sample_packing_sequentially
+        save_first_step save_sliding_window scaling_softmax scaling_softmax_bias
+        scaling_softmax_factor sdpa_varlen selective_checkpointing shrink_embeddings
+        shuffle_before_merging_datasets skip_prepare_dataset streaming tokenizer_legacy
+        tokenizer_use_mistral_common torch_compile_options torchdistx_path total_num_tokens
+        total_supervised_tokens trainer_cls trl unk_token use_comet use_eaft use_onebitllms
+        use_otel_metrics use_pose use_trackio use_whitening vllm -
     """),
+    **switches("wandb_project use_tensorboard use_mlflow use_swanlab"),
     "adapter": adapter_kind,
-    "lora_target_linear": when(lambda value, given: value, to("model.lora_target", lambda _: "all-linear")),
     PROGRAM: algorithm({"axolotl train": None, "train": None}),
     "rl": algorithm(LOSSES),
     "dpo_loss_type": when(lambda value, given: given.get("rl") == "dpo", loss_name(kto_pair=None)),
-    "processor_type": images,
-    **each("tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size dp_replicate_size",
-           never("set strategy_args", unless=(1,))),
-    "simpo_gamma": if_given("rl", "simpo", "gamma"),
-    "cpo_alpha": if_given("rl", "simpo", "rpo_alpha"),
-    "orpo_alpha": to("beta"),
     "lora_target_modules": lambda value, given: (
         NOT_NEEDED if given.get("lora_target_linear") else ADAPTER["lora_target_modules"](value, given)),
     "datasets": datasets(SAMPLES),
@@ -270,36 +255,29 @@ RULES: dict[str, Rule] = {
     "val_set_size": to("held_out.split", lambda value: int(value) if value >= 1 else value or None),
     "chat_template": template,
     "sequence_len": when(lambda value, given: value, length()),
-    "excess_length_strategy": to("data.overlong", {"drop": "drop", "truncate": "truncate_response", "raise": "error"}),
     "num_epochs": epochs,
     "optimizer": optimizer,
     "lr_scheduler": to("training.lr_scheduler_type", SCHEDULES),
-    "auto_resume_from_checkpoints": to("resume_from_checkpoint", {True: "auto", False: False}),
-    "wandb_project": tracker("wandb"),
-    "use_tensorboard": tracker("tensorboard"),
-    "use_mlflow": tracker("mlflow"),
-    "use_swanlab": tracker("swanlab"),
     "special_tokens": special_tokens,
     "plugins": when(lambda value, given: [name for name in value or () if not str(name).endswith(HARMLESS)],
                     never("not supported")),
 }  # fmt: skip
 
-AXOLOTL = Peer(
+PEER = Peer(
     "axolotl",
     RULES,
     version="0.18",
     programs=("axolotl train", "train"),
-    known=KNOWN,
     defaults={
-        "gradient_accumulation_steps": 1, "save_total_limit": 4,
-        "rl": None, "dpo_loss_type": "sigmoid", "micro_batch_size": 1, "adapter": None, "bf16": "auto", "simpo_gamma": 0.5, "cpo_alpha": 1.0,
+        **pairs("gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid micro_batch_size=1 "
+                "adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0 sequence_len=512 num_epochs=1.0 lr_scheduler=cosine"),
         "warmup_ratio": lambda given: UNSET if given.get("warmup_steps") else 0.03,
-        "rl_beta": lambda given: UNSET if given.get("orpo_alpha") or given.get("trl.beta") else 0.1, "sequence_len": 512, "num_epochs": 1.0, "lr_scheduler": "cosine",
+        "rl_beta": lambda given: UNSET if given.get("orpo_alpha") or given.get("trl.beta") else 0.1,
     },
-    marks=("base_model", "rl", "sequence_len", "micro_batch_size", "num_epochs", "val_set_size", "sample_packing",
-           "dataset_prepared_path", "pad_to_sequence_len", "lora_target_linear", "flash_attention"),
+    marks="base_model rl sequence_len micro_batch_size num_epochs val_set_size sample_packing "
+          "dataset_prepared_path pad_to_sequence_len lora_target_linear flash_attention",
     words=(" axolotl ", "axolotl.cli."),
-    whole=("special_tokens", "lr_scheduler_kwargs", "fsdp_config", "deepspeed", "gradient_checkpointing_kwargs", "accelerator_config"),
+    whole="special_tokens lr_scheduler_kwargs fsdp_config deepspeed gradient_checkpointing_kwargs accelerator_config",
     always=(
         "Pairs that are too long are dropped and counted, as in Axolotl.",
         "TRL's other differences hold here too: see the page on TRL.",

@@ -16,7 +16,7 @@ from rather.migrate.peers.shared import (
     length,
     recompute,
     run_folder,
-    tracker,
+    switches,
 )
 from rather.migrate.rules import (
     KTO,
@@ -29,20 +29,10 @@ from rather.migrate.rules import (
     by,
     facts,
     gives,
-    if_given,
+    pairs,
     to,
     when,
 )
-
-PLUGINS = ("ddp", "zero2", "zero2_cpu", "gemini", "gemini_auto", "3d")
-
-
-def of_3d(path: str) -> Rule:
-    """Set a degree, which ColossalChat reads for one plugin only."""
-    return when(
-        lambda value, given: given.get("plugin") == "3d" and value not in (None, False, 1),
-        to(path),
-    )
 
 
 def loss(value: Any, given: Given) -> Outcome:
@@ -56,10 +46,6 @@ def loss(value: Any, given: Given) -> Outcome:
         return gives({"pref_loss": "simpo", **margin})
     note = "with its reference this is length-normalised DPO with a margin, not SimPO"
     return gives({"pref_loss": "sigmoid", "length_normalization": True, **margin}, note)
-
-
-def unless_simpo(path: str) -> Rule:
-    return when(lambda value, given: value and given.get("loss_type") != "simpo_loss", to(path))
 
 
 def warmup(value: Any, given: Given) -> Outcome:
@@ -85,6 +71,16 @@ RULES: dict[str, Rule] = facts("""
     tokenizer_dir = model.tokenizer_name_or_path
     ref_tp = ref_tp
     beta = beta
+    gamma = gamma if set if loss_type!=simpo_loss
+    disable_reference_model = reference_free if set if loss_type!=simpo_loss
+    disable_loss_mask = apply_loss_mask: true=false false=true
+    max_epochs = training.num_train_epochs
+    tp = strategy.tp_size if >1 if plugin=3d
+    pp = strategy.pp_size if >1 if plugin=3d
+    sp = strategy.cp_size if >1 if plugin=3d
+    zero_stage = strategy.zero_stage if >1 if plugin=3d
+    enable_sequence_parallelism = strategy.sequence_parallel if set if plugin=3d
+    lam = beta if (program)=train_orpo
     desirable_weight = desirable_weight
     undesirable_weight = undesirable_weight
     auto_weight ! the weights follow from the data there; set desirable_weight or undesirable_weight
@@ -100,37 +96,27 @@ RULES: dict[str, Rule] = facts("""
     sp_mode ~ sp becomes context parallel, or norms by sequence under tp
     model_type config_file use_flash_attn microbatch_size ~
 """) | {
-    "plugin": to(STRATEGY, {name: name for name in PLUGINS}),
-    "tp": of_3d("strategy.tp_size"),
-    "pp": of_3d("strategy.pp_size"),
-    "sp": of_3d("strategy.cp_size"),
-    "zero_stage": of_3d("strategy.zero_stage"),
-    "enable_sequence_parallelism": of_3d("strategy.sequence_parallel"),
+    **switches("use_wandb"),
+    "plugin": to(STRATEGY, pairs("ddp=ddp zero2=zero2 zero2_cpu=zero2_cpu gemini=gemini gemini_auto=gemini_auto 3d=3d")),
     "loss_type": loss,
-    "gamma": unless_simpo("gamma"),
-    "disable_reference_model": unless_simpo("reference_free"),
-    "disable_loss_mask": to("apply_loss_mask", {True: False, False: True}),
     "dataset": files(SAMPLES),
     "eval_dataset": files(HELD_OUT),
     "max_length": length(),
     "warmup_steps": warmup,
-    "max_epochs": to("training.num_train_epochs", float),
     "accumulation_steps": accumulation,
     "mixed_precision": to("model.dtype", DTYPES),
     "lora_config": lambda value, given: gives({"model.lora_config" if value else "model.lora_rank": value or None}),
     PROGRAM: algorithm({"train_dpo": None, "train_orpo": "orpo", "train_kto": {**KTO, "pref_loss": "kto"}}),
-    "lam": if_given(PROGRAM, "train_orpo", "beta"),
     "grad_checkpoint": recompute,
     "save_dir": run_folder,
     "save_interval": to("save_steps", lambda value: value or None, note="counts optimizer steps; there it counts "
                         "micro-batches and is looked at once an epoch"),
-    "use_wandb": tracker("wandb"),
     # Hard-coded there, so that its default is written out.
     "(schedule)": lambda value, given: gives({
         "training.lr_scheduler_type": "cosine", "training.lr_scheduler_kwargs": {"min_lr_rate": 0.1}}),
 }  # fmt: skip
 
-COLOSSALCHAT = Peer(
+PEER = Peer(
     "colossalchat",
     RULES,
     version="0.5.0",
@@ -138,13 +124,11 @@ COLOSSALCHAT = Peer(
     defaults={
         "loss_type": by(PROGRAM, {"train_dpo": "dpo_loss"}), "lam": by(PROGRAM, {"train_orpo": 0.1}),
         "beta": by(PROGRAM, {"train_orpo": UNSET}, 0.1), "accumulation_steps": by(PROGRAM, {"train_dpo": 1}, 8),
-        "lora_config": None, "plugin": "gemini", "weight_decay": 0.1, "warmup_steps": None, "max_length": 2048, "max_epochs": 3,
-        "batch_size": 4, "mixed_precision": "fp16", "save_interval": 1000, "lr": 5e-6, "(adam_beta2)": 0.95,
-        "(schedule)": "cosine",
+        **pairs("lora_config=none plugin=gemini weight_decay=0.1 warmup_steps=none max_length=2048 max_epochs=3 batch_size=4 "
+                "mixed_precision=fp16 save_interval=1000 lr=5e-6 (adam_beta2)=0.95 (schedule)=cosine"),
     },
-    marks=("plugin", "accumulation_steps", "grad_clip", "mixed_precision", "disable_loss_mask", "ref_tp",
-           "save_interval", "length_normalization", "disable_reference_model", "microbatch_size", "zero_cpu_offload",
-           "save_dir"),
+    marks="plugin accumulation_steps grad_clip mixed_precision disable_loss_mask ref_tp save_interval length_normalization "
+          "disable_reference_model microbatch_size zero_cpu_offload save_dir",
     words=("coati", "colossalai run"),
     always=(
         "gamma is SimPO's target margin in units of reward, never label smoothing.",

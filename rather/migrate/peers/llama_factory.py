@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from rather.data.messages import KNOWN_ROLES, ROLES
-from rather.errors import ConfigError
 from rather.files import parse_json, yaml_text
 from rather.migrate.engine import FOLDER, PROGRAM, Peer
 from rather.migrate.peers.shared import (
     HELD_OUT,
     HF,
     HF_DEFAULTS,
-    HF_KNOWN,
+    IMAGES,
     SAMPLES,
     adapter,
-    images,
     length,
     loss_name,
     most_rows,
@@ -38,46 +36,26 @@ from rather.migrate.rules import (
     Rule,
     Unsupported,
     algorithm,
-    each,
     facts,
     gives,
-    if_given,
-    keys,
     never,
     of_mixture,
-    only,
+    pairs,
     to,
     when,
 )
 
 COMMANDS = ("llamafactory-cli train", "lmf train")
-KNOWN = keys(
-    """
-    adapter_folder add_special_tokens add_tokens asft_alpha block_diag_attn buffer_size
-    compute_dtype create_new_adapter crop_to_patches default_system device_map disable_shuffling
-    early_stopping_steps enable_torch_profiler eval_on_each_dataset fp8 freeze_extra_modules
-    freeze_language_model freeze_trainable_modules hyper_parallel_args hyper_parallel_cp_size
-    image_do_pan_and_scan init_special_tokens interleave_probs loraplus_lr_embedding megatron_bridge_args mixture_of_depths
-    model_max_length module_dropout new_special_tokens_config oft_block_size oft_rank oft_target
-    pissa_convert pissa_iter preserve_thinking profile_modules profiler_active_steps
-    profiler_output_dir profiler_profile_memory profiler_record_shapes profiler_repeat
-    profiler_wait_steps profiler_warmup_steps profiler_with_stack quantization_device_map
-    reward_model reward_model_adapters reward_model_quantization_bit reward_model_type
-    shift_attn split_special_tokens streaming tool_format train_from_scratch
-    upcast_lmhead_output use_asft_loss use_audio_in_video use_dft_loss use_eaft_loss
-    use_hyper_parallel use_kt use_llama_pro use_megatron_bridge
-    """
-)
 # Columns by their names in dataset_info.json: Rather's own, and another that it finds by itself.
 COLUMNS = {
     "prompt": ("instruction", "prompt"), "query": ("input",), "messages": ("conversations", "messages"),
     "response": ("output",), "kto_tag": ("kto_tag", "label"), "chosen": ("chosen",), "rejected": ("rejected",), "system": ("system",), "history": ("history",), "tools": ("tools",),
 }  # fmt: skip
 TAGS = {"from", "role", "value", "content", *KNOWN_ROLES, *ROLES}
-TEMPLATES = {
-    "qwen": "qwen2_5", "qwen2_5": "qwen2_5", "qwen3": "qwen3", "qwen3_nothink": "chatml", "llama3": "llama3", "chatml": "chatml", "gemma": "gemma",
-    "gemma2": "gemma2", "gemma3": "gemma3", "mistral": "mistral", "phi": "phi3", "zephyr": "zephyr", "vicuna": "vicuna",
-}  # fmt: skip
+TEMPLATES = pairs(
+    "qwen=qwen2_5 qwen2_5=qwen2_5 qwen3=qwen3 qwen3_nothink=chatml llama3=llama3 chatml=chatml gemma=gemma gemma2=gemma2 "
+    "gemma3=gemma3 mistral=mistral phi=phi3 zephyr=zephyr vicuna=vicuna"
+)  # fmt: skip
 
 
 def registered(path: str) -> Rule:
@@ -126,18 +104,25 @@ def columns(entry: dict[str, Any], given: Given) -> dict[str, str]:
     return {COLUMNS[key][0]: name for key, name in named.items() if name not in COLUMNS[key]}
 
 
-def version_1(value: Any, given: Given) -> Outcome:
-    raise ConfigError("a setting of the new version 1, whose examples do not name the algorithm.")
-
-
 RULES: dict[str, Rule] = {
     **HF,
     **adapter("lora_rank lora_alpha lora_dropout lora_target additional_target", "finetuning_type", "full", "freeze"),
-    **facts("""
+    **facts(f"""
         model_name_or_path = pretrain
         adapter_name_or_path = model.adapter_name_or_path; the adapter as it is here is the reference; LLaMA-Factory takes the base model
         trust_remote_code = model.trust_remote_code
         ref_model = reference.model_args.model_name_or_path
+        pref_beta = beta if stage=dpo|kto
+        moe_aux_loss_coef = model.moe_aux_loss_coef if stage=sft
+        (router) = model.moe_aux_loss_coef
+        quantization_bit = model.quantization: 4=4bit
+        quantization_method @ bnb; weights are rounded by bitsandbytes
+        quantization_type @ nf4; weights are rounded to nf4
+        enable_thinking @ true none; an empty thought is part of the answers
+        pissa_init = model.init_lora_weights: true=pissa false=true
+        simpo_gamma = gamma if pref_loss=simpo
+        pure_bf16 = model.dtype: true=bf16; weights have exact float32 copies
+        mix_strategy @ concat; data_args.weights mixes files
         kto_chosen_weight = desirable_weight
         kto_rejected_weight = undesirable_weight
         pref_ftx = pref_ftx
@@ -161,25 +146,30 @@ RULES: dict[str, Rule] = {
         use_kv_cache use_reentrant_gc use_unsloth_gc master_addr master_port compute_accuracy
         data_shared_file_system ray_num_workers ray_init_kwargs ignore_pad_token_for_loss
         swanlab_project swanlab_mode use_v1_kernels ~
+        image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
+        audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector media_dir !! {IMAGES}
+        model_class peft_config train_dataset !! a setting of the new version 1, whose examples do not name the algorithm.
+        adapter_folder add_special_tokens add_tokens asft_alpha block_diag_attn buffer_size
+        compute_dtype create_new_adapter crop_to_patches default_system device_map
+        disable_shuffling early_stopping_steps enable_torch_profiler eval_on_each_dataset fp8
+        freeze_extra_modules freeze_language_model freeze_trainable_modules hyper_parallel_args
+        hyper_parallel_cp_size image_do_pan_and_scan init_special_tokens interleave_probs
+        loraplus_lr_embedding megatron_bridge_args mixture_of_depths model_max_length
+        module_dropout new_special_tokens_config oft_block_size oft_rank oft_target
+        pissa_convert pissa_iter preserve_thinking profile_modules profiler_active_steps
+        profiler_output_dir profiler_profile_memory profiler_record_shapes profiler_repeat
+        profiler_wait_steps profiler_warmup_steps profiler_with_stack quantization_device_map
+        reward_model reward_model_adapters reward_model_quantization_bit reward_model_type
+        shift_attn split_special_tokens streaming tool_format train_from_scratch
+        upcast_lmhead_output use_asft_loss use_audio_in_video use_dft_loss use_eaft_loss
+        use_hyper_parallel use_kt use_llama_pro use_megatron_bridge -
     """),
     PROGRAM: algorithm(dict.fromkeys(COMMANDS)),
     "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT, "rm": REWARD}),
-    "pref_beta": when(lambda value, given: given.get("stage") in ("dpo", "kto"), to("beta")),
     "packing": when(lambda value, given: given.get("stage") == "sft", never(
         "a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size")),
-    "moe_aux_loss_coef": when(lambda value, given: given.get("stage") == "sft", to("model.moe_aux_loss_coef")),
-    "(router)": to("model.moe_aux_loss_coef"),
     "finetuning_type": trained,
-    **each("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate "
-           "freeze_vision_tower freeze_multi_modal_projector media_dir", images),
-    **each("model_class peft_config train_dataset", version_1),
-    "quantization_bit": to("model.quantization", {4: "4bit"}),
-    "quantization_method": only("bnb", why="weights are rounded by bitsandbytes"),
-    "quantization_type": only("nf4", why="weights are rounded to nf4"),
-    "enable_thinking": only(True, None, why="an empty thought is part of the answers"),
-    "pissa_init": to("model.init_lora_weights", {True: "pissa", False: True}),
     "pref_loss": when(lambda value, given: given.get("stage") == "dpo", loss_name(kto_pair=None)),
-    "simpo_gamma": if_given("pref_loss", "simpo", "gamma"),
     "dataset": registered(SAMPLES),
     "eval_dataset": registered(HELD_OUT),
     "val_size": to("held_out.split", lambda value: int(value) if value >= 1 else value or None),
@@ -187,26 +177,24 @@ RULES: dict[str, Rule] = {
     "cutoff_len": length(cut="truncate_prompt", note="LLaMA-Factory shortens prompt and answers in proportion; here "
                          "the prompt is cut from its left"),
     "max_samples": most_rows(registered(SAMPLES)),
-    "pure_bf16": to("model.dtype", {True: "bf16"}, note="weights have exact float32 copies"),
-    "mix_strategy": only("concat", why="data_args.weights mixes files"),
     "mask_history": lambda value, given: gives(
         {"data.score": "assistant" if given.get("stage") == "sft" and not value else "last"}),
 }  # fmt: skip
 
-LLAMA_FACTORY = Peer(
+PEER = Peer(
     "llama-factory",
     RULES,
     version="0.9.6",
     programs=COMMANDS,
-    known=HF_KNOWN | KNOWN,
     defaults={
-        **HF_DEFAULTS, "stage": "sft", "cutoff_len": 2048, "dataset_dir": "data", "finetuning_type": "lora",
-        "lora_rank": 8, "lora_alpha": lambda given: 2 * given["lora_rank"], "lora_target": "all", "pref_beta": 0.1,
-        "pref_loss": "sigmoid", "mask_history": False, "simpo_gamma": 0.5, "(router)": of_mixture("model_name_or_path", 0.0),
+        **HF_DEFAULTS,
+        **pairs("stage=sft cutoff_len=2048 dataset_dir=data finetuning_type=lora lora_rank=8 lora_target=all pref_beta=0.1 "
+                "pref_loss=sigmoid mask_history=false simpo_gamma=0.5"),
+        "lora_alpha": lambda given: 2 * given["lora_rank"], "(router)": of_mixture("model_name_or_path", 0.0),
     },
-    marks=("stage", "finetuning_type", "pref_beta", "pref_loss", "pref_ftx", "cutoff_len", "dpo_label_smoothing",
-           "quantization_bit", "plot_loss", "overwrite_cache"),
+    marks="stage finetuning_type pref_beta pref_loss pref_ftx cutoff_len dpo_label_smoothing quantization_bit plot_loss "
+          "overwrite_cache",
     words=("llamafactory", " lmf "),
-    whole=("lr_scheduler_kwargs", "deepspeed", "gradient_checkpointing_kwargs", "accelerator_config"),
+    whole="lr_scheduler_kwargs deepspeed gradient_checkpointing_kwargs accelerator_config",
     always=("Only the last turn is scored, as in LLaMA-Factory.", "The order of the pairs is another one."),
 )  # fmt: skip

@@ -16,16 +16,13 @@ from rather.migrate.peers.shared import (
     ADAMW,
     DTYPES,
     HELD_OUT,
-    STRATEGY,
-    above_one,
     betas,
     dataset,
     devices,
     length,
-    positive,
     recompute,
     run_folder,
-    tracker,
+    switches,
 )
 from rather.migrate.rules import (
     IMPOSSIBLE,
@@ -37,10 +34,9 @@ from rather.migrate.rules import (
     Rule,
     Unsupported,
     algorithm,
-    each,
     facts,
     gives,
-    if_set,
+    keys,
     never,
     only,
     to,
@@ -113,14 +109,15 @@ def of(backend: str, rules: dict[str, Rule]) -> dict[str, Rule]:
 def of_adapter(backend: str, section: str) -> dict[str, Rule]:
     """Return the rules of the adapter of a backend; without one all weights are trained."""
     switch = f"policy.{backend}.{section}.enabled"
-    rules = {
-        "dim": to("model.lora_rank"),
-        "alpha": to("model.lora_alpha", float),
-        "match_all_linear": to("model.lora_target", {True: "all-linear"}),
-        **each("target_modules exclude_modules dropout dropout_position lora_A_init lora_A_init_method "
-               "lora_B_init_method a2a_experimental lora_dtype use_triton",
-               never("not an option of adapters here", unless=("post", "xavier", "zero", True))),
-    }  # fmt: skip
+    rules = facts("""
+        dim = model.lora_rank
+        alpha = model.lora_alpha
+        match_all_linear = model.lora_target: true=all-linear
+    """) | dict.fromkeys(
+        keys("target_modules exclude_modules dropout dropout_position lora_A_init lora_A_init_method "
+             "lora_B_init_method a2a_experimental lora_dtype use_triton"),
+        never("not an option of adapters here", off=("post", "xavier", "zero", True)),
+    )  # fmt: skip
     is_on = {key: when(lambda value, given: given.get(switch), rule) for key, rule in rules.items()}
     whole = when(lambda value, given: not value, lambda *_: gives({"model.lora_rank": None}))
     return of(backend, {f"{section}.{key}": rule for key, rule in is_on.items()} | {
@@ -133,10 +130,6 @@ def with_validation(value: Any, given: Given) -> Outcome:
     if found.status != OPEN or "data.val_data_path" in given:
         return found
     return Outcome(OPEN, {**found.values, HELD_OUT: f"{value}-validation.jsonl"}, found.note)
-
-
-def backend(strategy: str) -> Rule:
-    return when(lambda value, given: value, to(STRATEGY, lambda _: strategy))
 
 
 def sft_weight(value: Any, given: Given) -> Outcome:
@@ -175,14 +168,6 @@ def schedule(value: Any, given: Given) -> Outcome:
     return gives(values, "the warm-up starts at 0" if warmup else "")
 
 
-def with_megatron(value: Any, given: Given) -> bool:
-    return bool(given.get("policy.megatron_cfg.enabled"))
-
-
-def without_megatron(value: Any, given: Given) -> bool:
-    return not with_megatron(value, given)
-
-
 def same_as(key: str) -> Rule:
     """Accept a key that repeats another one."""
     return lambda value, given: (
@@ -190,22 +175,27 @@ def same_as(key: str) -> Rule:
     )
 
 
-STYLES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 IS_ADAMW = only(*ADAMW, why="the optimizer is AdamW")
 PARALLEL = {
-    "context_parallel_size": above_one("strategy.cp_size"),
     "activation_checkpointing": recompute,
+    **facts("context_parallel_size = strategy.cp_size if >1"),
 }
+DECAYS = "policy.megatron_cfg.scheduler.lr_decay_style"
 RULES: dict[str, Rule] = {
     PROGRAM: algorithm({"run_dpo": "sigmoid"}),
     "(section)": algorithm({"dpo": "sigmoid"}),
-    **of("dtensor_cfg", PARALLEL | {
-        "tensor_parallel_size": above_one("strategy.tp_size"),
-        "sequence_parallel": if_set("strategy.sequence_parallel"),
-        "expert_parallel_size": above_one("strategy.ep_size"),
-        **facts("cpu_offload ? strategy_name: zero2_cpu or gemini_auto keeps it on the host"),
-    }),
+    **of("dtensor_cfg", PARALLEL | facts("""
+        tensor_parallel_size = strategy.tp_size if >1
+        sequence_parallel = strategy.sequence_parallel if set
+        expert_parallel_size = strategy.ep_size if >1
+        cpu_offload ? strategy_name: zero2_cpu or gemini_auto keeps it on the host
+    """)),
     **of("megatron_cfg", PARALLEL | facts("""
+        expert_model_parallel_size = strategy.ep_size if >1
+        tensor_model_parallel_size = strategy.tp_size if >1
+        pipeline_model_parallel_size = strategy.pp_size if >1
+        scheduler.lr_decay_style = training.lr_scheduler_type: constant=constant_with_warmup linear=linear cosine=cosine
+        scheduler.weight_decay_incr_style @ constant; it is constant here
         optimizer.lr = training.learning_rate
         optimizer.clip_grad = max_grad_norm
         optimizer.weight_decay = training.weight_decay
@@ -232,23 +222,29 @@ RULES: dict[str, Rule] = {
     """) | {
         "optimizer.optimizer": IS_ADAMW,
         "optimizer.min_lr": when(
-            lambda value, given: given.get("policy.megatron_cfg.scheduler.lr_decay_style") != "constant" and value,
+            lambda value, given: given.get(DECAYS) != "constant" and value,
             never("a least learning rate; set lr_scheduler_kwargs")),
-        "scheduler.lr_decay_style": to("training.lr_scheduler_type", STYLES),
         "scheduler.lr_decay_iters": when(
-            lambda value, given: given.get("policy.megatron_cfg.scheduler.lr_decay_style") != "constant",
-            same_as("dpo.max_num_steps")),
+            lambda value, given: given.get(DECAYS) != "constant", same_as("dpo.max_num_steps")),
         **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"),
                         same_as("policy.megatron_cfg.optimizer.weight_decay")),
-        "scheduler.weight_decay_incr_style": only("constant", why="it is constant here"),
-        "expert_model_parallel_size": above_one("strategy.ep_size"),
-        "tensor_model_parallel_size": above_one("strategy.tp_size"),
-        "pipeline_model_parallel_size": above_one("strategy.pp_size"),
     }),
     **of_adapter("dtensor_cfg", "lora_cfg"),
     **of_adapter("megatron_cfg", "peft"),
     **facts("""
         dpo.seed = seed
+        dpo.max_num_epochs = training.num_train_epochs
+        dpo.max_num_steps = max_steps if >0
+        dpo.val_period = eval_steps if >0
+        dpo.preference_average_log_probs = length_normalization if set
+        dpo.preference_loss_weight @ 1; the preference loss has weight 1; change rpo_alpha instead
+        checkpointing.save_period = save_steps if >0
+        policy.max_grad_norm = max_grad_norm if policy.megatron_cfg.enabled!=true
+        policy.optimizer.kwargs.lr = training.learning_rate if policy.megatron_cfg.enabled!=true
+        policy.optimizer.kwargs.weight_decay = training.weight_decay if policy.megatron_cfg.enabled!=true
+        policy.optimizer.kwargs.eps = training.adam_epsilon if policy.megatron_cfg.enabled!=true
+        policy.dtensor_cfg.enabled = actor_train.strategy_args.strategy_name: true=fsdp2_train if set
+        policy.megatron_cfg.enabled = actor_train.strategy_args.strategy_name: true=megatron_train if set
         dpo.reference_policy_kl_penalty = beta
         checkpointing.keep_top_k = max_ckpt_to_keep; the newest are kept; save_best keeps the best model
         policy.model_name = pretrain
@@ -279,39 +275,21 @@ RULES: dict[str, Rule] = {
         logger.mlflow logger.swanlab logger.monitor_gpus logger.gpu_monitoring
         logger.num_val_samples_to_print ~
     """),
-    **each("data.train.dataset_name data.train.data_path data.train_data_path", dataset()),
-    **each("data.validation.dataset_name data.validation.data_path data.val_data_path", dataset(HELD_OUT)),
-    "dpo.max_num_epochs": to("training.num_train_epochs", float),
-    "dpo.max_num_steps": positive("max_steps"),
-    "dpo.val_period": positive("eval_steps"),
-    "dpo.preference_average_log_probs": if_set("length_normalization"),
-    "dpo.preference_loss_weight": only(1, 1.0, why="the preference loss has weight 1; change rpo_alpha instead"),
+    **dict.fromkeys(keys("data.train.dataset_name data.train.data_path data.train_data_path"), dataset()),
+    **dict.fromkeys(keys("data.validation.dataset_name data.validation.data_path data.val_data_path"), dataset(HELD_OUT)),
+    **switches("logger.wandb_enabled logger.tensorboard_enabled logger.mlflow_enabled logger.swanlab_enabled"),
     "dpo.sft_loss_weight": sft_weight,
     "checkpointing.checkpoint_dir": run_folder,
-    "checkpointing.save_period": positive("save_steps"),
     "policy.max_total_sequence_length": length(note="longer pairs are dropped and counted; NeMo-RL keeps them with "
                                                "weight 0"),
     "policy.precision": to("model.dtype", DTYPES),
-    **{f"policy.{key}": when(without_megatron, rule) for key, rule in {
-        "max_grad_norm": to("max_grad_norm"),
-        "optimizer.name": IS_ADAMW,
-        "optimizer.kwargs.lr": to("training.learning_rate"),
-        "optimizer.kwargs.weight_decay": to("training.weight_decay"),
-        "optimizer.kwargs.eps": to("training.adam_epsilon"),
-        "optimizer.kwargs.betas": betas,
-        "scheduler": schedule,
-    }.items()},
-    "policy.dtensor_cfg.enabled": backend("fsdp2_train"),
-    "policy.megatron_cfg.enabled": backend("megatron_train"),
+    **{f"policy.{key}": when(lambda value, given: not given.get("policy.megatron_cfg.enabled"), rule) for key, rule in
+       {"optimizer.name": IS_ADAMW, "optimizer.kwargs.betas": betas, "scheduler": schedule}.items()},
     "data.dataset_name": with_validation,
-    "logger.wandb_enabled": tracker("wandb"),
-    "logger.tensorboard_enabled": tracker("tensorboard"),
-    "logger.mlflow_enabled": tracker("mlflow"),
-    "logger.swanlab_enabled": tracker("swanlab"),
     "cluster.gpus_per_node": gpus,
 }  # fmt: skip
 
-NEMO_RL = Peer(
+PEER = Peer(
     "nemo-rl",
     RULES,
     version="0.6",
@@ -322,11 +300,11 @@ NEMO_RL = Peer(
         "(section)": lambda given: "dpo" if any(key.startswith("dpo.") for key in given) else UNSET,
         "policy.dtensor_cfg.lora_cfg.enabled": False, "policy.megatron_cfg.peft.enabled": False,
     },
-    marks=("dpo.reference_policy_kl_penalty", "policy.train_global_batch_size", "policy.max_total_sequence_length",
-           "policy.model_name", "dpo.max_num_steps", "checkpointing.checkpoint_dir", "cluster.gpus_per_node"),
+    marks="dpo.reference_policy_kl_penalty policy.train_global_batch_size policy.max_total_sequence_length policy.model_name "
+          "dpo.max_num_steps checkpointing.checkpoint_dir cluster.gpus_per_node",
     words=("run_dpo.py", "nemo_rl"),
-    whole=("policy.scheduler", "policy.dynamic_batching", "policy.sequence_packing", "policy.generation",
-           "logger.wandb", "logger.tensorboard", "logger.mlflow", "logger.swanlab", "logger.gpu_monitoring"),
+    whole="policy.scheduler policy.dynamic_batching policy.sequence_packing policy.generation logger.wandb "
+          "logger.tensorboard logger.mlflow logger.swanlab logger.gpu_monitoring",
     always=(
         "Rows of the shape context + completions are read as they are.",
         "NeMo-RL moves weights between policy and reference each step; here the reference is computed once and kept.",

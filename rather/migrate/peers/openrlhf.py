@@ -18,10 +18,9 @@ from rather.migrate.peers.shared import (
     dataset,
     length,
     most_rows,
-    positive,
     recompute,
     run_folder,
-    tracker,
+    switches,
 )
 from rather.migrate.rules import (
     NOT_NEEDED,
@@ -31,15 +30,13 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
-    Unsupported,
     algorithm,
     by,
     facts,
     gives,
     of_mixture,
-    only,
+    pairs,
     to,
-    when,
 )
 
 
@@ -66,36 +63,26 @@ def column(own: str) -> Rule:
     return rule
 
 
-def ipo(value: Any, given: Given) -> Outcome:
-    if value:
-        raise Unsupported(
-            "OpenRLHF's IPO sums log-probs, Rather's averages them: choose pref_loss, beta"
-        )
-    return NOT_NEEDED
-
-
 # The groups of 0.11, and the names of 0.8.
-ALIASES = {
-    "ckpt.output_dir": "save_path", "ckpt.save_steps": "save_steps", "ckpt.save_hf": "save_hf_ckpt",
-    "ckpt.disable_ds": "disable_ds_ckpt", "ckpt.path": "ckpt_path", "ckpt.max_num": "max_ckpt_num",
-    "ckpt.max_mem": "max_ckpt_mem", "ckpt.load_enable": "load_checkpoint", "logger.logging_steps": "logging_steps",
-    "logger.wandb.key": "use_wandb", "logger.wandb.org": "wandb_org", "logger.wandb.group": "wandb_group",
-    "logger.wandb.project": "wandb_project", "logger.wandb.run_name": "wandb_run_name",
-    "logger.tensorboard_dir": "use_tensorboard", "eval.steps": "eval_steps", "eval.dataset": "eval_dataset",
-    "eval.split": "eval_split", "train.micro_batch_size": "micro_train_batch_size",
-    "train.batch_size": "train_batch_size", "train.seed": "seed", "train.max_epochs": "max_epochs",
-    "train.full_determinism_enable": "full_determinism", "model.model_name_or_path": "pretrain",
-    "model.gradient_checkpointing_enable": "gradient_checkpointing",
-    "model.gradient_checkpointing_reentrant": "gradient_checkpointing_use_reentrant", "model.beta": "beta",
-    "model.ipo_enable": "ipo", "model.label_smoothing": "label_smoothing", "model.aux_loss_coef": "aux_loss_coef",
-    "model.nll_loss_coef": "nll_loss_coef", "model.pretrain_mode_enable": "pretrain_mode",
-    "model.margin_loss_enable": "margin_loss", "model.compute_fp32_loss_enable": "compute_fp32_loss",
-    "model.loss_type": "loss_type", "model.value_head_prefix": "value_head_prefix", "ref.model_name_or_path": "ref_pretrain", "ref.offload": "ref_offload",
-    "adam.lr": "learning_rate", "adam.betas": "adam_betas", "adam.eps": "adam_eps", "adam.weight_decay": "l2",
-    "ds.use_universal_ckpt": "use_ds_universal_ckpt", "ds.tensor_parallel_size": "ds_tensor_parallel_size",
-    "ds.ring_attn_head_stride": "ring_head_stride", "ds.lora.rank": "lora_rank", "ds.lora.alpha": "lora_alpha",
-    "ds.lora.target_modules": "target_modules", "ds.lora.dropout": "lora_dropout",
-} | {
+ALIASES = pairs("""
+    ckpt.output_dir=save_path ckpt.save_steps=save_steps ckpt.save_hf=save_hf_ckpt ckpt.disable_ds=disable_ds_ckpt
+    ckpt.path=ckpt_path ckpt.max_num=max_ckpt_num ckpt.max_mem=max_ckpt_mem ckpt.load_enable=load_checkpoint
+    logger.logging_steps=logging_steps logger.wandb.key=use_wandb logger.wandb.org=wandb_org
+    logger.wandb.group=wandb_group logger.wandb.project=wandb_project logger.wandb.run_name=wandb_run_name
+    logger.tensorboard_dir=use_tensorboard eval.steps=eval_steps eval.dataset=eval_dataset eval.split=eval_split
+    train.micro_batch_size=micro_train_batch_size train.batch_size=train_batch_size train.seed=seed
+    train.max_epochs=max_epochs train.full_determinism_enable=full_determinism model.model_name_or_path=pretrain
+    model.gradient_checkpointing_enable=gradient_checkpointing
+    model.gradient_checkpointing_reentrant=gradient_checkpointing_use_reentrant model.beta=beta model.ipo_enable=ipo
+    model.label_smoothing=label_smoothing model.aux_loss_coef=aux_loss_coef model.nll_loss_coef=nll_loss_coef
+    model.pretrain_mode_enable=pretrain_mode model.margin_loss_enable=margin_loss
+    model.compute_fp32_loss_enable=compute_fp32_loss model.loss_type=loss_type
+    model.value_head_prefix=value_head_prefix ref.model_name_or_path=ref_pretrain ref.offload=ref_offload
+    adam.lr=learning_rate adam.betas=adam_betas adam.eps=adam_eps adam.weight_decay=l2
+    ds.use_universal_ckpt=use_ds_universal_ckpt ds.tensor_parallel_size=ds_tensor_parallel_size
+    ds.ring_attn_head_stride=ring_head_stride ds.lora.rank=lora_rank ds.lora.alpha=lora_alpha
+    ds.lora.target_modules=target_modules ds.lora.dropout=lora_dropout
+""") | {
     f"{group}.{name}": name
     for group, names in {
         "ds": "deepcompile zero_stage param_dtype zpg adam_offload attn_implementation experts_implementation "
@@ -119,6 +106,14 @@ RULES: dict[str, Rule] = {
     **adapter("lora_rank lora_alpha lora_dropout target_modules modules_to_save", "lora_rank", 0, None),
     **facts("""
         adam_eps = training.adam_epsilon
+        beta = beta if (program)!=train_sft|train_rm
+        loss_type @ sigmoid; the loss of pairs is -log sigmoid of the difference
+        optim @ adam; the optimizer is AdamW
+        ref_offload = reference.offload: true=on false=auto
+        max_epochs = training.num_train_epochs
+        eval_steps = eval_steps if >0
+        load_checkpoint = resume_from_checkpoint: true=auto false=false
+        ipo ! OpenRLHF's IPO sums log-probs, Rather's averages them: choose pref_loss, beta
         pretrain = pretrain
         ref_pretrain = reference.model_args.model_name_or_path
         chosen_key = chosen_key
@@ -157,52 +152,44 @@ RULES: dict[str, Rule] = {
         gradient_checkpointing_use_reentrant torch_compile ring_head_stride
         experts_implementation dataloader_num_workers ~
     """),
+    **switches("use_wandb use_tensorboard"),
     "lora_rank": lambda value, given: gives({"model.lora_rank": value or None}),
     PROGRAM: algorithm({"train_dpo": "sigmoid", "train_sft": SFT, "train_rm": REWARD}),
-    "beta": when(lambda value, given: given.get(PROGRAM) not in ("train_sft", "train_rm"), to("beta")),
-    "loss_type": only("sigmoid", why="the loss of pairs is -log sigmoid of the difference"),
     "multiturn": lambda value, given: gives({"data.score": "assistant" if value else "last"}),
+    "apply_chat_template": to("global_template", {True: "native", False: "none"}),
     "input_key": column("prompt"),
     "output_key": column("completion"),
-    "apply_chat_template": to("global_template", {True: "native", False: "none"}),
-    "optim": only("adam", why="the optimizer is AdamW"),
-    "ref_offload": to("reference.offload", {True: "on", False: "auto"}),
     "dataset": dataset(split="dataset_split"),
     "eval_dataset": dataset(HELD_OUT, split="eval_split"),
     "prompt_key": column("prompt"),
     "max_len": length(cut="truncate_response", note="OpenRLHF writes EOS over the last token of a cut answer"),
     "max_samples": most_rows(dataset(split="dataset_split"), 100000000, 1000000),
-    "ipo": ipo,
     "lr_scheduler": schedule,
     "adam_betas": betas,
-    "max_epochs": to("training.num_train_epochs", float),
     "zero_stage": lambda value, given: gives({STRATEGY: f"zero{value}" if value else "ddp"}),
     "bf16": bf16,
     "gradient_checkpointing": recompute,
     "save_path": run_folder,
     "save_steps": lambda value, given: gives({"save_steps": value if value and value > 0 else None}),
-    "eval_steps": positive("eval_steps"),
-    "load_checkpoint": to("resume_from_checkpoint", {True: "auto", False: False}),
-    "use_wandb": tracker("wandb"),
-    "use_tensorboard": tracker("tensorboard"),
 }  # fmt: skip
 
-OPENRLHF = Peer(
+PEER = Peer(
     "openrlhf",
     RULES,
     version="0.11",
     programs=("train_dpo", "train_sft", "train_rm"),
     aliases=ALIASES,
     defaults={
-        "max_len": of_sft(2048, 512), "learning_rate": by(PROGRAM, {"train_sft": 5e-6, "train_rm": 9e-6}, 1e-5), "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03,
-        "min_lr_ratio": 0.1, "adam_betas": [0.9, 0.95], "train_batch_size": 128, "beta": 0.1, "save_steps": -1,
-        "zero_stage": 2, "param_dtype": precision, "lora_rank": 0, "lora_alpha": 16, "max_epochs": of_sft(2, 1), "multiturn": of_sft(False, UNSET), "input_key": of_sft("input", UNSET),
+        "max_len": of_sft(2048, 512), "learning_rate": by(PROGRAM, {"train_sft": 5e-6, "train_rm": 9e-6}, 1e-5),
+        **pairs("lr_scheduler=cosine_with_min_lr lr_warmup_ratio=0.03 min_lr_ratio=0.1 adam_betas=[0.9,0.95] train_batch_size=128 "
+                "beta=0.1 save_steps=-1 zero_stage=2 lora_rank=0 lora_alpha=16 seed=42 apply_chat_template=false"),
+        "param_dtype": precision, "max_epochs": of_sft(2, 1), "multiturn": of_sft(False, UNSET), "input_key": of_sft("input", UNSET),
         "input_template": lambda given: (
-            "User: {}\nAssistant: " if is_sft(given) and not given.get("apply_chat_template") else UNSET), "seed": 42,
-        "eval_split": by(PROGRAM, {"train_dpo": "test"}, "train"), "aux_loss_coef": of_mixture("pretrain", 0.0), "apply_chat_template": False,
+            "User: {}\nAssistant: " if is_sft(given) and not given.get("apply_chat_template") else UNSET),
+        "eval_split": by(PROGRAM, {"train_dpo": "test"}, "train"), "aux_loss_coef": of_mixture("pretrain", 0.0),
     },
-    marks=("micro_train_batch_size", "max_len", "zero_stage", "nll_loss_coef", "lr_warmup_ratio", "ref_pretrain",
-           "packing_samples", "max_ckpt_num", "adam_offload"),
+    marks="micro_train_batch_size max_len zero_stage nll_loss_coef lr_warmup_ratio ref_pretrain packing_samples max_ckpt_num "
+          "adam_offload",
     words=("openrlhf.",),
     always=(
         "OpenRLHF writes a space and EOS after each answer; here the chat template, or EOS alone, ends it.",

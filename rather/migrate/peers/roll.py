@@ -55,7 +55,7 @@ def kept(key: str, value: Any, given: Given) -> Outcome:
     return Outcome(RENAMED, {key: value})
 
 
-ROLL = Peer(
+PEER = Peer(
     "roll",
     OwnKeys(),
     programs=("start_dpo_pipeline",),
@@ -65,11 +65,11 @@ ROLL = Peer(
         "actor_train.training_args.per_device_train_batch_size": 8, "actor_train.model_args.dtype": "bf16",
         ROUTER: None, RANK: lambda given: 8 if given.get("actor_train.model_args.lora_target") else None,
     },
-    marks=("actor_train.strategy_args.strategy_name", "actor_train.training_args.learning_rate",
-           "checkpoint_config.type", "is_offload_states", "rollout_batch_size", "actor_train.infer_batch_size"),
+    marks="actor_train.strategy_args.strategy_name actor_train.training_args.learning_rate checkpoint_config.type "
+          "is_offload_states rollout_batch_size actor_train.infer_batch_size",
     words=("start_dpo_pipeline.py",),
     reader=lambda path, flags: composed_values(path) | flags,
-    whole=("reference.data_args", "hydra", *compat.GROUPS),
+    whole=" ".join(("reference.data_args", "hydra", *compat.GROUPS)),
     always=("beta, ipo and label_smoothing count here; ROLL's pipeline never hands them to its loss.",
             "The schedule is as long as the run; ROLL divides it by the number of data-parallel ranks.",
             "The file also runs as it is: rather train FILE."),

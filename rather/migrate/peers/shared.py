@@ -7,7 +7,6 @@ from typing import Any
 
 from rather.config.keys import table
 from rather.config.paths import HUB_NAME
-from rather.errors import ConfigError
 from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
@@ -25,42 +24,25 @@ from rather.migrate.rules import (
     gives,
     keys,
     only,
+    pairs,
     to,
     when,
 )
 
-STRATEGY, SAMPLES, HELD_OUT = (
-    "actor_train.strategy_args.strategy_name",
-    "data.file_name",
-    "held_out.file_name",
-)
+STRATEGY = "actor_train.strategy_args.strategy_name"
+SAMPLES, HELD_OUT = "data.file_name", "held_out.file_name"
 READABLE = (".json", ".jsonl", ".parquet", ".arrow", ".gz", ".feather")
-DTYPES = {
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "float16": "fp16",
-    "fp16": "fp16",
-    "float32": "fp32",
-    "fp32": "fp32",
-}
+DTYPES = pairs("bfloat16=bf16 bf16=bf16 float16=fp16 fp16=fp16 float32=fp32 fp32=fp32")
 SCHEDULES = {"warmup_stable_decay": "wsd"} | {
     name: name for name in table()["actor_train.training_args.lr_scheduler_type"].choices
 }
 ADAMW = keys("adamw_torch adamw_torch_fused adamw_hf adamw adam AdamW torch.optim.AdamW")
 EIGHT_BITS = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 NO_LIMIT = 32768
+IMAGES = "a setting for images, video or audio; Rather trains language models only."
 
 
 # ---- values
-
-
-def positive(path: str) -> Rule:
-    """Treat -1 and 0 as not set."""
-    return when(lambda value, given: value and value > 0, to(path))
-
-
-def above_one(path: str) -> Rule:
-    return when(lambda value, given: value and value > 1, to(path))
 
 
 def optimizer(value: Any, given: Given) -> Outcome:
@@ -74,7 +56,8 @@ def whole_steps(path: str) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         if isinstance(value, float) and not value.is_integer():
             raise Unsupported(f"{value} is a share of the run; write a number of steps")
-        return positive(path)(int(value or 0), given)
+        steps = int(value or 0)
+        return gives({path: steps}) if steps > 0 else NOT_NEEDED
 
     return rule
 
@@ -172,17 +155,15 @@ def trackers(value: Any, given: Given) -> Outcome:
     return Outcome(LEFT_OUT if lost else RENAMED, {"track_with": one_or_all(kept) or None}, note)
 
 
-def tracker(name: str) -> Rule:
-    """Translate the switch of one tracker; several may be on."""
+def switches(keys: str) -> dict[str, Rule]:
+    """Return the rules of keys that each switch on the tracker of their name; several may be on."""
+    owners = {key: name for key in keys.split() for name in table()["track_with"].choices
+              if name in key}  # fmt: skip
 
     def rule(value: Any, given: Given) -> Outcome:
-        switches = {
-            key.removesuffix("_enabled").rpartition(".")[2]: on for key, on in given.items()
-        }
-        others = [other for other in table()["track_with"].choices if switches.get(other)]
-        return trackers(others if len(others) > 1 else name, given)
+        return trackers([name for key, name in owners.items() if given.get(key)], given)
 
-    return when(lambda value, given: value, rule)
+    return dict.fromkeys(owners, when(lambda value, given: value, rule))
 
 
 def loss_name(path: str = "pref_loss", **others: str | None) -> Rule:
@@ -197,7 +178,11 @@ def loss_name(path: str = "pref_loss", **others: str | None) -> Rule:
     return rule
 
 
-CPO_LOSSES = to("pref_loss", {"sigmoid": "cpo", "simpo": "simpo"})
+DIVERGENCES = pairs(
+    "reverse_kl=reverse_kl forward_kl=forward_kl js_divergence=js alpha_divergence=alpha"
+)
+KTO_LOSSES = to("pref_loss", pairs("kto=kto apo_zero_unpaired=apo_zero_unpaired"))
+CPO_LOSSES = to("pref_loss", pairs("sigmoid=cpo simpo=simpo"))
 
 
 def is_simpo(value: Any, given: Given) -> bool:
@@ -207,11 +192,6 @@ def is_simpo(value: Any, given: Given) -> bool:
 def cpo_weight(value: Any, given: Given) -> Outcome:
     """The weight of the NLL is part of CPO, and an addition to SimPO."""
     return to("rpo_alpha" if is_simpo(value, given) else "cpo_alpha")(value, given)
-
-
-def images(value: Any, given: Given) -> Outcome:
-    """Refuse a setting that only training on images, video or audio has."""
-    raise ConfigError("a setting for images, video or audio; Rather trains language models only.")
 
 
 # ---- precision, memory, devices
@@ -323,12 +303,12 @@ def has_steps(given: Given) -> bool:
 def epochs(value: Any, given: Given) -> Outcome:
     if has_steps(given):
         return Outcome(NEEDLESS, note="max_steps counts alone")
-    return to("training.num_train_epochs", float)(value, given)
+    return to("training.num_train_epochs")(value, given)
 
 
 def most_steps(value: Any, given: Given) -> Outcome:
     """transformers goes on for max_steps, however many epochs that takes; Rather stops at either."""
-    values = {"max_steps": value, "training.num_train_epochs": float(value or 0)}
+    values = {"max_steps": value, "training.num_train_epochs": value}
     return gives(values) if value and value > 0 else NOT_NEEDED
 
 
@@ -340,7 +320,6 @@ def split_batches(value: Any, given: Given) -> Outcome:
     return NOT_NEEDED
 
 
-CPU = to("platform", {True: "cpu", False: "auto"})
 HF: dict[str, Rule] = facts("""
     learning_rate = training.learning_rate
     lr_scheduler_kwargs = training.lr_scheduler_kwargs
@@ -356,6 +335,8 @@ HF: dict[str, Rule] = facts("""
     full_determinism = deterministic
     logging_dir = logging_dir
     per_device_eval_batch_size = actor_train.infer_batch_size
+    use_cpu no_cuda = platform: true=cpu false=auto
+    torch_compile = compile: true=on false=off
     load_best_model_at_end = save_best; the best model is saved next to the last one
     resume_from_checkpoint = resume_from_checkpoint
     overwrite_output_dir = overwrite; true starts an existing run from scratch and never resumes it
@@ -380,6 +361,8 @@ HF: dict[str, Rule] = facts("""
     liger_kernel_config log_level_replica log_on_each_node prediction_loss_only save_on_each_node
     skip_memory_metrics trackio_bucket_id trackio_space_id trackio_static_space_id use_cache
     label_names hub_always_push enable_jit_checkpoint ~
+    ignore_data_skip optim_args optim_target_modules parallelism_config
+    restore_callback_states_from_checkpoint train_sampling_strategy -
 """) | {
     "output_dir": run_folder,
     "lr_scheduler_type": to("training.lr_scheduler_type", SCHEDULES),
@@ -392,9 +375,6 @@ HF: dict[str, Rule] = facts("""
     "bf16": bf16,
     "fp16": when(lambda value, given: value is True, to("model.dtype", lambda _: "fp16")),
     "gradient_checkpointing": recompute,
-    "torch_compile": to("compile", {True: "on", False: "off"}),
-    "use_cpu": CPU,
-    "no_cuda": CPU,
     "logging_steps": whole_steps("logging_steps"),
     "eval_strategy": evaluated,
     "evaluation_strategy": evaluated,
@@ -407,16 +387,10 @@ HF: dict[str, Rule] = facts("""
     "deepspeed": deepspeed,
     "fsdp": fsdp,
 }  # fmt: skip
-HF_KNOWN = keys(
-    """
-    ignore_data_skip optim_args optim_target_modules parallelism_config
-    restore_callback_states_from_checkpoint train_sampling_strategy
-    """
-)
 HF_DEFAULTS = {
     "eval_strategy": lambda given: given.get("evaluation_strategy", "no"),
-    "num_train_epochs": 3.0, "learning_rate": 5e-5, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
-    "logging_steps": 500, "save_steps": 500, "save_total_limit": None,
+    **pairs("num_train_epochs=3.0 learning_rate=5e-5 per_device_train_batch_size=8 gradient_accumulation_steps=1 "
+            "logging_steps=500 save_steps=500 save_total_limit=none"),
 }  # fmt: skip
 
 
@@ -431,32 +405,33 @@ def trained(value: Any, given: Given) -> Outcome:
 
 
 def adapter(names: str, switch: str, *off: Any) -> dict[str, Rule]:
-    """Return rules for the keys of an adapter, by the tool's names, in the order of `rules`.
+    """Return rules for the keys of an adapter: rank, alpha, dropout, targets, modules to save.
 
     There is no adapter if the key `switch` has one of the values `off`.
     """
-    rules = (
-        positive("model.lora_rank"),
-        to("model.lora_alpha", float),
-        when(lambda value, given: value,
-             to("model.lora_dropout", lambda _: 0.0, note="dropout is off in preference training")),
-        to("model.lora_target", _targets),
-        to("model.modules_to_save"),
-        to("model.use_rslora"),
-        to("model.use_dora"),
-    )  # fmt: skip
+    rank, alpha, dropout, target, saved = names.split()
+    rules = facts(f"""
+        {rank} = model.lora_rank if >0
+        {alpha} = model.lora_alpha
+        {saved} = model.modules_to_save
+        use_rslora = model.use_rslora
+        use_dora = model.use_dora
+    """) | {
+        dropout: when(lambda value, given: value, lambda *_: gives(
+            {"model.lora_dropout": 0.0}, "dropout is off in preference training")),
+        target: to("model.lora_target", _targets),
+    }  # fmt: skip
 
     def is_on(value: Any, given: Given) -> bool:
         return value is not None and given.get(switch) not in off
 
-    own = (*names.split(), "use_rslora", "use_dora")
-    return {name: when(is_on, rule) for name, rule in zip(own, rules, strict=True)} | {
-        "load_in_4bit": to("model.quantization", {True: "4bit", False: None}),
+    return {name: when(is_on, rule) for name, rule in rules.items()} | {
         "load_in_8bit": eight_bits,
-        **facts(
-            "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage "
-            "bnb_4bit_compute_dtype lora_task_type ~"
-        ),
+        **facts("""
+            load_in_4bit = model.quantization: true=4bit false=none
+            bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage
+            bnb_4bit_compute_dtype lora_task_type ~
+        """),
     }
 
 

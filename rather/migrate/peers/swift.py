@@ -12,22 +12,22 @@ from rather.files import parse_json, yaml_text
 from rather.migrate.engine import COUNT, FOLDER, PROGRAM, Peer
 from rather.migrate.peers.shared import (
     CPO_LOSSES,
+    DIVERGENCES,
     HELD_OUT,
     HF,
     HF_DEFAULTS,
-    HF_KNOWN,
+    IMAGES,
+    KTO_LOSSES,
     STRATEGY,
     adapter,
     cpo_weight,
     dataset,
-    images,
     is_simpo,
     length,
     loss_name,
     optimizer,
     trained,
 )
-from rather.migrate.peers.trl import DIVERGENCES
 from rather.migrate.rules import (
     KTO,
     NOT_NEEDED,
@@ -40,81 +40,24 @@ from rather.migrate.rules import (
     Unsupported,
     algorithm,
     by,
-    each,
     facts,
     gives,
-    if_set,
-    keys,
-    never,
     of_mixture,
-    only,
+    pairs,
     to,
     when,
 )
 
 KINDS = {"dpo": None, "kto": KTO, "orpo": "orpo", "simpo": "simpo", "cpo": None,
          "rm": REWARD}  # None: loss_type says it  # fmt: skip
-CUTS = {"delete": "drop", "left": "truncate_prompt", "right": "truncate_response"}
-KNOWN = keys(
-    """
-    acc_strategy account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    accumulate_allreduce_grads_in_fp32 adapter_act adapter_length add_non_thinking_prefix
-    advantage_estimator agent_template align_grad_reduce align_param_gather
-    apply_dsa_kernel_fusion apply_query_key_layer_scaling apply_rope_fusion
-    apply_wd_to_qk_layernorm async_generate attention_softmax_in_fp32 batch_p2p_comm
-    bias_activation_fusion bias_dropout_fusion bnb_4bit_use_double_quant bridge_backend
-    cached_dataset cached_val_dataset calculate_KL calculate_per_token_loss callbacks
-    cliprange cliprange_value completion_length_limit_scope
-    cp_comm_type cp_partition_mode cross_entropy_fusion_impl csa_dense_mode custom_dataset_info
-    custom_register_path data_parallel_random_init data_parallel_sharding_strategy data_sharding
-    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers deepspeed_autotp_size
-    delta device_map disable_auto_column_mapping disable_ignore_empty_think
-    dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 download_mode
-    ds3_gather_for_generation dynamic_sample early_stop_interval enable_channel_loss
-    enable_dft_loss enable_npu_model_patch enable_thinking end_weight_decay epsilon epsilon_high
-    eval_dataset eval_dataset_args eval_generation_config eval_iters eval_limit eval_metric
-    eval_use_evalscope exp_avg_dtype exp_avg_sq_dtype
-    external_plugins extra_eval_args freeze_parameters freeze_parameters_ratio
-    freeze_parameters_regex gamma gkd_logits_topk gym_env hqq_axis
-    importance_sampling_level init_strategy init_weights interleave_prob is_binary_loss_scale
-    kl_coef kl_in_reward lam language_model_only linear_decoupled_in_proj lmbda load_args
-    load_data_args local_repo_path local_rollout_forward_batch_size log_completions log_entropy
-    log_rollout_offpolicy_metrics lora_bias lora_dtype lorap_lr_ratio lr_decay_iters
-    lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_style main_grads_dtype main_params_dtype
-    manual_gc manual_gc_eval manual_gc_steps max_completion_length
-    max_memory max_model_len max_new_tokens max_resample_times max_shard_size max_turns
-    mcore_adapter mcore_model mcore_ref_adapter mcore_ref_model megatron_extra_kwargs
-    microbatch_group_size_per_vp_stage missing_eos_penalty mlp_padding_free model_kwargs
-    move_model_batches mrl_dims multi_turn_scheduler nccl_comm_warmup new_special_tokens
-    norm_bbox num_generations num_generations_eval num_iterations num_mini_batches
-    num_ppo_epochs num_sample_generations off_policy_sequence_mask_delta offload_bridge
-    offload_model offload_optimizer offload_teacher_model optimizer_cuda_graph overlap_p2p_comm
-    overlong_filter packing_num_proc packing_strategy padding_side perform_initialization
-    pipeline_model_parallel_layout preserve_thinking problem_type quant_method real_tau
-    ref_model_mixup_alpha ref_model_revision ref_model_sync_steps ref_model_type
-    repetition_max_penalty repetition_n_grams repetition_penalty response_length response_prefix
-    resume_only_model reward_adapters reward_funcs reward_model reward_model_plugin
-    reward_model_revision reward_model_type reward_template reward_weights
-    rollout_importance_sampling_mode rollout_importance_sampling_threshold rope_scaling
-    router_replay_mode safe_serialization save_missing_weights scale_rewards seq_kd
-    sequence_packing_scheduler sft_alpha sgd_momentum shuffle_buffer_size sleep_level
-    start_weight_decay steps_per_generation stopping_strategy target_parameters target_regex
-    tau_neg tau_pos te_rng_tracker temperature template_backend tensorboard_queue_size
-    top_entropy_quantile top_k top_p tp_comm_overlap train_dataloader_shuffle
-    trainable_parameters trainable_parameters_regex tuner_backend
-    use_chat_template use_cpu_initialization use_flash_ckpt use_fused_mhc use_galore use_gym_env
-    use_megatron_fsdp use_persistent_ckpt_worker use_ray use_swift_lora use_vllm
-    val_dataset_shuffle vf_coef virtual_pipeline_model_parallel_size weight_decay_incr_style
-    whiten_rewards zero_hpz_partition_size
-    """
-)
+CUTS = pairs("delete=drop left=truncate_prompt right=truncate_response")
 # Names of Megatron's arguments, and of older versions.
-ALIASES = {
-    "train_type": "tuner_type", "lr": "learning_rate", "clip_grad": "max_grad_norm", "adam_eps": "adam_epsilon",
-    "lr_decay_style": "lr_scheduler_type", "lr_warmup_fraction": "warmup_ratio", "lr_warmup_iters": "warmup_steps",
-    "train_iters": "max_steps", "save": "output_dir", "max_epochs": "num_train_epochs", "save_interval": "save_steps",
-    "eval_interval": "eval_steps", "context_parallel_size": "sequence_parallel_size",
-}  # fmt: skip
+ALIASES = pairs(
+    "train_type=tuner_type lr=learning_rate clip_grad=max_grad_norm adam_eps=adam_epsilon lr_decay_style=lr_scheduler_type "
+    "lr_warmup_fraction=warmup_ratio lr_warmup_iters=warmup_steps train_iters=max_steps save=output_dir "
+    "max_epochs=num_train_epochs save_interval=save_steps eval_interval=eval_steps "
+    "context_parallel_size=sequence_parallel_size"
+)  # fmt: skip
 
 
 def is_megatron(given: Given) -> bool:
@@ -141,7 +84,7 @@ def loss_type(value: Any, given: Given) -> Outcome:
     if given.get("rlhf_type") == "cpo":
         return CPO_LOSSES(value, given)
     if given.get("rlhf_type") == "kto":
-        return to("pref_loss", {"kto": "kto", "apo_zero_unpaired": "apo_zero_unpaired"})(value, given)
+        return KTO_LOSSES(value, given)
     if is_megatron(given) and value != "sigmoid":
         raise Unsupported("megatron rlhf trains sigmoid whatever is written here")
     return loss_name(kto_pair=None)(value, given) if given.get("rlhf_type") == "dpo" else NOT_NEEDED
@@ -168,9 +111,7 @@ def dtype(value: Any, given: Given) -> Outcome:
     """It computes in fp16 if the weights are float16 or float32, unless bf16 or fp16 is set."""
     if given.get("bf16") is not None or given.get("fp16") is not None:
         return NOT_NEEDED
-    return to("model.dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"})(
-        value, given
-    )
+    return to("model.dtype", pairs("bfloat16=bf16 float16=fp16 float32=fp16"))(value, given)
 
 
 def min_lr(value: Any, given: Given) -> Outcome:
@@ -194,11 +135,16 @@ def degree(path: str) -> Rule:
 RULES: dict[str, Rule] = {
     **HF,
     **adapter("lora_rank lora_alpha lora_dropout target_modules modules_to_save", "tuner_type", "full"),
-    **facts("""
+    **facts(f"""
         global_batch_size = train_batch_size
         reference_free = reference_free
         model = pretrain
         model_revision = model.revision
+        task_type @ causal_lm; Rather trains language models only
+        expert_tensor_parallel_size @ 1 none; experts are divided by ep_size only
+        quant_bits = model.quantization: 4=4bit
+        split_dataset_ratio = held_out.split if set
+        loss_scale = data.score: last_round=last default=assistant all=all
         ref_model = reference.model_args.model_name_or_path
         loss_weights = loss_weights
         label_smoothing = label_smoothing
@@ -228,43 +174,86 @@ RULES: dict[str, Rule] = {
         packing_length check_model use_logits_to_keep use_hf model_type add_version
         dataset_shuffle lazy_tokenize load_from_cache_file create_checkpoint_symlink model_author
         model_name gradient_accumulation_fusion masked_softmax_fusion experts_impl strict ignore_args_error streaming num_labels ~
+        vit_lr aligner_lr vit_gradient_checkpointing max_pixels !! {IMAGES}
+        acc_strategy account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+        accumulate_allreduce_grads_in_fp32 adapter_act adapter_length add_non_thinking_prefix
+        advantage_estimator agent_template align_grad_reduce align_param_gather
+        apply_dsa_kernel_fusion apply_query_key_layer_scaling apply_rope_fusion
+        apply_wd_to_qk_layernorm async_generate attention_softmax_in_fp32 batch_p2p_comm
+        bias_activation_fusion bias_dropout_fusion bnb_4bit_use_double_quant bridge_backend
+        cached_dataset cached_val_dataset calculate_KL calculate_per_token_loss callbacks
+        cliprange cliprange_value completion_length_limit_scope cp_comm_type cp_partition_mode
+        cross_entropy_fusion_impl csa_dense_mode custom_dataset_info custom_register_path
+        data_parallel_random_init data_parallel_sharding_strategy data_sharding
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers deepspeed_autotp_size
+        delta device_map disable_auto_column_mapping disable_ignore_empty_think
+        dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 download_mode
+        ds3_gather_for_generation dynamic_sample early_stop_interval enable_channel_loss
+        enable_dft_loss enable_npu_model_patch enable_thinking end_weight_decay epsilon
+        epsilon_high eval_dataset eval_dataset_args eval_generation_config eval_iters eval_limit
+        eval_metric eval_use_evalscope exp_avg_dtype exp_avg_sq_dtype external_plugins
+        extra_eval_args freeze_parameters freeze_parameters_ratio freeze_parameters_regex gamma
+        gkd_logits_topk gym_env hqq_axis importance_sampling_level init_strategy init_weights
+        interleave_prob is_binary_loss_scale kl_coef kl_in_reward lam language_model_only
+        linear_decoupled_in_proj lmbda load_args load_data_args local_repo_path
+        local_rollout_forward_batch_size log_completions log_entropy
+        log_rollout_offpolicy_metrics lora_bias lora_dtype lorap_lr_ratio lr_decay_iters
+        lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_style main_grads_dtype main_params_dtype
+        manual_gc manual_gc_eval manual_gc_steps max_completion_length max_memory max_model_len
+        max_new_tokens max_resample_times max_shard_size max_turns mcore_adapter mcore_model
+        mcore_ref_adapter mcore_ref_model megatron_extra_kwargs
+        microbatch_group_size_per_vp_stage missing_eos_penalty mlp_padding_free model_kwargs
+        move_model_batches mrl_dims multi_turn_scheduler nccl_comm_warmup new_special_tokens
+        norm_bbox num_generations num_generations_eval num_iterations num_mini_batches
+        num_ppo_epochs num_sample_generations off_policy_sequence_mask_delta offload_bridge
+        offload_model offload_optimizer offload_teacher_model optimizer_cuda_graph
+        overlap_p2p_comm overlong_filter packing_num_proc packing_strategy padding_side
+        perform_initialization pipeline_model_parallel_layout preserve_thinking problem_type
+        quant_method real_tau ref_model_mixup_alpha ref_model_revision ref_model_sync_steps
+        ref_model_type repetition_max_penalty repetition_n_grams repetition_penalty
+        response_length response_prefix resume_only_model reward_adapters reward_funcs
+        reward_model reward_model_plugin reward_model_revision reward_model_type reward_template
+        reward_weights rollout_importance_sampling_mode rollout_importance_sampling_threshold
+        rope_scaling router_replay_mode safe_serialization save_missing_weights scale_rewards
+        seq_kd sequence_packing_scheduler sft_alpha sgd_momentum shuffle_buffer_size sleep_level
+        start_weight_decay steps_per_generation stopping_strategy target_parameters target_regex
+        tau_neg tau_pos te_rng_tracker temperature template_backend tensorboard_queue_size
+        top_entropy_quantile top_k top_p tp_comm_overlap train_dataloader_shuffle
+        trainable_parameters trainable_parameters_regex tuner_backend use_chat_template
+        use_cpu_initialization use_flash_ckpt use_fused_mhc use_galore use_gym_env
+        use_megatron_fsdp use_persistent_ckpt_worker use_ray use_swift_lora use_vllm
+        val_dataset_shuffle vf_coef virtual_pipeline_model_parallel_size weight_decay_incr_style
+        whiten_rewards zero_hpz_partition_size -
     """),
     "tuner_type": trained,
-    "task_type": only("causal_lm", why="Rather trains language models only"),
     PROGRAM: algorithm({"swift rlhf": None, "megatron rlhf": None, "swift sft": SFT, "megatron sft": SFT}),
     "beta": when(lambda value, given: not is_sft(given) and given.get("rlhf_type") != "rm", to("beta")),
     "rlhf_type": algorithm(KINDS),
     "min_lr": min_lr,
+    "recompute_granularity": to("model.disable_gradient_checkpointing", {"full": False, "selective": False, "none": True}),
     "tensor_model_parallel_size": degree("strategy.tp_size"),
     "pipeline_model_parallel_size": degree("strategy.pp_size"),
     "expert_model_parallel_size": degree("strategy.ep_size"),
-    "expert_tensor_parallel_size": never("experts are divided by ep_size only", unless=(1,)),
-    "recompute_granularity": to("model.disable_gradient_checkpointing", {"full": False, "selective": False, "none": True}),
     "optimizer": optimizer,
     "discopop_tau": when(lambda value, given: "discopop" in str(given.get("loss_type")), to("discopop_tau")),
-    **each("vit_lr aligner_lr vit_gradient_checkpointing max_pixels", images),
     "adapters": to("model.adapter_name_or_path", lambda value: value[0] if isinstance(value, list) else value),
     "columns": columns,
     "torch_dtype": dtype,
-    "quant_bits": to("model.quantization", {4: "4bit"}),
     "dataset": dataset(),
     "val_dataset": dataset(HELD_OUT),
-    "split_dataset_ratio": if_set("held_out.split"),
     "max_length": length(),
     "truncation_strategy": cut,
-    "loss_scale": to("data.score", {"last_round": "last", "default": "assistant", "all": "all"}),
     "loss_type": loss_type,
     "simpo_gamma": when(is_simpo, to("gamma")),
     "cpo_alpha": when(lambda value, given: given.get("rlhf_type") in ("cpo", "simpo"), cpo_weight),
     "f_divergence_type": to("f_divergence_type", DIVERGENCES),
 }  # fmt: skip
 
-SWIFT = Peer(
+PEER = Peer(
     "swift",
     RULES,
     version="4.6",
     programs=("swift rlhf", "megatron rlhf", "swift sft", "megatron sft"),
-    known=HF_KNOWN | KNOWN,
     aliases=ALIASES,
     defaults={
         **{key: value for key, value in HF_DEFAULTS.items() if key not in ("learning_rate", "gradient_accumulation_steps")},
@@ -272,16 +261,16 @@ SWIFT = Peer(
         "rlhf_type": lambda given: UNSET if is_sft(given) else "dpo",
         "loss_scale": lambda given: "default" if is_sft(given) else UNSET,
         "tuner_type": lambda given: "full" if is_megatron(given) else "lora" if given.get(PROGRAM) else UNSET,
-        "learning_rate": by("tuner_type", {"full": 1e-5, "lora": 1e-4}), "lora_rank": 8, "lora_alpha": 32,
-        "logging_steps": 5, "max_length": None, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
-        "beta": by("rlhf_type", {"simpo": 2.0}, 0.1), "simpo_gamma": 1.0, "cpo_alpha": 1.0,
+        "learning_rate": by("tuner_type", {"full": 1e-5, "lora": 1e-4}),
+        **pairs("lora_rank=8 lora_alpha=32 logging_steps=5 max_length=none lr_scheduler_type=cosine weight_decay=0.1 "
+                "adam_beta2=0.95 simpo_gamma=1.0 cpo_alpha=1.0"),
+        "beta": by("rlhf_type", {"simpo": 2.0}, 0.1),
         "loss_type": by("rlhf_type", {"dpo": "sigmoid", "cpo": "sigmoid", "kto": "kto"}), "bf16": UNSET, "torch_dtype": own_dtype,
         "per_device_train_batch_size": unless_megatron(1), "gradient_accumulation_steps": accumulation,
         "router_aux_loss_coef": of_mixture("model", 0.0), "global_batch_size": lambda given: 16 if is_megatron(given) else UNSET, "num_train_epochs": unless_megatron(3.0),
     },
-    marks=("rlhf_type", "train_type", "tuner_type", "split_dataset_ratio", "loss_scale", "ref_adapters",
-           "truncation_strategy", "attn_impl", "quant_bits"),
+    marks="rlhf_type train_type tuner_type split_dataset_ratio loss_scale ref_adapters truncation_strategy attn_impl quant_bits",
     words=(" swift ", " megatron "),
-    whole=("lr_scheduler_kwargs", "columns", "deepspeed", "gradient_checkpointing_kwargs", "accelerator_config"),
+    whole="lr_scheduler_kwargs columns deepspeed gradient_checkpointing_kwargs accelerator_config",
     always=("swift computes label_smoothing, LD and the divergences as TRL before 0.29 did.",),
 )  # fmt: skip

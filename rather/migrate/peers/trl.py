@@ -12,11 +12,12 @@ from typing import Any
 from rather.migrate.engine import PROGRAM, Peer
 from rather.migrate.peers.shared import (
     CPO_LOSSES,
+    DIVERGENCES,
     DTYPES,
     HELD_OUT,
     HF,
     HF_DEFAULTS,
-    HF_KNOWN,
+    KTO_LOSSES,
     READABLE,
     STRATEGY,
     adapter,
@@ -43,40 +44,32 @@ from rather.migrate.rules import (
     converted,
     facts,
     gives,
-    if_given,
-    keys,
     never,
     of_mixture,
-    only,
+    pairs,
     to,
     when,
 )
 
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # in 1.x; before also sigmoid
 REMOVED = (
-    "max_prompt_length", "max_completion_length", "generate_during_eval", "reference_free", "rpo_alpha",
-    "force_use_ref_model", "ref_adapter_name", "model_adapter_name", "label_pad_token_id", "use_logits_to_keep",
-    "ref_model_init_kwargs", "base_model_attribute_name", "is_encoder_decoder",
+    "max_prompt_length max_completion_length generate_during_eval reference_free rpo_alpha force_use_ref_model "
+    "ref_adapter_name model_adapter_name label_pad_token_id use_logits_to_keep ref_model_init_kwargs "
+    "base_model_attribute_name is_encoder_decoder"
 )  # fmt: skip
-DPO_ONLY = ("precompute_ref_log_probs", "precompute_ref_batch_size", "f_divergence_type", "sync_ref_model",
-            "f_alpha_divergence_coef", "use_weighting", "discopop_tau", "ld_alpha", "loss_weights",
-            "truncation_mode")  # fmt: skip
-KNOWN = keys(
-    "dataset_text_field dataset_kwargs is_encoder_decoder padding_value base_model_attribute_name ref_model_init_kwargs "
-    "streaming fraction"
-)
+DPO_ONLY = (
+    "precompute_ref_log_probs precompute_ref_batch_size f_divergence_type sync_ref_model f_alpha_divergence_coef "
+    "use_weighting discopop_tau ld_alpha loss_weights truncation_mode"
+)  # fmt: skip
 # Files of accelerate that TRL has: the strategy, and how many processes they start.
 LAUNCHED = {name: (name, 8) for name in ("zero1", "zero2", "zero3")} | {
     "fsdp1": ("fsdp2_train", 8), "fsdp2": ("fsdp2_train", 8), "multi_gpu": ("ddp", 8), "single_gpu": ("ddp", 1),
-}  # fmt: skip
-DIVERGENCES = {
-    "reverse_kl": "reverse_kl", "forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"
 }  # fmt: skip
 
 
 def is_old(given: Given) -> bool:
     """Whether a config was written for TRL before 0.29."""
-    return any(key in given for key in REMOVED)
+    return any(key in given for key in REMOVED.split())
 
 
 def is_cpo(given: Given) -> bool:
@@ -93,10 +86,6 @@ def is_sft(given: Given) -> bool:
 
 def is_reward(given: Given) -> bool:
     return "reward" in str(given.get(PROGRAM))
-
-
-def is_known(value: Any, given: Given) -> bool:
-    return value is not None
 
 
 def label_smoothing(value: Any, given: Given) -> Outcome:
@@ -149,9 +138,9 @@ def loss_type(value: Any, given: Given) -> Outcome:
     """The losses of cpo.py have no reference and another name."""
     named = loss_name(kto_pair=None, bco_pair="bco_pair", aot_pair="aot_unpaired")
     if is_kto(given):
-        return to("pref_loss", {"kto": "kto", "apo_zero_unpaired": "apo_zero_unpaired"})(value, given)
+        return KTO_LOSSES(value, given)
     if is_sft(given):
-        return to("pref_loss", {"nll": "sft", "chunked_nll": "sft"})(value, given)
+        return to("pref_loss", pairs("nll=sft chunked_nll=sft"))(value, given)
     return (CPO_LOSSES if is_cpo(given) else named)(value, given)
 
 
@@ -159,7 +148,7 @@ def loss_default(given: Given) -> Any:
     """A file does not say which trainer reads it, unless it has a key that only DPOConfig has."""
     if is_kto(given) or is_sft(given) or is_reward(given):
         return "kto" if is_kto(given) else UNSET
-    is_dpo = any(key in given for key in DPO_ONLY) or is_old(given)
+    is_dpo = any(key in given for key in DPO_ONLY.split()) or is_old(given)
     return "sigmoid" if is_dpo or given.get(PROGRAM) else UNSET
 
 
@@ -171,6 +160,10 @@ def router(given: Given) -> Any:
 
 def of_cpo(default: Any) -> Any:
     return lambda given: default if is_cpo(given) else UNSET
+
+
+def of_old(default: Any) -> Any:
+    return lambda given: default if is_old(given) else UNSET
 
 
 def named_dataset(value: Any, given: Given) -> Outcome:
@@ -234,13 +227,18 @@ RULES: dict[str, Rule] = {
         tools ~ tools are a column of the rows
         dataset_streaming packing_strategy eval_packing shuffle_dataset ignore_bias_buffers pad_to_multiple_of pad_token label_pad_token_id
         use_logits_to_keep activation_offloading ~
+        packing ! a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size
+        completion_only_loss = data.score: true=last false=all
+        assistant_only_loss = data.score: true=assistant if set
+        ref_model_mixup_alpha = ref_model_mixup_alpha if sync_ref_model=true
+        ref_model_sync_steps = ref_model_sync_steps if sync_ref_model=true
+        disable_dropout @ true; dropout is always off in preference training
+        dataset_text_field dataset_kwargs is_encoder_decoder padding_value
+        base_model_attribute_name ref_model_init_kwargs streaming fraction -
     """),
     "use_peft": lambda value, given: NOT_NEEDED if value else gives({"model.lora_rank": None}),
     PROGRAM: algorithm({**dict.fromkeys(("dpo", "trl dpo", "cpo"), None), "orpo": "orpo",
                         "kto": KTO, "trl kto": KTO, "sft": SFT, "trl sft": SFT, "reward": REWARD, "trl reward": REWARD}),
-    "packing": never("a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size"),
-    "completion_only_loss": when(is_known, to("data.score", {True: "last", False: "all"})),
-    "assistant_only_loss": when(lambda value, given: value, to("data.score", {True: "assistant"})),
     "cpo_alpha": lambda value, given: (
         cpo_weight if is_cpo(given) else never("a setting of cpo.py; pass the command line"))(value, given),
     "simpo_gamma": when(is_simpo, to("gamma")),
@@ -261,29 +259,26 @@ RULES: dict[str, Rule] = {
     "truncation_mode": truncation,
     "precompute_ref_log_probs": to("reference.cache.enabled", lambda value: True,
                                    note="the reference is always computed once and kept on disk"),
-    "ref_model_mixup_alpha": if_given("sync_ref_model", True, "ref_model_mixup_alpha"),
-    "ref_model_sync_steps": if_given("sync_ref_model", True, "ref_model_sync_steps"),
-    "disable_dropout": only(True, why="dropout is always off in preference training"),
 }  # fmt: skip
 
-TRL = Peer(
+PEER = Peer(
     "trl",
     RULES,
     version="1.10",
     programs=("dpo", "trl dpo", "orpo", "cpo", "kto", "trl kto", "sft", "trl sft", "reward", "trl reward"),
-    known=HF_KNOWN | KNOWN,
     defaults={
-        **HF_DEFAULTS, "learning_rate": lambda given: 2e-5 if is_sft(given) else 1e-4 if is_reward(given) else 1e-6, "logging_steps": 10, "bf16": True, "max_length": 1024,
-        "loss_type": loss_default, "beta": 0.1, "router_aux_loss_coef": router, "cpo_alpha": of_cpo(1.0), "simpo_gamma": of_cpo(0.5),
-        "truncation_mode": lambda given: UNSET if is_reward(given) else "keep_start", "use_peft": False, "lora_r": 16, "lora_alpha": 32,
+        **HF_DEFAULTS, "learning_rate": lambda given: 2e-5 if is_sft(given) else 1e-4 if is_reward(given) else 1e-6, 
+        "loss_type": loss_default, "router_aux_loss_coef": router, "cpo_alpha": of_cpo(1.0), "simpo_gamma": of_cpo(0.5),
+        "truncation_mode": lambda given: "keep_end" if is_old(given) else UNSET if is_reward(given) else "keep_start",
+        "max_prompt_length": of_old(512), "f_alpha_divergence_coef": of_old(1.0),
+        **pairs("logging_steps=10 bf16=true max_length=1024 beta=0.1 use_peft=false lora_r=16 lora_alpha=32"),
         "lora_target_modules": ["q_proj", "v_proj"],  # PEFT's choice for most families
     },
-    marks=(*REMOVED, "loss_weights", "precompute_ref_log_probs", "model_init_kwargs", "dataset_train_split", "use_peft",
-           "truncation_mode", "f_alpha_divergence_coef", "use_weighting", "sync_ref_model", "ref_model_mixup_alpha",
-           "ref_model_sync_steps", "discopop_tau", "lora_target_modules", "model_revision", "padding_free"),
+    marks=f"{REMOVED} loss_weights precompute_ref_log_probs model_init_kwargs dataset_train_split use_peft truncation_mode "
+          "f_alpha_divergence_coef use_weighting sync_ref_model ref_model_mixup_alpha ref_model_sync_steps discopop_tau "
+          "lora_target_modules model_revision padding_free",
     words=(" trl ", "trl.scripts.", "trl/scripts/", "examples/scripts/"),
-    whole=("model_init_kwargs", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_config",
-           "accelerator_config", "deepspeed"),
+    whole="model_init_kwargs lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config deepspeed",
     always=(
         "Rows of plain text: TRL adds no chat template to them; we apply the tokenizer's own, where it has one.",
         "TRL scores all that follows the prompt, the line end after the last end-of-turn token too; we score the last "
@@ -293,6 +288,4 @@ TRL = Peer(
         "The order of the pairs is another one.",
         "`parity: trl-1.x` makes TRL's tokens and rejects settings that mean something else there.",
     ),
-    is_early=is_old,
-    early={"truncation_mode": "keep_end", "max_prompt_length": 512, "f_alpha_divergence_coef": 1.0},
 )  # fmt: skip
