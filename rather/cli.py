@@ -95,21 +95,19 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Run everything up to the first step, then exit.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing run of this name.")
-    ] = False,
-    address: Annotated[
-        str | None, typer.Option(help="Use a running Ray cluster: host:port or auto.")
-    ] = None,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    address: str | None = None,
     imports: Imports = None,
 ) -> int:
     """Train the policy. Run the same command again to resume an interrupted run.
 
     With several devices, a local Ray is started, unless --address names a cluster or torchrun
     started this process.
+
+    dry_run: Run everything up to the first step, then exit.
+    overwrite: Replace an existing run of this name.
+    address: Use a running Ray cluster: host:port or auto.
     """
     changes = [*(overrides or []), *(["overwrite=true"] if overwrite else [])]
     changes += [f"ray.address='{address}'"] if address else []
@@ -123,17 +121,9 @@ def train(
 @command
 def sweep(
     config: ConfigPath,
-    values: Annotated[
-        list[str],
-        typer.Argument(help="Keys with several values, such as beta=0.01,0.05; or with one."),
-    ],
-    by: Annotated[
-        str | None,
-        typer.Option(help="Held-out metric that decides; default: eval/rewards/accuracies."),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start an existing sweep from scratch.")
-    ] = False,
+    values: list[str],
+    by: str | None = None,
+    overwrite: bool = False,
     as_json: AsJson = False,
     imports: Imports = None,
 ) -> int:
@@ -141,6 +131,10 @@ def sweep(
 
     Runs share one pass of the reference. With more GPUs than one run needs, several runs train
     side by side. A run that fails does not stop the others; the sweep exits with its code.
+
+    values: Keys with several values, such as beta=0.01,0.05; or with one.
+    by: Held-out metric that decides; default: eval/rewards/accuracies.
+    overwrite: Start an existing sweep from scratch.
     """
     from rather.commands.sweep import choose_metric, plan_sweep, print_results, results
 
@@ -157,10 +151,8 @@ def sweep(
 def tune(
     config: ConfigPath,
     overrides: Overrides = None,
-    budget: Annotated[str, typer.Option(help="Time to use, such as 90s, 20m or 1.5h.")] = "20m",
-    losses: Annotated[
-        str | None, typer.Option(help="Also compare these losses: sigmoid,ipo.")
-    ] = None,
+    budget: str = "20m",
+    losses: str | None = None,
     out: Annotated[
         Path, typer.Option(help="Write the YAML of the best setting here.", callback=writable)
     ] = Path("tuned.yaml"),
@@ -170,6 +162,9 @@ def tune(
     """Choose learning rate and beta on held-out pairs within a time budget.
 
     A learning-rate range test, then successive halving. Run the same command again to resume.
+
+    budget: Time to use, such as 90s, 20m or 1.5h.
+    losses: Also compare these losses: sigmoid,ipo.
     """
     from rather.commands import tune as tuning
 
@@ -187,12 +182,13 @@ def tune(
 def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,
-    model: Annotated[
-        str | None, typer.Option(help="Weights to evaluate; default: the run's own result.")
-    ] = None,
+    model: str | None = None,
     imports: Imports = None,
 ) -> None:
-    """Evaluate a model on the held-out pairs against the reference; print the metrics as JSON."""
+    """Evaluate a model on the held-out pairs against the reference; print the metrics as JSON.
+
+    model: Weights to evaluate; default: the run's own result.
+    """
     given = settings(config, overrides)
     from rather.pipeline.pipeline import DPOPipeline
 
@@ -208,11 +204,12 @@ def evaluate(
 
 @command
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for everything the demo writes.")] = Path(
-        "rather-demo"
-    ),
+    out: Path = Path("rather-demo"),
 ) -> int:
-    """Build a tiny model, train it, and show its answers before and after. Needs no network."""
+    """Build a tiny model, train it, and show its answers before and after. Needs no network.
+
+    out: Folder for everything the demo writes.
+    """
     from rather.commands.demo import run_demo
 
     return run_demo(out)
@@ -247,7 +244,7 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("score", models.score_command, "output/dpo pairs.jsonl --reference base --by lang"),
         ("export", models.export_command, "output/dpo out --dtype bf16 --shard-size 5GB"),
         ("merge", models.merge_command, "output/lora/adapter --out merged"),
-        ("compare-losses", models.compare_losses_command, "dpo.yaml --plot a.html"),
+        ("compare-losses", models.compare_losses_command, "dpo.yaml --pairs 200"),
     ),
 }
 for panel, commands in COMMANDS.items():

@@ -70,6 +70,16 @@ def write_own(path: Path, text: str) -> None:
         file.write(text)
 
 
+def replace_own(path: Path, text: str) -> None:
+    """Write a text file that a run owns, complete or not at all; others may write it as well."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write_own(part, text)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON text; raise ValueError, also for values nested too deeply."""
     try:

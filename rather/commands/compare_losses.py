@@ -1,4 +1,4 @@
-"""`rather compare-losses`: every loss on the same log-probs, as a table and as charts."""
+"""`rather compare-losses`: every loss on the same log-probs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +20,8 @@ from rather.data.prepare import prepare
 from rather.errors import ConfigError
 from rather.losses.losses import LOSSES, averages
 from rather.losses.objective import PairLoss, configure, from_config
-from rather.report.page import chart, lines, page, plotly_bundle
 from rather.run_folder.model_source import Weights, weights_of
 
-POINTS, BINS = 81, 40
 SATURATED = 0.01  # share of the gradient at zero margin below which a pair counts as learnt
 PREFERENCE = ("sum", "shared")  # columns that the loss has a gradient for
 LEGEND = (
@@ -134,66 +131,3 @@ def print_rows(rows: Sequence[LossRow], x: LogProbs) -> None:
     title = f"{len(rows) - 1} losses on {len(x.margins)} pairs"
     print_table(("loss", "value", "gradient", "saturated", "numbers"), cells, title)
     echo(LEGEND if x.margins.any() else EQUAL)
-
-
-# --- charts ---
-
-
-def write_plot(file: Path, rows: Sequence[LossRow], x: LogProbs) -> None:
-    """Write a self-contained page: the curve of each loss over the histogram of margins."""
-    panels = [
-        chart(
-            figure(row, x),
-            row.name,
-            f"Value {row.value:.4g}, gradient {row.gradient:.3g}, saturated {row.saturated:.0%}.",
-        )
-        for row in rows
-        if not row.missing
-    ]
-    body = (
-        "<p>Curve: the mean pair, its chosen log-prob raised and its rejected log-prob lowered by "
-        "half the margin (nats, policy against reference). Bars: margins of the pairs, relative to "
-        f'the highest bar.</p><div class="grid">{"".join(panels)}</div>'
-    )
-    text = page(f"Loss against margin, {len(x.margins)} pairs", body, scripts=[plotly_bundle()])
-    file.write_text(text, encoding="utf-8")
-
-
-def figure(row: LossRow, x: LogProbs) -> dict[str, Any]:
-    low, high = span(x.margins)
-    margins, losses = zip(*curve(row.objective, x), strict=True)
-    counts = torch.histc(x.margins, bins=BINS, min=low, max=high)
-    middles = [low + (number + 0.5) * (high - low) / BINS for number in range(BINS)]
-    bars = {"type": "bar", "name": "pairs", "x": middles, "y": (counts / counts.max()).tolist()}
-    found = lines({"loss": (margins, losses)})
-    found["data"].append({**bars, "yaxis": "y2", "opacity": 0.3})
-    hidden = {"overlaying": "y", "showticklabels": False, "showgrid": False}
-    title = {"title": {"text": "margin in nats"}}
-    found["layout"] |= {"height": 240, "xaxis": title, "yaxis2": hidden}
-    return found
-
-
-def curve(objective: PairLoss, x: LogProbs) -> list[tuple[float, float]]:
-    """Return (margin, loss) of the mean pair; one pair at a time, since some losses sort pairs."""
-    assert x.reference is not None
-    facts = type(x.facts)(*(column.mean(dim=0, keepdim=True) for column in x.facts))
-    policy, reference = (
-        {name: column.mean(dim=0, keepdim=True) for name, column in columns.items()}
-        for columns in (x.policy, x.reference)
-    )
-    mean = LogProbs(facts, policy, reference)
-    half = torch.tensor([[0.5, -0.5]], dtype=policy["sum"].dtype)
-    points = []
-    for margin in torch.linspace(*span(x.margins), POINTS, dtype=torch.float64).tolist():
-        shifted = {
-            name: (reference[name] + margin * half).clamp(max=0.0)
-            for name in PREFERENCE
-            if name in reference
-        }
-        points.append((margin, float(objective(mean.for_loss({**policy, **shifted})))))
-    return points
-
-
-def span(margins: Tensor) -> tuple[float, float]:
-    """Return a range that contains every margin and zero."""
-    return min(math.floor(float(margins.min())), -1), max(math.ceil(float(margins.max())), 1)

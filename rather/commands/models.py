@@ -46,14 +46,10 @@ Trust = Annotated[
 @command
 def score_command(
     model: Model,
-    pairs: Annotated[Path, typer.Argument(help="A file of pairs in any supported format.")],
+    pairs: Path,
     overrides: Overrides = None,
-    reference: Annotated[
-        str | None, typer.Option(help="Reference model for rewards; without it: log-probs.")
-    ] = None,
-    by: Annotated[
-        list[str] | None, typer.Option(help="Also score by values of this column; repeatable.")
-    ] = None,
+    reference: str | None = None,
+    by: list[str] | None = None,
     as_json: AsJson = False,
     out: Annotated[
         Path | None,
@@ -68,6 +64,10 @@ def score_command(
     With --reference by implicit rewards, as in an evaluation during training; otherwise by
     log-probs, summed and per token. Data and loss settings are overrides, such as
     sequence_length=2048 or beta=0.05.
+
+    pairs: A file of pairs in any supported format.
+    reference: Reference model for rewards; without it: log-probs.
+    by: Also score by values of this column; repeatable.
     """
     from rather.commands.score import print_scores, score
 
@@ -78,13 +78,9 @@ def score_command(
 @command
 def chat_command(
     model: Model,
-    beside: Annotated[
-        str | None, typer.Option(help="A second model that answers the same questions.")
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="Print the answer to this prompt and exit.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    beside: str | None = None,
+    prompt: str | None = None,
+    system: str | None = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", min=1)] = 512,
     temperature: Annotated[
         float, typer.Option(help="0: greedy; from 0.01: sample.", min=0.0)
@@ -101,6 +97,10 @@ def chat_command(
     """Chat with a model in the terminal, with its chat template. Greedy without a temperature.
 
     /reset starts a new conversation, /system TEXT sets the system message, /quit exits.
+
+    beside: A second model that answers the same questions.
+    prompt: Print the answer to this prompt and exit.
+    system: The system message.
     """
     if not (temperature == 0 or 0.01 <= temperature < math.inf):
         raise ConfigError(f"--temperature must be 0 or at least 0.01 (got {temperature}).")
@@ -117,18 +117,19 @@ def chat_command(
 @command
 def export_command(
     source: Model,
-    out: Annotated[Path, typer.Argument(help="The new folder to write.")],
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Export the adapter alone, not merged.")
-    ] = False,
+    out: Path,
+    adapter: bool = False,
     dtype: DtypeOption = None,
-    shard_size: Annotated[
-        str | None, typer.Option(help="Largest file, such as 500MB; default: 4GB.")
-    ] = None,
+    shard_size: str | None = None,
     rounding: RoundingOption = None,
     trust: Trust = False,
 ) -> None:
-    """Write a model to a new folder, after comparing its log-probs with those of the source."""
+    """Write a model to a new folder, after comparing its log-probs with those of the source.
+
+    out: The new folder to write.
+    adapter: Export the adapter alone, not merged.
+    shard_size: Largest file, such as 500MB; default: 4GB.
+    """
     from rather.commands.export import export
     from rather.optim.rounding import Rounding
 
@@ -139,16 +140,18 @@ def export_command(
 
 @command
 def merge_command(
-    adapter: Annotated[str, typer.Argument(help="Folder or hub name of a PEFT adapter.")],
+    adapter: str,
     out: Annotated[Path, typer.Option(help="Folder for the merged model.")],
-    base: Annotated[
-        str | None, typer.Option(help="Base model, if not the one that the adapter names.")
-    ] = None,
+    base: str | None = None,
     dtype: DtypeOption = None,
     rounding: RoundingOption = None,
     trust: Trust = False,
 ) -> None:
-    """Merge an adapter into its base model, after comparing log-probs before and after."""
+    """Merge an adapter into its base model, after comparing log-probs before and after.
+
+    adapter: Folder or hub name of a PEFT adapter.
+    base: Base model, if not the one that the adapter names.
+    """
     from rather.commands.export import merge
     from rather.optim.rounding import Rounding
 
@@ -161,26 +164,18 @@ def merge_command(
 def compare_losses_command(
     config: ConfigPath,
     overrides: Overrides = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Weights to compare on; default: the run's model or checkpoint."),
-    ] = None,
+    model: str | None = None,
     pairs: Annotated[
         int, typer.Option(help="Most pairs, evenly spread over the held-out pairs.", min=1)
     ] = 512,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot every loss over the margin to this HTML file.", callback=writable),
-    ] = None,
     imports: Imports = None,
 ) -> None:
-    """Evaluate every loss on the log-probs of a trained model: value, gradient, saturation."""
+    """Evaluate every loss on the log-probs of a trained model: value, gradient, saturation.
+
+    model: Weights to compare on; default: the run's model or checkpoint.
+    """
     given = settings(config, overrides)
-    from rather.commands.compare_losses import compare_rows, measure, print_rows, write_plot
+    from rather.commands.compare_losses import compare_rows, measure, print_rows
 
     x = measure(given, model, pairs)
-    rows = compare_rows(given, x)
-    print_rows(rows, x)
-    if plot is not None:
-        write_plot(plot, rows, x)
-        echo(f"The charts are in {plot}")
+    print_rows(compare_rows(given, x), x)

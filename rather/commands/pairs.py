@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -36,9 +35,7 @@ def pairs_command(
             callback=writable,
         ),
     ] = None,
-    action: Annotated[
-        Action, typer.Option(help="What the corrections do with a pair; weight: count half.")
-    ] = "drop",
+    action: Action = "drop",
     plant: Annotated[
         float | None,
         typer.Option(
@@ -53,6 +50,8 @@ def pairs_command(
     """Say which training pairs look wrong: flipped labels, never learned, unlearned, contradicting.
 
     Reads the ledger that training wrote. --json prints one object per pair and line.
+
+    action: What the corrections do with a pair; weight: count half.
     """
     from rather.report.pairs import MEANINGS, Doctor
 
@@ -137,7 +136,7 @@ def _calibrate(run: Path, data: PairDataset | None, share: float) -> int:
     from rather.config.paths import check_paths
     from rather.config.schema import as_list
     from rather.data.corrections import hex_id
-    from rather.files import write_own
+    from rather.files import replace_own, write_own
     from rather.report.pairs import CALIBRATION, Doctor, calibrate
     from rather.run_folder.control import StopRequest
 
@@ -162,6 +161,5 @@ def _calibrate(run: Path, data: PairDataset | None, share: float) -> int:
         if code := train_run(copy, stop):
             return code
     found = calibrate(Doctor.of(copy.run_dir).history, planted)
-    write_own(part := run / f".tmp-{CALIBRATION}", strict_json({**found, "share": share}) + "\n")
-    os.replace(part, run / CALIBRATION)
+    replace_own(run / CALIBRATION, strict_json({**found, "share": share}) + "\n")
     return 0

@@ -43,9 +43,7 @@ def data_command(
     show: Annotated[
         int, typer.Option(help="Print this many pairs with their scored tokens.", min=0)
     ] = 0,
-    save: Annotated[
-        Path | None, typer.Option(help="Write the tokenised pairs to this new folder.")
-    ] = None,
+    save: Path | None = None,
     html: Annotated[
         Path | None,
         typer.Option(help="Write everything as one HTML file, with charts.", callback=writable),
@@ -55,7 +53,10 @@ def data_command(
 ) -> None:
     """Prepare the pairs and show what the model will see: dropped rows with reasons, lengths,
     repeats, contradictions, evaluation prompts that are also in train, and prompts that differ at
-    inference."""
+    inference.
+
+    save: Write the tokenised pairs to this new folder.
+    """
     given = settings(config, overrides)
     from rather.data.prepare import prepare
     from rather.data.save import save as save_pairs
@@ -88,9 +89,7 @@ def plan_command(
     gpus: Annotated[
         int | None, typer.Option(help="Number of GPUs for both roles; default: the config.", min=1)
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU model, such as h100 or l4; default: this machine.")
-    ] = None,
+    gpu: str | None = None,
     as_json: AsJson = False,
     imports: Imports = None,
 ) -> None:
@@ -98,6 +97,8 @@ def plan_command(
 
     Only config.json of the model is read. If the files of the pairs are here, they are tokenised as
     for training.
+
+    gpu: GPU model, such as h100 or l4; default: this machine.
     """
     from rather.commands.plan import plan
 
@@ -112,11 +113,11 @@ def migrate_command(
             help="YAML or JSON file, or a text file with a command line or shell script."
         ),
     ] = None,
-    line: Annotated[str | None, typer.Option(help="The command line itself.")] = None,
+    line: str | None = None,
     peer: Annotated[
         str | None, typer.Option("--from", help=f"The tool: {' | '.join(NAMES)}.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The YAML to write.")] = Path("dpo.yaml"),
+    out: Path = Path("dpo.yaml"),
     devices: Annotated[
         int | None, typer.Option(help="Number of devices, if no launcher sets it.", min=1)
     ] = None,
@@ -125,7 +126,11 @@ def migrate_command(
 ) -> int | None:
     """Convert a config of TRL, LLaMA-Factory, Axolotl and others, and list every difference.
 
-    A conversion that is not complete is written as `*.incomplete.yaml`, with exit code 2."""
+    A conversion that is not complete is written as `*.incomplete.yaml`, with exit code 2.
+
+    line: The command line itself.
+    out: The YAML to write.
+    """
     from rather.migrate.engine import guess, migrate, summary, write
     from rather.migrate.peers import PEERS
     from rather.migrate.source import read_file, read_line
@@ -167,13 +172,14 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
 @config_app.command("explain", epilog="Example: `rather config explain beta dpo.yaml`")
 @command
 def config_explain(
-    key: Annotated[
-        str, typer.Argument(help="A key path, such as actor_train.training_args.learning_rate.")
-    ],
+    key: str,
     config: Annotated[Path | None, typer.Argument(help="Also show the value in this YAML.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Explain a key: meaning, type, range, default; with a YAML also its value and source."""
+    """Explain a key: meaning, type, range, default; with a YAML also its value and source.
+
+    key: A key path, such as actor_train.training_args.learning_rate.
+    """
     from rather.config.load import load
     from rather.config.show import explain
 

@@ -163,12 +163,14 @@ def _ask(run: Path, overrides: list[str] | None, word: str, timeout: float) -> N
 
 @command
 def verify_command(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, a run folder or a reference cache.")],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Compare only the file sizes of tensors.")
-    ] = False,
+    path: Path,
+    quick: bool = False,
 ) -> int:
-    """Check every file against what was written. Exit code 4 if a file is damaged."""
+    """Check every file against what was written. Exit code 4 if a file is damaged.
+
+    path: A checkpoint, a run folder or a reference cache.
+    quick: Compare only the file sizes of tensors.
+    """
     from rather.commands.verify import check_files
 
     found = dict(check_files(path, full=not quick))

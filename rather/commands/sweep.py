@@ -44,7 +44,7 @@ from rather.config.load import dump_yaml
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, RatherError
-from rather.files import own, parse_yaml, read_bytes, write_own
+from rather.files import own, parse_yaml, read_bytes, replace_own
 from rather.losses.metrics import wilson
 from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
@@ -111,10 +111,8 @@ class Sweep:
 
     def save(self) -> None:
         """Write the state, complete or not at all."""
-        temporary = self.folder / f".{STATE}-{os.getpid()}"
         runs = {run.name: run.as_json() for run in self.runs}
-        write_own(temporary, strict_json({"runs": runs}, indent=1) + "\n")
-        os.replace(temporary, self.folder / STATE)
+        replace_own(self.folder / STATE, strict_json({"runs": runs}, indent=1) + "\n")
 
     def run(self) -> None:
         """Train all runs. One that fails is reported, and the others continue."""
@@ -166,16 +164,9 @@ def plan_sweep(file: Path, overrides: Sequence[str], *, overwrite: bool = False)
         raise ConfigError("A sweep starts its runs itself: start it without torchrun.")
     fixed, axes = read_grid(overrides)
     base = settings(file, fixed)
-    name = f"{base.exp_name}-sweep"
-    folder = Path(base.output_dir).expanduser() / name
-    shared = [
-        *(text for text in fixed if _key(text) not in PLACES),
-        f"output_dir={folder}",
-        f"logging_dir={Path(base.logging_dir).expanduser() / name}",
-        f"reference.cache.path={base.reference_cache_dir}",
-        f"actor_train.data_args.cache_dir={base.data_cache_dir(base.actor_train.data_args)}",
-        *(["overwrite=true"] if overwrite else []),
-    ]
+    folder, places = folder_of_runs(base, "sweep")
+    shared = [*(text for text in fixed if _key(text) not in PLACES), *places]
+    shared += ["overwrite=true"] if overwrite else []
     runs, changed = [], []
     for label, values in combinations(axes).items():
         own = [*shared, *(f"{key}={value}" for key, value in values.items()), f"exp_name={label}"]
@@ -193,8 +184,20 @@ def plan_sweep(file: Path, overrides: Sequence[str], *, overwrite: bool = False)
             f"{folder} contains a sweep with other settings:\n{lines}\nRestore them, choose another "
             "exp_name in the YAML, or start from scratch with --overwrite."
         )
-    folder.mkdir(parents=True, exist_ok=True)
     return Sweep(file, base, axes, folder, runs)
+
+
+def folder_of_runs(base: DPOConfig, kind: str) -> tuple[Path, list[str]]:
+    """Return a folder for several runs, and the overrides with which they share their caches."""
+    name = f"{base.exp_name}-{kind}"
+    folder = Path(base.output_dir).expanduser() / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder, [
+        f"output_dir={folder}",
+        f"logging_dir={Path(base.logging_dir).expanduser() / name}",
+        f"reference.cache.path={base.reference_cache_dir}",
+        f"actor_train.data_args.cache_dir={base.data_cache_dir(base.actor_train.data_args)}",
+    ]
 
 
 # --- the grid ---

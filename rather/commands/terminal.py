@@ -9,8 +9,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, get_type_hints
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -44,6 +45,7 @@ Imports = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="The run folder: <output_dir>/<exp_name>.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
+HELP = re.compile(r"\n    (\w+): (.+)")
 STYLES = {  # of cells that are one of these words
     "ok": "green", "good": "green", "warning": "yellow", "problem": "red", "serious": "red",
     "failed": "red",
@@ -64,7 +66,18 @@ def writable(path: Path | None) -> Path | None:
 
 
 def command(function: Callable[P, int | None]) -> Callable[P, None]:
-    """Turn a function into a command whose result or error becomes the exit code."""
+    """Turn a function into a command whose result or error becomes the exit code.
+
+    A line `name: text` of its docstring is the help of that parameter.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    for name, text in HELP.findall(function.__doc__ or ""):
+        flag = [f"--{name.replace('_', '-')}"] if hints[name] is bool else []
+        is_option = signature(function).parameters[name].default is not Parameter.empty
+        info = typer.Option(*flag, help=text) if is_option else typer.Argument(help=text)
+        hints[name] = Annotated[hints[name], info]
+    function.__annotations__ = hints
+    function.__doc__ = HELP.sub("", function.__doc__ or "").rstrip()
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -9,7 +9,6 @@ measured is in tune.json, so the same command continues, within what is left of 
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +19,13 @@ from typing import Any
 
 import typer
 
-from rather.commands.sweep import SIGNALS, combinations, train_here
+from rather.commands.sweep import SIGNALS, combinations, folder_of_runs, train_here
 from rather.commands.terminal import echo, print_table, settings
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.data.prepare import prepare
 from rather.errors import ConfigError
-from rather.files import write_own
+from rather.files import replace_own, write_own
 from rather.losses.objective import from_config
 from rather.pipeline.steps import PreparedSteps
 from rather.report.folder import MetricsReader
@@ -72,20 +71,14 @@ class Tuning:
         if not base.validation.data_args.given:
             raise ConfigError("validation.data_args: set file_name or split: settings are compared "
                               "on held-out pairs.")  # fmt: skip
-        name = f"{base.exp_name}-tune"
-        folder = Path(base.output_dir).expanduser() / name
+        folder, places = folder_of_runs(base, "tune")
         shared = [
-            *overrides,
-            f"output_dir={folder}",
-            f"logging_dir={Path(base.logging_dir).expanduser() / name}",
-            f"reference.cache.path={base.reference_cache_dir}",
-            f"actor_train.data_args.cache_dir={base.data_cache_dir(base.actor_train.data_args)}",
+            *overrides, *places,
             "actor_train.training_args.lr_scheduler_type=constant",
             "actor_train.training_args.warmup_steps=0", "actor_train.training_args.warmup_ratio=0",
             "eval_steps=null", "save_steps=null", "report_html=false", "save_best=false",
             "early_stopping_patience=null", "track_with=null",
         ]  # fmt: skip
-        folder.mkdir(parents=True, exist_ok=True)
         found = Tuning(file, base, shared, folder, budget)
         found.state = read_object(folder / STATE) or {"seconds": 0.0, "runs": {}, "rounds": {}}
         asked = {"config": dump_yaml(base), "overrides": list(overrides)}
@@ -100,9 +93,7 @@ class Tuning:
         return self.budget - float(self.state["seconds"])
 
     def save(self) -> None:
-        part = self.folder / f".{STATE}.part"
-        write_own(part, strict_json(self.state, indent=1) + "\n")
-        os.replace(part, self.folder / STATE)
+        replace_own(self.folder / STATE, strict_json(self.state, indent=1) + "\n")
 
     def train(self, name: str, values: Mapping[str, Any], steps: int) -> int:
         """Train one setting up to so many steps and measure it; return an exit code to end with."""
@@ -170,7 +161,7 @@ class Tuning:
 
     def _halve(self, rate: float, losses: Sequence[str], total_steps: int) -> int:
         axes = {RATE: [f"{rate * factor:.3g}" for factor in AROUND]}
-        if beta := self.base.loss_numbers.get("beta") or _own_beta(self.base):
+        if beta := self.base.loss_numbers.get("beta") or from_config(self.base).terms[0].beta:
             axes[BETA] = [f"{beta * factor:.3g}" for factor in AROUND]
         if losses:
             axes[LOSS] = list(losses)
@@ -227,15 +218,8 @@ class Tuning:
             if runs[name].get("drift", 0.0) < least:
                 least = runs[name].get("drift", 0.0)
                 frontier.append(name)
-        return {"best": order[0], "frontier": frontier, "runs": runs, **_spent(self)}
-
-
-def _spent(tuning: Tuning) -> dict[str, float]:
-    return {"seconds": tuning.state["seconds"], "budget": tuning.budget}
-
-
-def _own_beta(config: DPOConfig) -> float:
-    return from_config(config).terms[0].beta
+        found = {"best": order[0], "frontier": frontier, "runs": runs}
+        return found | {"seconds": self.state["seconds"], "budget": self.budget}
 
 
 def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[str]) -> Tuning:

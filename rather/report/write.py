@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 
-from rather.files import write_own
+from rather.files import replace_own
 from rather.report.folder import REPORT_PAGE, Folder
 from rather.report.page import NO_PLOTLY, has_plotly
 from rather.report.sections import report_page
@@ -56,12 +55,5 @@ class LiveReport:
 def write_report(run_dir: Path, out: Path | None = None, *, state: str) -> Path:
     """Write the report atomically. `state` describes a run that has not finished."""
     out = out or run_dir / REPORT_PAGE
-    text = report_page(Folder(run_dir), state)
-    # `rather report` and the run may write at the same time.
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        write_own(unfinished, text)
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    replace_own(out, report_page(Folder(run_dir), state))
     return out

@@ -15,7 +15,7 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import CheckpointError, ConfigError, DiskError
-from rather.files import own, parse_json, real_path, write_own
+from rather.files import own, parse_json, real_path, replace_own, write_own
 from rather.run_folder import control
 from rather.tracking.json_lines import (
     LEDGER,
@@ -223,10 +223,8 @@ def write_config(config: DPOConfig) -> None:
 
 def write_run_report(run_dir: Path, report: Mapping[str, Any], name: str = RUN_REPORT) -> None:
     """Write a report atomically; a full disk loses it, not the run, which does not need it."""
-    unfinished = run_dir / f".{name}.part"
     try:
-        write_own(unfinished, strict_json(report, indent=1) + "\n")
-        os.replace(unfinished, run_dir / name)
+        replace_own(run_dir / name, strict_json(report, indent=1) + "\n")
     except OSError as error:
         log.warning("%s: cannot be written (%s)", run_dir / name, error.strerror)
 

@@ -1,9 +1,8 @@
-"""`rather compare-losses`: the numbers of each loss, the right weights, a standalone chart."""
+"""`rather compare-losses`: the numbers of each loss, the right weights."""
 
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,14 @@ from typer.testing import CliRunner
 from rather.commands.compare_losses import (
     LossRow,
     compare_rows,
-    curve,
     measure,
-    write_plot,
 )
 from rather.commands.models import compare_losses_command
 from rather.commands.score import LogProbs
 from rather.config.schema import DPOConfig
 from rather.data.batch import PairFacts, PairLogps
 from rather.errors import ConfigError
-from rather.losses.objective import configure
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.page import plotly_bundle
-from tests.browser import figures
 from tests.losses.formulas import PAIRWISE
 from tests.tiny import make_config
 
@@ -131,7 +125,6 @@ def test_modifiers_of_the_run_are_part_of_its_row(tmp_path: Path) -> None:
     assert own.value != plain.value
     assert set(x.policy) == {"sum", "shared", "squares"}
     assert len(x.margins) == 5
-    assert len(curve(own.objective, x)) == 81
 
 
 def test_losses_with_a_reference_are_compared_in_a_run_without_one(tmp_path: Path) -> None:
@@ -157,64 +150,18 @@ def test_a_run_without_weights_says_so(tmp_path: Path) -> None:
         measure(make_config(tmp_path))
 
 
-def test_curve_of_sigmoid_is_the_loss_at_each_margin(log_probs: LogProbs) -> None:
-    points = curve(configure(["sigmoid"], {}), log_probs)
-    for margin, loss in points:
-        assert loss == pytest.approx(math.log1p(math.exp(-0.1 * margin)), rel=1e-9)
-    assert (
-        points[0][0]
-        <= float(log_probs.margins.min())
-        < float(log_probs.margins.max())
-        <= points[-1][0]
-    )
-    for name in ("aot", "aot_unpaired"):  # of one pair they are the same, whatever they sort
-        assert [loss for _, loss in curve(configure([name], {}), log_probs)] == pytest.approx(
-            [y for _, y in points]
-        )
-
-
-def test_drawing_has_every_loss_and_needs_nothing_else(
-    rows: list[LossRow], log_probs: LogProbs, tmp_path: Path
-) -> None:
-    file = tmp_path / "losses.html"
-    write_plot(file, rows, log_probs)
-    text = file.read_text(encoding="utf-8")
-    drawn = list(figures(text).values())
-    assert len(drawn) == len(rows) - 1  # odpo is not drawn
-    for row, found in zip((row for row in rows if not row.missing), drawn, strict=True):
-        line, bars = found["data"]
-        assert list(zip(line["x"], line["y"], strict=True)) == curve(row.objective, log_probs)
-        assert max(bars["y"]) == 1
-    assert not re.search(
-        r"<(?:script|link|img)[^>]+(?:src|href)=(?!\"data:)", text.replace(plotly_bundle(), "")
-    )
-
-
-def test_drawing_of_equal_models(rows: list[LossRow], tmp_path: Path) -> None:
-    equal = some_pairs([[-10.0, -10.0]] * 3)
-    write_plot(tmp_path / "equal.html", rows, equal)
-    for found in figures((tmp_path / "equal.html").read_text(encoding="utf-8")).values():
-        assert all(map(math.isfinite, found["data"][0]["y"]))
-
-
 def test_command(trained: DPOConfig, tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(compare_losses_command)
-    file, plot = tmp_path / "run.yaml", tmp_path / "losses.html"
+    file = tmp_path / "run.yaml"
     file.write_text(
         yaml.safe_dump(trained.model_dump(mode="json", exclude_unset=True)), encoding="utf-8"
     )
     runner = CliRunner()
-    done = runner.invoke(
-        app, [str(file), "--pairs", "3", "--plot", str(plot)], env={"COLUMNS": "160"}
-    )
+    done = runner.invoke(app, [str(file), "--pairs", "3"], env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
     assert all(f" {name} " in done.output for name in PAIRWISE)
     assert "not computable: pairs have no margin" in done.output
-    assert plot.exists()
-    wrong = runner.invoke(app, [str(file), "--plot", str(tmp_path)])
-    assert wrong.exit_code == 2
-    assert "cannot be written" in wrong.output
     equal = runner.invoke(
         app, [str(file), "--pairs", "3", "--model", trained.actor_train.model_path]
     )
