@@ -80,6 +80,19 @@ def replace_own(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
+def write_new(path: Path, text: str, *, force: bool) -> None:
+    """Write the file that a user named; replace one only if forced."""
+    try:
+        with open(path, "w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(
+            f"{path}: already exists; choose another file, or replace it with --force."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}).") from error
+
+
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON text; raise ValueError, also for values nested too deeply."""
     try:

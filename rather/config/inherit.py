@@ -49,6 +49,14 @@ def value_at(config: Any, path: str) -> Any:
     return config
 
 
+def set_at(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a key path in nested mappings."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    values[name] = value
+
+
 def complete(config: DPOConfig) -> dict[str, str]:
     """Fill unset keys of a config that is being built, sources before what inherits from them.
 

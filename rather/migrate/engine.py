@@ -11,12 +11,14 @@ from typing import Any
 
 import yaml
 
+from rather.config.inherit import set_at
 from rather.config.keys import table
 from rather.config.load import config_from_dict
 from rather.config.redaction import looks_secret
 from rather.config.schema import DPOConfig
 from rather.config.values import MASK
 from rather.errors import ConfigError
+from rather.files import write_new
 from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
@@ -35,6 +37,7 @@ from rather.migrate.rules import (
     Outcome,
     Rule,
     Unsupported,
+    algorithm,
     full,
 )
 from rather.migrate.source import SourceSettings
@@ -81,8 +84,8 @@ class Peer:
     """Another trainer: its keys, its defaults, and how to recognise its files.
 
     The facts are those of `version`. `programs` are its scripts and subcommands that Rather can
-    replace; the rule of `(program)` sets the loss of each. A key without a rule is a typing error.
-    A default may be a function of the other settings. `aliases` are other names of keys. `marks`
+    replace, with the loss or task of each; None: another key says it. A key without a rule is a
+    typing error. A default may be a function of the other settings. `aliases` are other names of keys. `marks`
     and `words` are keys, and words of a command line, that only this tool has. `whole` are keys
     whose value is a mapping. `reader` reads a file whose values refer to others, under the flags of
     a command line; `config` is its place next to the program if the line names none. `always` are
@@ -93,7 +96,7 @@ class Peer:
     rules: Mapping[str, Rule]
     version: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    programs: tuple[str, ...] = ()
+    programs: Mapping[str, str | Mapping[str, str] | None] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     marks: str = ""
     words: tuple[str, ...] = ()
@@ -105,7 +108,7 @@ class Peer:
     def rule(self, key: str) -> Rule | None:
         """Return the rule of a key, or of a section that it is in, such as `policy.generation.*`."""
         key = self.aliases.get(key, key)
-        found = self.rules.get(key)
+        found = algorithm(self.programs) if key == PROGRAM else self.rules.get(key)
         while found is None and "." in key:
             key = key.rpartition(".")[0]
             found = self.rules.get(f"{key}.*")
@@ -152,9 +155,8 @@ class Migrated:
     def yaml(self) -> str:
         tool = f"{self.peer.name} {self.peer.version}".strip()
         lines = [f"# Made by `rather migrate` from {self.source.name} ({tool})."]
-        lines += ["# INCOMPLETE: it does not train what the source trains."] * (
-            not self.is_complete
-        )
+        if not self.is_complete:
+            lines.append("# INCOMPLETE: it does not train what the source trains.")
         problems = (*INCOMPLETE, OPEN, LEFT_OUT)
         lines += [f"# {row.line}" for row in self.rows if row.status in problems]
         values = yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
@@ -189,8 +191,7 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     if peer.config and not file and source.script:
         file = source.script.parent / peer.config
     values = peer.reader(file, source.flags) if peer.reader and file else source.values
-    is_named = source.program in peer.programs and PROGRAM in peer.rules
-    written = {PROGRAM: source.program} if is_named else {}
+    written = {PROGRAM: source.program} if source.program in peer.programs else {}
     known = flatten(values, whole=peer.whole.split())
     written |= dict(_without_no(peer, *item) for item in known.items())
     count = devices or source.devices
@@ -209,9 +210,8 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     rows += [row for each in fallbacks if (row := _default(each, stated))]
     rows += _device_rows(count)
     determined = stated.union(*(row.outcome.values for row in fallbacks))
-    open_places = PLACES.keys() - _values(rows)
     rows += [Row(f"({path})", None, Outcome(OPEN, {path: text}, "not set in the source file"))
-             for path, text in PLACES.items() if path in open_places]  # fmt: skip
+             for path, text in PLACES.items() if path not in _values(rows)]  # fmt: skip
     rows, config = _judged(rows)
     rows += _missing(determined - {path for row in rows for path in row.rejected}, config, peer)
     if VISION.search(f"{source.program} {config.pretrain}"):
@@ -274,11 +274,7 @@ def nested_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted paths as nested mappings."""
     result: dict[str, Any] = {}
     for path, value in values.items():
-        *parents, name = path.split(".")
-        owner = result
-        for parent in parents:
-            owner = owner.setdefault(parent, {})
-        owner[name] = value
+        set_at(result, path, value)
     return result
 
 
@@ -426,13 +422,5 @@ def write(migrated: Migrated, file: Path, *, force: bool = False) -> Path:
     """Write the YAML, an incomplete one as `*.incomplete.yaml`; replace a file only if forced."""
     if not migrated.is_complete:
         file = file.with_suffix(f".incomplete{file.suffix}")
-    try:
-        with open(file, "w" if force else "x", encoding="utf-8") as out:
-            out.write(migrated.yaml())
-        return file
-    except FileExistsError:
-        raise ConfigError(
-            f"{file}: already exists; choose another with --out, or replace it with --force."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be written ({error.strerror}).") from error
+    write_new(file, migrated.yaml(), force=force)
+    return file

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rather.config.inherit import set_at
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
@@ -244,11 +245,7 @@ def changed(config: DPOConfig, change: Change) -> DPOConfig:
     """Return the config with some settings changed, checked like a file."""
     values = config.model_dump(exclude_unset=True)
     for key, value in change.items():
-        *parents, last = key.split(".")
-        section = values
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
+        set_at(values, key, value)
     return config_from_dict(values)
 
 

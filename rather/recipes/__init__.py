@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
+from rather.config.plugins import did_you_mean
 from rather.errors import ConfigError
+from rather.files import write_new
 
 
 def list_recipes() -> dict[str, Path]:
@@ -17,10 +18,7 @@ def find_recipe(name: str) -> Path:
     """Return the file of a recipe; for an unknown name, raise an error with the nearest one."""
     recipes = list_recipes()
     if name not in recipes:
-        near = get_close_matches(name, recipes, n=1)
-        near = near or [known for known in recipes if known.startswith(name)]
-        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(recipes)}."
-        raise ConfigError(f"unknown recipe '{name}'; {hint}")
+        raise ConfigError(f"unknown recipe '{name}'{did_you_mean(name, recipes)}.")
     return recipes[name]
 
 
@@ -29,13 +27,5 @@ def copy_recipe(name: str, target: Path | None = None, *, force: bool = False) -
     text = find_recipe(name).read_text(encoding="utf-8")
     target = target or Path(f"{name}.yaml")
     target = target / f"{name}.yaml" if target.is_dir() else target
-    try:
-        with open(target, "w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(
-            f"{target}: already exists; choose another file, or replace it with --force."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{target}: cannot be written ({error.strerror}).") from error
+    write_new(target, text, force=force)
     return target

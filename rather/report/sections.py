@@ -7,7 +7,7 @@ import logging
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from rather.data.findings import bar_labels
 from rather.data.show import report_rows, short, side_name, unit_of
@@ -51,47 +51,37 @@ pre.tokens > * { border-right: 1px solid var(--line); }
 </style>"""
 
 
-class Curve(NamedTuple):
-    name: str
-    metrics: tuple[str, ...]  # two for chosen and rejected
-    text: str
-    axis: JsonObject = {}  # noqa: RUF012 - read only
-
-
-SHARE = {"range": [-0.02, 1.02], "tickformat": ".0%"}
-CURVES = (
-    Curve("Loss", ("loss",),
-          "Mean over {unit}. Held-out rising while training falls means memorising."),
-    Curve("Accuracy", ("rewards/accuracies",),
-          "Share of pairs whose chosen answer has the greater reward; a tie counts as 0.", SHARE),
-    Curve("Margin", ("rewards/margins",),
-          "Reward of the chosen minus reward of the rejected answer."),
-    Curve("Rewards", ("rewards/chosen", "rewards/rejected"),
-          "Beta times the log-ratio of policy and reference."),
-    Curve("Log-probs", ("logps/chosen", "logps/rejected"),
-          "Nats of whole answers under the policy."),
-    Curve("Baseline", ("baseline",),
-          "What rewards are compared with: the KL of KTO, or the mean reward of BCO."),
-    Curve("Scores", ("scores/mean",), "Mean score that the model gives."),
-    Curve("Error of scores", ("scores/error",), "Mean distance from the scores of the data."),
-    Curve("Chosen answers less likely than under the reference", ("logps/chosen_below_reference",),
-          "Share of {unit}. Near 100 %, the margin comes from pushing both answers down.", SHARE),
-    Curve("Lengths", ("lengths/chosen", "lengths/rejected"), "Scored tokens of an answer."),
-    Curve("Margin against length", ("rewards/length_correlation",),
-          "Correlation of margin and length difference. Far above 0, the policy learns to write "
-          "more.",
-          {"range": [-1.02, 1.02]}),
-    Curve("Router loss", ("router_loss",),
-          "Of a mixture of experts. The experts per token if all get as many tokens; else more."),
-    Curve("Busiest expert", ("experts/max_load",),
-          "Tokens of the expert with most of them, in any layer, as a multiple of the mean."),
-    Curve("Idle experts", ("experts/idle",), "Share of the experts that got no token.", SHARE),
-    Curve("Gradient norm", ("grad_norm",), "Before clipping, in the last step of a log line."),
-    Curve("Learning rate", ("lr",), "In the last step of a log line.", {"exponentformat": "e"}),
-    Curve("Speed", ("pairs_per_second",), "In {unit} per second, with data, reference and training."),
-)  # fmt: skip
-
-
+AXES: dict[str, JsonObject] = {
+    "": {},
+    "share": {"range": [-0.02, 1.02], "tickformat": ".0%"},
+    "correlation": {"range": [-1.02, 1.02]},
+    "power": {"exponentformat": "e"},
+}
+# Name, metrics (two for chosen and rejected), description, and axis of each chart.
+CURVES = """\
+Loss | loss | Mean over {unit}. Held-out rising while training falls means memorising.
+Accuracy | rewards/accuracies | Share of pairs whose chosen answer has the greater reward; a tie \
+counts as 0. | share
+Margin | rewards/margins | Reward of the chosen minus reward of the rejected answer.
+Rewards | rewards/chosen rewards/rejected | Beta times the log-ratio of policy and reference.
+Log-probs | logps/chosen logps/rejected | Nats of whole answers under the policy.
+Baseline | baseline | What rewards are compared with: the KL of KTO, or the mean reward of BCO.
+Scores | scores/mean | Mean score that the model gives.
+Error of scores | scores/error | Mean distance from the scores of the data.
+Chosen answers less likely than under the reference | logps/chosen_below_reference | Share of \
+{unit}. Near 100 %, the margin comes from pushing both answers down. | share
+Lengths | lengths/chosen lengths/rejected | Scored tokens of an answer.
+Margin against length | rewards/length_correlation | Correlation of margin and length difference. \
+Far above 0, the policy learns to write more. | correlation
+Router loss | router_loss | Of a mixture of experts. The experts per token if all get as many \
+tokens; else more.
+Busiest expert | experts/max_load | Tokens of the expert with most of them, in any layer, as a \
+multiple of the mean.
+Idle experts | experts/idle | Share of the experts that got no token. | share
+Gradient norm | grad_norm | Before clipping, in the last step of a log line.
+Learning rate | lr | In the last step of a log line. | power
+Speed | pairs_per_second | In {unit} per second, with data, reference and training.
+"""
 # What a curve means if rows have one answer with a label, and without log-probs.
 OF_LABELS = {
     "Accuracy": "Share of answers whose reward is on their label's side of the baseline; a tie "
@@ -130,13 +120,14 @@ def tiles(run: Folder, state: str) -> str:
 def curves(run: Folder) -> str:
     """Return charts with training and held-out sets in their colours; rejected are dashed."""
     sets, charts = {"": "training", **held_out_sets(run.metrics)}, []
-    texts = OF_LABELS if run.data.get("rows") == "labelled" else {}
+    texts = dict(OF_LABELS) if run.data.get("rows") == "labelled" else {}
     texts |= {} if "logps/chosen" in run.metrics else OF_REWARD_MODELS
-    for name, metrics, text, axis in CURVES:
+    for row in CURVES.splitlines():
+        name, metrics, text, axis = (*row.split(" | "), "")[:4]
         text = texts.get(name, text).format(unit=unit_of(run.data))
         series, styles = {}, []
         for number, (prefix, label) in enumerate(sets.items()):
-            for metric in (metric for metric in metrics if prefix + metric in run.metrics):
+            for metric in (each for each in metrics.split() if prefix + each in run.metrics):
                 side = metric.rpartition("/")[2]
                 series[f"{label}, {side}" if side in DASHES else label] = run.metrics[
                     prefix + metric
@@ -147,7 +138,7 @@ def curves(run: Folder) -> str:
                 styles.append({"line": line, **({"mode": "lines+markers"} if prefix else {})})
         if series:
             figure = lines(series)
-            figure["layout"]["yaxis"] = axis
+            figure["layout"]["yaxis"] = AXES[axis]
             for trace, style in zip(figure["data"], styles, strict=True):
                 trace |= style
             charts.append(chart(figure, name, text))

@@ -37,6 +37,7 @@ OWN_VALUE = "JSON that this process has just made"
 ALLOWED = {
     # the readers
     "rather/files.py: os.open": "regular, bounded",
+    "rather/files.py: open": "writes the file that the user named",
     "rather/files.py: json.loads": "depth is checked",
     "rather/data/read.py: GzipFile": "bounded by json_rows.MOST_UNPACKED",
     "rather/data/read.py: memory_map": "every batch is validated",
@@ -67,8 +68,6 @@ ALLOWED = {
     "rather/cluster/supervision.py: json.loads": "a message of a rank",
     "rather/commands/demo.py: json.loads": "its own run",
     "rather/commands/demo.py: read_text": "its own run",
-    "rather/migrate/engine.py: open": "writes the file that the user named",
-    "rather/recipes/__init__.py: open": "writes the file that the user named",
     "rather/config/plugins.py: read_text": "the user's --import",
     "rather/config/values.py: json.loads": "a word of the config",
     "rather/config/load.py: json.loads": OWN_VALUE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rather.data.messages import KNOWN_ROLES, ROLES
-from rather.migrate.engine import PROGRAM, Peer
+from rather.migrate.engine import Peer
 from rather.migrate.peers.shared import (
     HELD_OUT,
     HF,
@@ -245,7 +245,6 @@ RULES: dict[str, Rule] = {
     """),
     **switches("wandb_project use_tensorboard use_mlflow use_swanlab"),
     "adapter": adapter_kind,
-    PROGRAM: algorithm({"axolotl train": None, "train": None}),
     "rl": algorithm(LOSSES),
     "dpo_loss_type": when(lambda value, given: given.get("rl") == "dpo", loss_name(kto_pair=None)),
     "lora_target_modules": lambda value, given: (
@@ -267,7 +266,7 @@ PEER = Peer(
     "axolotl",
     RULES,
     version="0.18",
-    programs=("axolotl train", "train"),
+    programs={"axolotl train": None, "train": None},
     defaults={
         **pairs("gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid micro_batch_size=1 "
                 "adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0 sequence_len=512 num_epochs=1.0 lr_scheduler=cosine"),

@@ -25,7 +25,6 @@ from rather.migrate.rules import (
     Outcome,
     Rule,
     Unsupported,
-    algorithm,
     by,
     facts,
     gives,
@@ -106,7 +105,6 @@ RULES: dict[str, Rule] = facts("""
     "accumulation_steps": accumulation,
     "mixed_precision": to("model.dtype", DTYPES),
     "lora_config": lambda value, given: gives({"model.lora_config" if value else "model.lora_rank": value or None}),
-    PROGRAM: algorithm({"train_dpo": None, "train_orpo": "orpo", "train_kto": {**KTO, "pref_loss": "kto"}}),
     "grad_checkpoint": recompute,
     "save_dir": run_folder,
     "save_interval": to("save_steps", lambda value: value or None, note="counts optimizer steps; there it counts "
@@ -120,7 +118,7 @@ PEER = Peer(
     "colossalchat",
     RULES,
     version="0.5.0",
-    programs=("train_dpo", "train_orpo", "train_kto"),
+    programs={"train_dpo": None, "train_orpo": "orpo", "train_kto": {**KTO, "pref_loss": "kto"}},
     defaults={
         "loss_type": by(PROGRAM, {"train_dpo": "dpo_loss"}), "lam": by(PROGRAM, {"train_orpo": 0.1}),
         "beta": by(PROGRAM, {"train_orpo": UNSET}, 0.1), "accumulation_steps": by(PROGRAM, {"train_dpo": 1}, 8),

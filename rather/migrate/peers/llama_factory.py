@@ -10,7 +10,7 @@ from typing import Any
 
 from rather.data.messages import KNOWN_ROLES, ROLES
 from rather.files import parse_json, yaml_text
-from rather.migrate.engine import FOLDER, PROGRAM, Peer
+from rather.migrate.engine import FOLDER, Peer
 from rather.migrate.peers.shared import (
     HELD_OUT,
     HF,
@@ -45,7 +45,6 @@ from rather.migrate.rules import (
     when,
 )
 
-COMMANDS = ("llamafactory-cli train", "lmf train")
 # Columns by their names in dataset_info.json: Rather's own, and another that it finds by itself.
 COLUMNS = {
     "prompt": ("instruction", "prompt"), "query": ("input",), "messages": ("conversations", "messages"),
@@ -164,7 +163,6 @@ RULES: dict[str, Rule] = {
         upcast_lmhead_output use_asft_loss use_audio_in_video use_dft_loss use_eaft_loss
         use_hyper_parallel use_kt use_llama_pro use_megatron_bridge -
     """),
-    PROGRAM: algorithm(dict.fromkeys(COMMANDS)),
     "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT, "rm": REWARD}),
     "packing": when(lambda value, given: given.get("stage") == "sft", never(
         "a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size")),
@@ -185,7 +183,7 @@ PEER = Peer(
     "llama-factory",
     RULES,
     version="0.9.6",
-    programs=COMMANDS,
+    programs={"llamafactory-cli train": None, "lmf train": None},
     defaults={
         **HF_DEFAULTS,
         **pairs("stage=sft cutoff_len=2048 dataset_dir=data finetuning_type=lora lora_rank=8 lora_target=all pref_beta=0.1 "

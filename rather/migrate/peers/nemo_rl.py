@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.errors import ConfigError
-from rather.migrate.engine import PROGRAM, Peer, nested_keys
+from rather.migrate.engine import Peer, nested_keys
 from rather.migrate.peers.shared import (
     ADAMW,
     DTYPES,
@@ -182,7 +182,6 @@ PARALLEL = {
 }
 DECAYS = "policy.megatron_cfg.scheduler.lr_decay_style"
 RULES: dict[str, Rule] = {
-    PROGRAM: algorithm({"run_dpo": "sigmoid"}),
     "(section)": algorithm({"dpo": "sigmoid"}),
     **of("dtensor_cfg", PARALLEL | facts("""
         tensor_parallel_size = strategy.tp_size if >1
@@ -293,7 +292,7 @@ PEER = Peer(
     "nemo-rl",
     RULES,
     version="0.6",
-    programs=("run_dpo",),
+    programs={"run_dpo": "sigmoid"},
     reader=recipe,
     config="configs/dpo.yaml",
     defaults={

@@ -58,7 +58,7 @@ def kept(key: str, value: Any, given: Given) -> Outcome:
 PEER = Peer(
     "roll",
     OwnKeys(),
-    programs=("start_dpo_pipeline",),
+    programs={"start_dpo_pipeline": None},
     version="0.3",
     defaults={
         "pref_loss": "sigmoid", "beta": 0.1, "actor_train.training_args.learning_rate": 5e-5,

@@ -226,7 +226,6 @@ RULES: dict[str, Rule] = {
         whiten_rewards zero_hpz_partition_size -
     """),
     "tuner_type": trained,
-    PROGRAM: algorithm({"swift rlhf": None, "megatron rlhf": None, "swift sft": SFT, "megatron sft": SFT}),
     "beta": when(lambda value, given: not is_sft(given) and given.get("rlhf_type") != "rm", to("beta")),
     "rlhf_type": algorithm(KINDS),
     "min_lr": min_lr,
@@ -253,7 +252,7 @@ PEER = Peer(
     "swift",
     RULES,
     version="4.6",
-    programs=("swift rlhf", "megatron rlhf", "swift sft", "megatron sft"),
+    programs={"swift rlhf": None, "megatron rlhf": None, "swift sft": SFT, "megatron sft": SFT},
     aliases=ALIASES,
     defaults={
         **{key: value for key, value in HF_DEFAULTS.items() if key not in ("learning_rate", "gradient_accumulation_steps")},

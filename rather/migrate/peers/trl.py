@@ -40,7 +40,6 @@ from rather.migrate.rules import (
     Outcome,
     Rule,
     Unsupported,
-    algorithm,
     converted,
     facts,
     gives,
@@ -237,8 +236,6 @@ RULES: dict[str, Rule] = {
         base_model_attribute_name ref_model_init_kwargs streaming fraction -
     """),
     "use_peft": lambda value, given: NOT_NEEDED if value else gives({"model.lora_rank": None}),
-    PROGRAM: algorithm({**dict.fromkeys(("dpo", "trl dpo", "cpo"), None), "orpo": "orpo",
-                        "kto": KTO, "trl kto": KTO, "sft": SFT, "trl sft": SFT, "reward": REWARD, "trl reward": REWARD}),
     "cpo_alpha": lambda value, given: (
         cpo_weight if is_cpo(given) else never("a setting of cpo.py; pass the command line"))(value, given),
     "simpo_gamma": when(is_simpo, to("gamma")),
@@ -265,7 +262,8 @@ PEER = Peer(
     "trl",
     RULES,
     version="1.10",
-    programs=("dpo", "trl dpo", "orpo", "cpo", "kto", "trl kto", "sft", "trl sft", "reward", "trl reward"),
+    programs={"dpo": None, "trl dpo": None, "orpo": "orpo", "cpo": None, "kto": KTO, "trl kto": KTO, "sft": SFT, "trl sft": SFT,
+              "reward": REWARD, "trl reward": REWARD},
     defaults={
         **HF_DEFAULTS, "learning_rate": lambda given: 2e-5 if is_sft(given) else 1e-4 if is_reward(given) else 1e-6, 
         "loss_type": loss_default, "router_aux_loss_coef": router, "cpo_alpha": of_cpo(1.0), "simpo_gamma": of_cpo(0.5),
