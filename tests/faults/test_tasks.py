@@ -114,7 +114,7 @@ def test_adapters(world: World, task: str) -> None:
     ("task", "layout", "fault"),
     cells(
         [*((task, "zero3", kill("backward", rank=1)) for task in TASKS),
-         ("kto", "pp2", kill("forward", role="reference", rank=1)),
+         ("kto", "pp2", kill("optimizer.done", rank=1)),
          ("bco", "dp2", kill("optimizer.done", rank=0)),
          *(("sft", "ep2", kill(phase, rank=1))
            for phase in ("backward", "optimizer.done", "save.write.sync", "save.write.done"))],
