@@ -1,25 +1,29 @@
-"""What a step costs the driver on Ray: its own time and data with stub workers, and Ray's own cost beside it.
+"""What a step costs the driver on Ray: its own time and data with stub workers, and Ray's own cost.
 
     python bench/driver.py                     # about 3 minutes
     python bench/driver.py --ranks 8 64 512
 
-The loop, the clusters of both roles and the cache of the reference are the real ones. The workers answer at once, with
-numbers of the right size, so that what remains is the driver. Time is the processor time of the thread that trains, per
-step; data is what the driver puts out once per step, and what all ranks answer, as pickled. The reference is unknown in
-the first epoch (computed and stored) and known in the second. A thread beside it hashes the keys of the cache, once
-for each pair: the difference of both epochs over all threads. Ray's own cost is measured apart, as the time to submit
-calls to real actors and to get their answers, because it grows with the calls and not with the driver.
+The loop, the clusters of both roles, the cache of the reference, metrics and the ledger of pairs are the real ones. The
+workers answer at once, with numbers of the right size, so that what remains is the driver. Time is the processor time
+of the thread that trains, per step; data is what the driver puts out and what all ranks answer, as pickled. The
+reference is unknown in the first epoch (computed and stored) and known in the second. In the first epoch, other threads
+hash the keys of the cache, a step ahead. Ray's own cost is measured apart, with as many real actors as asked for that
+do nothing: the driver's processor time (all its threads) per call, one call to each actor at a time. `ray_ms` multiplies
+it by the two calls per rank of a step, which no machine here can carry out with 1,024 actors.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import pickle
+import shutil
 import sys
 import tempfile
 import time
 from contextlib import closing
-from multiprocessing.reduction import ForkingPickler
+from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +38,7 @@ from rather.cluster.cluster import Cluster
 from rather.cluster.host import CallResult
 from rather.cluster.launch import Roles
 from rather.cluster.memory import Ledger
+from rather.cluster.resources import connected, private_folder
 from rather.config.load import config_from_dict
 from rather.config.schema import Timeouts
 from rather.data.pairs import PairDataset, PairFile
@@ -45,32 +50,34 @@ from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import PreparedSteps
 from rather.report.write import LiveReport
 from rather.run_folder.control import StopRequest
-from rather.tracking.run import NoTracker
+from rather.tracking.run import RunTracker
 from rather.train.rank_trainer import StepResult
 
 PAIRS = 4  # of a rank, in a step
 STEPS = 8  # of an epoch
-CALLS = 1024  # to real actors
-ACTORS = 4
+ROUNDS = 20  # of one call to each real actor
+NOTHING = len(pickle.dumps(None))  # bytes that a rank answers that has nothing to say
 growth.MEANS = {"prompt": 180, "chosen": 320, "rejected": 290}  # UltraFeedback's
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ranks = [8, 16, 32, 64, 128, 256, 512, 1024]
+    ranks = [8, 32, 128, 512, 1024]
     parser.add_argument("--ranks", nargs="+", type=int, default=ranks)
-    parser.add_argument("--no-ray", action="store_true", help="leave out Ray's own cost")
+    parser.add_argument(
+        "--actors", type=int, default=32, help="real ones, for Ray's own cost; 0: none"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / "driver.json")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     print(told(machine()), flush=True)
-    ray = {} if args.no_ray else ray_cost()
+    ray = ray_cost(args.actors) if args.actors else {}
     results = [measure(count) for count in args.ranks]
     for row in results:
-        row["ray_ms"] = 2 * row["ranks"] * ray.get("call_us", float("nan")) / 1e3
+        row["ray_ms"] = round(2 * row["ranks"] * ray.get("processor_us", float("nan")) / 1e3, 1)
     write_facts(args.json, "driver", results=results, ray=ray)
-    headings = ("ranks", "pairs", "ms, unknown", "ms, known", "sent, KB", "answered, KB", "Ray, ms")
-    names = ("ranks", "pairs", "unknown_ms", "known_ms", "sent_kb", "answered_kb", "ray_ms")
+    names = ("ranks", "pairs", "unknown_ms", "known_ms", "unknown_kb", "known_kb", "ray_ms")
+    headings = ("ranks", "pairs", "ms, unknown", "ms, known", "KB, unknown", "KB, known", "Ray, ms")
     table("driver, per step", headings, [[row[name] for name in names] for row in results])
 
 
@@ -78,21 +85,24 @@ class StubRay:
     """Ray's three calls, answered at once; counts what passes through them."""
 
     def __init__(self) -> None:
-        self.sent = self.answered = 0
+        self.data = 0  # bytes, sent and answered
 
     def put(self, value: Any) -> Any:
-        self.sent += len(ForkingPickler.dumps(value))
+        self.data += len(pickle.dumps(value))
         return value
 
     def wait(self, asked: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
         return asked, []
 
-    def get(self, answer: Any) -> Any:
-        return answer.value
+    def get(self, answers: list[Answer]) -> list[Any]:
+        self.data += NOTHING * (len(answers) - 1)
+        return [each.value for each in answers]
 
 
 class Answer:
     """An answer on its way; not compared, as Ray's references are not."""
+
+    __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -101,26 +111,28 @@ class Answer:
 def stub_cluster(name: str, config: Any, ray: StubRay, pairs: int) -> Cluster:
     """Return a cluster whose workers answer at once, the first one with numbers."""
     sums = dict.fromkeys(["weight", "loss", *PER_PAIR, *MOMENTS], 1.0)
-    values = {
-        "train_step": StepResult(sums, torch.zeros(0, 2), 1.0, 1e-6, None, None),
-        "compute_log_probs": {"sum": torch.full((pairs, 2), -100.0, dtype=torch.float64)},
-    }
-    known = {method: CallResult(value) for method, value in values.items()}
-    sizes = {method: len(ForkingPickler.dumps(result)) for method, result in known.items()}
-    nothing = len(ForkingPickler.dumps(None))
+    logps = torch.full((pairs, 2), -100.0, dtype=torch.float64)
+    first = StepResult(sums, logps, 1.0, 1e-6, None, None, ratios=logps, pull=logps[:, 0])
+    later = replace(first, policy=logps.new_empty(0, 2))
+    values: dict[str, Any] = {"train_step": chain([first], repeat(later))}
+    values["compute_log_probs"] = repeat({"sum": logps})
+    sizes = {"train_step": len(pickle.dumps(CallResult(later)))}
+    sizes["compute_log_probs"] = len(pickle.dumps(CallResult({"sum": logps})))
 
-    def call(_role: str, method: str, _args: Any, silent: bool) -> Answer:
-        ray.answered += nothing if silent else sizes.get(method, nothing)
-        return Answer(None if silent else known.get(method, CallResult()))
+    def answer(_role: str, method: str, _args: Any, silent: bool) -> Answer:
+        ray.data += sizes.get(method, NOTHING)
+        return Answer(CallResult(next(values[method]) if method in values else None))
 
-    handle = SimpleNamespace(
-        add=SimpleNamespace(remote=lambda *_: Answer(CallResult())),
-        call=SimpleNamespace(remote=call),
-    )
-    seat = SimpleNamespace(handle=handle, node="node", room=None)
+    def seat(rank: int) -> Any:
+        nothing = Answer(None)
+        call = (lambda *_, silent: nothing) if rank else answer
+        remote = {"add": lambda *_: Answer(CallResult()), "call": call}
+        own = {name: SimpleNamespace(remote=each) for name, each in remote.items()}
+        return SimpleNamespace(handle=SimpleNamespace(**own), node="node", room=None)
+
     manager: Any = SimpleNamespace(
         kind="cpu", ledger=Ledger(), timeouts=Timeouts(), named={}, is_stopped=False,
-        refuse_without_ray=lambda: None, seats=lambda mapping, _: [seat] * len(mapping),
+        refuse_without_ray=lambda: None, seats=lambda mapping, _: [*map(seat, mapping)],
     )  # fmt: skip
     return Cluster(name, None, manager, getattr(config, name), pipeline_config=config)
 
@@ -130,29 +142,33 @@ class Driver(TrainingLoop):
 
     def __init__(self, config: Any, roles: Roles, source: PreparedSteps, own: Path) -> None:
         self.config, self.roles, self.source, self.run_dir = config, roles, source, None
-        self.stop, self.tracker, self.evaluators = StopRequest(), NoTracker(), []
+        self.stop, self.evaluators = StopRequest(), []
         self.page, self._export = LiveReport(own.parent, wanted=False), None
+        self.objective = from_config(config)
+        self.tracker = RunTracker(config, total_steps=source.total_steps, start_step=0, quiet=True)
+        self.summary: Any = SimpleNamespace(report=lambda *_: None)
         self._build_loop({})
         source.packing = self.packing
         self.packing.tokens["train"] = 16_384
-        parts = (config, roles, self.timeline, self.retry, source, from_config(config))
+        parts = (config, roles, self.timeline, self.retry, source, self.objective)
         self.reference_stream = ReferenceStream(*parts)
         self.reference_stream._loaded = True
         assert self.reference_stream.logps
         self.reference_stream.logps.open(own)
-        self.seconds: list[Any] = []
+        self.costs: list[Any] = []
         self._before = self._clocks()
 
     def _ends_after(self, step: Any, result: StepResult) -> bool:
         ends = super()._ends_after(step, result)
         now = self._clocks()
-        self.seconds.append(now - self._before)
-        self._before = now
+        self.costs.append(now - self._before)
+        self._before = self._clocks()
         return ends
 
     def _clocks(self) -> Any:
-        """Processor time of the loop's own thread, and of all threads."""
-        return np.array([time.thread_time(), time.process_time()])
+        """Processor time of the loop's own thread and of all threads, in ms, and data in KB."""
+        data = sys.modules["ray"].data  # type: ignore[attr-defined]
+        return np.array([1e3 * time.thread_time(), 1e3 * time.process_time(), data / 1e3])
 
 
 def measure(ranks: int) -> dict[str, Any]:
@@ -178,7 +194,6 @@ def measure(ranks: int) -> dict[str, Any]:
                 },
                 "reference": mapping,
                 "track_with": None,
-                "pair_ledger": False,
                 "platform": "cpu",
             }
         )
@@ -188,11 +203,10 @@ def measure(ranks: int) -> dict[str, Any]:
         sys.modules["ray"] = ray
         roles = [stub_cluster(name, config, ray, pairs) for name in ("actor_train", "reference")]
         driver = Driver(config, Roles(*roles, "cpu", here=False), source, folder / "own.logps")
-        ray.sent = ray.answered = 0
         with closing(driver.reference_stream):
             driver._train()
         del sys.modules["ray"]
-    unknown, known = np.split(1e3 * np.array(driver.seconds), [STEPS])
+    unknown, known = np.split(np.array(driver.costs), [STEPS])
     assert len(known) == STEPS
     first, later = np.median(unknown[1:], axis=0), np.median(known[1:], axis=0)
     row = {
@@ -200,19 +214,18 @@ def measure(ranks: int) -> dict[str, Any]:
         "pairs": pairs,
         "unknown_ms": round(float(first[0]), 2),
         "known_ms": round(float(later[0]), 2),
-        "hashing_us_per_pair": round(float(first[1] - later[1]) * 1e3 / pairs, 1),
-        "sent_kb": round(ray.sent / 1e3 / len(driver.seconds), 1),
-        "answered_kb": round(ray.answered / 1e3 / len(driver.seconds), 1),
+        "other_threads_ms": round(float(first[1] - first[0]), 1),
+        "unknown_kb": round(float(first[2]), 1),
+        "known_kb": round(float(later[2]), 1),
     }
     print(row, flush=True)
     return row
 
 
-def ray_cost() -> dict[str, float]:
-    """Return what Ray itself takes to submit a call to a real actor and to get its answer."""
-    import ray
-
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+def ray_cost(count: int) -> dict[str, float]:
+    """Return what Ray itself takes per call, with one call to each of some real actors at a time."""
+    folder = private_folder()
+    ray, _ = connected(None, count, folder)
 
     class Stub:
         def call(self, *_: Any, silent: bool) -> None:
@@ -220,25 +233,24 @@ def ray_cost() -> dict[str, float]:
 
     try:
         made = ray.remote(Stub).options(num_cpus=0)
-        actors = [made.remote() for _ in range(ACTORS)]
-        given = ray.put((1, "x" * 1000))
-        best = {"submit_us": float("inf"), "call_us": float("inf")}
-        for _ in range(4):
-            began = time.perf_counter()
-            refs = [
-                actors[i % ACTORS].call.remote("role", "method", given, silent=True)
-                for i in range(CALLS)
-            ]
-            submitted = time.perf_counter() - began
-            ray.wait(refs, num_returns=CALLS)
-            for ref in refs:
-                ray.get(ref)
-            whole = time.perf_counter() - began
-            found = {"submit_us": 1e6 * submitted / CALLS, "call_us": 1e6 * whole / CALLS}
-            best = {name: round(min(best[name], found[name]), 1) for name in best}
-        return best
+        actors = [made.remote() for _ in range(count)]
+        ray.get([actor.call.remote(silent=True) for actor in actors])  # all have started
+        found = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter(), time.process_time()
+            given = ray.put((1, "x" * 1000))
+            refs = [actor.call.remote("role", "method", given, silent=True) for actor in actors]
+            submitted = time.perf_counter() - began[0]
+            ray.wait(refs, num_returns=count)
+            ray.get(refs)
+            whole = time.perf_counter() - began[0], time.process_time() - began[1]
+            found.append([1e6 * seconds / count for seconds in (submitted, *whole)])
+        names = ("submit_us", "call_us", "processor_us")
+        median = np.median(np.array(found), axis=0).round(1).tolist()
+        return {"actors": count, **dict(zip(names, median, strict=True))}
     finally:
         ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
         del sys.modules["ray"]
 
 

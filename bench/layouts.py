@@ -3,6 +3,7 @@
     python bench/layouts.py                      # all ranks of 8, some of 64 and 128; two minutes on two cores
     python bench/layouts.py --every-rank --json  # all of them, a quarter of an hour; also writes the JSON
     python bench/layouts.py --steps              # a step of one rank on fake tensors, up to 405B on 512 devices
+    python bench/layouts.py --gpu 3B             # a real step of a mesh of one rank, on a GPU if there is one
 
 Strategies are written as in a config. A process for each rank meets ranks that are not there (torch's fake process
 group), makes the model on the meta device and divides it as a worker does: everything is real but the numbers. Compute
@@ -42,6 +43,7 @@ from rather.config.schema import ActorConfig, TrainingArgs
 from rather.config.strategies import Layout, layout
 from rather.data.batch import PairBatch, Segments
 from rather.data.pack import pack
+from rather.losses.objective import configure
 from rather.model.attention import IMPLEMENTATION
 from rather.model.budget import LADDER
 from rather.model.check import random_pairs
@@ -51,8 +53,9 @@ from rather.optim.optimizer import Optimizer
 from rather.parallel import apply
 from rather.parallel.mesh import Mesh, build_mesh
 from rather.parallel.shard import announce, counted, local, places, units
-from rather.parallel.stages import Stages
+from rather.parallel.stages import Stage, Stages
 from rather.plan.memory import Chosen, Device, MemoryForecast, Work
+from rather.train.rank_trainer import RankTrainer
 
 ALLOWED_GIB = 1.0  # of a process that lays out 70B
 COMPUTE = torch.bfloat16
@@ -64,8 +67,9 @@ MODELS = {
     "30B-A3B": ExpertShape("qwen3_moe", 2048, 48, 32, 4, 768, 151_936, False, 128, 8, 128),
 }
 ON_CPU = torch.float32  # what a step on fake tensors computes in
-TOKENS, PAIR = 4096, 512  # of the micro-batch of a step, and of its largest pair
+TOKENS, PAIR = 4096, 1024  # of the micro-batch of a step, and of its largest pair
 ALLOWED_ERROR = 0.1  # of `rather plan`'s activations
+COMPARED = ("weights", "gradients", "optimizer", "activations")
 
 
 def strategy(name: str, **details: Any) -> dict[str, Any]:
@@ -85,6 +89,8 @@ STEPS: list[tuple[str, int, dict[str, Any]]] = [  # of which a rank takes a step
     ("70B", 64, strategy("zero3", tp_size=8, sequence_parallel=True)),
     ("405B", 512, strategy("zero3", tp_size=8, sequence_parallel=True)),
     ("405B", 512, strategy("zero3", tp_size=8, cp_size=2)),
+    ("70B", 64, megatron(8, 4, sequence_parallel=True)),
+    ("405B", 512, megatron(8, 8, sequence_parallel=True)),
 ]
 CASES: list[tuple[str, int, list[dict[str, Any]]]] = [
     (
@@ -174,7 +180,15 @@ def main() -> None:
     parser.add_argument(
         "--steps", nargs="?", const="all", help="only steps on fake tensors; of one model"
     )
+    parser.add_argument(
+        "--gpu", metavar="MODEL", help="only a real step of this model, on one rank"
+    )
     args = parser.parse_args()
+    if args.gpu:
+        step = {"model": args.gpu, **measure_step(MODELS[args.gpu])}
+        if args.json:
+            write_facts(args.json.with_name("layouts_gpu.json"), "layouts_gpu", results=[step])
+        return
     if args.steps:
         steps = take_steps(None if args.steps == "all" else args.steps)
         if args.json:
@@ -302,14 +316,18 @@ class Taken:
     """A step of one rank: what autograd kept after its forward pass, and its collectives."""
 
     rank: int
+    # Bytes. Gradients are those of the rank's own shard.
+    weights: int
+    gradients: int
+    optimizer: int
     activations: int
-    planned: float  # by `rather plan`
+    planned: dict[str, float]  # the same by `rather plan`
     collectives: dict[str, tuple[int, int]]  # calls, and bytes of their larger side, by name
+    boundary: int  # bytes that a pipeline stage sends to the next, and gets back as gradients
     seconds: float
 
-    @property
-    def error(self) -> float:
-        return self.planned / self.activations - 1
+    def error(self, name: str) -> float:
+        return float(self.planned[name] / getattr(self, name) - 1)
 
 
 class Collectives(TorchDispatchMode):
@@ -331,7 +349,7 @@ class Collectives(TorchDispatchMode):
 
 
 def step_of(shape: Shape, written: dict[str, Any], devices: int, rank: int) -> Taken:
-    """Take forward and backward of one micro-batch, as a rank of a model without stages does.
+    """Take forward and backward of one micro-batch, as a rank does; a stage with fake boundary tensors.
 
     The model is built on the meta device; its parameters then become fake tensors, which have sizes and no values.
     """
@@ -342,6 +360,9 @@ def step_of(shape: Shape, written: dict[str, Any], devices: int, rank: int) -> T
     mesh = build_mesh(plan, "cpu")
     divided: Any = PolicyModel(shape.model(ON_CPU, "meta", IMPLEMENTATION))
     divided = apply.divide(divided, mesh, plan, compute=ON_CPU)
+    state = state_of(divided)
+    if plan.pp > 1:
+        (divided,) = divided.stages
     answers = [(1, (PAIR - 1) // 2, (PAIR - 1) // 2)] * (TOKENS // PAIR)
     batch = pack(random_pairs(shape.vocabulary, answers), TOKENS, ladder=LADDER["cpu"])[0]
     own = divided.share(batch)
@@ -359,14 +380,34 @@ def step_of(shape: Shape, written: dict[str, Any], devices: int, rank: int) -> T
         divided.to_empty(device="cpu")
         announce(divided, "zero3" if plan.stage == 3 else "zero2", last=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            columns = divided.pair_sums(*divided(own), own)
+            out, boundary = forward(divided, own, shape.hidden)
         weights = _weight_storages(divided)
         held = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in weights)
         kept.clear()
-        columns["sum"].sum().backward()
+        out.backward(torch.empty_like(out))
     dist.destroy_process_group()
-    planned = planned_activations(shape, written, devices, batch)
-    return Taken(rank, held, planned, collectives.found, time.perf_counter() - began)
+    planned = planned_bytes(shape, written, devices, batch)
+    seconds = time.perf_counter() - began
+    return Taken(rank, *state, held, planned, collectives.found, boundary, seconds)
+
+
+def state_of(divided: nn.Module) -> tuple[int, int, int]:
+    """Return the bytes of weights, of the gradients of the rank's own part, and of the optimizer."""
+    named = list(divided.named_parameters())
+    optimizer = Optimizer(named, TrainingArgs(), schedule=lambda _: 0.0, max_grad_norm=1.0)
+    own = [local(parameter) for _, parameter in named]
+    return sum(map(_bytes, own)), 4 * sum(x.numel() for x in own), optimizer.state_bytes()
+
+
+def forward(divided: Any, own: PairBatch, width: int) -> tuple[Tensor, int]:
+    """Return the output of a model or stage, and the bytes that a stage before it has sent."""
+    if not isinstance(divided, Stage):
+        return divided.pair_sums(*divided(own), own)["sum"], 0
+    divided.batches = [own]
+    if divided.first:
+        return divided(where=0), 0
+    hidden = torch.empty(1, divided.hidden_tokens(own), width, requires_grad=True)
+    return divided(hidden, where=0), _bytes(hidden)
 
 
 def _weight_storages(divided: nn.Module) -> set[int]:
@@ -379,27 +420,35 @@ def _weight_storages(divided: nn.Module) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def planned_activations(
-    shape: Shape, written: dict[str, Any], devices: int, batch: PairBatch
-) -> float:
-    """What `rather plan` computes for this micro-batch on CPUs, without recomputation."""
+def planned_bytes(
+    shape: Shape,
+    written: dict[str, Any],
+    devices: int,
+    batch: PairBatch,
+    kind: str = "cpu",
+    dtype: str = "fp32",
+) -> dict[str, float]:
+    """What `rather plan` computes for this micro-batch, without recomputation."""
     with tempfile.TemporaryDirectory() as folder:
         shape.model(COMPUTE, "meta", IMPLEMENTATION).config.save_pretrained(folder)
         mapping = list(range(devices))
         role = {
             "strategy_args": written,
             "device_mapping": mapping,
-            "model_args": {"dtype": "fp32"},
+            "model_args": {"dtype": dtype},
             "data_args": {"file_name": "none"},
         }
         sizes = {"num_gpus_per_node": devices, "reference": {"device_mapping": mapping}}
         config = config_from_dict({"pretrain": folder, "actor_train": role, **sizes})
         shapes = sizes_of(folder, config.actor_train.model_args)
-        device = Device("cpu", 1e18)
+        device = Device(kind, 1e18)
         forecast = MemoryForecast(config, shapes, device, reference=False, compiled=False)
         chosen = Chosen(TOKENS, "none", narrow=False, parked=False)
         work = Work(len(batch.ids_N), len(batch.rows_U), batches=1, seen=1)
-        return forecast.peak(chosen, work).activations
+        peak, state = forecast.peak(chosen, work), forecast.state().by_purpose
+        found = {"weights": state.weights, "gradients": state.gradients}
+        found |= {"optimizer": state.master + state.moments, "total": peak.total}
+        return found | {"activations": peak.activations}
 
 
 def take_steps(only: str | None) -> list[dict[str, Any]]:
@@ -408,25 +457,66 @@ def take_steps(only: str | None) -> list[dict[str, Any]]:
     for model, devices, written in STEPS:
         if only not in (None, model):
             continue
-        with context.Pool(1) as pool:
-            taken = pool.apply(step_of, (MODELS[model], written, devices, devices // 2 - 1))
-        assert abs(taken.error) <= ALLOWED_ERROR, f"{model}, {written}: {taken}"
-        name = f"{model}, {spelled(written, layout_of(written, devices))}"
-        sent = {
-            key: f"{calls} x, {size / 2**30:.2f}"
-            for key, (calls, size) in taken.collectives.items()
-        }
-        gib = taken.activations / 2**30, taken.planned / 2**30
-        rows.append(
-            (name, *gib, f"{taken.error:+.1%}", "; ".join(f"{k} {v}" for k, v in sent.items()))
-        )
-        print(*rows[-1], flush=True)
-        found.append(
-            {"model": model, "devices": devices, "strategy_args": written, **asdict(taken)}
-        )
-    head = ("layout", "activations GiB", "planned GiB", "error", "collectives: calls, GiB")
-    table(f"a micro-batch of {TOKENS} tokens, on one rank", head, rows)
+        plan = layout_of(written, devices)
+        each = devices // plan.pp
+        ranks = [stage * each for stage in range(plan.pp)] if plan.pp > 1 else [devices // 2 - 1]
+        for rank in ranks:
+            with context.Pool(1) as pool:
+                taken = pool.apply(step_of, (MODELS[model], written, devices, rank))
+            assert abs(taken.error("activations")) <= ALLOWED_ERROR, f"{model}, {written}: {taken}"
+            sent = [f"{k} {n} x, {b / 2**30:.2f}" for k, (n, b) in taken.collectives.items()]
+            sent += [f"boundary {taken.boundary / 2**30:.2f}"] if taken.boundary else []
+            numbers = [
+                f"{getattr(taken, name) / 2**30:.3f} ({taken.error(name):+.2%})"
+                for name in COMPARED
+            ]
+            rows.append((f"{model}, {spelled(written, plan)}", rank, *numbers, "; ".join(sent)))
+            print(*rows[-1], flush=True)
+            found.append(
+                {"model": model, "devices": devices, "strategy_args": written, **asdict(taken)}
+            )
+    head = ("layout", "rank", *(f"{name} GiB" for name in COMPARED), "collectives: calls, GiB")
+    table(f"a micro-batch of {TOKENS} tokens; in brackets, how much more is planned", head, rows)
     return found
+
+
+# --- a real step ---
+
+
+def measure_step(shape: Shape) -> dict[str, Any]:
+    """Take two steps of a mesh of one rank, with random weights, and compare memory with the plan."""
+    on_gpu = torch.cuda.is_available()
+    kind, compute = ("cuda", COMPUTE) if on_gpu else ("cpu", ON_CPU)
+    policy = PolicyModel(shape.model(compute, kind, IMPLEMENTATION))
+    named = list(policy.named_parameters())
+    made: Any = {"schedule": lambda _: 1e-6, "max_grad_norm": 1.0}
+    optimizer = Optimizer(named, TrainingArgs(), **made)
+    answers = [(1, (PAIR - 1) // 2, (PAIR - 1) // 2)] * (TOKENS // PAIR)
+    batch = pack(random_pairs(shape.vocabulary, answers), TOKENS, ladder=LADDER[kind])[0]
+    trainer = RankTrainer(policy, configure(["sigmoid"], {"beta": 0.1}), optimizer)
+    reference = {"sum": torch.zeros(len(batch.pair_P), 2, dtype=torch.float64, device=kind)}
+    peaks = []
+    for _ in range(2):  # the first one makes the moments
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        result = trainer.train_step([batch], reference)
+        assert result.skip_reason is None, result
+        peaks.append(torch.cuda.max_memory_allocated() if on_gpu else None)
+    planned = planned_bytes(
+        shape, strategy("ddp_train"), 1, batch, kind, "bf16" if on_gpu else "fp32"
+    )
+    found = {
+        "weights": sum(_bytes(parameter) for _, parameter in named),
+        "optimizer": optimizer.state_bytes(),
+        "total": peaks[-1],
+    }
+    rows = [
+        (name, size / 2**30, planned[name] / 2**30, f"{planned[name] / size - 1:+.1%}")
+        for name, size in found.items()
+        if size
+    ]
+    table(f"one rank on {kind}", ("", "measured GiB", "planned GiB", "error"), rows)
+    return {"kind": kind, "measured": found, "planned": planned}
 
 
 # --- what must hold ---

@@ -115,7 +115,8 @@ class Cluster(RoleOnRanks):
         while pending and (left := deadline - time.monotonic()) > 0:
             every = len(pending)
             done, pending = ray.wait(pending, num_returns=every, timeout=min(1.0, left))
-            results |= {rank_of[ref]: _result(ref) for ref in done}
+            found = zip(done, _results(done), strict=True)
+            results |= {rank_of[ref]: each for ref, each in found if each}
             self.manager.refuse_without_ray()
             failures = {rank: each.failure for rank, each in results.items() if each.failure}
             if failures:
@@ -130,7 +131,10 @@ class Cluster(RoleOnRanks):
             late = {name: snapshots.pop(name) for name in names}
             raise hang_error(late, snapshots, limit, self.config.log_dir)
         self.deadlines.record(phase, tokens, time.monotonic() - began)
-        return [results[rank].value for rank in range(len(called))]
+        values: list[Any] = [None] * len(called)
+        for rank, result in results.items():
+            values[rank] = result.value
+        return values
 
     def _log(self, results: Mapping[int, CallResult]) -> None:
         """Repeat all that the first rank logged, and the warnings of the others, each once."""
@@ -210,11 +214,22 @@ def _config_around(name: str, worker_config: RoleConfig) -> DPOConfig:
     return DPOConfig(**own)
 
 
-def _result(ref: Any) -> CallResult:
+def _results(refs: list[Any]) -> list[CallResult | None]:
+    """Return all results at once; if one cannot be had, each with its own reason."""
     import ray
 
     try:
-        result: CallResult = ray.get(ref) or CallResult()
+        results: list[CallResult | None] = ray.get(refs)
+        return results
+    except ray.exceptions.RayError:
+        return [_result(ref) for ref in refs]
+
+
+def _result(ref: Any) -> CallResult | None:
+    import ray
+
+    try:
+        result: CallResult | None = ray.get(ref)
     except ray.exceptions.RayError as error:
         gone = ("RayActorError", "NodeDiedError", "ObjectLostError")
         if not isinstance(error, tuple(getattr(ray.exceptions, name) for name in gone)):

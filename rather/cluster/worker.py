@@ -93,7 +93,8 @@ class ActorWorker:
         self.borrowed: ActorWorker | None = None  # the neighbour, if this role uses its model
         self.trainer: RankTrainer
         self.rows: int
-        self.place, self.keeps_ledger = (0, 1), config.keeps_ledger  # place: data-parallel rank
+        self.place = (0, 1)  # data-parallel rank
+        self.unused = {} if config.keeps_ledger else {"ratios": None, "pull": None}  # of results
         self.named: NamedSteps  # of the run, whose pairs calls name by numbers
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
@@ -313,9 +314,8 @@ class ActorWorker:
                 raise ConfigError(CANONICAL_SHORTAGE.format(error)) from error
             error.add_note(explanation(self, largest(own.batches)))  # not shown if a retry succeeds
             raise
-        if self.keeps_ledger or own.number in (None, 1):
-            return replace(result, table=None)
-        return replace(result, policy=result.policy[:0], reference=None, slopes=None, table=None)
+        policy = result.policy if own.number in (None, 1) else result.policy.new_empty(0, 2)
+        return replace(result, policy=policy, table=None, **self.unused)
 
     def park(self) -> bool:
         """Offload a frozen model between its turns; return whether that changed anything."""

@@ -73,6 +73,15 @@ class _Batch:
         self.ids = batch.column("id")
         self.digests = batch.column("pair_hash").to_numpy()
 
+    @property
+    def scored(self) -> Ints:
+        """The number of scored tokens of both answers of each row, [rows, 2]."""
+        columns = []
+        for offsets, values in self.lists[len(IDS) :]:  # first, end, first, end, ...
+            total = np.append(0, (values[1::2] - values[::2]).cumsum(dtype=np.int64))
+            columns.append(np.diff(total[offsets // 2]))
+        return np.stack(columns, axis=1)
+
     def pair(self, i: int) -> TokenPair:
         from rather.data.batch import TokenPair  # here, because only who takes pairs needs torch
 
@@ -159,6 +168,18 @@ class PairDataset:
         return np.asarray(
             total + self.lengths("chosen")[self.partners[0]] if self.partners else total
         )
+
+    @cached_property
+    def digests(self) -> NDArray[np.uint64]:
+        return self.column("pair_hash")
+
+    @cached_property
+    def scored(self) -> Ints:
+        """The number of scored tokens of both answers of each pair of a file, [pairs, 2]."""
+        found = np.concatenate([batch.scored for batch in self.file.batches])
+        flipped = [row for row, each in self.corrections.items() if each.flip]
+        found[flipped] = found[flipped, ::-1]
+        return found if self.rows is None else found[self.rows]
 
     @cached_property
     def groups(self) -> Ints | None:

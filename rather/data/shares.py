@@ -73,9 +73,18 @@ class PairRows(_Named, Sequence[TokenPair]):
     def taken(self) -> list[TokenPair]:
         return self.dataset.take(self.rows)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return int(self.dataset.tokens[self.rows].sum())
+
+    @property
+    def digests(self) -> NDArray[np.uint64]:
+        return np.asarray(self.dataset.digests[self.rows])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of scored tokens of chosen and rejected, [pairs, 2]."""
+        return np.asarray(self.dataset.scored[self.rows])
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -9,10 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -137,22 +135,6 @@ def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str,
         columns |= {name: moment(margin, longer) for name, moment in MOMENTS.items()}
     columns["weight"] = torch.ones_like(weight_P)
     return dict(zip(columns, torch.stack(list(columns.values())) @ weight_P, strict=True))
-
-
-def ledger_columns(
-    policy: Tensor, reference: Tensor | None, slopes: Tensor, facts: PairFacts
-) -> dict[str, NDArray[Any]]:
-    """Return a ledger row of each pair: log-ratios, or without a reference log-probs per token.
-
-    The gradient weight is the derivative of the pair's loss, times its own weight, by the
-    difference of both log-probs: beta * sigmoid(-beta * margin) for DPO.
-    """
-    values = policy / facts.length if reference is None else policy - reference
-    pull = slopes.abs().sum(dim=1) / 2 * facts.weight.sum()
-    columns = {"margin": gap(values), "chosen": values[:, 0], "rejected": values[:, 1]}
-    columns |= {"gradient_weight": pull, "chosen_tokens": facts.length[:, 0]}
-    columns["rejected_tokens"] = facts.length[:, 1]
-    return {name: column.numpy() for name, column in columns.items()}
 
 
 @dataclass

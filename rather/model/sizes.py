@@ -175,7 +175,8 @@ def model_problems(name: str, role: RoleConfig) -> Iterator[str]:
     plan = getattr(text, "base_model_tp_plan", None) or {}
     if any(style in BY_HEADS and "att" in module for module, style in plan.items()):
         for key in ("num_attention_heads", "num_key_value_heads"):
-            if (count := getattr(text, key, None)) and count % wanted.tp:
+            count = getattr(text, key, None) or wanted.tp
+            if count % wanted.tp and (key == "num_attention_heads" or wanted.tp % count):
                 yield (
                     f"{name}.strategy_args.tp_size: {wanted.tp} does not divide {key}: {count} of "
                     f"{role.model_path}"

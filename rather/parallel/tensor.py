@@ -10,7 +10,8 @@ Outside regions every rank computes the same from the same numbers, because a re
 over ranks and its gradient begins with one: replicated weights get equal gradients everywhere, and
 nothing has to be summed. With sequence parallel the ranks divide the tokens there, and a replicated
 weight's gradient is a part of a sum over tp; so it is for a norm inside a region, which sees the
-heads of one rank. PolicyModel.tp_partial names them.
+heads of one rank, and for keys and values if there are fewer heads of them than ranks: each rank
+computes all and takes the one it needs. PolicyModel.tp_partial names them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from rather.parallel.mesh import Mesh
 COLUMN = ("colwise", "colwise_gather_output")
 ROW = ("rowwise", "rowwise_split_input")
 SUMMED = "replicated_with_grad_allreduce"
+SHARED = "shared_heads"  # keys or values of fewer heads than ranks: whole on all, which take one
 VOCABULARY = "embedding_rowwise"  # embedding and head are cut whatever the plan says
 EXPERTS = ("moe_tp_experts", "packed_colwise")  # stacked experts stay whole: ep divides them
 TOLERANCE = 1e-3  # between a divided twin and a whole one, relative to the largest of each tensor
@@ -85,8 +87,10 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
     cutter = _Cutter(policy, ranks)
     regions: set[nn.Module] = set()
     for place, module, style in list(_planned(policy.causal_lm, ranks.of)):
-        if style == SUMMED:
+        if style in (SUMMED, SHARED):
             cutter.sum_gradients(module.parameters())
+            if style == SHARED:
+                module.register_forward_hook(partial(_take_own_head, ranks, policy.causal_lm))
             continue
         above, _, child = place.rpartition(".")
         region, linear = (
@@ -204,9 +208,14 @@ def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
         elif style != SUMMED and "att" in name.split(".")[-2]:
             keys = ("num_attention_heads", "num_key_value_heads")
             counts = {key: getattr(config, key, None) or 0 for key in keys}
+            if (few := counts[keys[1]]) and few < tp and tp % few == 0:
+                counts.pop(keys[1])
+                style = SHARED if name.endswith((".k_proj", ".v_proj")) else style
         for what, count in counts.items():
             if count % tp:
-                raise ConfigError(f"tp_size: {tp} does not divide {what}: {count} of {family}")
+                raise ConfigError(
+                    f"tp_size: {tp} does not divide {what}: {count} of {family}; set it to a divisor"
+                )
         yield name, module, style
 
 
@@ -264,6 +273,15 @@ def _begin(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...], kwargs: dic
 
 def _gather_columns(ranks: _Ranks, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     return gather_same(output, output.ndim - 1, ranks.group)
+
+
+def _take_own_head(
+    ranks: _Ranks, causal_lm: Any, _module: nn.Module, _args: Any, output: Tensor
+) -> Tensor:
+    """Return the head of keys or values that the query heads of this rank attend with."""
+    heads = causal_lm.config.get_text_config().num_key_value_heads
+    width = output.shape[-1] // heads
+    return output.narrow(-1, ranks.rank * heads // ranks.of * width, width)
 
 
 def _take_own_columns(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...]) -> Any:

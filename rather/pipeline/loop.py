@@ -17,8 +17,9 @@ from rather.cluster.role import Role
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns
 from rather.data.prepare import Prepared
+from rather.data.shares import PairRows
 from rather.errors import DiskError, NonFiniteError
-from rather.losses.metrics import Window, ledger_columns
+from rather.losses.metrics import Window
 from rather.losses.objective import PairLoss
 from rather.pipeline.checks import check_step_zero
 from rather.pipeline.evaluation import Answers, Evaluation, Interrupted
@@ -148,10 +149,16 @@ class TrainingLoop:
 
         result = self.retry.run("train", step, work)
         if self.summary and self.keeps_ledger and not result.nonfinite:
-            assert result.slopes is not None
-            known = result.policy, result.reference, result.slopes
-            columns = ledger_columns(*known, step.facts)
-            self.tracker.log_pairs(step.number, [pair.digest for pair in step.pairs], columns)
+            assert isinstance(step.pairs, PairRows)
+            assert result.ratios is not None
+            assert result.pull is not None
+            ratios, pull = result.ratios.float().numpy(), result.pull.float().numpy()
+            if not self.objective.needs_reference:
+                ratios = ratios / step.pairs.lengths  # log-probs per token
+            # The derivative of the pair's loss, times its own weight, by the difference of both
+            # log-probs: beta * sigmoid(-beta * margin) for DPO.
+            weight = pull * (result.sums["weight"] / 2)
+            self.tracker.log_pairs(step.number, step.pairs, ratios, weight)
         if not result.skipped:
             self.progress.running = running
         if self.summary and step.number == 1 and reference and not result.nonfinite:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
@@ -25,7 +26,7 @@ MAGIC = b"RATHRLP1"
 HEADER = struct.Struct("<8sIIQI")
 CHECKSUM = struct.Struct("<I")
 RECORD = 16 + 8 + 4  # bytes of key and sum, and 4 that are unused
-RECENT = 65_536  # entries that wait in a table of their own before they are sorted in
+RECENT = 65_536  # keys that wait in an index of their own before they are sorted in
 
 
 Keys = NDArray[np.uint64]  # [entries, 2]: both halves
@@ -33,32 +34,43 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-class Entries(NamedTuple):
-    """Known keys as columns: both halves, the sum, and whether the run's own file has it."""
+Slots = NDArray[np.int64]
 
-    high: NDArray[np.uint64]
-    low: NDArray[np.uint64]
+
+class Entries(NamedTuple):
+    """Known keys as columns, with the sum, and whether the run's own file has it."""
+
+    keys: Keys
     sums: Floats
     kept: Flags
 
     @staticmethod
     def of(keys: Keys, sums: Floats, kept: bool) -> Entries:
-        return Entries(keys[:, 0], keys[:, 1], sums, np.full(len(sums), kept))
+        return Entries(keys, sums, np.full(len(sums), kept))
 
     @staticmethod
     def concat(parts: Sequence[Entries]) -> Entries:
         return Entries(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def at(self, rows: Flags | NDArray[np.int64]) -> Entries:
-        return Entries(self.high[rows], self.low[rows], self.sums[rows], self.kept[rows])
+    def at(self, rows: Flags) -> Entries:
+        return Entries(self.keys[rows], self.sums[rows], self.kept[rows])
 
 
-    def without_repeats(self) -> Entries:
-        """Return them sorted by the first half; of equal keys, the first one stays."""
-        found = self.at(np.argsort(self.high, kind="stable"))
-        is_new = np.ones(len(found.high), bool)
-        is_new[1:] = (np.diff(found.high) != 0) | (np.diff(found.low) != 0)
-        return found.at(is_new)
+class Index(NamedTuple):
+    """The first halves of keys, sorted, and their slots."""
+
+    high: NDArray[np.uint64]
+    slot: NDArray[np.int32]
+
+    def with_slots(self, high: NDArray[np.uint64], begin: int) -> Index:
+        """Return it with keys whose slots follow each other from `begin`."""
+        slots = np.arange(begin, begin + len(high), dtype=np.int32)
+        return self.merged(Index(high, slots))
+
+    def merged(self, other: Index) -> Index:
+        high = np.concatenate([self.high, other.high])
+        order = np.argsort(high, kind="stable")
+        return Index(high[order], np.concatenate([self.slot, other.slot])[order])
 
 
 def keys_of(data: bytes) -> Keys:
@@ -66,6 +78,7 @@ def keys_of(data: bytes) -> Keys:
 
 
 NO_ENTRIES = Entries.of(keys_of(b""), np.empty(0), False)
+NO_INDEX = Index(np.empty(0, "<u8"), np.empty(0, np.int32))
 
 
 class BlockFile:
@@ -136,33 +149,74 @@ def _block_at(data: mmap.mmap, at: int) -> tuple[int, bytes, int] | None:
 
 
 class Table:
-    """Key -> sum, for millions of keys: 25 bytes each, sorted by the first half of the key."""
+    """Key -> sum, for millions of keys: 37 bytes each. Threads may share it.
+
+    A key has a slot: whoever asks for it often finds it once, and then takes values by its number.
+    """
 
     def __init__(self) -> None:
-        self._sorted = self._recent = NO_ENTRIES
-
-    def __len__(self) -> int:
-        return len(self._sorted.high) + len(self._recent.high)
+        self._lock, self._used = threading.Lock(), 0
+        self._keys, self._sums, self._kept = NO_ENTRIES  # by slot, with room for more
+        self._sorted = self._recent = NO_INDEX
 
     def load(self, entries: Entries) -> None:
-        """Add many entries; a key that exists keeps its value."""
-        self._sorted = Entries.concat([self._sorted, entries]).without_repeats()
+        """Add many entries; a key that has a value keeps it, the first of several."""
+        slots = self.slots(entries.keys)
+        is_new = np.isnan(self._sums[slots])
+        slots, (_, sums, kept) = slots[is_new], entries.at(is_new)
+        # Of what is assigned twice, the last one stays.
+        self._sums[slots[::-1]], self._kept[slots[::-1]] = sums[::-1], kept[::-1]
 
-    def find(self, keys: Keys) -> tuple[Floats, Flags]:
-        """Return the sums of keys (NaN if unknown), and whether the run's own file has them."""
-        high, low, sums, kept = Entries.of(keys, np.full(len(keys), np.nan), False)
-        for table in (self._sorted, self._recent):
-            if known := len(table.high):
-                near = np.minimum(np.searchsorted(table.high, high), known - 1)
-                # Of two keys with the same first half (once in 10^7 tables), the second is unknown.
-                hit = (table.high[near] == high) & (table.low[near] == low)
-                sums[hit], kept[hit] = table.sums[near[hit]], table.kept[near[hit]]
-        return sums, kept
+    def slots(self, keys: Keys) -> Slots:
+        """Return the slot of each key. That of a new key has no value yet."""
+        with self._lock:
+            found = np.full(len(keys), -1)
+            for index in (self._sorted, self._recent):
+                if known := len(index.high):
+                    place = np.minimum(np.searchsorted(index.high, keys[:, 0]), known - 1)
+                    near = index.slot[place]
+                    # Of two keys with the same first half (once in 10^7 tables), the second is new.
+                    hit = (self._keys[near] == keys).all(axis=1)
+                    found[hit] = near[hit]
+            if (new := found < 0).any():
+                found[new] = self._add(keys[new])
+            return found
 
-    def add(self, keys: Keys, sums: Floats) -> None:
-        """Add values of the run's own file, which take precedence over those of other files."""
-        new = Entries.of(keys, sums, True)
-        self._recent = Entries.concat([self._recent, new]).without_repeats()
+    def _add(self, keys: Keys) -> Slots:
+        _, first, source = np.unique(keys[:, 0], return_index=True, return_inverse=True)
+        is_repeat = (keys[first[source]] == keys).all(axis=1)
+        own = np.where(is_repeat, first[source], np.arange(len(keys)))
+        new, source = np.unique(own, return_inverse=True)
+        begin, self._used = self._used, self._used + len(new)
+        if self._used > len(self._sums):
+            room = max(self._used, RECENT)  # at least as much again
+            more = Entries(np.zeros((room, 2), "<u8"), np.full(room, np.nan), np.zeros(room, bool))
+            before = Entries(self._keys, self._sums, self._kept)
+            self._keys, self._sums, self._kept = Entries.concat([before, more])
+        self._keys[begin : self._used] = keys[new]
+        self._recent = self._recent.with_slots(keys[new, 0], begin)
         if len(self._recent.high) >= RECENT:
-            self._sorted = Entries.concat([self._recent, self._sorted]).without_repeats()
-            self._recent = NO_ENTRIES
+            self._sorted, self._recent = self._sorted.merged(self._recent), NO_INDEX
+        return begin + source
+
+    def get(self, slots: Slots) -> tuple[Floats, Flags]:
+        """Return the sums (NaN if unknown), and whether the run's own file has them."""
+        with self._lock:
+            return self._sums[slots], self._kept[slots]
+
+    def keys(self, slots: Slots) -> Keys:
+        with self._lock:
+            return self._keys[slots]
+
+    def set(self, slots: Slots, sums: Floats) -> None:
+        """Set values of the run's own file, which replace those of other files."""
+        with self._lock:
+            is_free = ~self._kept[slots]
+            self._sums[slots[is_free]] = sums[is_free]
+            self._kept[slots] = True
+
+
+def first_places(slots: Slots) -> Slots | None:
+    """Return for each slot the place where it occurs first; None if no slot occurs twice."""
+    values, first, source = np.unique(slots, return_index=True, return_inverse=True)
+    return None if len(values) == len(slots) else first[source]

@@ -43,7 +43,9 @@ from rather.reference.logprob_cache import (
     Flags,
     Floats,
     Keys,
+    Slots,
     Table,
+    first_places,
     keys_of,
 )
 
@@ -79,7 +81,7 @@ class Counts:
 class _Answer:
     """The values of one step, to be written once the device has computed them."""
 
-    keys: Keys
+    slots: Slots
     known: Floats  # before this step; NaN if unknown
     kept: Flags  # in the run's own file
     values: Tensor  # on their way to the host
@@ -116,8 +118,8 @@ class ReferenceLogps:
         self._segment: BlockFile | None = None
         self._answers: list[_Answer] = []
         self._waiting: list[tuple[Keys, Floats]] = []  # to write once the disk has space
-        self._row_keys: dict[str, tuple[Keys, Flags]] = {}  # of sets, and which rows are there
-        self._opened = False
+        self._row_slots: dict[str, Slots] = {}  # of the pairs of sets; -1 if not yet known
+        self._opened, self.is_empty = False, True  # nothing is cached
 
     # --- cached values ---
 
@@ -140,8 +142,9 @@ class ReferenceLogps:
             self._segment = BlockFile(self.folder / f"{uuid.uuid4().hex}.logps")
             segments = sorted(self.folder.glob(SEGMENTS))
             shared = [BlockFile(path, regular) for path in segments]
-            self._table = Table()
-            self._table.load(Entries.concat([*map(self._read, [self._own, *shared])]))
+            self._table, entries = Table(), [*map(self._read, [self._own, *shared])]
+            self._table.load(Entries.concat(entries))
+            self.is_empty = not any(len(each.sums) for each in entries)
 
     def _digest(self) -> str | None:
         role, root = self.config.reference, self.config.reference_cache_dir
@@ -182,15 +185,11 @@ class ReferenceLogps:
             log.warning("%s: %s", file.path, lost)
         return entries.at(np.isfinite(entries.sums))
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._table
-
     def knows(self, pairs: Sequence[TokenPair]) -> bool:
         """Return whether no pair needs the model."""
         return (
             self._table is not None
-            and not self._unknown(self._table.find(self._keys(pairs))[0]).any()
+            and not self._unknown(self._table.get(self._slots(self._table, pairs))[0]).any()
         )
 
     def _unknown(self, known: Floats) -> Flags:
@@ -198,29 +197,28 @@ class ReferenceLogps:
         needed = known.reshape(len(self.stored), -1, 2)[: len(self.needed)]
         return np.asarray(np.isnan(needed).any(axis=(0, 2)))
 
-    def _keys(self, pairs: Sequence[TokenPair]) -> Keys:
-        """Return the keys of "sum", chosen and rejected of each pair, then those of "shared".
+    def _slots(self, table: Table, pairs: Sequence[TokenPair]) -> Slots:
+        """Return the slots of "sum", chosen and rejected of each pair, then those of "shared".
 
-        Those of a run's pairs are hashed once.
+        Those of a run's pairs are looked up once.
         """
         if not isinstance(pairs, PairRows):
-            return self._hashed(pairs)
-        width, rows = 2 * len(self.stored), pairs.rows
-        if pairs.name not in self._row_keys:
-            size = len(pairs.dataset)
-            self._row_keys[pairs.name] = np.zeros((size, width, 2), "<u8"), np.zeros(size, bool)
-        keys, there = self._row_keys[pairs.name]
-        if len(missing := rows[~there[rows]]):
-            found = self._hashed(pairs.dataset.take(missing)).reshape(len(self.stored), -1, 2, 2)
-            keys[missing] = found.swapaxes(0, 1).reshape(-1, width, 2)
-            there[missing] = True
-        own = keys[rows].reshape(len(rows), len(self.stored), 2, 2)
-        return np.asarray(own.swapaxes(0, 1).reshape(-1, 2))
+            return table.slots(self._hashed(pairs))
+        rows, columns = pairs.rows, len(self.stored)
+        if pairs.name not in self._row_slots:
+            self._row_slots[pairs.name] = np.full((columns, len(pairs.dataset), 2), -1, np.int32)
+        known = self._row_slots[pairs.name]
+        found = known[:, rows]
+        if len(missing := rows[found[-1, :, 1] < 0]):
+            new = table.slots(self._hashed(pairs.dataset.take(missing)))
+            known[:, missing] = new.reshape(columns, -1, 2)
+            found = known[:, rows]
+        return np.asarray(found.reshape(-1))
 
     def prepare(self, pairs: Sequence[TokenPair]) -> None:
         """Hash the keys of pairs before they are needed; may run in another thread."""
         if self._table is not None:
-            self._keys(pairs)
+            self._slots(self._table, pairs)
 
     def _hashed(self, pairs: Sequence[TokenPair]) -> Keys:
         sums, shared = [], []
@@ -252,8 +250,8 @@ class ReferenceLogps:
             self.open()
         counts, unknown = self.counts, np.ones(len(pairs), bool)
         if self._table is not None:
-            keys = self._keys(pairs)
-            known, kept = self._table.find(keys)
+            slots = self._slots(self._table, pairs)
+            known, kept = self._table.get(slots)
             unknown = self._unknown(known)
         counts.pairs_computed += int(unknown.sum())
         counts.pairs_from_cache += int((~unknown).sum())
@@ -263,13 +261,13 @@ class ReferenceLogps:
         values, host, arrived = self._to_device(known), torch.from_numpy(known), None
         if unknown.any():
             values = host = torch.where(
-                values.isnan(), self._compute(keys, batches, unknown), values
+                values.isnan(), self._compute(slots, batches, unknown), values
             )
             if values.is_cuda:
                 host = values.to("cpu", non_blocking=True)
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record()  # `keep` waits for it
-        self._answers.append(_Answer(keys, known, kept, host, arrived))
+        self._answers.append(_Answer(slots, known, kept, host, arrived))
         return dict(zip(self.needed, values.view(len(self.stored), -1, 2), strict=False))
 
     def _run(self, batches: Batches, wanted: Flags, *, shared: bool = False) -> Columns:
@@ -277,16 +275,16 @@ class ReferenceLogps:
         self.announce(request)
         return self.compute(request.of(batches))
 
-    def _compute(self, keys: Keys, batches: Batches, unknown: Flags) -> Tensor:
-        """Return the values of keys, NaN for those that the model did not compute.
+    def _compute(self, slots: Slots, batches: Batches, unknown: Flags) -> Tensor:
+        """Return the values of slots, NaN for those that the model did not compute.
 
         A response that occurs twice has one value: that of the first pair.
         """
         found = self._run(batches, unknown, shared="shared" in self.stored)["sum"]
         found = found.to(self.device, non_blocking=True)
         values = found.view(-1, len(self.stored), 2).transpose(0, 1).reshape(-1)
-        _, first, source = np.unique(keys[:, 0], return_index=True, return_inverse=True)
-        return values if len(first) == len(keys) else values[self._to_device(first[source])]
+        first = first_places(slots)
+        return values if first is None else values[self._to_device(first)]
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         """Copy to the device without waiting for it."""
@@ -307,13 +305,14 @@ class ReferenceLogps:
             # A value that is not finite may come from a transient fault and must not be stored.
             is_used = np.isfinite(values) & ~answer.kept
             if is_used.any():
-                self._write(answer.keys, values, is_used, is_used & np.isnan(answer.known))
+                is_new = np.isnan(answer.known[is_used])
+                self._write(answer.slots[is_used], values[is_used], is_new)
 
-    def _write(self, keys: Keys, values: Floats, used: Flags, computed: Flags) -> None:
+    def _write(self, slots: Slots, values: Floats, is_new: Flags) -> None:
         """Write to the files. If the disk is full the run continues, but saves no checkpoint."""
         assert self._table is not None
-        is_first = not self._waiting
-        self._waiting.append((keys[used], values[used]))
+        is_first, keys = not self._waiting, self._table.keys(slots)
+        self._waiting.append((keys, values))
         try:
             self._write_waiting()
         except OSError as error:
@@ -321,13 +320,13 @@ class ReferenceLogps:
                 path, reason = self._own.path, error.strerror
                 log.warning("%s: cannot be written (%s); its values wait.", path, reason)
         try:
-            if self._segment and computed.any():
-                self._segment.append(keys[computed], values[computed])
+            if self._segment and is_new.any():
+                self._segment.append(keys[is_new], values[is_new])
         except OSError as error:
             reason = error.strerror
             log.warning("%s: cannot be written (%s); nothing more is cached", self.folder, reason)
             self._segment = None
-        self._table.add(keys[used], values[used])
+        self._table.set(slots, values)
 
     def _write_waiting(self) -> None:
         if self._own and self._waiting:
@@ -347,7 +346,8 @@ class ReferenceLogps:
         """Compare known values with the model; raise if one differs by more than `tolerance`."""
         assert self._table is not None
         pairs = batches.pairs
-        known = torch.from_numpy(self._table.find(self._keys(pairs))[0]).view(-1, 2)
+        slots = self._slots(self._table, pairs)
+        known = torch.from_numpy(self._table.get(slots)[0]).view(-1, 2)
         lengths = torch.from_numpy(scored_lengths(pairs))
         computed = self._run(batches, np.ones(len(pairs), bool))["sum"].cpu()
         self.counts.forwards += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -28,6 +28,7 @@ from rather.tracking.trackers import TRACKERS, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
+    from rather.data.shares import PairRows
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class NoTracker:
     def log(self, record: Record) -> None: ...
 
     def log_pairs(
-        self, step: int, digests: Sequence[int], columns: Mapping[str, NDArray[Any]]
+        self, step: int, pairs: PairRows, ratios: NDArray[Any], weight: NDArray[Any]
     ) -> None: ...
 
     def position(self) -> MetricsPosition:
@@ -114,7 +115,7 @@ class RunTracker(NoTracker):
             self._attempt(name, partial(tracker.log, int(record["step"]), record))
 
     def log_pairs(
-        self, step: int, digests: Sequence[int], columns: Mapping[str, NDArray[Any]]
+        self, step: int, pairs: PairRows, ratios: NDArray[Any], weight: NDArray[Any]
     ) -> None:
         """Append the pairs of a step to ledger.arrows, in their order within it.
 
@@ -122,8 +123,9 @@ class RunTracker(NoTracker):
         stream has no end mark; readers take the end of the file for it.
         """
         assert self._ledger
-        step_and_digest = [np.full(len(digests), step), np.array(digests, np.uint64)]
-        arrays = zip(LEDGER_SCHEMA, [*step_and_digest, *columns.values()], strict=True)
+        chosen, rejected = ratios.astype(np.float64).T
+        numbers = [np.full(len(weight), step), pairs.digests, chosen - rejected, chosen, rejected]
+        arrays = zip(LEDGER_SCHEMA, [*numbers, weight, *pairs.lengths.T], strict=True)
         cells = [pa.array(values.astype(field.type.to_pandas_dtype())) for field, values in arrays]
         head = LEDGER_SCHEMA.serialize().to_pybytes() if self._ledger.is_empty else b""
         batch = pa.record_batch(cells, schema=LEDGER_SCHEMA)

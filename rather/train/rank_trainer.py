@@ -51,11 +51,18 @@ class StepResult:
     skip_reason: Reason | None  # why the step was not applied; None if it was
     zeros_in_grad: int | None
     nonfinite: NonFiniteReport | None = None  # where NaN or Inf was found
-    reference: Tensor | None = None  # [pairs, 2] log-probs; None if the loss compares with none
-    slopes: Tensor | None = None  # [pairs, 2] derivative of the step's loss by each log-prob
+    ratios: Tensor | None = None  # [pairs, 2] log-ratios; log-probs if there is no reference
+    pull: Tensor | None = None  # [pairs] derivatives of the step's loss by both log-probs, added
     real_tokens: int = 0  # of the micro-batches of all ranks,
     laid_out: int = 0  # and with fillers
     table: Tensor | None = None  # the same sums of each micro-batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what travels to another process; without `float`, also what these are slices of."""
+        own = {"ratios": self.ratios, "pull": self.pull}
+        return vars(self) | {
+            name: each if each is None else each.float() for name, each in own.items()
+        }
 
     @property
     def by_batch(self) -> list[dict[str, float]]:
@@ -338,7 +345,7 @@ class RankTrainer:
             sums[name] = value * sums["weight"]
         result = StepResult(
             sums, logps, grad_norm, optimizer.lr, None, int(zeros) if self.count_zeros else None,
-            reference=known[0] if known else None, slopes=slopes / optimizer.scale,
+            ratios=logps - sum(known), pull=slopes.abs().sum(dim=1) / optimizer.scale,
             real_tokens=int(real), laid_out=int(laid_out), table=table,
         )  # fmt: skip
         reason = self._skip_reason(result, limits)

@@ -91,9 +91,22 @@ def test_a_step_on_fake_tensors_keeps_what_the_plan_says(written: dict[str, Any]
     shape = Shape("llama", 256, 4, 8, 4, 512, 1000, False)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         taken = pool.apply(step_of, (shape, written, 8, 3))
-    assert taken.error == pytest.approx(0, abs=ALLOWED_ERROR)
+    assert taken.error("activations") == pytest.approx(0, abs=ALLOWED_ERROR)
+    assert taken.gradients == taken.weights == taken.optimizer / 2  # all float32
     weights = sum(prod(each) for each in whole_shapes(shape).values())
     # Forward and backward gather the weights in float32, of a half of them under tp.
     assert taken.collectives["allgather_base"][1] == pytest.approx(
         2 * 4 * weights / (2 if "tp_size" in str(written) else 1), rel=0.3
     )
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_pipeline_stage_takes_a_step_on_fake_boundary_tensors(rank: int) -> None:
+    shape = Shape("llama", 256, 4, 8, 4, 512, 1000, False)
+    written = megatron(2, 2, sequence_parallel=True)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        taken = pool.apply(step_of, (shape, written, 8, rank))
+    assert taken.error("activations") == pytest.approx(0, abs=2 * ALLOWED_ERROR)  # of two layers
+    # Hidden states in float32, of which each of two tensor-parallel ranks has half of the tokens.
+    assert taken.boundary == (0 if rank == 0 else 4096 // 2 * 256 * 4)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from rather.cluster.worker import ActorWorker, RankInfo
-from rather.data.batch import PairBatch, PairFacts
+from rather.data.batch import PairBatch, PairFacts, scored_lengths
 from rather.data.pack import pack
 from rather.data.pairs import Correction, PairDataset
 from rather.data.prepare import prepare
-from rather.data.shares import Batches, PairRows, share_of
+from rather.data.shares import Batches, PairRows, RunPairs, share_of
 from rather.errors import ConfigError
 from rather.pipeline.steps import Packing, PreparedSteps
 from tests.padded import random_pairs
@@ -69,6 +69,20 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, PreparedSteps]
     source = PreparedSteps.of(config, prepare(config))
     source.packing = Packing(config, "cpu", tokens={"train": 128})
     return config, source
+
+
+def test_what_the_ledger_needs_of_pairs_is_known_without_reading_them(steps: Any) -> None:
+    train = steps[1].data.train
+    some = PairDataset(
+        train.file, "flipped", train.parts, np.arange(2, 20), {5: Correction(1, True)}
+    )
+    for dataset in (train, some):
+        pairs, rows = dataset.take(range(len(dataset))), np.arange(len(dataset))[::-1]
+        named = PairRows("train", rows, RunPairs({"train": dataset}, steps[1].order))
+        assert np.array_equal(named.lengths, scored_lengths(pairs)[::-1])
+        assert named.digests.tolist() == [pair.digest for pair in pairs][::-1]
+    flipped = scored_lengths([train.take([5])[0]])[0, ::-1]
+    assert some.scored[3].tolist() == flipped.tolist()
 
 
 def test_a_step_travels_as_a_few_bytes_and_the_next_one_is_packed_meanwhile(steps: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from rather.cli import app
+from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.data.corrections import hex_id
 from rather.data.pairs import Correction
@@ -63,6 +65,24 @@ def test_margin_and_gradient_weight_are_those_of_the_loss(run: DPOConfig) -> Non
 
 def _columns(table: Any) -> tuple[list[str], list[Any]]:
     return table.column_names, table.columns
+
+
+def test_a_worker_answers_with_twelve_bytes_a_pair(
+    run: DPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(Path(run.output_dir).parent, "bytes", max_steps=2)
+    results, train_step = [], ActorWorker.train_step
+
+    def kept(self: ActorWorker, *args: Any, **options: Any) -> Any:
+        results.append(train_step(self, *args, **options))
+        return results[-1]
+
+    monkeypatch.setattr(ActorWorker, "train_step", kept)
+    assert DPOPipeline(config).run() == 0
+    sent = vars(pickle.loads(pickle.dumps(results[1]))).values()
+    tensors = [value for value in sent if isinstance(value, torch.Tensor)]
+    # What is pickled is the whole storage, also of a slice.
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 12 * 8
 
 
 def test_off_means_no_file_and_the_same_weights(run: DPOConfig) -> None:

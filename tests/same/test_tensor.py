@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rather.errors import ConfigError
 from rather.model.layers import arrange_layers
+from rather.model.policy import PolicyModel
 from rather.parallel.context import spread_tokens
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import Stage, shard
@@ -156,15 +157,30 @@ def test_families_that_cannot_be_divided_are_named(
         assert bool(told) == bool(message)
 
 
+@pytest.mark.parametrize("family", cells(["llama", "qwen3"], keep=["qwen3"]))
+@BOTH_WAYS
+def test_fewer_heads_of_keys_than_ranks(family: str, sequence_parallel: bool) -> None:
+    """Two heads of keys and values on four ranks: each is whole on all, and taken by two."""
+    options = {"model": {"num_attention_heads": 8, "num_key_value_heads": 2}}
+    run_it = with_options if sequence_parallel else plain_options
+    assert max(pool(4).run(run_it, family, {"tp": 4}, options)) < 1e-4
+
+
+def plain_options(name: str, sizes: Sizes, options: dict[str, Any]) -> float:
+    return worst_difference(name, sizes, sequence_parallel=False, **options)
+
+
 def heads_refusal() -> str:
+    config = AutoConfig.for_model("llama", **{**SMALL, "num_attention_heads": 12, "hidden_size": 96})
+    config.num_key_value_heads = 3
     with pytest.raises(ConfigError) as refused:
-        split_model(tiny_policy(), Mesh.build(tp=4))
+        split_model(PolicyModel(AutoModelForCausalLM.from_config(config)), Mesh.build(tp=4))
     return str(refused.value)
 
 
 def test_heads_that_do_not_divide_are_reported() -> None:
     assert set(pool(4).run(heads_refusal)) == {
-        "tp_size: 4 does not divide num_key_value_heads: 2 of model family 'llama'"
+        "tp_size: 4 does not divide num_key_value_heads: 3 of model family 'llama'; set it to a divisor"
     }
 
 
