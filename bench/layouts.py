@@ -67,7 +67,7 @@ MODELS = {
     "30B-A3B": ExpertShape("qwen3_moe", 2048, 48, 32, 4, 768, 151_936, False, 128, 8, 128),
 }
 ON_CPU = torch.float32  # what a step on fake tensors computes in
-TOKENS, PAIR = 4096, 1024  # of the micro-batch of a step, and of its largest pair
+TOKENS, PAIR = 4096, 2048  # of the micro-batch of a step, and of its largest pair
 ALLOWED_ERROR = 0.1  # of `rather plan`'s activations
 COMPARED = ("weights", "gradients", "optimizer", "activations")
 

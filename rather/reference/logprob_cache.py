@@ -218,5 +218,8 @@ class Table:
 
 def first_places(slots: Slots) -> Slots | None:
     """Return for each slot the place where it occurs first; None if no slot occurs twice."""
-    values, first, source = np.unique(slots, return_index=True, return_inverse=True)
-    return None if len(values) == len(slots) else first[source]
+    ordered = np.sort(slots)
+    if (ordered[1:] != ordered[:-1]).all():
+        return None
+    _, first, source = np.unique(slots, return_index=True, return_inverse=True)
+    return np.asarray(first[source])

@@ -208,11 +208,11 @@ class ReferenceLogps:
         if pairs.name not in self._row_slots:
             self._row_slots[pairs.name] = np.full((columns, len(pairs.dataset), 2), -1, np.int32)
         known = self._row_slots[pairs.name]
-        found = known[:, rows]
+        found = known.take(rows, axis=1)
         if len(missing := rows[found[-1, :, 1] < 0]):
             new = table.slots(self._hashed(pairs.dataset.take(missing)))
             known[:, missing] = new.reshape(columns, -1, 2)
-            found = known[:, rows]
+            found = known.take(rows, axis=1)
         return np.asarray(found.reshape(-1))
 
     def prepare(self, pairs: Sequence[TokenPair]) -> None:

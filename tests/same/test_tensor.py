@@ -171,7 +171,9 @@ def plain_options(name: str, sizes: Sizes, options: dict[str, Any]) -> float:
 
 
 def heads_refusal() -> str:
-    config = AutoConfig.for_model("llama", **{**SMALL, "num_attention_heads": 12, "hidden_size": 96})
+    config = AutoConfig.for_model(
+        "llama", **{**SMALL, "num_attention_heads": 12, "hidden_size": 96}
+    )
     config.num_key_value_heads = 3
     with pytest.raises(ConfigError) as refused:
         split_model(PolicyModel(AutoModelForCausalLM.from_config(config)), Mesh.build(tp=4))
