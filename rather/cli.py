@@ -153,9 +153,7 @@ def tune(
     overrides: Overrides = None,
     budget: str = "20m",
     losses: str | None = None,
-    out: Annotated[
-        Path, typer.Option(help="Write the YAML of the best setting here.", callback=writable)
-    ] = Path("tuned.yaml"),
+    out: Annotated[Path, typer.Option(callback=writable)] = Path("tuned.yaml"),
     as_json: AsJson = False,
     imports: Imports = None,
 ) -> None:
@@ -165,6 +163,7 @@ def tune(
 
     budget: Time to use, such as 90s, 20m or 1.5h.
     losses: Also compare these losses: sigmoid,ipo.
+    out: Write the YAML of the best setting here.
     """
     from rather.commands import tune as tuning
 

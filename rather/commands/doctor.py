@@ -12,11 +12,17 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import typer
-
-from rather.commands.terminal import Overrides, command, count, echo, print_table, settings
+from rather.commands.terminal import (
+    MaybeFile,
+    Overrides,
+    command,
+    count,
+    echo,
+    print_table,
+    settings,
+)
 from rather.errors import ConfigError, RatherError
 
 GIB = 1 << 30
@@ -40,12 +46,13 @@ def check(name: str, good: bool, text: str, fix: str = "", state: str = "problem
 
 @command
 def doctor_command(
-    config: Annotated[
-        Path | None, typer.Argument(help="Also check what the run of this YAML needs.")
-    ] = None,
+    config: MaybeFile = None,
     overrides: Overrides = None,
 ) -> int:
-    """Check this machine, and with a YAML what its run needs. Every problem comes with a fix."""
+    """Check this machine, and with a YAML what its run needs. Every problem comes with a fix.
+
+    config: Also check what the run of this YAML needs.
+    """
     found = list(diagnose(config, overrides))
     print_table(("check", "state", "found", "fix"), found)
     problems = sum(each.state == "problem" for each in found)

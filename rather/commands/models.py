@@ -12,13 +12,13 @@ from rather.commands.terminal import (
     AsJson,
     ConfigPath,
     Imports,
+    OutFile,
     Overrides,
     command,
     echo,
     known_model,
     print_json,
     settings,
-    writable,
 )
 from rather.errors import ConfigError
 
@@ -51,12 +51,7 @@ def score_command(
     reference: str | None = None,
     by: list[str] | None = None,
     as_json: AsJson = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write the numbers of each pair to this JSONL file.", callback=writable
-        ),
-    ] = None,
+    out: OutFile = None,
     trust: Trust = False,
 ) -> None:
     """Score pairs with a model: how often, and by how much, it prefers the chosen answers.
@@ -68,6 +63,7 @@ def score_command(
     pairs: A file of pairs in any supported format.
     reference: Reference model for rewards; without it: log-probs.
     by: Also score by values of this column; repeatable.
+    out: Also write the numbers of each pair to this JSONL file.
     """
     from rather.commands.score import print_scores, score
 
@@ -81,17 +77,10 @@ def chat_command(
     beside: str | None = None,
     prompt: str | None = None,
     system: str | None = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", min=1)] = 512,
-    temperature: Annotated[
-        float, typer.Option(help="0: greedy; from 0.01: sample.", min=0.0)
-    ] = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the likeliest tokens of this share.", min=0.01, max=1.0),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed for sampling; default: 0.", min=0, max=2**32 - 1)
-    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    top_p: Annotated[float | None, typer.Option(min=0.01, max=1.0)] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1)] = None,
     trust: Trust = False,
 ) -> None:
     """Chat with a model in the terminal, with its chat template. Greedy without a temperature.
@@ -101,6 +90,10 @@ def chat_command(
     beside: A second model that answers the same questions.
     prompt: Print the answer to this prompt and exit.
     system: The system message.
+    max_new_tokens: Longest answer in tokens.
+    temperature: 0: greedy; from 0.01: sample.
+    top_p: Sample from the likeliest tokens of this share.
+    seed: Seed for sampling; default: 0.
     """
     if not (temperature == 0 or 0.01 <= temperature < math.inf):
         raise ConfigError(f"--temperature must be 0 or at least 0.01 (got {temperature}).")
@@ -165,14 +158,13 @@ def compare_losses_command(
     config: ConfigPath,
     overrides: Overrides = None,
     model: str | None = None,
-    pairs: Annotated[
-        int, typer.Option(help="Most pairs, evenly spread over the held-out pairs.", min=1)
-    ] = 512,
+    pairs: Annotated[int, typer.Option(min=1)] = 512,
     imports: Imports = None,
 ) -> None:
     """Evaluate every loss on the log-probs of a trained model: value, gradient, saturation.
 
     model: Weights to compare on; default: the run's model or checkpoint.
+    pairs: Most pairs, evenly spread over the held-out pairs.
     """
     given = settings(config, overrides)
     from rather.commands.compare_losses import compare_rows, measure, print_rows

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rather.commands.terminal import AsJson, RunFolder, command, echo, print_table, writable
+from rather.commands.terminal import (
+    AsJson,
+    OutFile,
+    RunFolder,
+    command,
+    echo,
+    print_table,
+)
 from rather.errors import ConfigError
 from rather.tracking.json_lines import strict_json
 
@@ -28,13 +35,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 def pairs_command(
     run: RunFolder,
     as_json: AsJson = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write corrections of the likely flipped pairs for data_args.corrections.",
-            callback=writable,
-        ),
-    ] = None,
+    write: OutFile = None,
     action: Action = "drop",
     plant: Annotated[
         float | None,
@@ -45,13 +46,15 @@ def pairs_command(
             max=0.5,
         ),
     ] = None,
-    shown: Annotated[int, typer.Option(help="Pairs in the table.", min=0)] = 20,
+    shown: Annotated[int, typer.Option(min=0)] = 20,
 ) -> int:
     """Say which training pairs look wrong: flipped labels, never learned, unlearned, contradicting.
 
     Reads the ledger that training wrote. --json prints one object per pair and line.
 
     action: What the corrections do with a pair; weight: count half.
+    write: Write corrections of the likely flipped pairs for data_args.corrections.
+    shown: Pairs in the table.
     """
     from rather.report.pairs import MEANINGS, Doctor
 

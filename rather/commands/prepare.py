@@ -13,13 +13,14 @@ from rather.commands.terminal import (
     ConfigPath,
     Force,
     Imports,
+    MaybeFile,
+    OutFile,
     Overrides,
     command,
     echo,
     print_json,
     print_table,
     settings,
-    writable,
 )
 from rather.errors import ConfigError
 from rather.migrate import NAMES
@@ -40,14 +41,9 @@ RecipeName = Annotated[str, typer.Argument(help="A name from `rather recipes lis
 def data_command(
     config: ConfigPath,
     overrides: Overrides = None,
-    show: Annotated[
-        int, typer.Option(help="Print this many pairs with their scored tokens.", min=0)
-    ] = 0,
+    show: Annotated[int, typer.Option(min=0)] = 0,
     save: Path | None = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Write everything as one HTML file, with charts.", callback=writable),
-    ] = None,
+    html: OutFile = None,
     as_json: AsJson = False,
     imports: Imports = None,
 ) -> None:
@@ -56,6 +52,8 @@ def data_command(
     inference.
 
     save: Write the tokenised pairs to this new folder.
+    show: Print this many pairs with their scored tokens.
+    html: Write everything as one HTML file, with charts.
     """
     given = settings(config, overrides)
     from rather.data.prepare import prepare
@@ -86,9 +84,7 @@ def data_command(
 def plan_command(
     config: ConfigPath,
     overrides: Overrides = None,
-    gpus: Annotated[
-        int | None, typer.Option(help="Number of GPUs for both roles; default: the config.", min=1)
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1)] = None,
     gpu: str | None = None,
     as_json: AsJson = False,
     imports: Imports = None,
@@ -99,6 +95,7 @@ def plan_command(
     for training.
 
     gpu: GPU model, such as h100 or l4; default: this machine.
+    gpus: Number of GPUs for both roles; default: the config.
     """
     from rather.commands.plan import plan
 
@@ -107,20 +104,13 @@ def plan_command(
 
 @command
 def migrate_command(
-    source: Annotated[
-        Path | None,
-        typer.Argument(
-            help="YAML or JSON file, or a text file with a command line or shell script."
-        ),
-    ] = None,
+    source: MaybeFile = None,
     line: str | None = None,
     peer: Annotated[
         str | None, typer.Option("--from", help=f"The tool: {' | '.join(NAMES)}.")
     ] = None,
     out: Path = Path("dpo.yaml"),
-    devices: Annotated[
-        int | None, typer.Option(help="Number of devices, if no launcher sets it.", min=1)
-    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1)] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> int | None:
@@ -130,6 +120,8 @@ def migrate_command(
 
     line: The command line itself.
     out: The YAML to write.
+    source: YAML or JSON file, or a text file with a command line or shell script.
+    devices: Number of devices, if no launcher sets it.
     """
     from rather.migrate.engine import guess, migrate, summary, write
     from rather.migrate.peers import PEERS
@@ -173,12 +165,13 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
 @command
 def config_explain(
     key: str,
-    config: Annotated[Path | None, typer.Argument(help="Also show the value in this YAML.")] = None,
+    config: MaybeFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Explain a key: meaning, type, range, default; with a YAML also its value and source.
 
     key: A key path, such as actor_train.training_args.learning_rate.
+    config: Also show the value in this YAML.
     """
     from rather.config.load import load
     from rather.config.show import explain
@@ -223,10 +216,13 @@ def recipes_show(name: RecipeName) -> None:
 @command
 def recipes_copy(
     name: RecipeName,
-    file: Annotated[Path | None, typer.Argument(help="File or folder; default: NAME.yaml.")] = None,
+    file: MaybeFile = None,
     force: Force = False,
 ) -> None:
-    """Copy a recipe to a YAML file, in which you then set your model and your pairs."""
+    """Copy a recipe to a YAML file, in which you then set your model and your pairs.
+
+    file: File or folder; default: NAME.yaml.
+    """
     target = copy_recipe(name, file, force=force)
     echo(
         f"{target}: set `pretrain` and `actor_train.data_args.file_name`, then run "

@@ -18,6 +18,7 @@ import typer
 
 from rather.commands.terminal import (
     AsJson,
+    OutFile,
     Overrides,
     RunFolder,
     command,
@@ -25,7 +26,6 @@ from rather.commands.terminal import (
     echo,
     print_json,
     print_table,
-    writable,
 )
 from rather.errors import CheckpointError, ConfigError
 
@@ -35,16 +35,17 @@ Timeout = Annotated[float, typer.Option(help="Seconds to wait for the run.", min
 
 @command
 def board_command(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="The folder of the runs, or one run.")
-    ] = Path("output"),  # the default of output_dir
-    port: Annotated[
-        int, typer.Option(help="Port on 127.0.0.1; 0 picks a free one.", min=0, max=65535)
-    ] = 0,
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]")] = Path(
+        "output"
+    ),  # the default of output_dir
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
 ) -> None:
     """Show all runs of a folder on a local page: live curves, comparisons, findings, and pairs
     token by token.
+
+    folder: The folder of the runs, or one run.
+    port: Port on 127.0.0.1; 0 picks a free one.
     """
     from rather.board.serve import Board
     from rather.report.page import plotly_bundle
@@ -117,14 +118,12 @@ def health_command(run: RunFolder, as_json: AsJson = False) -> None:
 @command
 def report_command(
     run: RunFolder,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Output file; default: report.html in the run folder.", callback=writable
-        ),
-    ] = None,
+    out: OutFile = None,
 ) -> None:
-    """Write the report of a run: one self-contained HTML file, made from the run folder."""
+    """Write the report of a run: one self-contained HTML file, made from the run folder.
+
+    out: Output file; default: report.html in the run folder.
+    """
     from rather.report.write import write_report
     from rather.run_folder import control
 

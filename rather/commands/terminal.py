@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
@@ -65,6 +66,10 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+OutFile = Annotated[Path | None, typer.Option(callback=writable)]
+MaybeFile = Annotated[Path | None, typer.Argument()]
+
+
 def command(function: Callable[P, int | None]) -> Callable[P, None]:
     """Turn a function into a command whose result or error becomes the exit code.
 
@@ -74,8 +79,11 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
     for name, text in HELP.findall(function.__doc__ or ""):
         flag = [f"--{name.replace('_', '-')}"] if hints[name] is bool else []
         is_option = signature(function).parameters[name].default is not Parameter.empty
-        info = typer.Option(*flag, help=text) if is_option else typer.Argument(help=text)
-        hints[name] = Annotated[hints[name], info]
+        plain = Annotated[hints[name], typer.Option(*flag) if is_option else typer.Argument()]
+        hint: Any = hints[name] if hasattr(hints[name], "__metadata__") else plain
+        info = copy(hint.__metadata__[0])
+        info.help = text
+        hints[name] = Annotated[hint.__origin__, info]
     function.__annotations__ = hints
     function.__doc__ = HELP.sub("", function.__doc__ or "").rstrip()
 

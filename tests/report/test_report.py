@@ -418,7 +418,7 @@ def test_an_unwritable_report_gives_one_warning(
     def full_disk(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rather.report.write.write_own", full_disk)
+    monkeypatch.setattr("rather.report.write.replace_own", full_disk)
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
     assert [each.getMessage()[:40] for each in caplog.records] == [
