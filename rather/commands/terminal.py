@@ -77,10 +77,11 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
     """
     hints = get_type_hints(function, include_extras=True)
     for name, text in HELP.findall(function.__doc__ or ""):
-        flag = [f"--{name.replace('_', '-')}"] if hints[name] is bool else []
-        is_option = signature(function).parameters[name].default is not Parameter.empty
-        plain = Annotated[hints[name], typer.Option(*flag) if is_option else typer.Argument()]
-        hint: Any = hints[name] if hasattr(hints[name], "__metadata__") else plain
+        hint: Any = hints[name]
+        if not hasattr(hint, "__metadata__"):
+            flag = [f"--{name.replace('_', '-')}"] if hint is bool else []
+            is_option = signature(function).parameters[name].default is not Parameter.empty
+            hint = Annotated[hint, typer.Option(*flag) if is_option else typer.Argument()]
         info = copy(hint.__metadata__[0])
         info.help = text
         hints[name] = Annotated[hint.__origin__, info]
