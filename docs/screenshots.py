@@ -1,7 +1,8 @@
-"""Take the pictures of board, report and docs for README and docs: `make screenshots`.
+"""Take the pictures for README and docs: `make screenshots`.
 
 It trains the demo's model on the demo's pairs with two values of beta, builds the site, and opens
-the pages in Chromium.
+the pages in Chromium. `python -m docs.screenshots FOLDER` takes every page in both themes on a
+desktop and on a phone, to be looked at.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -37,8 +39,16 @@ SETTINGS = (
     "eval_prompts.max_new_tokens=40",
 )
 PAIR = "2"
-WINDOW, TALL = (1280, 1000), (1280, 1450)  # the tall one shows the first two charts
-SLOW = 120_000  # milliseconds; the first pair loads the models
+TALL, PAIR_WINDOW = (1280, 1500), (1280, 860)  # with two charts; as high as a pair
+SLOW = 300_000  # milliseconds; the first pair loads the models
+USED = {
+    "board-light-wide": "board",
+    "pair-light-wide": "board-pair",
+    "pair-dark-narrow": "board-narrow",
+    "report-light-wide": "report-light",
+}
+Size = tuple[int, int]
+Picture = tuple[str, Callable[[], "Page"], str]
 LINES = ".plot .scatterlayer path.js-line"
 
 
@@ -68,7 +78,7 @@ def serving(folder: Path) -> Iterator[Board]:
             thread.join()
 
 
-def open_board(browser: Browser, board: Board, size: tuple[int, int], theme: str) -> Page:
+def open_board(browser: Browser, board: Board, size: Size, theme: str) -> Page:
     """Open the board with all runs compared and their curves drawn."""
     page = browser.new_page(
         viewport={"width": size[0], "height": size[1]},
@@ -85,42 +95,55 @@ def open_board(browser: Browser, board: Board, size: tuple[int, int], theme: str
     return page
 
 
-def open_file(browser: Browser, file: Path, size: tuple[int, int], theme: str) -> Page:
+def open_file(browser: Browser, file: Path, size: Size, theme: str) -> Page:
     """Open a page from the disk: a report, or a page of the documentation."""
     dark = "dark" if theme == "dark" else "light"
     page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=dark)
     page.goto(file.as_uri())
-    page.wait_for_load_state("load")
+    ready = "html[data-ready]" if file.name == "report.html" else "body"
+    page.wait_for_selector(ready, state="attached", timeout=SLOW)
     return page
 
 
-def take_files(browser: Browser, report: Path, site: Path) -> None:
-    """Take the report and the documentation on a desktop in light and on a phone in dark."""
-    for theme, size in (("light", WINDOW), ("dark", NARROW)):
-        page = open_file(browser, report, size, theme)
-        page.wait_for_selector("html[data-ready]", state="attached")
-        take(page, f"report-{theme}", at="body")
-        take(open_file(browser, site / "mistakes.html", size, theme), f"docs-{theme}", at="body")
+def open_pair(browser: Browser, board: Board, size: Size, theme: str) -> Page:
+    """Open the board with one pair shown token by token."""
+    from playwright.sync_api import TimeoutError
 
-
-def open_pair(page: Page) -> None:
-    """Show one pair token by token."""
+    page = open_board(browser, board, size, theme)
     page.fill("#index", PAIR)
     page.keyboard.press("Enter")
-    page.wait_for_selector("#verdict", timeout=SLOW)
+    try:
+        page.wait_for_selector("#verdict", timeout=SLOW)
+    except TimeoutError as error:
+        raise SystemExit(f"no pair after {SLOW / 1000} s: {page.inner_text('#doing')}") from error
+    return page
 
 
-def take(page: Page, name: str, at: str) -> None:
-    """Write a picture of the window, scrolled to the element `at`."""
-    file = IMAGES / f"{name}.png"
+def take(page: Page, file: Path, at: str) -> None:
+    """Write a picture of the window, scrolled to the element `at`, and close the page."""
     page.locator(at).first.evaluate(
         "found => found.scrollIntoView({block: 'start', behavior: 'instant'})"
     )
     page.screenshot(path=file)
+    page.close()
     size = file.stat().st_size
     if size > LARGEST:
         raise SystemExit(f"{file}: {size:,} bytes; at most {LARGEST:,} are allowed.")
     print(f"{file}: {size:,} bytes")
+
+
+def pictures(browser: Browser, board: Board, report: Path, site: Path) -> Iterator[Picture]:
+    """Yield each picture by name: how to open its page, and the element it begins with."""
+    for theme in ("light", "dark"):
+        for width, size in (("wide", WIDE), ("narrow", NARROW)):
+            name = f"{theme}-{width}"
+            tall, short = (TALL, PAIR_WINDOW) if width == "wide" else (NARROW, NARROW)
+            yield f"board-{name}", partial(open_board, browser, board, tall, theme), "body"
+            yield f"pair-{name}", partial(open_pair, browser, board, short, theme), "#pair h3"
+            yield f"report-{name}", partial(open_file, browser, report, size, theme), "body"
+            for page in ("index", "mistakes"):
+                file = site / f"{page}.html"
+                yield f"{page}-{name}", partial(open_file, browser, file, size, theme), "body"
 
 
 def main() -> None:
@@ -131,24 +154,21 @@ def main() -> None:
     if found is None:
         raise SystemExit(MISSING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    wanted = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     with TemporaryDirectory(prefix="rather-screenshots-") as name:
         folder = Path(name).resolve() / "shop"
         folder.mkdir()
         train(folder)
-        with serving(folder / "output") as board, sync_playwright() as playwright:
+        site, output = folder / "site", folder / "output"
+        build = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(site)]
+        subprocess.run(build, cwd=IMAGES.parents[1], check=True)
+        report = output / next(iter(RUNS)) / "report.html"
+        with serving(output) as board, sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
-            page = open_board(browser, board, TALL, "light")
-            take(page, "board", at="body")
-            page = open_board(browser, board, WIDE, "light")
-            open_pair(page)
-            take(page, "board-pair", at="#pair")
-            page = open_board(browser, board, NARROW, "dark")
-            open_pair(page)
-            take(page, "board-narrow", at="#pair")
-            site = folder / "site"
-            build = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(site)]
-            subprocess.run(build, cwd=IMAGES.parents[1], check=True)
-            take_files(browser, folder / "output" / next(iter(RUNS)) / "report.html", site)
+            for shown, page, at in pictures(browser, board, report, site):
+                if wanted or shown in USED:
+                    file = wanted / shown if wanted else IMAGES / USED[shown]
+                    take(page(), file.with_suffix(".png"), at)
             browser.close()
 
 

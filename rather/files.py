@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import yaml
 
 from rather.errors import ConfigError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MOST_BYTES = 1_000_000  # of YAML
 MOST_JSON_BYTES = 256 << 20  # the largest tokenizer.json has a tenth of it
@@ -33,6 +40,14 @@ WIDTHS = re.compile(
 VOCABULARIES = {"tokenizer.json", "vocab.json"}  # large, and not read by recursion
 # What transformers, tokenizers and PEFT open in a folder.
 OPENED = {".json", ".safetensors", ".jinja", ".model", ".txt", ".py"}
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_SECONDS = 5  # until the hub counts as unreachable
+HUB_REASONS = {
+    "RepositoryNotFoundError": "unknown, or private: check the name, or set HF_TOKEN",
+    "GatedRepoError": "accept the terms on its page and set HF_TOKEN",
+    "RevisionNotFoundError": "no such revision",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the cache does not have it",
+}
 
 
 def regular(path: str | Path, flags: int) -> int:
@@ -194,6 +209,8 @@ def inspect_folder(
     if not folder.exists():
         from huggingface_hub import snapshot_download
 
+        if HUB_NAME.fullmatch(str(name)) and not local_files_only:
+            check_hub_model(str(name), revision)
         try:
             small = [f"*{suffix}" for suffix in OPENED - {".safetensors"}]
             folder = Path(
@@ -213,6 +230,62 @@ def inspect_folder(
                 _refuse_huge(read_json(path), weights)
         except (OSError, ValueError) as error:
             raise _unreadable(path, error) from error
+
+
+@cache
+def check_hub_model(name: str, revision: str | None) -> None:
+    """Raise unless the hub or its cache has a model; without a network, use only the cache.
+
+    The libraries that open it would ask again and again, for minutes.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    try:
+        ask_hub(lambda: HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS))
+    except Exception as error:  # of the hub, of its HTTP library, or of the network
+        try:
+            snapshot_download(  # any revision that the user wants  # nosec B615
+                name, revision=revision, allow_patterns="config.json", local_files_only=True
+            )
+        except (OSError, ValueError):
+            raise ConfigError(
+                f"{name}: neither a local folder nor a model that the hub provides "
+                f"({why_not_from_hub(error)})"
+            ) from error
+        if not constants.HF_HUB_OFFLINE and not hub_answered(error):
+            log.warning("the hub does not answer; only what is in its cache is used")
+            os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes
+            constants.HF_HUB_OFFLINE = True
+
+
+def ask_hub(question: Callable[[], T]) -> T:
+    """Return an answer of the hub. Looking up its address has no timeout, so a thread does it."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as error:
+            answer.set_exception(error)
+
+    Thread(target=ask, daemon=True).start()
+    return answer.result(timeout=HUB_SECONDS + 1)
+
+
+def why_not_from_hub(error: Exception) -> str:
+    """Return one line on why the hub did not provide something."""
+    text = str(error).strip().partition("\n")[0]
+    silent = f"the hub does not answer within {HUB_SECONDS} s: check the network, or HF_ENDPOINT"
+    if isinstance(error, TimeoutError) or "timed out" in text:
+        return silent
+    return HUB_REASONS.get(type(error).__name__) or text or type(error).__name__
+
+
+def hub_answered(error: Exception) -> bool:
+    """Whether an error is the hub's own answer, and not the lack of one."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError) and error.response.status_code < 500
 
 
 def _size(folder: Path, path: Path) -> int:

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-API = re.compile(r"/api/(?:datasets|models)/([^/]+/[^/]+)/(revision|tree)/([^?]+)")
+API = re.compile(r"/api/(?:datasets|models)/([^/]+/[^/]+)(?:/(revision|tree)/([^?]+))?")
 FILE = re.compile(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -43,9 +43,10 @@ class Handler(BaseHTTPRequestHandler):
         match = API.fullmatch(path) or FILE.fullmatch(path)
         repo, kind, last = match.groups() if match else ("", "", "")
         is_file = bool(match and match.re is FILE)
-        commit = self.server.revisions.get((repo, kind if is_file else last), "")
+        revision, _, folder = ("main", "", "") if last is None else last.partition("/")
+        commit = self.server.revisions.get((repo, kind if is_file else revision), "")
         files = self.server.commits.get(commit, {})
-        if not commit or (is_file and last not in files):
+        if not commit or (is_file and last not in files) or (kind == "tree" and folder):
             missing = "EntryNotFound" if commit else "RepoNotFound"
             self.answer(404, b"", {"X-Error-Code": missing, "X-Error-Message": "not found"})
         elif is_file:

@@ -43,8 +43,8 @@
   const number = (value) => (is(value) ? String(Number(value.toPrecision(4))) : "");
   const share = (value) => (is(value) ? value.toFixed(3) : "");
   const minus = (a, b) => (is(a) && is(b) ? a - b : null);  // a NaN comes as null, which JavaScript would count as 0
-  const plain = (value) => (is(value) ? value.toFixed(3).replace("-", "−") : "not finite");
-  const signed = (value) => (value >= 0 && is(value) ? "+" : "") + plain(value);
+  const plain = (value) => (is(value) ? value.toFixed(3).replace(/^-0\.000$/, "0.000").replace("-", "−") : "not finite");
+  const signed = (value) => (is(value) && value >= 0.0005 ? "+" : "") + plain(value);
   const last = (path) => path.split("/").filter(Boolean).pop() || "";
 
   function duration(seconds) {
@@ -61,7 +61,7 @@
       if (place === 0) return element("th", { scope: "row" }, text);
       return element("td", { className: typeof cell === "number" || /^[+−]?\d+\.\d{3}$/.test(text) ? "number" : "" }, text);
     })));
-    const made = element("table", {}, element("caption", {}, caption),
+    const made = element("table", {}, element("caption", {}, element("span", {}, caption)),
       element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
     return element("div", { className: "scroll", role: "region", "aria-label": caption, tabIndex: 0 }, made);
   }
@@ -354,12 +354,13 @@
     const found = await ask("/api/run", { run: opened });
     if (version !== shownVersion) return;
     const run = runOf(opened);
-    const parts = [element("h3", {}, run.name), element("p", { title: `${run.model || ""}\n${found.folder}` }, `${run.state}; model ${last(run.model || "unknown")}; folder ${last(given.folder)}/${run.name}`)];
-    if (run.report) parts.push(element("p", {}, element("a", { href: `/report?run=${run.id}`, target: "_blank", rel: "noopener" }, "Report of this run")));
+    const about = `: ${run.state}; model ${last(run.model || "unknown")}; folder ${last(given.folder)}/${run.name}`;
+    const link = run.report ? element("a", { href: `/report?run=${run.id}`, target: "_blank", rel: "noopener" }, "Report of this run") : null;
+    const parts = [element("p", { title: `${run.model || ""}\n${found.folder}` }, element("strong", {}, run.name), about, link && "; ", link)];
     for (const problem of found.problems) parts.push(element("p", { className: "damaged" }, problem));
     parts.push(element("div", { className: "grid" },
-      element("div", {}, element("h4", {}, "Findings"), findings(found.health.lines)),
-      element("div", {}, element("h4", {}, "Answers"), ...answersOf(found.answers.lines))));
+      element("div", {}, element("h3", {}, "Findings"), findings(found.health.lines)),
+      element("div", {}, element("h3", {}, "Answers"), ...answersOf(found.answers.lines))));
     const happened = found.incidents.lines.length + found.incidents.left_out;
     if (happened) parts.push(element("details", {}, element("summary", {}, counted(happened, "incident")), incidents(found.incidents)));
     const settings = Object.entries(found.config).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]);
@@ -371,7 +372,7 @@
     if (!lines.length) return element("p", { className: "muted" }, "No problems found.");
     const items = lines.map((line) => element("li", {},
       element("strong", { className: String(line.severity) }, `${line.severity}, step ${line.step}: ${line.name}`),
-      element("br"), String(line.text || ""), line.advice ? element("br") : null, line.advice ? String(line.advice) : null));
+      ...[line.text, line.advice].filter(Boolean).map((text) => element("p", { className: "finding" }, String(text)))));
     return element("ul", { className: "findings" }, ...items);
   }
 
@@ -399,10 +400,10 @@
 
   function oneAnswer(line) {
     const side = (name, text, stats) => element("div", {},
-      element("strong", {}, name), " ", element("span", { className: "muted" }, `${stats?.tokens ?? "?"} tokens, repetition ${number(Number(stats?.repetition ?? 0))}, ${stats?.ended ? "ended" : "not ended"}`),
-      element("p", { className: "answer" }, String(text ?? "")));
-    return element("div", { className: "card" }, element("p", { className: "answer muted" }, String(line.prompt ?? "")),
-      element("div", { className: "grid" }, side("reference", line.reference, line.reference_stats), side("policy", line.policy, line.policy_stats)));
+      element("h4", {}, name), element("p", { className: "answer" }, String(text ?? "")),
+      element("small", { className: "muted" }, `${counted(stats?.tokens ?? "?", "token")}, ${stats?.ended ? "ended by itself" : "cut at the limit"}, repetition ${Number(stats?.repetition ?? 0).toFixed(2)}`));
+    return element("div", { className: "card" }, element("p", { className: "answer" }, element("strong", {}, String(line.prompt ?? ""))),
+      element("div", { className: "grid" }, side("Before: the reference", line.reference, line.reference_stats), side(`After: the policy at step ${line.step}`, line.policy, line.policy_stats)));
   }
 
   /* --- pairs --- */
@@ -425,6 +426,7 @@
       const seconds = Math.round((Date.now() - began) / 1000);
       const texts = { done: "", refused: answer.why, working: answer.doing };
       if ($("doing").textContent !== texts[answer.state]) $("doing").textContent = texts[answer.state];
+      $("doing").classList.toggle("damaged", answer.state === "refused");
       $("waited").textContent = answer.state === "working" && seconds >= 2 ? `${seconds} s` : "";
       if (answer.state !== "working") return answer.state === "done" ? answer : null;
       await wait(ASK_AGAIN);
@@ -491,7 +493,7 @@
       const all = Object.values(answer.sides).flatMap((side) => ratios(side, when).map(Math.abs)).sort((a, b) => a - b);
       const most = all.length ? all[Math.floor(0.98 * (all.length - 1))] : 0;
       for (const [name, side] of Object.entries(answer.sides)) paint(lists[name], side, when, most);
-      scale.replaceChildren(element("span", {}, `${plain(-most)} less likely`), element("i", { "aria-hidden": "true" }), element("span", {}, `${signed(most)} more likely, in nats`));
+      scale.replaceChildren(element("span", {}, `${plain(-most)} nats: less likely`), element("i", { "aria-hidden": "true" }), element("span", {}, `${signed(most)} nats: more likely`));
     };
     numbers.addEventListener("toggle", () => { if (numbers.open) numbers.lastChild.replaceChildren(...tokenTables(answer)); });
     const ways = element("fieldset", {}, element("legend", {}, "Coloured by policy / reference"), ...["after", "before"].map((when) => {
@@ -512,22 +514,23 @@
     const gain = (side) => minus(side.sums.after, side.sums.before);
     const margin = (when) => minus(...answer.rewards[when]);
     const { chosen, rejected } = answer.sides;
-    return `Training moved the chosen answer by ${signed(gain(chosen))} nats and the rejected one by ${signed(gain(rejected))}; ` +
+    return `Training changed the log-probability of the chosen answer by ${signed(gain(chosen))} nats and that of the rejected answer by ${signed(gain(rejected))} nats; ` +
       `reward margin ${plain(margin("before"))} before, ${plain(margin("after"))} after. ` +
-      `Reference: ${last(answer.models.reference)}. Before: ${last(answer.models.before)}. After: ${answer.models.after}.`;
+      `Reference: ${last(answer.models.reference)}. Policy before: ${last(answer.models.before)}, after: ${answer.models.after}.`;
   }
 
   function sumsOf(answer) {
-    const lines = ["chosen", "rejected"].map((name, place) => {
-      const { sums } = answer.sides[name];
-      return [name, plain(sums.reference), plain(sums.before), plain(sums.after), signed(minus(sums.before, sums.reference)),
-        signed(minus(sums.after, sums.reference)), plain(answer.rewards.before[place]), plain(answer.rewards.after[place])];
-    });
-    const numeric = (values) => values.map(([a, b]) => signed(minus(a, b)));
-    const pairs = ["reference", "before", "after"].map((when) => [answer.sides.chosen.sums[when], answer.sides.rejected.sums[when]]);
-    const ratio = (when) => ["chosen", "rejected"].map((name) => minus(answer.sides[name].sums[when], answer.sides[name].sums.reference));
-    lines.push(["margin", ...numeric(pairs), ...numeric([ratio("before"), ratio("after"), answer.rewards.before, answer.rewards.after])]);
-    return table("Sums over the scored tokens, in nats, and rewards", ["answer", "log-prob reference", "log-prob before", "log-prob after", "log-ratio before", "log-ratio after", "reward before", "reward after"], lines);
+    const moved = answer.models.before !== "the reference itself";  // else "before" repeats the reference
+    const sums = (when) => ["chosen", "rejected"].map((name) => answer.sides[name].sums[when]);
+    const logRatios = (when) => sums(when).map((value, place) => minus(value, sums("reference")[place]));
+    const columns = [
+      ["log-prob reference", sums("reference"), plain], ["log-prob before", sums("before"), plain], ["log-prob after", sums("after"), plain],
+      ["log-ratio before", logRatios("before"), signed], ["log-ratio after", logRatios("after"), signed],
+      ["reward before", answer.rewards.before, plain], ["reward after", answer.rewards.after, plain],
+    ].filter(([heading]) => moved || !heading.endsWith("before"));
+    const lines = ["chosen", "rejected"].map((name, place) => [name, ...columns.map(([, values, shown]) => shown(values[place]))]);
+    lines.push(["margin", ...columns.map(([, values]) => signed(minus(...values)))]);
+    return table("Sums over the scored tokens, in nats, and rewards", ["answer", ...columns.map(([heading]) => heading)], lines);
   }
 
   function shownText(text) {

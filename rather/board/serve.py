@@ -269,7 +269,7 @@ autocomplete="off"> <span id="shown" class="muted"></span>
 <th scope="col" data-key="accuracy"><button type="button">accuracy</button></th>
 <th scope="col" data-key="held_out"><button type="button">held-out accuracy</button></th>
 <th scope="col" data-key="seconds"><button type="button">took</button></th>
-<th scope="col" data-key="changed"><button type="button">last line</button></th>
+<th scope="col" data-key="changed"><button type="button">updated</button></th>
 <th scope="col" data-key="model"><button type="button">model</button></th>
 <th scope="col" data-key="loss_type"><button type="button">loss type</button></th>
 <th scope="col" data-key="notes"><button type="button">notes</button></th>

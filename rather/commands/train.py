@@ -46,9 +46,11 @@ def dry_run(config: DPOConfig) -> int:
         print_report(pipeline.data.report, Console(stderr=True))
         pipeline.initialize()
         first = next(pipeline.steps())
+        count = len(first.policy)
         echo(
             f"{len(pipeline.data.train)} pairs, {pipeline.total_steps} steps of "
             f"{pipeline.source.order.batch} pairs; the first packs {first.tokens} tokens into "
-            f"{len(first.policy)} micro-batches. Nothing was trained; only the data cache was written."
+            f"{count} micro-batch{'es' if count > 1 else ''}. Nothing was trained; only the data "
+            "cache was written."
         )
     return 0

@@ -128,7 +128,8 @@ def missing(config: DPOConfig) -> Problems:
     if config.actor_train.model_args.model_name_or_path is None:
         keys = f"set pretrain or {ARGS}.model_name_or_path"
         yield "pretrain", f"no model is named; {keys} to a folder or hub name"
-    if not config.actor_train.data_args.files:
+    names = config.actor_train.data_args.file_name
+    if not names or not all(names):
         text = "no training pairs are named; set it to a file or files"
         yield "actor_train.data_args.file_name", text
 

@@ -40,6 +40,12 @@ from rather.errors import ConfigError
 from rather.files import BoundedLoader, Opener, own, parse_yaml, regular, yaml_text
 
 COMMAND_LINE = "command line"
+HINTS = {  # what PyYAML says -> what to do
+    "character '\\t'": "indent with spaces, not with tabs",
+    "mapping values": "is a colon missing in the line above? A text with ': ' needs quotes",
+    "expected <block end>": "check the indentation of this line and of those above",
+    "expected ':'": "write `key: value`, here or in the line above",
+}
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
 MOST_INSERTED = 10_000_000  # characters that ${...} may insert
 log = logging.getLogger(__name__)
@@ -289,8 +295,15 @@ def _leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
 
 def _key_lines(path: Path, opener: Opener = regular) -> dict[str, str]:
     """Return key path -> `dpo.yaml:31`, or raise a ConfigError if it cannot be a config."""
+    if path.is_dir():
+        files = ", ".join(sorted(each.name for each in path.glob("*.yaml"))[:5])
+        raise ConfigError(f"{path}: is a folder; name a file in it ({files or 'it has no *.yaml'})")
     if not path.is_file():
         raise ConfigError(f"{path}: is not a file ({path.absolute()}){paths.nearest_names(path)}")
+    if path.suffix in (".jsonl", ".parquet", ".arrow", ".csv", ".gz"):
+        raise ConfigError(
+            f"{path}: is data; name it in a YAML file as actor_train.data_args.file_name"
+        )
     if path.suffix != ".yaml":
         raise ConfigError(f"{path}: a config file is named *.yaml; rename it to {path.stem}.yaml")
     node = _tree(path, opener)
@@ -389,7 +402,8 @@ def _unreadable(path: Path, error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"{path.name}:{mark.line + 1}" if mark else path.name
     reason = getattr(error, "problem", None) or getattr(error, "strerror", None)
-    return f"{where}: {reason or _in_short(error)}"
+    reason = str(reason or _in_short(error))
+    return f"{where}: {reason}" + next((f"; {HINTS[part]}" for part in HINTS if part in reason), "")
 
 
 def _in_short(error: BaseException) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 
 from rather.config.schema import DPOConfig, as_list
 from rather.config.values import HUB_DATASET, STORE
 from rather.errors import ConfigError, DataError
+from rather.files import HUB_NAME
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # A folder of each kind has one of these files.
 FOLDERS = {
     "model": ("config.json",),
@@ -18,6 +17,7 @@ FOLDERS = {
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"),
     "data": ("*.arrow", "state.json", "dataset_dict.json", "part-*/state.json"),
 }
+TABLES = (".csv", ".tsv", ".xlsx", ".xls")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
@@ -73,13 +73,21 @@ def _problem(kind: str, name: str, file: Path | None) -> str | None:
     if "://" in name:
         known = ", s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]"
         return f"{name} is an address; only local files{known if kind == 'data' else ''} are read"
+    if kind == "data" and path.suffix in TABLES:
+        return (
+            f"{path.suffix} files are not read; convert {name} to JSON lines or Parquet, such as "
+            "with pandas: read_csv(...).to_json(..., orient='records', lines=True)"
+        )
     try:
         is_folder = any(next(path.glob(each), None) for each in FOLDERS.get(kind, ()))
         if is_folder or (path.is_file() if file else not is_local(name)):
             return None
         if path.exists():
-            files = " or ".join(FOLDERS.get(kind, ("text",)))
-            return f"{path.absolute()} is not a {kind} folder: it has no {files}"
+            names = FOLDERS.get(kind, ("text",))
+            inside = next((each.parent for name in names for each in path.glob(f"*/{name}")), None)
+            hint = f"; {inside} has" if inside else ""
+            text = f"{path.absolute()} is not a {kind} folder: it has no {' or '.join(names)}"
+            return f"{text}{hint}"
         what = f"{kind} {'file' if file else 'folder'}"
         text = f"the {what} {path.absolute()} does not exist{nearest_names(path)}"
         is_dataset = kind == "data" and "/" in name and "." not in Path(name).name

@@ -13,7 +13,7 @@ SHORTEST = 8
 
 SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 HARMLESS = re.compile(
-    r"tokenizer|(?:num|max|special)_tokens|tokens_per|(?:pad|eos|bos|unk|mask)_token|token_dispatcher|^(?:chosen|rejected)_key$"
+    r"tokenizer|(?:num|max|new|special)_tokens|tokens_per|per_token$|(?:pad|eos|bos|unk|mask)_token|token_dispatcher|^(?:chosen|rejected)_key$"
     r"|(?:path|file|dir)$",  # says where a secret is, not what it is
     re.IGNORECASE,
 )

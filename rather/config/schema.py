@@ -626,7 +626,7 @@ class LossConfig(LossModifiers, LossParameters, LossKeys):
         if self.loss_type:
             return ["sigmoid" if self.loss_type == "dpo_loss" else "simpo"]
         named = ["ipo"] if self.ipo else as_list(self.pref_loss)
-        return ["sigmoid" if name == "dpo" else name for name in named]
+        return ["sigmoid" if name.lower() == "dpo" else name for name in named]
 
     @property
     def rows(self) -> str:

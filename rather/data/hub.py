@@ -17,7 +17,16 @@ from rather.config.paths import is_local, nearest_names
 from rather.config.values import HUB_DATASET
 from rather.data.cache import text_sha, write_json
 from rather.errors import ConfigError, DataError
-from rather.files import parse_yaml, read_bytes, read_json
+from rather.files import (
+    HUB_SECONDS,
+    ask_hub,
+    check_hub_model,
+    hub_answered,
+    parse_yaml,
+    read_bytes,
+    read_json,
+    why_not_from_hub,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +40,11 @@ WORDS = {  # names of a split in a path, as the library `datasets` knows them
     "test": {"test", "testing", "eval", "evaluation"},
 }
 SHOWN = 20  # files in an error
-REASONS = {
-    "RepositoryNotFoundError": "no such dataset, or a private one: check the name, set HF_TOKEN.",
-    "GatedRepoError": "accept the terms on its page and set HF_TOKEN.",
-    "RevisionNotFoundError": "no such revision.",
-    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the cache does not have it.",
-}
 
 
 def download(address: str) -> tuple[str, list[Path]]:
     """Return the commit and the files of a split, downloaded unless the hub's cache has them."""
     import huggingface_hub as hub
-    from huggingface_hub.errors import HfHubHTTPError
 
     match = HUB_DATASET.fullmatch(address)
     if not match:
@@ -54,7 +56,9 @@ def download(address: str) -> tuple[str, list[Path]]:
         return known
     try:
         of: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
-        info = hub.HfApi().dataset_info(repo, revision=revision, timeout=10)
+        info = ask_hub(
+            lambda: hub.HfApi().dataset_info(repo, revision=revision, timeout=HUB_SECONDS)
+        )
         of["revision"] = commit = str(info.sha)
         if known and known[0] == commit:
             return known
@@ -68,12 +72,11 @@ def download(address: str) -> tuple[str, list[Path]]:
     except DataError:
         raise
     except Exception as error:  # of the hub, its HTTP library, or the network
-        answered = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
-        if known and not answered:
+        if known and not hub_answered(error):
             log.warning("%s: the hub does not answer; using commit %s, cached", address, known[0])
             return known
-        reason = REASONS.get(type(error).__name__) or str(error).strip().partition("\n")[0]
-        raise DataError(f"{address}: not downloaded from the hub: {reason}") from error
+        reason = why_not_from_hub(error)
+        raise DataError(f"{address}: not downloaded from the hub: {reason}.") from error
     record.parent.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in chosen]
     write_json(record, {"commit": commit, "files": list(map(str, files))})
@@ -81,24 +84,16 @@ def download(address: str) -> tuple[str, list[Path]]:
 
 
 def refuse_unknown_model(name: str, revision: str | None = None) -> None:
-    """Fail at once for a folder that is not here, or a name that the hub does not know.
-
-    transformers would retry for minutes.
-    """
+    """Fail at once for a folder that is not here, or a name that the hub does not know."""
+    near = nearest_names(folder := Path(name).expanduser())
     if is_local(name):
-        if not (folder := Path(name).expanduser()).is_dir():
-            raise ConfigError(f"{name}: no such folder{nearest_names(folder)}")
+        if not folder.is_dir():
+            raise ConfigError(f"{name}: no such folder{near}")
         return
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
     try:
-        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-            HfApi().model_info(name, revision=revision, timeout=10)
-    except Exception as error:  # of the hub, of its HTTP library, or of the network
-        raise ConfigError(
-            f"{name}: neither a local folder nor a model that the hub provides "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+        check_hub_model(name, revision)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{near if 'near it' in near else ''}") from error
 
 
 def choose(names: Iterable[str], card: Mapping[str, Any], wanted: str, where: str) -> list[str]:

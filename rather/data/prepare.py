@@ -192,7 +192,9 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
         files = ", ".join(entry["path"] for entry in report["files"])
         yield (
             f"0 {config.unit} in {files} ({report['rows']} rows read).",
-            f"No usable {config.unit}: fix the rows listed above, or raise sequence_length.",
+            f"No usable {config.unit}: fix the rows listed above, or raise sequence_length."
+            if report["rows"]
+            else "There is no row: was the file written to its end, and is it the right one?",
         )
     if bad and config.on_bad == "error":
         yield f"{bad} bad rows, and on_bad is error.", "Repair them or set on_bad: drop."

@@ -257,7 +257,10 @@ def _parse(raw: bytes) -> Row | DropReason:
     except RecursionError:
         return DropReason(*TOO_DEEP)
     except ValueError as error:
-        return DropReason("bad_json", str(error))
+        hint = (
+            "; a line holds one object and nothing after it" if "Extra data" in str(error) else ""
+        )
+        return DropReason("bad_json", f"{error}{hint}")
     if not isinstance(row, dict):
         return DropReason("bad_type", f"a row must be an object, found {type(row).__name__}")
     return row

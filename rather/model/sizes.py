@@ -137,6 +137,8 @@ def sizes_of(name: str, args: ModelArgs) -> Sizes:
         )
     except Exception as error:  # a config.json may be anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if not is_local(name) and isinstance(error, OSError):
+            reason = "not a folder here, and not in the hub's cache"
         raise ConfigError(
             f"{name}: found no config.json of a causal language model ({reason}); use a folder "
             f"that has one, or get it with `hf download {name} config.json`."

@@ -221,7 +221,8 @@ class DPOPipeline(TrainingLoop):
         with closing(self.reference_stream), closing(self.saving) if self.saving else nullcontext():
             newest = self.saving.to_resume() if self.saving else None
             if newest and self.saving and self.saving.is_finished(newest):
-                advice, before = "raise max_steps to train on", newest.state["progress"]
+                advice = "raise max_steps to train on, or choose another exp_name for another run"
+                before = newest.state["progress"]
                 if before["stopped_early"]:
                     metric = self.config.metric_for_best_model
                     advice = Progress.of(before, 0).stop_reason(metric)

@@ -90,14 +90,19 @@ class MetricsReader:
         self.columns[name].values.append(value)
 
 
+def refuse_other_folder(path: Path) -> None:
+    """Raise unless a folder is one of a run; name the runs in it."""
+    if not (path / METRICS).is_file():
+        runs = [str(each.parent) for each in sorted(path.glob(f"*/{METRICS}"))[:3]]
+        hint = " or ".join(runs) or "<output_dir>/<exp_name>"
+        raise ConfigError(f"{path}: not a run folder ({METRICS} is missing); give {hint}.")
+
+
 class Folder:
     """Everything that the report is made of, without secrets."""
 
     def __init__(self, path: Path) -> None:
-        if not (path / METRICS).is_file():
-            raise ConfigError(
-                f"{path}: not a run folder ({METRICS} is missing); give <output_dir>/<exp_name>."
-            )
+        refuse_other_folder(path)
         self.path, self.finished = path, (path / FINISHED).exists()
         self.name = Path(os.path.abspath(path)).name  # the path may be "."
         self.metrics = MetricsReader(path / METRICS).update()

@@ -79,7 +79,8 @@ const rather = (() => {
     const links = [...document.querySelectorAll(".contents a")];
     const parts = links.map((link) => document.getElementById(link.hash.slice(1)));
     const mark = () => {
-      const passed = parts.filter((part) => part.getBoundingClientRect().top < innerHeight / 3).length;
+      const above = (part) => scrollY > 0 && part.getBoundingClientRect().top < innerHeight / 3;
+      const passed = parts.filter(above).length;
       links.forEach((link, place) => {
         if (place !== Math.max(0, passed - 1)) link.removeAttribute("aria-current");
         else if (!link.hasAttribute("aria-current")) {
@@ -91,7 +92,7 @@ const rather = (() => {
     };
     if (!links.length) return;
     addEventListener("scroll", mark, { passive: true });
-    mark();
+    new ResizeObserver(mark).observe(document.body);  // parts that are filled later move the others
   }
 
   if (["light", "dark"].includes(remembered())) root.dataset.theme = remembered();

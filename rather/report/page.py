@@ -134,7 +134,7 @@ def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]
     # A region that scrolls must be reachable by keyboard.
     return (
         f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        f"<caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
         "</table></div>"
     )
 

@@ -167,7 +167,7 @@ def health(run: Folder) -> str:
         severity = escape(one["severity"])
         cards += (
             '<div class="card"><h3><span class="{level}">{severity}</span>: {name}, from step '
-            '{step}</h3><p>{text}</p><p class="muted">{advice}</p></div>'
+            '{step}</h3><p class="finding">{text}</p><p class="muted">{advice}</p></div>'
         ).format(level=LEVELS.get(severity, "muted"), severity=severity, **fields)
     return cards
 
@@ -190,7 +190,7 @@ def answers(run: Folder) -> str:
             ended = "ended by itself" if stats["ended"] else "cut at the limit"
             about = f"{stats['tokens']} tokens, {ended}, repetition {stats['repetition']:.2f}"
             sides.append(
-                f"<div><h4>{escape(name)}</h4><pre>{escape(each[side])}</pre>"
+                f'<div><h4>{escape(name)}</h4><p class="answer">{escape(each[side])}</p>'
                 f'<p class="muted">{escape(about)}</p></div>'
             )
         cards += f'<article class="card"><h3>{escape(each["prompt"])}</h3>{_grid(sides)}</article>'

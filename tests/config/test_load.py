@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rather.config.keys import table
 from rather.config.load import config_from_dict, dump_yaml, load, load_config
 from rather.config.redaction import looks_secret
 from rather.config.values import MASK
@@ -445,6 +446,7 @@ def test_what_looks_like_a_secret() -> None:
         "exp_name",
     ]
     plain += ["special_tokens", "max_tokens_per_microbatch_in_train", "TOKENIZERS_PARALLELISM"]
+    plain += [key.name for key in table().values()]  # else config.yaml of a run could not be read
     assert [name for name in secret + plain if looks_secret(name)] == secret
 
 
@@ -496,6 +498,8 @@ def test_a_token_folder_is_a_file_name_and_unreadable_paths_are_reported(
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "state.json").write_text("{}")
     load_config(write(), [f"actor_train.data_args.file_name={tmp_path}/tokens"])
+    with pytest.raises(DataError, match=r"\.csv files are not read; convert pairs\.csv to JSON"):
+        load_config(write(), ["actor_train.data_args.file_name=pairs.csv"])
     with pytest.raises(DataError, match=r"cannot be read \(File name too long"):
         load_config(write(), [f"actor_train.data_args.file_name={'x' * 300}"])
 
@@ -515,6 +519,9 @@ def test_folders_that_hold_no_model_or_tokenizer(write, tmp_path: Path) -> None:
     data = f"actor_train.data_args.file_name={tmp_path}/pairs.json"
     with pytest.raises(ConfigError, match=r"is not a model folder: it has no config\.json"):
         load_config(write(), [data, f"pretrain={tmp_path}/empty"])
+    model_folder(tmp_path / "run" / "model")
+    with pytest.raises(ConfigError, match=r"/run is not a model folder: .*; \S+/run/model has"):
+        load_config(write(), [data, f"pretrain={tmp_path}/run"])
     bare = model_folder(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="is not a tokenizer folder"):

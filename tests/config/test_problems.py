@@ -379,6 +379,7 @@ def test_no_model_names_both_keys_and_no_data_its_own(problems) -> None:
         "actor_train.data_args.file_name (dpo.yaml): no training pairs are named; "
         "set it to a file or files",
     ]
+    assert "no training pairs" in problems("actor_train.data_args.file_name=")[0]
 
 
 def test_bad_values_do_not_hide_bad_combinations(problems) -> None:
@@ -408,7 +409,10 @@ FILES = {
     "list": ("- a\n- b\n", "the file must hold keys and values"),
     "scalar": ("hello\n", "the file must hold keys and values"),
     "syntax": ("seed: 1\nbeta: [1\n", "dpo.yaml:3: "),
-    "tab": ("actor_train:\n\tdata_args: 1\n", "dpo.yaml:2: "),
+    "tab": (
+        "actor_train:\n\tdata_args: 1\n",
+        "dpo.yaml:2: found character '\\t' that cannot start any token; indent with spaces",
+    ),
     "duplicate": (
         "seed: 1\nbeta: 0.1\nseed: 2\n",
         "dpo.yaml:3: found duplicate key seed",
@@ -437,6 +441,12 @@ FILES = {
         "unfold to more than 20,000 values",
     ),
     "deep": ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+    "no colon": ("seed 1\nbeta: 1\n", "; is a colon missing in the line above?"),
+    "no colon later": (
+        "seed: 1\nbeta 1\ngamma: 2\n",
+        "; write `key: value`, here or in the line above",
+    ),
+    "indentation": ("a:\n    b: 1\n  c: 2\n", "; check the indentation of this line"),
     "number as a key": ("1: x\n", "1 (dpo.yaml:1): unknown key"),
 }
 
@@ -453,7 +463,8 @@ def test_missing_file_folder_wrong_name_and_encoding(tmp_path: Path, write) -> N
     write()
     cases = {
         tmp_path / "dpx.yaml": "near it: dpo.yaml, dpo.yml, big.yaml",
-        tmp_path: "is not a file",
+        tmp_path: "is a folder; name a file in it (big.yaml, dpo.yaml, latin.yaml)",
+        write(name="pairs.jsonl"): "is data; name it in a YAML file as",
         write(name="dpo.yml"): "rename it to dpo.yaml",
     }
     latin = tmp_path / "latin.yaml"

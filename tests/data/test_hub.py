@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import huggingface_hub
@@ -18,10 +21,13 @@ from rather.config.load import load_found
 from rather.config.paths import check_paths
 from rather.data.hub import choose, download
 from rather.data.prepare import prepare
+from rather.data.template import load_tokenizer
 from rather.errors import CheckpointError, DataError
+from rather.files import ask_hub, check_hub_model
 from rather.pipeline.pipeline import DPOPipeline
+from tests.commands.conftest import rather
 from tests.hub import Hub, serving
-from tests.tiny import make_config
+from tests.tiny import make_config, make_model
 
 REPO = "hf://datasets/shop/pairs"
 CARD = """---
@@ -110,8 +116,8 @@ def test_a_cache_that_lost_a_file_is_not_used(hub: Hub) -> None:
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("hf://datasets/shop/none", "no such dataset, or a private one"),
-        (f"{REPO}@nowhere", "no such"),
+        ("hf://datasets/shop/none", "unknown, or private: check the name"),
+        (f"{REPO}@nowhere", "unknown, or private"),
         (REPO, "no files of split 'train' \\(its splits are train_prefs, test_prefs\\)"),
         (f"{REPO}:some/train", "choose one of its configs.*they are default, all"),
         ("hf://pairs", "write hf://datasets/ORG/NAME"),
@@ -196,3 +202,63 @@ def test_the_command_asks_the_hub_for_nothing_else(hub: Hub, tmp_path: Path) -> 
     assert f"at commit {commit}" in " ".join(done.stdout.split())
     assert "28" in done.stdout
     assert all(" /api/datasets/shop/pairs/" in each or "/resolve/" in each for each in hub.requests)
+
+
+@pytest.fixture
+def silence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """Calling it replaces the hub by a port that never answers, and returns the requests so far."""
+    monkeypatch.setattr("rather.files.HUB_SECONDS", 0.2)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # restored, whatever the code sets
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+
+        def asked() -> int:
+            address = f"http://127.0.0.1:{server.getsockname()[1]}"
+            monkeypatch.setattr(constants, "ENDPOINT", address)
+            template = address + "/{repo_id}/resolve/{revision}/{filename}"
+            monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            count = 0
+            with suppress(BlockingIOError):
+                while server.accept():
+                    count += 1
+            return count
+
+        yield asked
+
+
+@pytest.mark.parametrize("command", ["train", "data", "chat"])
+def test_a_hub_that_never_answers_is_asked_once(
+    silence: Callable[[], int], tmp_path: Path, command: str
+) -> None:
+    silence()
+    (tmp_path / "pairs.jsonl").write_bytes(rows(3))
+    file = tmp_path / "dpo.yaml"
+    data = f"actor_train: {{data_args: {{file_name: {tmp_path}/pairs.jsonl}}}}\n"
+    file.write_text(f"pretrain: shop/nosuch\noutput_dir: {tmp_path}/output\n{data}")
+    done = rather(command, *(["shop/nosuch", "--prompt", "hello"] if command == "chat" else [file]))
+    assert done.exit_code == 2, done.output
+    assert done.stderr.splitlines() == [
+        "rather: shop/nosuch: neither a local folder nor a model that the hub provides (the hub "
+        "does not answer within 0.2 s: check the network, or HF_ENDPOINT)"
+    ]
+    assert silence() == 1
+
+
+def test_a_name_server_that_never_answers(silence: Callable[[], int]) -> None:
+    never = Event()
+    with pytest.raises(TimeoutError):
+        ask_hub(never.wait)
+    never.set()
+
+
+def test_a_model_of_the_cache_is_used_if_the_hub_never_answers(
+    hub: Hub, silence: Callable[[], int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(tmp_path / "model")
+    hub.add("shop/model", {file.name: file.read_bytes() for file in model.iterdir()})
+    load_tokenizer("shop/model")
+    check_hub_model.cache_clear()
+    silence()
+    assert load_tokenizer("shop/model").eos_token
+    assert silence() == 1, "the cache is enough for everything else"
+    assert "only what is in its cache is used" in caplog.text

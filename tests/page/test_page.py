@@ -69,7 +69,7 @@ def test_contents_are_listed_only_for_several_parts() -> None:
 
 def test_a_table_has_caption_and_headings() -> None:
     text = table("Cost", ["what", "amount"], [["pairs", 12345], ["share", 0.123456], ["none", "-"]])
-    assert "<caption>Cost</caption>" in text
+    assert "<caption><span>Cost</span></caption>" in text
     assert text.count('scope="row"') == 3
     assert '<th scope="col" class="number">amount</th>' in text
     assert '<td class="number">12,345</td>' in text

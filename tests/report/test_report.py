@@ -104,7 +104,7 @@ def cells(text: str, caption: str) -> dict[str, list[str]]:
 
 
 def rows(text: str, caption: str) -> list[tuple[str, list[str]]]:
-    body = text.partition(f"<caption>{caption}</caption>")[2].partition("</table>")[0]
+    body = text.partition(f"<caption><span>{caption}</span></caption>")[2].partition("</table>")[0]
     found = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', body)
     return [
         (name, [html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", rest)])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.config.keys import table
-from rather.config.paths import HUB_NAME
+from rather.files import HUB_NAME
 from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
