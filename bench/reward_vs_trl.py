@@ -56,6 +56,12 @@ def main() -> int:
                     {"side": side, "seed": seed, **json.loads(done.stdout.splitlines()[-1])}
                 )
                 print(json.dumps(runs[-1]), flush=True)
+        ratio = summarise(given, runs)
+    return 0 if ratio < 0.5 else 1  # the goal of this comparison
+
+
+def summarise(given: argparse.Namespace, runs: list[dict[str, Any]]) -> float:
+    """Print the means over the seeds so far, and write them; return the ratio of the times."""
     means = {
         side: {
             key: fmean(run[key] for run in runs if run["side"] == side)
@@ -66,10 +72,10 @@ def main() -> int:
     ratio = means["rather"]["seconds"] / means["trl"]["seconds"]
     result = {"model": given.model, "pairs": given.pairs, "epochs": given.epochs, "runs": runs}
     result |= {"mean": means, "time_ratio": ratio}
-    print(json.dumps(means), f"{ratio:.2f} of TRL's time")
+    print(json.dumps(means), f"{ratio:.2f} of TRL's time", flush=True)
     if given.out:
         given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0 if ratio < 0.5 else 1  # the goal of this comparison
+    return ratio
 
 
 def write_pairs(given: argparse.Namespace, seed: int, folder: Path) -> None:
