@@ -17,6 +17,7 @@ from rather.migrate.peers.shared import (
     HF_DEFAULTS,
     IMAGES,
     SAMPLES,
+    SPLIT,
     adapter,
     length,
     loss_name,
@@ -170,7 +171,7 @@ RULES: dict[str, Rule] = {
     "pref_loss": when(lambda value, given: given.get("stage") == "dpo", loss_name(kto_pair=None)),
     "dataset": registered(SAMPLES),
     "eval_dataset": registered(HELD_OUT),
-    "val_size": to("held_out.split", lambda value: int(value) if value >= 1 else value or None),
+    "val_size": SPLIT,
     "template": to("global_template", TEMPLATES),
     "cutoff_len": length(cut="truncate_prompt", note="LLaMA-Factory shortens prompt and answers in proportion; here "
                          "the prompt is cut from its left"),

@@ -11,7 +11,6 @@ from rather.migrate.engine import ALIASED, PROGRAM, Peer
 from rather.migrate.peers.shared import (
     HELD_OUT,
     SCHEDULES,
-    STRATEGY,
     adapter,
     betas,
     bf16,
@@ -110,6 +109,8 @@ RULES: dict[str, Rule] = {
         optim @ adam; the optimizer is AdamW
         ref_offload = reference.offload: true=on false=auto
         max_epochs = training.num_train_epochs
+        multiturn = data.score: true=assistant false=last
+        zero_stage = actor_train.strategy_args.strategy_name: 0=ddp 1=zero1 2=zero2 3=zero3
         eval_steps = eval_steps if >0
         load_checkpoint = resume_from_checkpoint: true=auto false=false
         ipo ! OpenRLHF's IPO sums log-probs, Rather's averages them: choose pref_loss, beta
@@ -153,7 +154,6 @@ RULES: dict[str, Rule] = {
     """),
     **switches("use_wandb use_tensorboard"),
     "lora_rank": lambda value, given: gives({"model.lora_rank": value or None}),
-    "multiturn": lambda value, given: gives({"data.score": "assistant" if value else "last"}),
     "apply_chat_template": to("global_template", {True: "native", False: "none"}),
     "input_key": column("prompt"),
     "output_key": column("completion"),
@@ -164,7 +164,6 @@ RULES: dict[str, Rule] = {
     "max_samples": most_rows(dataset(split="dataset_split"), 100000000, 1000000),
     "lr_scheduler": schedule,
     "adam_betas": betas,
-    "zero_stage": lambda value, given: gives({STRATEGY: f"zero{value}" if value else "ddp"}),
     "bf16": bf16,
     "gradient_checkpointing": recompute,
     "save_path": run_folder,

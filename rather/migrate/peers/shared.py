@@ -182,6 +182,10 @@ DIVERGENCES = pairs(
     "reverse_kl=reverse_kl forward_kl=forward_kl js_divergence=js alpha_divergence=alpha"
 )
 KTO_LOSSES = to("pref_loss", pairs("kto=kto apo_zero_unpaired=apo_zero_unpaired"))
+OF_DISCOPOP = when(
+    lambda value, given: "discopop" in str(given.get("loss_type")), to("discopop_tau")
+)
+SPLIT = to("held_out.split", lambda value: int(value) if value >= 1 else value or None)
 CPO_LOSSES = to("pref_loss", pairs("sigmoid=cpo simpo=simpo"))
 
 
@@ -336,6 +340,7 @@ HF: dict[str, Rule] = facts("""
     logging_dir = logging_dir
     per_device_eval_batch_size = actor_train.infer_batch_size
     use_cpu no_cuda = platform: true=cpu false=auto
+    fp16 = model.dtype: true=fp16 if fp16=true
     torch_compile = compile: true=on false=off
     load_best_model_at_end = save_best; the best model is saved next to the last one
     resume_from_checkpoint = resume_from_checkpoint
@@ -373,7 +378,6 @@ HF: dict[str, Rule] = facts("""
     "warmup_ratio": warmup_ratio,
     "optim": optimizer,
     "bf16": bf16,
-    "fp16": when(lambda value, given: value is True, to("model.dtype", lambda _: "fp16")),
     "gradient_checkpointing": recompute,
     "logging_steps": whole_steps("logging_steps"),
     "eval_strategy": evaluated,

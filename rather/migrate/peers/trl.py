@@ -18,6 +18,7 @@ from rather.migrate.peers.shared import (
     HF,
     HF_DEFAULTS,
     KTO_LOSSES,
+    OF_DISCOPOP,
     READABLE,
     STRATEGY,
     adapter,
@@ -229,13 +230,14 @@ RULES: dict[str, Rule] = {
         packing ! a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size
         completion_only_loss = data.score: true=last false=all
         assistant_only_loss = data.score: true=assistant if set
+        use_peft = model.lora_rank: false=none if use_peft!=true
+        precompute_ref_log_probs = reference.cache.enabled: true=true false=true; the reference is always computed once and kept on disk
         ref_model_mixup_alpha = ref_model_mixup_alpha if sync_ref_model=true
         ref_model_sync_steps = ref_model_sync_steps if sync_ref_model=true
         disable_dropout @ true; dropout is always off in preference training
         dataset_text_field dataset_kwargs is_encoder_decoder padding_value
         base_model_attribute_name ref_model_init_kwargs streaming fraction -
     """),
-    "use_peft": lambda value, given: NOT_NEEDED if value else gives({"model.lora_rank": None}),
     "cpo_alpha": lambda value, given: (
         cpo_weight if is_cpo(given) else never("a setting of cpo.py; pass the command line"))(value, given),
     "simpo_gamma": when(is_simpo, to("gamma")),
@@ -251,11 +253,9 @@ RULES: dict[str, Rule] = {
     "label_smoothing": label_smoothing,
     "f_divergence_type": to("f_divergence_type", DIVERGENCES),
     "f_alpha_divergence_coef": alpha,
-    "discopop_tau": when(lambda value, given: "discopop" in str(given.get("loss_type")), to("discopop_tau")),
+    "discopop_tau": OF_DISCOPOP,
     "max_length": length(),
     "truncation_mode": truncation,
-    "precompute_ref_log_probs": to("reference.cache.enabled", lambda value: True,
-                                   note="the reference is always computed once and kept on disk"),
 }  # fmt: skip
 
 PEER = Peer(
