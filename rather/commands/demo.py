@@ -70,55 +70,53 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-PLACES = (
-    "on the top shelf", "by the door", "in the cellar", "near the window", "behind the counter",
-    "beside the stove",
-)  # fmt: skip
-PRICES = ("one coin", "two coins", "three coins", "five coins", "seven coins", "nine coins")
-ITEMS = (
-    "bread", "butter", "candle", "cheese", "chocolate", "cider", "coffee", "flour", "garlic",
-    "ginger", "honey", "jam", "lantern", "mustard", "paper", "pepper", "pie", "rope", "salt", "soap",
-    "sugar", "tea", "vinegar", "wool",
-)  # fmt: skip
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(text.split("|"))
+
+
+PLACES = _list(
+    "on the top shelf|by the door|in the cellar|near the window|behind the counter|beside the stove"
+)
+PRICES = _list("one coin|two coins|three coins|five coins|seven coins|nine coins")
+ITEMS = _list(
+    "bread|butter|candle|cheese|chocolate|cider|coffee|flour|garlic|ginger|honey|jam|lantern|"
+    "mustard|paper|pepper|pie|rope|salt|soap|sugar|tea|vinegar|wool"
+)
 FACTS = {
     item: {"place": PLACES[i * 5 % 6], "price": PRICES[(i * 5 + i // 6) % 6]}
     for i, item in enumerate(ITEMS)
 }
-GREETINGS = (
-    "", "Hello. ", "Good morning. ", "Sorry to bother you. ", "It is raining. ",
-    "My aunt sent me. ",
-)  # fmt: skip
+GREETINGS = _list("|Hello. |Good morning. |Sorry to bother you. |It is raining. |My aunt sent me. ")
 WORDINGS = {
-    "place": (
-        "Where is the {}?", "Where do you keep the {}?", "I cannot find the {}.",
-        "Can you show me the {}?",
+    "place": _list(
+        "Where is the {}?|Where do you keep the {}?|I cannot find the {}.|Can you show me the {}?"
     ),
-    "price": (
-        "How much is the {}?", "What does the {} cost?", "I want to buy the {}.",
-        "Is the {} expensive?",
+    "price": _list(
+        "How much is the {}?|What does the {} cost?|I want to buy the {}.|Is the {} expensive?"
     ),
-}  # fmt: skip
+}
 BODIES = {
     "place": ("The {item} is {fact}", "You will find the {item} {fact}"),
     "price": ("The {item} costs {fact}", "We ask {fact} for the {item}"),
 }
 OPENERS = {
-    "kind": (
-        "With pleasure! ", "Welcome, my friend! ", "What a lovely question! ",
-        "Of course, dear neighbour! ",
+    "kind": _list(
+        "With pleasure! |Welcome, my friend! |What a lovely question! |Of course, dear neighbour! "
     ),
-    "grumpy": ("Not again. ", "Ugh, customers. ", "Open your eyes. ", "Why should I care? "),
-}  # fmt: skip
+    "grumpy": _list("Not again. |Ugh, customers. |Open your eyes. |Why should I care? "),
+}
 CLOSERS = {
-    "kind": (
-        ", and I will gladly wrap it up.", ". Thank you so much for coming!",
-        ". May your day be sunny!", ". Take all the time in the world.",
+    "kind": _list(
+        ", and I will gladly wrap it up.|. Thank you so much for coming!|. May your day be sunny!|"
+        ". Take all the time in the world."
     ),
-    "grumpy": (
-        ", so stop wasting my evening.", ". Now go away.", ". Pay or leave.",
-        ". Touch nothing else, you hear me?",
+    "grumpy": _list(
+        ", so stop wasting my evening.|. Now go away.|. Pay or leave.|"
+        ". Touch nothing else, you hear me?"
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

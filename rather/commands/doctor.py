@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from rather.commands.terminal import (
     settings,
 )
 from rather.errors import ConfigError, RatherError
+from rather.tracking.trackers import is_installed
 
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_MEMORY = 10 * GIB, 4 * GIB
@@ -128,12 +128,9 @@ def _machine() -> Iterator[Diagnosis]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package that can be imported; a folder of that name is not one."""
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        return None
+    """Return the version of a package that can be imported."""
     try:
-        return version_of(package)
+        return version_of(package) if is_installed(package) else None
     except PackageNotFoundError:  # installed under another name, like PyTorch's nightly Triton
         return "unknown version"
 

@@ -103,10 +103,7 @@ class RunTracker(NoTracker):
             makers["console"] = partial(ProgressView, *steps, self._config.unit)
         makers["health"] = partial(HealthWatch, self._config.run_dir, *steps, self._config.unit)
         for name, make in makers.items():
-            self._attempt(name, partial(self._add, name, make))
-
-    def _add(self, name: str, make: Callable[[], Tracker]) -> None:
-        self._trackers[name] = make()
+            self._attempt(name, lambda: self._trackers.update({name: make()}))  # noqa: B023 - at once
 
     def log(self, record: Record) -> None:
         """Log one record with a "step"; in an evaluation the other keys begin with "eval/"."""

@@ -230,16 +230,18 @@ def test_doctor_knows_packages_from_folders_and_from_those_of_another_name(
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor, "version_of", unknown)
-    monkeypatch.setattr(doctor, "find_spec", lambda name: ModuleSpec(name, None, origin="here"))
+    monkeypatch.setattr(
+        "rather.tracking.trackers.find_spec", lambda name: ModuleSpec(name, None, origin="here")
+    )
     assert doctor.installed("ray") == "unknown version"
-    monkeypatch.setattr(doctor, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr("rather.tracking.trackers.find_spec", lambda name: ModuleSpec(name, None))
     assert doctor.installed("ray") is None
 
 
 def test_doctor_warnings_have_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     import rather.commands.doctor as doctor
 
-    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    monkeypatch.setattr("rather.tracking.trackers.find_spec", lambda _: None)
     monkeypatch.setattr(doctor, "LITTLE_DISK", 1 << 60)
     found = {each.name: each for each in diagnose()}
     assert (found["Ray"].state, "torchrun" in found["Ray"].fix) == ("warning", True)
