@@ -259,7 +259,7 @@ def forge(folder: Path) -> Path:
     (segment,) = segments(folder)
     stored, _ = BlockFile(segment).read()
     segment.unlink()
-    BlockFile(segment).append(np.stack([stored.high, stored.low], 1), stored.sums - 1)
+    BlockFile(segment).append(stored.keys, stored.sums - 1)
     return segment.parent
 
 
