@@ -27,7 +27,7 @@ from tests.house.source import ROOT, text_files, where
 PAGES = [file for file in text_files() if file.suffix == ".md"]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
-WRITES = ("--out", "--save", "--plot", "--html")
+WRITES = ("--out", "--save", "--html")
 
 
 class Block(NamedTuple):
