@@ -502,9 +502,7 @@ def measure_step(shape: Shape) -> dict[str, Any]:
         result = trainer.train_step([batch], reference)
         assert result.skip_reason is None, result
         peaks.append(torch.cuda.max_memory_allocated() if on_gpu else None)
-    planned = planned_bytes(
-        shape, strategy("ddp_train"), 1, batch, kind, "bf16" if on_gpu else "fp32"
-    )
+    planned = planned_bytes(shape, strategy("ddp"), 1, batch, kind, "bf16" if on_gpu else "fp32")
     found = {
         "weights": sum(_bytes(parameter) for _, parameter in named),
         "optimizer": optimizer.state_bytes(),

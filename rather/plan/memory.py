@@ -126,8 +126,9 @@ def role_state(
         each = WeightBytes(2, 4, 4, 8)
     else:  # bfloat16 has the remainder of a master
         each = WeightBytes(2, 2 if narrow and found.devices == 1 else 4, 2, 8)
-    experts = stacked(shapes)
-    dense, cut = sum(map(prod, shapes.values())) - experts, found.tp * found.pp
+    experts, cut = stacked(shapes), found.tp * found.pp
+    norms = sum(prod(shape) for name, shape in shapes.items() if "norm" in name)  # whole under tp
+    dense = sum(map(prod, shapes.values())) - experts - norms
     shards, groups = (
         (found.shard * found.cp, max(1, found.shard // found.ep) * found.cp)
         if found.stage
@@ -139,6 +140,7 @@ def role_state(
         kept = compute if gathered else 0
     parts = [
         Part(dense, base, kept, shards, cut),
+        Part(norms, base, kept, shards, found.pp),
         Part(experts, base, kept, groups, found.ep * found.pp),
     ]
     if args.has_adapter:

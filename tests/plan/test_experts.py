@@ -61,9 +61,8 @@ def test_what_each_rank_holds(
     config = load(FILES["experts"], [f"pretrain={folder}", *settings])
     role = config.actor_train
     state = role_state(config, role, "cuda", sizes.shapes, role.model_args)
-    assert state.by_purpose.moments == pytest.approx(
-        8 * ((WEIGHTS - EXPERTS) / dense + EXPERTS / experts)
-    )
+    expected = 8 * ((WEIGHTS - EXPERTS) / dense + EXPERTS / experts)
+    assert state.by_purpose.moments == pytest.approx(expected, rel=1e-5)  # norms: whole under tp
 
 
 def test_plan_prints_the_memory_of_a_rank(folder: Path) -> None:
