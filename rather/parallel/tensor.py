@@ -214,7 +214,8 @@ def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
         for what, count in counts.items():
             if count % tp:
                 raise ConfigError(
-                    f"tp_size: {tp} does not divide {what}: {count} of {family}; set it to a divisor"
+                    f"tp_size: {tp} does not divide {what}: {count} of {family}; set it to a "
+                    "divisor"
                 )
         yield name, module, style
 
