@@ -30,7 +30,7 @@ import numpy as np
 from common import RESULTS, machine
 
 from rather.config.load import config_from_dict
-from rather.data.corrections import hex_id
+from rather.data.pairs import hex_id
 from rather.data.prepare import prepare
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report.pairs import CUT, PairHistory, auc, read_ledger

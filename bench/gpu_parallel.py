@@ -45,9 +45,8 @@ from common import (
 )
 from torch import Tensor
 
-from rather.config.pipelines import Pipeline
 from rather.config.schema import ModelArgs, TrainingArgs
-from rather.config.strategies import Layout
+from rather.config.strategies import Layout, Pipeline
 from rather.data.batch import Columns, PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.losses.objective import configure

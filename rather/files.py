@@ -7,6 +7,7 @@ another file of that folder, or of its hub cache.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -83,6 +84,26 @@ def write_own(path: Path, text: str) -> None:
     """Write a text file that a run owns."""
     with open(path, "w", encoding="utf-8", errors="replace", opener=own) as file:
         file.write(text)
+
+
+def file_sha(path: Path, opener: Opener = regular) -> str:
+    """Return the SHA-256 of a file's content."""
+    with open(path, "rb", opener=opener) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_sha(text: str) -> str:
+    """Return the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Sync a file or folder: a new or renamed entry may otherwise be gone after a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def replace_own(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
 
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.errors import DataError
@@ -22,9 +23,7 @@ from rather.parallel.stages import Objective
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 
 # labels, loss_mask, reference of the chosen and of the rejected answers, logits -> loss, metrics
-LossOfLogits = Callable[
-    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor], tuple[Tensor, Mapping[str, Any]]
-]
+LossOfLogits = Callable[..., tuple[Tensor, Mapping[str, Any]]]
 
 
 class LogitsRunner(WholeModelRunner):
@@ -91,20 +90,18 @@ def with_logits(policy: PolicyModel, batch: PairBatch) -> dict[str, Tensor]:
     logits_UV = linear(rows_UD, head.weight, head.bias) * policy.scale
     if cap := policy.softcap:
         logits_UV = cap * torch.tanh(logits_UV / cap)
-    counts = batch.length_P2.long().flatten()
-    # Answers are laid out one after the other, in the order of their cells.
-    order = batch.cell_T.argsort(stable=True)
-    cells, tokens = batch.cell_T[order], batch.token_T[order]
-    column = torch.arange(len(cells), device=cells.device) - (counts.cumsum(0) - counts)[cells]
-    pairs = len(batch.length_P2)
-    at, shape = ((cells % 2) * pairs + cells // 2, column), (2 * pairs, int(counts.max()))
-    logits = logits_UV.new_zeros(*shape, logits_UV.shape[-1]).index_put(at, logits_UV[tokens])
-    labels = batch.targets_U.new_zeros(shape).index_put(at, batch.targets_U[tokens])
-    mask = torch.zeros(shape, device=logits.device)
-    mask = mask.index_put(at, mask.new_ones(()))
+    # The tokens of each answer, in the order of their cells.
+    tokens = batch.token_T[batch.cell_T.argsort(stable=True)]
+    counts = batch.length_P2.long().flatten().tolist()
+
+    def by_answer(values_U: Tensor) -> Tensor:
+        answers = torch.split(values_U[tokens], counts)
+        return pad_sequence([*answers[::2], *answers[1::2]], batch_first=True)
+
+    columns = {"labels": by_answer(batch.targets_U), "logits": by_answer(logits_UV)}
+    columns["loss_mask"] = by_answer(torch.ones_like(batch.targets_U, dtype=torch.float32))
     with torch.no_grad():
-        sums = answer_sums(labels, mask, logits)
-    columns = {"labels": labels, "loss_mask": mask, "logits": logits}
+        sums = answer_sums(**columns)
     return {"sum": torch.stack(sums.chunk(2), 1), **columns}
 
 

@@ -20,9 +20,8 @@ from rather.config.load import load_found
 from rather.config.redaction import hide
 from rather.config.show import secret_values
 from rather.data.batch import PairFacts
-from rather.data.corrections import hex_id
 from rather.data.pack import pack
-from rather.data.pairs import PairDataset
+from rather.data.pairs import PairDataset, hex_id
 from rather.data.prepare import prepare
 from rather.data.show import SIDES, token_texts
 from rather.data.template import load_tokenizer

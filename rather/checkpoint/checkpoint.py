@@ -51,7 +51,7 @@ from rather.checkpoint.sharded_tensors import (
     split_by_size,
 )
 from rather.errors import CheckpointError, DiskError
-from rather.files import own, read_bytes, read_json, write_own
+from rather.files import own, read_bytes, read_json, sync, write_own
 
 log = logging.getLogger(__name__)
 
@@ -126,11 +126,11 @@ class Draft:
         aside = self.run_dir / f".old-checkpoint-{self.step}"
         with self.removed_on_error():
             yield
-            _sync_folder(self.folder)
+            sync(self.folder)
             if self.final.exists():
                 os.rename(self.final, aside)  # `candidates` still finds it there
             os.rename(self.folder, self.final)
-            _sync_folder(self.run_dir)
+            sync(self.run_dir)
             write_latest(self.run_dir, self.final.name)
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -242,7 +242,7 @@ def write_latest(run_dir: Path, name: str) -> None:
     temporary = run_dir / f".tmp-checkpoint-{LATEST}-{os.getpid()}"
     _write(temporary, [f"{name}\n".encode()])
     os.replace(temporary, run_dir / LATEST)
-    _sync_folder(run_dir)
+    sync(run_dir)
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -258,15 +258,6 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
         file.flush()
         os.fsync(file.fileno())
     return size, digest.hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    """Sync the folder: otherwise a new or renamed entry may be gone after a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _must_survive_json(value: Any, where: str) -> None:

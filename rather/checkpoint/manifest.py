@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rather.errors import CheckpointError
-from rather.files import own, parse_json, read_bytes
+from rather.files import file_sha, own, parse_json, read_bytes
 
 SCHEMA = 1
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -63,15 +63,10 @@ def damages(path: Path, files: Written, *, full: bool = True) -> Iterator[tuple[
         elif full or name == STATE:
             whole.append(name)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        digests = pool.map(lambda name: file_sha256(path / name), whole)
+        digests = pool.map(lambda name: file_sha(path / name, own), whole)
         for name, digest in zip(whole, digests, strict=True):
             if digest != files[name][1]:
                 yield path / name, "is damaged: its SHA-256 differs from the manifest"
-
-
-def file_sha256(path: Path) -> str:
-    with open(path, "rb", opener=own) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifest(path: Path) -> tuple[int, Written]:

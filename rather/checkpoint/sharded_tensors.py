@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from operator import add, sub
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,7 @@ from rather.files import parse_json, regular
 
 HEADER_KEY = "pieces"  # in the metadata of a safetensors file: JSON, name -> [whole shape, offsets]
 Numbers = tuple[int, ...]
+Cast = Any  # rather.model.export.FileCast, which converts blocks of tensors to its dtype
 CHUNK = 16 << 20  # bytes in memory at a time while a tensor is streamed
 DTYPES = {
     torch.float64: "F64",
@@ -87,14 +88,6 @@ class Shard:
     spec: ShardSpec
 
 
-class Cast(Protocol):
-    """Converts blocks of tensors to one dtype."""
-
-    dtype: torch.dtype
-
-    def __call__(self, name: str, value: Tensor, spec: ShardSpec) -> Tensor: ...
-
-
 class ShardedFiles(Mapping[str, Tensor]):
     """The tensors of some safetensors files, stored whole or as shards; each is read on access."""
 
@@ -134,10 +127,8 @@ class ShardedFiles(Mapping[str, Tensor]):
 
     def dtype(self, name: str) -> torch.dtype:
         file, spec = next(iter(self._shards[name].values()))
-        stored = file.get_slice(name)
-        found = {code: dtype for dtype, code in DTYPES.items()}.get(stored.get_dtype())
-        empty: Any = None if found else stored[(slice(0, 0),) * len(spec.whole)]
-        return found or empty.dtype
+        empty: Tensor = file.get_slice(name)[(slice(0, 0),) * len(spec.whole)]
+        return empty.dtype
 
     def read(self, name: str, wanted: ShardSpec) -> Tensor:
         """Return one block in memory of its own; nothing else is read."""

@@ -28,13 +28,12 @@ from rather.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
     Written,
-    file_sha256,
     manifest_bytes,
     read_manifest,
     verify,
 )
 from rather.errors import CheckpointError, ConfigError, DiskError, RatherError
-from rather.files import own, read_bytes
+from rather.files import file_sha, own, read_bytes, sync
 
 log = logging.getLogger(__name__)
 
@@ -92,24 +91,13 @@ class Store:
         with self.errors(), open(file, "rb", opener=own) as source:
             self.client.upload_fileobj(source, self.bucket, f"{self.key}/{name}")
 
-    def put_new(self, name: str, content: bytes) -> None:
-        """Create an object unless it exists."""
-        with self.errors():
-            key = f"{self.key}/{name}"
-            try:
-                self.client.put_object(Bucket=self.bucket, Key=key, Body=content, IfNoneMatch="*")
-            except self.client.exceptions.ClientError as error:
-                if error.response["Error"]["Code"] != "PreconditionFailed":
-                    raise
-
     def get(self, key: str, file: Path) -> None:
         """Download an object; the file is complete or absent."""
         temporary = file.with_name(f".{file.name}.{os.getpid()}.building")
         try:
             with self.errors(), open(temporary, "wb", opener=own) as target:
                 self.client.download_fileobj(self.bucket, key, target)
-                target.flush()
-                os.fsync(target.fileno())
+            sync(temporary)
             os.replace(temporary, file)
         finally:
             temporary.unlink(missing_ok=True)
@@ -135,7 +123,9 @@ class Store:
                     self.put(f"{target}/{name}", folder / name)
             if _contents(folder, step, full=False)[1] != manifest:
                 raise DiskError(f"{folder}: was replaced while it was uploaded.")
-            self.put_new(f"{target}/{MANIFEST}", manifest)
+            with self.errors():
+                key = f"{self.key}/{target}/{MANIFEST}"
+                self.client.put_object(Bucket=self.bucket, Key=key, Body=manifest)
             complete.insert(0, target)
         latest = max((time for _, time in there.values()), default=datetime.max)
         past = {name for name, (_, time) in there.items() if time < latest - ABANDONED}
@@ -191,7 +181,7 @@ def _contents(folder: Path, step: int, *, full: bool = True) -> tuple[Written, b
         return verify(folder, full=full)[1], read_bytes(folder / MANIFEST, opener=own)
     os.stat(folder)
     files = {
-        str(path.relative_to(folder)): (path.stat().st_size, file_sha256(path))
+        str(path.relative_to(folder)): (path.stat().st_size, file_sha(path, own))
         for path in sorted(folder.rglob("*"))
         if not path.is_dir()
     }

@@ -24,11 +24,11 @@ from rather.files import read_bytes, refuse_outside
 from rather.model.check import two_pairs
 from rather.model.export import (
     FileCast,
-    merged_model,
     publish,
     source_files,
     whole_adapter,
     whole_model,
+    write_model,
 )
 from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
@@ -130,7 +130,9 @@ def merge(
     trust: bool = False,
 ) -> str:
     """Write adapter and base as one model to `out`; return how its log-probs compare."""
-    from rather.model.adapters import adapter_folder, base_of  # PEFT takes seconds to import
+    # PEFT takes seconds to import
+    from rather.model.adapters import adapter_folder, base_of
+    from rather.model.adapters import merge as merged_weights
 
     _refuse_existing(out)
     folder = adapter_folder(adapter)
@@ -159,7 +161,8 @@ def merge(
     config.dtype = DTYPES[dtype] if dtype else config.dtype
     files = ShardedFiles(weight_files(found))
     cast = FileCast(config.dtype, _asked(rounding, config.dtype) or default, files)
-    temporary = merged_model(policy.causal_lm, files, folder, tokenizer, out, cast, largest)
+    streams = merged_weights(files, folder, cast)
+    temporary = write_model(policy.causal_lm, streams, tokenizer, out, largest)
     del policy
     card = f"# {out.name}\n\n`{name}` with the adapter `{folder}` merged by Rather: "
     merged = str(temporary), ModelArgs(dtype="fp32", trust_remote_code=trust)

@@ -138,7 +138,7 @@ def _calibrate(run: Path, data: PairDataset | None, share: float) -> int:
     from rather.config.load import load_found
     from rather.config.paths import check_paths
     from rather.config.schema import as_list
-    from rather.data.corrections import hex_id
+    from rather.data.pairs import hex_id
     from rather.files import replace_own, write_own
     from rather.report.pairs import CALIBRATION, Doctor, calibrate
     from rather.run_folder.control import StopRequest

@@ -9,11 +9,16 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rather.config.compat import deepspeed_clipping, lora_file, parity_problems
+from rather.config.compat import clippings, lora_file, parity_problems
 from rather.config.inherit import value_at
-from rather.config.pipelines import SCHEDULES
 from rather.config.plugins import did_you_mean
-from rather.config.strategies import LANES, data_parallel, possible_layout, strategy_problems
+from rather.config.strategies import (
+    LANES,
+    SCHEDULES,
+    data_parallel,
+    possible_layout,
+    strategy_problems,
+)
 
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
@@ -199,11 +204,7 @@ def _loss(config: DPOConfig) -> Problems:
         )
     if weights is not None and len(weights) != len(names):
         yield "loss_weights", f"{len(weights)} weights for {len(names)} losses in pref_loss"
-    clippings = {
-        f"{TRAINING}.max_grad_norm": config.actor_train.training_args.max_grad_norm,
-        DETAILS: deepspeed_clipping(config.actor_train.strategy_args),
-    }
-    for key, value in clippings.items():
+    for key, value in clippings(config.actor_train).items():
         if value not in (None, config.max_grad_norm):
             yield (
                 key,

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rather import files
 from rather.config.values import section_problems
 from rather.errors import ConfigError
+from rather.files import read_json
 
 if TYPE_CHECKING:
-    from rather.config.schema import ActorModelArgs, DPOConfig, StrategyArgs
+    from rather.config.schema import ActorConfig, ActorModelArgs, DPOConfig, StrategyArgs
 
 Names = tuple[str, ...]  # a key path in parts: names in a mapping may contain dots
 Problems = Iterator[tuple[str, str]]
@@ -205,7 +205,7 @@ def is_deepspeed(name: str | None) -> bool:
 
 def deepspeed_settings(details: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted key -> value, of strategy_config or of the file that it names."""
-    content = read_json(str(details[FILE])) if FILE in details else details
+    content = read_object(Path(str(details[FILE]))) if FILE in details else details
     found = {".".join(names): value for names, value in _paths(content)}
     return {key: value for key, value in found.items() if not isinstance(value, Mapping)}
 
@@ -223,6 +223,14 @@ def deepspeed_clipping(args: StrategyArgs) -> float | None:
         return None
     found = deepspeed_settings(details).get(CLIPPING, "auto")
     return None if found == "auto" else float(found)
+
+
+def clippings(actor: ActorConfig) -> dict[str, float | None]:
+    """Return key path -> gradient clipping, of the keys that mean max_grad_norm."""
+    return {
+        "actor_train.training_args.max_grad_norm": actor.training_args.max_grad_norm,
+        "actor_train.strategy_args.strategy_config": deepspeed_clipping(actor.strategy_args),
+    }
 
 
 def deepspeed_problems(details: Mapping[str, Any]) -> Problems:
@@ -244,16 +252,14 @@ def deepspeed_problems(details: Mapping[str, Any]) -> Problems:
             yield (FILE, f"{details[FILE]}: {key}: {text}") if FILE in details else (key, text)
 
 
-def read_json(file: str) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or raise a ConfigError that says why it is unusable."""
     try:
-        values = files.read_json(Path(file).expanduser())
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error})") from None
+        values = read_json(file.expanduser())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', error)})") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} is not a JSON object")
+        raise ConfigError(f"{file}: is not the config that belongs there, which is a JSON object")
     return values
 
 
@@ -272,7 +278,7 @@ NOT_SUPPORTED = {"embedding_lora_dropout": 0, "lora_train_bias": "none"}  # othe
 def lora_file(args: ActorModelArgs) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of the lora_config file by Rather's keys, and what is wrong with it."""
     try:
-        values = read_json(args.lora_config) if args.lora_config else {}
+        values = read_object(Path(args.lora_config)) if args.lora_config else {}
     except ConfigError as error:
         return {}, [str(error)]
     found = {

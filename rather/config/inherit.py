@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from rather.config.compat import PRESETS, deepspeed_clipping, lora_file
+from rather.config.compat import PRESETS, clippings, lora_file
 from rather.config.strategies import DEGREES, data_parallel
 
 if TYPE_CHECKING:
@@ -114,11 +114,7 @@ def complete(config: DPOConfig) -> dict[str, str]:
                 "num_nodes: 1, but device_mapping has GPUs of %d nodes; read as that", nodes
             )
             inherit("num_nodes", "actor_train.device_mapping", nodes, replace=True)
-    clippings = {
-        f"{TRAINING}.max_grad_norm": actor.training_args.max_grad_norm,
-        DETAILS: deepspeed_clipping(actor.strategy_args),
-    }
-    for source, value in clippings.items():
+    for source, value in clippings(actor).items():
         if value is not None:
             inherit("max_grad_norm", source, value)
     if config.train_batch_size is not None:

@@ -133,11 +133,6 @@ def worker_class(value: Any) -> Any:
     raise ValueError("write a dotted import path such as 'my_package.workers.MyWorker'")
 
 
-def class_path(value: Any) -> Any:
-    """Return a worker class as its dotted path."""
-    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else value
-
-
 def _check(is_valid: Callable[[Any], Any], message: str) -> AfterValidator:
     def check(value: Any) -> Any:
         if is_valid(value):
@@ -157,7 +152,9 @@ Devices = Annotated[list[int] | None, BeforeValidator(device_list)]
 WorkerClass = Annotated[
     Any,
     BeforeValidator(worker_class),
-    PlainSerializer(class_path),
+    PlainSerializer(
+        lambda each: f"{each.__module__}.{each.__qualname__}" if isinstance(each, type) else each
+    ),
     WithJsonSchema({"type": ["string", "null"]}),
 ]
 RunName = Annotated[

@@ -46,6 +46,14 @@ class TokenPair:
         """The most tokens that the pair takes in a micro-batch: the prompt counts once."""
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
 
+    def sequence(self, side: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of prompt and one answer, and 1 for each that is scored."""
+        ids = [*self.prompt.tolist(), *getattr(self, side).tolist()]
+        scored = [0] * len(ids)
+        for first, end in getattr(self, f"{side}_scored"):
+            scored[first:end] = [1] * (end - first)
+        return ids, scored
+
     def only(self, side: str) -> TokenPair:
         """Return the pair with one of its answers, "chosen" or "rejected"."""
         other = "rejected" if side == "chosen" else "chosen"

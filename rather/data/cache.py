@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ import pyarrow as pa
 from rather.data.messages import Json
 from rather.data.pairs import SCHEMA, PairFile
 from rather.errors import DiskError
-from rather.files import own, read_json, regular
+from rather.files import file_sha, read_json, replace_own, sync, text_sha
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +41,10 @@ def batch_writer(path: Path) -> Iterator[Callable[[Any], None]]:
         if sum(part.num_rows for part in waiting) >= BATCH_ROWS:
             flush()
 
-    with path.open("wb") as file:
-        with pa.ipc.new_file(file, SCHEMA) as writer:
-            yield add
-            flush()
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        yield add
+        flush()
+    sync(path)
 
 
 class Cache:
@@ -71,7 +68,8 @@ class Cache:
             report = json.loads(json.dumps(make(temporary)))  # as a later start reads it
             sha = _sha(temporary, report)
             os.replace(temporary, path)
-            write_json(path.with_suffix(".json"), {"sha256": sha, "report": report})
+            entry = json.dumps({"sha256": sha, "report": report})
+            replace_own(path.with_suffix(".json"), entry)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskError(
@@ -94,7 +92,7 @@ class Cache:
             known = {}
         if known.get(str(path), [None])[0] != stamp:
             known[str(path)] = [stamp, file_sha(path)]
-            write_json(memory, known)
+            replace_own(memory, json.dumps(known))
         return str(known[str(path)][1])
 
 
@@ -113,26 +111,6 @@ def _find(path: Path) -> tuple[PairFile, Json] | None:
     return None
 
 
-def write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    with open(temporary, "w", encoding="utf-8", opener=own) as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def _sha(tokens: Path, report: Json) -> str:
     """Return the hash of both: the report says which pairs are of which file."""
     return text_sha(file_sha(tokens) + json.dumps(report))
-
-
-def file_sha(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
-    with open(path, "rb", opener=regular) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def text_sha(text: str) -> str:
-    """Return the SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -16,10 +16,10 @@ import torch
 from rather.config.schema import DPOConfig
 from rather.data.batch import TokenPair
 from rather.data.collate import StatefulDistributedSampler, pairs_of
-from rather.data.formats import EXTRAS, RowLayout, read_row
+from rather.data.formats import EXTRAS, read_row
 from rather.data.json_rows import DropReason
 from rather.data.pool import LimitedEncoder, encoder_of
-from rather.data.prepare import recipe_of
+from rather.data.prepare import layout_of, recipe_of
 from rather.data.report import TOO_LONG
 from rather.data.sampler import Order
 from rather.data.tokens import Encoder
@@ -48,6 +48,7 @@ class Feed:
         self.transform = transform
         self.source, self.config, self.size, self.tokenizer = source, config, size, tokenizer
         self.data = config.actor_train.data_args
+        self._layout = layout_of(config, self.data)
         self.sampler: Any = getattr(source, "sampler", None)
         self.dropped: dict[str, tuple[int, str]] = {}  # reason -> count, details of the first row
         self._begun: Iterator[Any] | None = None
@@ -168,13 +169,6 @@ class Feed:
         for each in read.dropped:
             self._drop(each)
         return pairs
-
-    @cached_property
-    def _layout(self) -> RowLayout:
-        keys = {"chosen": self.config.chosen_key, "rejected": self.config.rejected_key}
-        given = {name: key for name, key in keys.items() if name != key}
-        columns = {**self.data.columns, **given}
-        return RowLayout(self.data.format, columns, self.config.ranked_pairs)
 
     @cached_property
     def _encoder(self) -> Encoder | LimitedEncoder:

@@ -6,6 +6,7 @@ address is recorded, so that the same address works without a network.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,6 @@ from typing import Any
 
 from rather.config.paths import is_local, nearest_names
 from rather.config.values import HUB_DATASET
-from rather.data.cache import text_sha, write_json
 from rather.errors import ConfigError, DataError
 from rather.files import (
     HUB_SECONDS,
@@ -25,6 +25,8 @@ from rather.files import (
     parse_yaml,
     read_bytes,
     read_json,
+    replace_own,
+    text_sha,
     why_not_from_hub,
 )
 
@@ -79,7 +81,7 @@ def download(address: str) -> tuple[str, list[Path]]:
         raise DataError(f"{address}: not downloaded from the hub: {reason}.") from error
     record.parent.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in chosen]
-    write_json(record, {"commit": commit, "files": list(map(str, files))})
+    replace_own(record, json.dumps({"commit": commit, "files": list(map(str, files))}))
     return commit, files
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from rather.data.json_rows import DropReason
 
 Json = dict[str, Any]
-Message = Json
 Turns = tuple[Json, ...]
 Content = str | Turns
 

@@ -216,67 +216,66 @@ class Bin(NamedTuple):
         return np.array([place for unit in self.units for place in unit.places], np.int64)
 
     def pack(self, pairs: Pairs, *, at_end: bool = False) -> PairBatch:
-        return _pack_bin(pairs, self.units, self.size, at_end)
+        """Lay the pairs out as tensors."""
+        real_tokens = sum(unit.tokens for unit in self.units)
+        count = np.arange(self.tokens)
+        segments: list[tuple[Tokens, Places]] = []  # tokens, and the places of all that they see
+        end = 0
 
+        def add(ids: Tokens, beginning: Places) -> Places:
+            """Lay out tokens that follow those at `beginning`; return the places of the sequence."""
+            nonlocal end
+            start, end = end, end + len(ids)
+            path = np.concatenate([beginning, count[start:end]])
+            if len(ids):
+                segments.append((ids, path))
+            return path
 
-def _pack_bin(pairs: Pairs, units: Sequence[_Unit], size: int, at_end: bool) -> PairBatch:
-    real_tokens = sum(unit.tokens for unit in units)
-    count = np.arange(max(size, real_tokens))
-    segments: list[tuple[Tokens, Places]] = []  # tokens, and the places of all that they see
-    end = 0
-
-    def add(ids: Tokens, beginning: Places) -> Places:
-        """Lay out tokens that follow those at `beginning`; return the places of the sequence."""
-        nonlocal end
-        start, end = end, end + len(ids)
-        path = np.concatenate([beginning, count[start:end]])
-        if len(ids):
-            segments.append((ids, path))
-        return path
-
-    counted = np.where(count < real_tokens, np.float32(1), np.float32(0))
-    scored, ends, lengths = [count[:0]], [count[:0]], list[int]()
-    for unit in units:
-        (first, _, _), *others = unit.branches
-        paths = [add(np.concatenate([unit.prompt, first]), count[:0])]
-        for response, earlier, shared in others:
-            paths.append(add(response[shared:], paths[earlier][: len(unit.prompt) + shared]))
-        for (response, _, _), path in zip(unit.branches, paths, strict=True):
-            known = [common_tokens(response, other) for other in unit.earlier]
-            counted[path[: len(unit.prompt) + max(known) if known else 0]] = 0
-        for branch, spans in unit.sides:
-            scored += [paths[branch][start:stop] for start, stop in spans]
-            lengths.append(sum(stop - start for start, stop in spans))
-            ends.append(paths[branch][-1:] if spans else count[:0])
-    while end < len(count):
-        add(np.zeros(min(len(count) - end, FILLER_SEGMENT), np.int32), count[:0])
-    before = count - 1  # the place whose hidden state predicts a token; -1: none does
-    for own, path in segments:
-        before[path[-len(own)]] = path[-len(own) - 1] if len(path) > len(own) else -1
-    ids = np.concatenate([own for own, _ in segments], dtype=np.int64)
-    places = [place for unit in units for place in unit.places]
-    tensors: dict[str, Any] = {
-        f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
-        for name in ("weight", "margin", "soft_label")
-    }
-    tensors["pair_P"] = np.asarray(places, np.int64)
-    tensors["ids_N"], tensors["counted_N"] = ids, counted
-    tensors["positions_N"] = np.concatenate(
-        [count[len(path) - len(own) : len(path)] for own, path in segments]
-    )
-    tensors |= _scored_tokens(np.concatenate(scored), np.asarray(lengths, np.int64), ids, before)
-    if at_end:
-        rows = np.concatenate(ends)
-        tensors |= {"rows_U": rows, "targets_U": ids[rows], "token_T": np.arange(len(rows))}
-        tensors["cell_T"] = np.flatnonzero(lengths)
-        tensors["shared_T"] = np.ones(len(rows))
-    keys = torch.from_numpy(np.concatenate([path for _, path in segments]))
-    q_lens, k_lens = zip(*((len(own), len(path)) for own, path in segments), strict=True)
-    return PairBatch(
-        segments=Segments.of(q_lens, k_lens, keys),
-        real_tokens=real_tokens,
-        **{name: torch.from_numpy(array) for name, array in tensors.items()},
-    )
+        counted = np.where(count < real_tokens, np.float32(1), np.float32(0))
+        scored, ends, lengths = [count[:0]], [count[:0]], list[int]()
+        for unit in self.units:
+            (first, _, _), *others = unit.branches
+            paths = [add(np.concatenate([unit.prompt, first]), count[:0])]
+            for response, earlier, shared in others:
+                paths.append(add(response[shared:], paths[earlier][: len(unit.prompt) + shared]))
+            for (response, _, _), path in zip(unit.branches, paths, strict=True):
+                known = [common_tokens(response, other) for other in unit.earlier]
+                counted[path[: len(unit.prompt) + max(known) if known else 0]] = 0
+            for branch, spans in unit.sides:
+                scored += [paths[branch][start:stop] for start, stop in spans]
+                lengths.append(sum(stop - start for start, stop in spans))
+                ends.append(paths[branch][-1:] if spans else count[:0])
+        while end < len(count):
+            add(np.zeros(min(len(count) - end, FILLER_SEGMENT), np.int32), count[:0])
+        before = count - 1  # the place whose hidden state predicts a token; -1: none does
+        for own, path in segments:
+            before[path[-len(own)]] = path[-len(own) - 1] if len(path) > len(own) else -1
+        ids = np.concatenate([own for own, _ in segments], dtype=np.int64)
+        places = self.places
+        tensors: dict[str, Any] = {
+            f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
+            for name in ("weight", "margin", "soft_label")
+        }
+        tensors["pair_P"] = places
+        tensors["ids_N"], tensors["counted_N"] = ids, counted
+        tensors["positions_N"] = np.concatenate(
+            [count[len(path) - len(own) : len(path)] for own, path in segments]
+        )
+        tensors |= _scored_tokens(
+            np.concatenate(scored), np.asarray(lengths, np.int64), ids, before
+        )
+        if at_end:
+            rows = np.concatenate(ends)
+            tensors |= {"rows_U": rows, "targets_U": ids[rows], "token_T": np.arange(len(rows))}
+            tensors["cell_T"] = np.flatnonzero(lengths)
+            tensors["shared_T"] = np.ones(len(rows))
+        keys = torch.from_numpy(np.concatenate([path for _, path in segments]))
+        q_lens, k_lens = zip(*((len(own), len(path)) for own, path in segments), strict=True)
+        return PairBatch(
+            segments=Segments.of(q_lens, k_lens, keys),
+            real_tokens=real_tokens,
+            **{name: torch.from_numpy(array) for name, array in tensors.items()},
+        )
 
 
 def _scored_tokens(places: Places, lengths: Places, ids: Places, before: Places) -> dict[str, Any]:

@@ -7,8 +7,8 @@ second of import, and a copy of each row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,11 +17,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from rather.data.messages import Json
 from rather.errors import DataError
+from rather.files import file_sha, parse_json, regular, text_sha
 
 if TYPE_CHECKING:
     from rather.data.batch import TokenPair
 
+LONGEST_LINE = 1000  # bytes of a correction
 Ints = NDArray[np.int64]
 Part = tuple[int, int, float]  # first row, end row, mixing weight
 IDS = ("prompt", "chosen", "rejected")
@@ -134,29 +137,25 @@ def _joined(pair: TokenPair, other: TokenPair, limit: int) -> TokenPair:
     return replace(pair, rejected=answer, rejected_scored=scored)
 
 
+@dataclass(eq=False)
 class PairDataset:
-    """Some or all pairs of a file, in the order of the data files."""
+    """Some or all pairs of a file, in the order of the data files.
 
-    def __init__(
-        self,
-        file: PairFile,
-        fingerprint: str,
-        parts: Sequence[Part],
-        rows: Ints | None = None,
-        corrections: Mapping[int, Correction] | None = None,
-    ) -> None:
-        """`corrections` belong to rows of the file. `take` applies them, columns do not have them."""
-        self.file, self.fingerprint, self.rows = file, fingerprint, rows
-        self.parts: tuple[Part, ...] = tuple(parts)
-        self.corrections = corrections or {}
-        # For each single answer, the pair whose answer follows its prompt as `rejected`, and the
-        # longest sequence.
-        self.partners: tuple[Ints, int] | None = None
+    `corrections` belong to rows of the file. `take` applies them, columns do not have them.
+    `partners` are, for each single answer, the pair whose answer follows its prompt as `rejected`,
+    and the longest sequence.
+    """
+
+    file: PairFile
+    fingerprint: str
+    parts: tuple[Part, ...]
+    rows: Ints | None = None
+    corrections: Mapping[int, Correction] = field(default_factory=dict)
+    partners: tuple[Ints, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker on another machine needs: the name of the file, not its pairs."""
-        names = ("file", "fingerprint", "parts", "rows", "corrections", "partners")
-        return {name: getattr(self, name) for name in names}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __len__(self) -> int:
         return len(self.file) if self.rows is None else len(self.rows)
@@ -249,14 +248,82 @@ class PairDataset:
         order = np.lexsort((draw.permutation(len(self)), place))
         partners = np.empty(len(self), np.int64)
         partners[order] = np.roll(order, -int(sizes.max()))
-        found = PairDataset(self.file, self.fingerprint, self.parts, self.rows)
-        found.partners = (partners, limit)
-        return found
+        return replace(self, partners=(partners, limit))
 
     def subset(self, rows: Ints, fingerprint: str) -> PairDataset:
-        """Return the rows with these (ascending) numbers."""
-        parts = [
-            (int(np.searchsorted(rows, start)), int(np.searchsorted(rows, stop)), weight)
-            for start, stop, weight in self.parts
-        ]
-        return PairDataset(self.file, fingerprint, parts, rows)
+        """Return the pairs with these (ascending) numbers."""
+        parts = tuple((*np.searchsorted(rows, part[:2]).tolist(), part[2]) for part in self.parts)
+        own = rows if self.rows is None else self.rows[rows]
+        return replace(self, fingerprint=fingerprint, parts=parts, rows=own)
+
+
+# --- corrections: which pairs to drop, weight or flip, by the digest of their texts ---
+
+
+def hex_id(digest: int) -> str:
+    """Return the identity of a pair as people and JSON write it."""
+    return f"{digest:016x}"
+
+
+def corrected(train: PairDataset, files: Sequence[Path]) -> tuple[PairDataset, Json]:
+    """Return the training pairs with the corrections of these files, and how many there are.
+
+    Held-out pairs stay as they are: they are drawn before.
+    """
+    wanted: dict[int, Correction] = {}
+    for file in files:
+        for digest, each in _corrections(file):
+            before = wanted.get(digest, Correction())
+            wanted[digest] = Correction(before.weight * each.weight, before.flip != each.flip)
+    digests = train.column("pair_hash").tolist()
+    if wanted.keys().isdisjoint(digests):
+        names = ", ".join(map(str, files))
+        raise DataError(
+            f"actor_train.data_args.corrections: {names}: no id belongs to a training pair; were "
+            "they written for other data files?"
+        )
+    dropped = {digest for digest, each in wanted.items() if each.weight == 0}
+    kept = [i for i, digest in enumerate(digests) if digest not in dropped]
+    shas = "".join(map(file_sha, files))
+    name = text_sha(f"{train.fingerprint}:corrections={shas}")
+    result = train.subset(np.array(kept, np.int64), name)
+    assert result.rows is not None
+    rows = zip(result.rows.tolist(), (digests[i] for i in kept), strict=True)
+    result.corrections = {row: wanted[digest] for row, digest in rows if digest in wanted}
+    left = result.corrections.values()
+    return result, {
+        "files": [str(file) for file in files],
+        "dropped": len(digests) - len(kept),
+        "flipped": sum(each.flip for each in left),
+        "weighted": sum(each.weight != 1 for each in left),
+        "unknown_ids": len(wanted.keys() - set(digests)),
+    }
+
+
+def _corrections(file: Path) -> Iterator[tuple[int, Correction]]:
+    """Yield the digest and the correction of each line."""
+    try:
+        with open(file, "rb", opener=regular) as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), 1):
+                if line.strip():
+                    try:
+                        yield _correction(line)
+                    except (ValueError, KeyError, TypeError) as error:
+                        raise DataError(
+                            f"{file}:{number}: expected an object with id (16 hex digits), and "
+                            f"weight (0 or more) or flip (true or false): {error}"
+                        ) from None
+    except OSError as error:
+        raise DataError(
+            f"actor_train.data_args.corrections: {file} cannot be read ({error.strerror})."
+        ) from error
+
+
+def _correction(line: bytes) -> tuple[int, Correction]:
+    row = parse_json(line)
+    digest, weight, flip = row["id"], row.get("weight", 1.0), row.get("flip", False)
+    if len(digest) != 16 or not isinstance(flip, bool) or not 0 <= weight < float("inf"):
+        raise ValueError(f"got {line.decode('utf-8', 'replace').strip()[:100]}")
+    if not {"weight", "flip"} & row.keys():
+        raise ValueError("neither weight nor flip")
+    return int(digest, 16), Correction(float(weight), flip)

@@ -45,7 +45,6 @@ from rather.data.tokens import (
     Encoded,
     Encoder,
     Ids,
-    Note,
     TokenRecipe,
     is_tokenised,
     read_tokenised,
@@ -110,7 +109,8 @@ class Child:
     def send(self, head: Json, table: bytes = b"") -> None:
         """Send a question. If the child has died, `receive` reports it."""
         with suppress(OSError):
-            for message in (*self.unsent, json.dumps(head).encode(), table):
+            question = json.dumps(head, default=str)  # a date becomes text
+            for message in (*self.unsent, question.encode(), table):
                 self.connection.send_bytes(message)
         self.unsent = []
 
@@ -214,16 +214,14 @@ class LimitedEncoder:
         found: Json = self._ask("encode", pair)
         for name in ("chosen_scored", "rejected_scored"):
             found[name] = tuple(map(tuple, found[name]))
-        return Encoded(**{**found, "notes": [Note(*note) for note in found["notes"]]})
+        return Encoded(**found)
 
     def _ask(self, name: str, pair: TextPair | None = None, **options: bool) -> Any:
         if self._child is None:
             self._child = Child(self.recipe, RowLayout())
             self._close = weakref.finalize(self, self._child.close)
         try:
-            given = pair and json.loads(
-                json.dumps(asdict(pair), default=str)
-            )  # a date becomes text
+            given = pair and asdict(pair)
             self._child.send({"ask": name, "pair": given, "options": options})
             head, _ = self._child.receive(self.name)
         except BaseException:  # after Ctrl-C, the next question would get the answer to this one
@@ -292,10 +290,10 @@ class ChunkEncoder:
             detail = "two answers of the same rank give no pair"
             self._add_event("noted", number, row, "ties_skipped", detail)
         for pair, encoded in found:
-            for note in encoded.notes:
+            for note in encoded.notes.items():
                 self._add_event("noted", number, row, *note)
             self.pairs.append({**_columns(pair, encoded), "source": source, "number": number})
-            is_cut = any(note.kind == "truncated_prompt" for note in encoded.notes)
+            is_cut = "truncated_prompt" in encoded.notes
             if texts and not is_cut and len(self.prompts) < PROMPTS:
                 with suppress(DropReason):
                     self.prompts[number] = self.encoder.prompt_ids(pair)
@@ -353,14 +351,6 @@ def _answer(encoder: Encoder, head: Json) -> Json:
     return {"found": asdict(found) if isinstance(found, Encoded) else found}
 
 
-def _chunk(head: Json, table: bytes) -> Chunk:
-    rows = (
-        RawRow(number, raw.encode("latin-1") if isinstance(raw, str) else DropReason(*raw))
-        for number, raw in head["rows"]
-    )
-    return Chunk(head["source"], tuple(rows), table, head["first"])
-
-
 def _make_arrow_do_without_pandas() -> None:
     """Let the first array find no pandas, which Arrow would import: half of the child's start."""
     sys.modules["pandas"] = None  # type: ignore[assignment]
@@ -405,7 +395,12 @@ def main(connection: int, progress: int) -> None:
             if "ask" in head:
                 reply(_answer(chunks.encoder, head))
             else:
-                reply(*chunks.encode(_chunk(head, table)))
+                rows = (
+                    RawRow(i, raw.encode("latin-1") if isinstance(raw, str) else DropReason(*raw))
+                    for i, raw in head["rows"]
+                )
+                chunk = Chunk(head["source"], tuple(rows), table, head["first"])
+                reply(*chunks.encode(chunk))
     except EOFError:
         return
     except DataError as error:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,11 @@ from rather.config.compat import check_even
 from rather.config.schema import DataArgs, DPOConfig, as_list
 from rather.config.strategies import data_parallel
 from rather.data import hub
-from rather.data.cache import Cache, batch_writer, file_sha, text_sha
-from rather.data.corrections import corrected
+from rather.data.cache import Cache, batch_writer
 from rather.data.findings import examine, mix
-from rather.data.formats import RowLayout
+from rather.data.formats import FORMATS, RowLayout
 from rather.data.messages import common_length
-from rather.data.pairs import PairDataset
+from rather.data.pairs import PairDataset, corrected
 from rather.data.pool import ChunkResult, encode_chunks
 from rather.data.read import DataFile, chunks, find_sources
 from rather.data.report import TOO_LONG, Json, RowCounts, add_paths, as_lines, share_dropped
@@ -46,6 +45,7 @@ from rather.data.template import (
 )
 from rather.data.tokens import Ids, TokenRecipe
 from rather.errors import DataError
+from rather.files import file_sha, text_sha
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -206,6 +206,14 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
         )
 
 
+def layout_of(config: DPOConfig, data: DataArgs) -> RowLayout:
+    """Return how the rows of data files are read."""
+    keys = {"chosen": config.chosen_key, "rejected": config.rejected_key}
+    columns = {name: key for name, key in keys.items() if name != key} | data.columns
+    threshold = data.label_threshold
+    return RowLayout(data.format, columns, config.ranked_pairs, config.rows, threshold)
+
+
 def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataArgs) -> TokenRecipe:
     """Return the recipe by which a tokenizer and a config turn text into tokens."""
     bos: int | None = tokenizer.bos_token_id
@@ -279,26 +287,14 @@ class _Builder:
             for file in files
         ]
         sources = [source for group in groups for source in group]
-        columns = dict(data.columns)
-        for name in ("chosen", "rejected"):
-            key = getattr(self.config, f"{name}_key")
-            if key != name and columns.setdefault(name, key) != key:
-                raise DataError(
-                    f"data_args.columns.{name} and {name}_key name different columns; keep one."
-                )
-        layout = RowLayout(
-            data.format, columns, self.config.ranked_pairs, self.config.rows, data.label_threshold
-        )
+        layout = layout_of(self.config, data)
         address = self._address([cache.sha(source.path) for source in sources], data, layout)
         file, report = cache.find_or_build(
             address, lambda target: self._build(target, sources, data, layout)
         )
-        pairs = iter([entry["pairs"] for entry in report["files"]])
-        parts, start = [], 0
-        for group, weight in zip(groups, weights, strict=True):
-            end = start + sum(islice(pairs, len(group)))
-            parts.append((start, end, weight))
-            start = end
+        counts = iter([entry["pairs"] for entry in report["files"]])
+        ends = list(accumulate(sum(islice(counts, len(group))) for group in groups))
+        parts = tuple(zip([0, *ends], ends, weights, strict=False))
         add_paths(report, sources)
         report |= {"overlong": data.overlong, "cache": str(file.path), "commits": commits}
         return PairDataset(file, address, parts), report
@@ -311,6 +307,9 @@ class _Builder:
         elif template and path.is_file():
             text, end = read_template(path)
             template = file_sha(path) if end is None else text_sha(text) + end
+        # The text of users' files that decide how rows are read; `auto` may use any.
+        formats = FORMATS if layout.format == "auto" else [layout.format]
+        imported = sorted({source for name in formats if (source := FORMATS.source_of(name))})
         settings = {
             "version": VERSION,
             "files": files,
@@ -326,7 +325,7 @@ class _Builder:
         later = {
             "max_prompt_length": data.max_prompt_length,
             "parity": self.config.parity,
-            "imports": layout.imported_sources(),
+            "imports": imported,
             "rows": layout.rows if layout.rows != "pairs" else None,
             "label_threshold": layout.label_threshold,
         }

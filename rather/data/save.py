@@ -15,6 +15,7 @@ from rather.data.pairs import NUMBERS, PairDataset
 from rather.data.prepare import Prepared
 from rather.data.tokens import COLUMNS
 from rather.errors import ConfigError, DiskError
+from rather.files import sync
 
 if TYPE_CHECKING:
     from rather.data.batch import TokenPair
@@ -69,17 +70,13 @@ def _write(pairs: PairDataset, folder: Path) -> None:
     (folder / "dataset_info.json").write_text(json.dumps(INFO), encoding="utf-8")
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     for file in folder.glob("*.*"):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+        sync(file)
 
 
 def _row(pair: TokenPair) -> Json:
     row: Json = {}
     for side in ("chosen", "rejected"):
-        ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
-        mask = [0] * len(ids)
-        for a, b in getattr(pair, f"{side}_scored"):
-            mask[a:b] = [1] * (b - a)
+        ids, mask = pair.sequence(side)
         columns = {"input_ids": ids, "attention_mask": [1] * len(ids), "loss_mask": mask}
         row |= {f"{side}_{name}": value for name, value in columns.items()}
     extras = {name: getattr(pair, name) for name in (*NUMBERS, "id")}

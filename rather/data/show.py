@@ -144,12 +144,9 @@ def token_view(
         sides, is_pair = {}, len(pair.rejected) and not pairs.partners
         label = {1.0: "desirable", 0.0: "undesirable"}.get(pair.soft_label, "answer")
         for side in SIDES if is_pair else SIDES[:1]:
-            ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
-            scored = [False] * len(ids)
-            for first, end in getattr(pair, f"{side}_scored"):
-                scored[first:end] = [True] * (end - first)
+            ids, scored = pair.sequence(side)
             texts = token_texts(ids[:most], tokenizer)
-            shown = [[text, mark] for text, mark in zip(texts, scored, strict=False)]
+            shown = [[text, bool(mark)] for text, mark in zip(texts, scored, strict=False)]
             sides[side if is_pair else label] = {
                 "tokens": len(ids),
                 "scored": sum(scored),

@@ -196,10 +196,6 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise DataError(f"chat template {self.name}: {error}") from error
 
-    def takes_tools(self) -> bool:
-        """Return whether the template writes tools."""
-        return self.tool_text is not None or "tools" in self.text
-
     def render(
         self, turns: Turns, start_answer: bool, tools: list[Any] | None, kwargs: Json
     ) -> str:

@@ -17,20 +17,20 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from rather.data.formats import (
     EXTRAS,
     TOKENISED,
+    Row,
     RowLayout,
     TextPair,
     extras_of,
     is_empty,
     texts,
 )
-from rather.data.formats.registry import Row
 from rather.data.json_rows import DropReason
 from rather.data.messages import Content, Turns, as_turns, common_length, wrong_type
 from rather.data.read import HALF_CHARACTER
@@ -60,13 +60,6 @@ class TokenRecipe:
     as_trl: str | None = None  # the value of `parity`, or None
 
 
-class Note(NamedTuple):
-    """A change to a pair, or something that its owner should know."""
-
-    kind: str
-    detail: str
-
-
 @dataclass(frozen=True)
 class Encoded:
     """A tokenised pair: `prompt` begins both sequences, and spans count from its start."""
@@ -76,7 +69,7 @@ class Encoded:
     rejected: Ids
     chosen_scored: Spans
     rejected_scored: Spans
-    notes: list[Note] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)  # kind of a change or warning -> detail
 
 
 SIDES = ("chosen", "rejected")
@@ -114,7 +107,7 @@ class Encoder:
     def _begin(self, pair: TextPair) -> None:
         """Check the characters of the next pair, and forget what was found in the last one."""
         self.pair = pair
-        self.notes: list[Note] = []
+        self.notes: dict[str, str] = {}
         self.is_escaped = False  # special-token text of the row becomes plain text
         try:
             for text in texts(pair):
@@ -123,8 +116,7 @@ class Encoder:
             raise DropReason(*HALF_CHARACTER) from None
 
     def _note(self, kind: str, detail: str) -> None:
-        if kind not in (note.kind for note in self.notes):
-            self.notes.append(Note(kind, detail))
+        self.notes.setdefault(kind, detail)
 
     def encode(self, pair: TextPair) -> Encoded:
         """Return the tokens of a pair."""
@@ -156,19 +148,12 @@ class Encoder:
             detail = f"the prompt's end {changed!r} becomes other tokens before the answer"
             self._note("boundary_moved", detail)
         each = zip(pair.answers, sequences, strict=True)
-        first, *second = (self._scored(answer, ids, length) for answer, ids in each)
-        chosen, *rejected = (ids[length:] for ids in sequences)
-        start, none = sequences[0][:length], not rejected  # a single answer
-        return self.fit(
-            Encoded(
-                start,
-                chosen,
-                [] if none else rejected[0],
-                first,
-                () if none else second[0],
-                self.notes,
-            )
-        )
+        scored = [self._scored(answer, ids, length) for answer, ids in each]
+        # A single answer has no second one.
+        chosen, rejected, *_ = [*(ids[length:] for ids in sequences), []]
+        first, second, *_ = [*scored, ()]
+        start = sequences[0][:length]
+        return self.fit(Encoded(start, chosen, rejected, first, second, self.notes))
 
     def prompt_ids(self, pair: TextPair, *, as_trained: bool = False) -> Ids:
         """Return what generation starts from, or the tokens that an answer follows in training."""
@@ -231,7 +216,7 @@ class Encoder:
         return [first, *sequences]
 
     def _ids_of_chat(self, pair: TextPair, template: ChatTemplate) -> list[Ids]:
-        if pair.tools and not template.takes_tools():
+        if pair.tools and not template.tool_text and "tools" not in template.text:
             detail = f"chat template {template.name} has no place for tools"
             raise DropReason("template_error", detail)
         if clash := [name for name in pair.template_kwargs if name in RESERVED]:
@@ -319,18 +304,14 @@ class Encoder:
             rendered = [self._render(self._conversation(text), False) for text in "ab"]
         except DropReason:
             return []  # each row will report what is wrong
-        one, other = rendered
-        after, end = (
-            one[len(one) - common_length(one[::-1], other[::-1]) :],
-            self.recipe.template.end,
-        )
+        after, end = _common_end(*rendered), self.recipe.template.end
         if end and end not in after:
             raise DataError(
                 f"chat template {self.recipe.template.name}: writes {after!r} after an answer, "
                 f"without its end_of_assistant, {end!r}; correct one of them."
             )
-        first, second = self._ids(rendered)
-        return first[len(first) - common_length(first[::-1], second[::-1]) :]
+        tail: Ids = _common_end(*self._ids(rendered))
+        return tail
 
     def _without_blanks(self, ids: Ids) -> Ids:
         """Return the tokens without white space at the end."""
@@ -412,17 +393,14 @@ class Encoder:
 
     def fit(self, pair: Encoded) -> Encoded:
         """Return the pair within max_prompt_length and sequence_length."""
-        recipe, limit, most = (
-            self.recipe,
-            self.recipe.sequence_length,
-            self.recipe.max_prompt_length,
-        )
+        recipe = self.recipe
+        limit, most = recipe.sequence_length, recipe.max_prompt_length
         bos = int(pair.prompt[:1] == [recipe.bos])  # stays in front of a cut prompt
         _check_difference(pair, "chosen and rejected become the same tokens")
         prompt, longest = len(pair.prompt), max(len(pair.chosen), len(pair.rejected))
         if most is not None and bos < most < prompt:
             detail = f"a prompt of {prompt} tokens; max_prompt_length is {most}"
-            pair = _cut(pair, bos, prompt - most, longest, Note("truncated_prompt", detail))
+            pair = _cut(pair, bos, prompt - most, longest, truncated_prompt=detail)
             prompt = most
         if (excess := prompt + longest - limit) > 0:
             found = f"{prompt + longest} tokens, of them {prompt} of the prompt"
@@ -430,16 +408,20 @@ class Encoder:
             room = limit - prompt
             if recipe.overlong == "truncate_prompt" and excess < prompt - bos:
                 # The last token of the prompt stays, as the first of the answer needs it.
-                pair = _cut(pair, bos, excess, longest, Note("truncated_prompt", detail))
+                pair = _cut(pair, bos, excess, longest, truncated_prompt=detail)
             elif recipe.overlong == "truncate_response" and room > 0:
-                lost = Note("eos_lost", "a cut answer has lost its end token")
-                pair = _cut(pair, bos, 0, room, Note("truncated_response", detail), lost)
+                lost = "a cut answer has lost its end token"
+                pair = _cut(pair, bos, 0, room, truncated_response=detail, eos_lost=lost)
             else:
                 raise DropReason("too_long" if room > 0 else "prompt_too_long", detail)
             _check_difference(pair, f"what is left of both answers is the same; {detail}")
         if not pair.chosen_scored or (pair.rejected and not pair.rejected_scored):
             raise DropReason("nothing_scored", "no token of an answer is left to score")
         return pair
+
+
+def _common_end(one: Any, other: Any) -> Any:
+    return one[len(one) - common_length(one[::-1], other[::-1]) :]
 
 
 def _search(pattern: re.Pattern[str], pair: TextPair) -> re.Match[str] | None:
@@ -451,7 +433,7 @@ def _check_difference(pair: Encoded, detail: str) -> None:
         raise DropReason("identical_after_truncation", detail)
 
 
-def _cut(pair: Encoded, kept: int, excess: int, room: int, *notes: Note) -> Encoded:
+def _cut(pair: Encoded, kept: int, excess: int, room: int, **notes: str) -> Encoded:
     """Cut `excess` tokens of the prompt behind the first `kept`, and answers longer than `room`."""
     prompt = pair.prompt[:kept] + pair.prompt[kept + excess :]
     end = len(prompt) + room
@@ -460,7 +442,7 @@ def _cut(pair: Encoded, kept: int, excess: int, room: int, *notes: Note) -> Enco
         for spans in (pair.chosen_scored, pair.rejected_scored)
     )
     answers = pair.chosen[:room], pair.rejected[:room]
-    return Encoded(prompt, *answers, first, second, [*pair.notes, *notes])
+    return Encoded(prompt, *answers, first, second, pair.notes | notes)
 
 
 def _spans(spans: Iterable[Span]) -> Spans:

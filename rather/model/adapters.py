@@ -35,11 +35,12 @@ from rather.checkpoint.sharded_tensors import (
     TensorStream,
     safetensors_file,
 )
+from rather.config.compat import read_object
 from rather.config.paths import is_local
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.values import PISSA
 from rather.errors import CheckpointError, ConfigError
-from rather.files import inspect_folder, read_json, refuse_outside, regular
+from rather.files import inspect_folder, refuse_outside, regular
 from rather.model.check import expert_blocks
 from rather.model.files import CORRECTION, PARTS, model_folder
 from rather.model.layers import layers_of
@@ -149,12 +150,7 @@ def base_of(folder: Path) -> tuple[str | None, str | None, Any]:
 
 def _values(folder: Path, name: str) -> dict[str, Any]:
     refuse_outside(folder, folder / name)
-    try:
-        values = read_json(folder / name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / name}: cannot be read ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{folder / name}: is not the config of an adapter")
+    values = read_object(folder / name)
     for key, is_good in CHECKS.items():
         if (value := values.get(key)) is not None and not is_good(value):
             shown = str(value)[:100]
@@ -179,7 +175,10 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     `AdapterWeights` has its values. PiSSA's start is always kept: the export subtracts it.
     """
     config = adapter_config(args)
-    _refuse_wide(causal_lm, config.r)
+    layers = [each for each in causal_lm.modules() if isinstance(each, nn.Linear)]
+    width = max((max(each.in_features, each.out_features) for each in layers), default=0)
+    if config.r > width:  # a run folder's config could fill the memory with it
+        raise ConfigError(f"lora_rank: {config.r} must be at most {width}, the widest layer")
     has_experts = any(True for _ in expert_blocks(causal_lm))
     if has_experts and config.target_modules == ALL_LINEAR:
         # PEFT takes the other names in a layer, also those of shared experts, for stacked experts.
@@ -209,14 +208,6 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     _refuse_unsupported(causal_lm, config)
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(f".{TRAINED}." in name)
-
-
-def _refuse_wide(causal_lm: Any, rank: int) -> None:
-    """Refuse a rank that a run folder's config could fill the memory with."""
-    layers = [each for each in causal_lm.modules() if isinstance(each, nn.Linear)]
-    width = max((max(each.in_features, each.out_features) for each in layers), default=0)
-    if rank > width:
-        raise ConfigError(f"lora_rank: {rank} must be at most {width}, the widest layer")
 
 
 def _is_pissa(init: Any) -> bool:
@@ -440,10 +431,11 @@ def write_adapter(
 def merge(base: ShardedFiles, adapter: Path, cast: Cast) -> dict[str, TensorStream]:
     """Return the base with an adapter merged in, computed in float32 as each weight is written."""
     config, saved = saved_config(adapter), _open_adapter(adapter, base)
+    scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
     def merged(name: str, module: str) -> Iterator[Tensor]:
         a, b = (saved[f"{module}.lora_{matrix}.weight"].float() for matrix in "AB")
-        weight = base[name].float() + _scale(config) * (b @ a)
+        weight = base[name].float() + scale * (b @ a)
         if config.use_dora:
             magnitude = saved[f"{module}.lora_magnitude_vector"].float()
             weight *= (magnitude / weight.norm(dim=1))[:, None]
@@ -480,7 +472,3 @@ def _open_adapter(adapter: Path, base: ShardedFiles) -> ShardedFiles:
             f"{adapter}: the adapter belongs to another model: the base has no {min(foreign)}"
         )
     return saved
-
-
-def _scale(config: LoraConfig) -> float:
-    return float(config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r))

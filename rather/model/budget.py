@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -47,14 +47,6 @@ class NoRoom(MemoryShortage):
         )
 
 
-class Rehearsing(Protocol):
-    """Something that can run a micro-batch without an update, and discard it."""
-
-    def rehearse(self, batch: PairBatch) -> None: ...
-
-    def forget(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Budget:
     """Tokens of a micro-batch and how its activations are treated."""
@@ -66,7 +58,7 @@ class Budget:
 
 def choose_budget(
     policy: PolicyModel,
-    trainer: Rehearsing,
+    trainer: Any,
     *,
     tokens: int | None,
     recompute: Recompute | None,
@@ -77,6 +69,7 @@ def choose_budget(
 ) -> Budget:
     """Choose what is not given, as fast as fits, and arrange the layers accordingly.
 
+    `trainer` can `rehearse` a micro-batch without an update, and `forget` it.
     `make_room` frees memory at a lower cost than recomputing, and returns whether it did.
     """
     device = policy.causal_lm.device.type
@@ -102,7 +95,7 @@ def choose_budget(
 
 def agree_on_budget(
     policy: PolicyModel,
-    trainer: Rehearsing,
+    trainer: Any,
     least: Callable[[int], int],
     *,
     tokens: int | None,
@@ -138,7 +131,7 @@ def agree_on_budget(
 
 
 def _largest_tried(
-    policy: PolicyModel, trainer: Rehearsing, tokens: int, least: int, largest_pair: int
+    policy: PolicyModel, trainer: Any, tokens: int, least: int, largest_pair: int
 ) -> int:
     """Run the largest micro-batch of a budget, and halve it until it fits; 0 if none does."""
     while True:
@@ -158,7 +151,7 @@ def _largest_tried(
 
 
 def _tokens_that_fit(
-    policy: PolicyModel, trainer: Rehearsing, share: float = SHARE
+    policy: PolicyModel, trainer: Any, share: float = SHARE
 ) -> tuple[int, float | None]:
     """Return the tokens that fit, from the peaks of two trial passes, and the bytes per token.
 

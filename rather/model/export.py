@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from rather.checkpoint.sharded_tensors import (
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.errors import DiskError
+from rather.files import sync
 from rather.model.files import (
     CORRECTION,
     ModelFiles,
@@ -116,17 +116,30 @@ def export_run(
     folder: Path,
     card: str,
 ) -> Kept:
-    """Export the weights of a run, whole or as shards in files; with an adapter also that."""
-    place, (name, args) = (tokenizer, folder, card), source
+    """Export the weights of a run, whole or as shards in files.
+
+    Export an adapter for PEFT next to `folder`, and the merged model in `folder`.
+    """
+    place, model, (name, args) = (tokenizer, folder, card), policy.causal_lm, source
     if policy.is_reward:
-        set_padding(policy.causal_lm.config, tokenizer)
-    if args.has_adapter:
-        return export_adapter(policy.causal_lm, weights, source, *place, policy.rounding)
-    began = source_files(name, args.revision)
-    if not isinstance(weights, ShardedFiles):
-        return export_model(policy, weights, *place, began)
-    cast = FileCast(policy.causal_lm.config.dtype, policy.rounding, began)
-    return export_stored(policy.causal_lm, weights, *place, cast)
+        set_padding(model.config, tokenizer)
+    base = source_files(name, args.revision)
+    if not args.has_adapter and not isinstance(weights, ShardedFiles):
+        return export_model(policy, weights, *place, base)
+    cast = FileCast(model.config.dtype, policy.rounding, base)
+    if isinstance(weights, ShardedFiles) and not args.has_adapter:
+        return export_stored(model, weights, *place, cast)
+    from rather.model.adapters import merge  # PEFT takes seconds to import
+
+    assert base is not None
+    if policy.is_reward:
+        files = weight_files(model_folder(name, args.revision))
+        cast.source = base = RewardFiles(files, model.score.weight.shape[1], 0)
+    adapter = folder.with_name(folder.name.replace("model", "adapter"))  # best_model: best_adapter
+    publish(whole_adapter(model, weights, source, tokenizer, adapter), adapter, card)
+    temporary = write_model(model, merge(base, adapter, cast), tokenizer, folder)
+    publish(temporary, folder, _with_share(card, cast.kept))
+    return cast.kept
 
 
 def export_model(
@@ -158,31 +171,7 @@ def export_stored(
     # A pipeline stage lacks those of the other layers.
     buffers |= {name: source[name] for name in source if name.endswith(CORRECTION)}
     weights |= {name: TensorStream.of(value) for name, value in buffers.items()}
-    temporary = _write_model(model, weights, tokenizer, folder)
-    publish(temporary, folder, _with_share(card, cast.kept))
-    return cast.kept
-
-
-def export_adapter(
-    model: Any,
-    weights: Mapping[str, Tensor],
-    source: tuple[str, ModelArgs],
-    tokenizer: Any,
-    folder: Path,
-    card: str,
-    rounding: Rounding,
-) -> Kept:
-    """Export the adapter for PEFT next to `folder`, and the merged model in `folder`."""
-    name, args = source
-    base = source_files(name, args.revision)
-    assert base is not None
-    if hasattr(model, "score"):
-        files = weight_files(model_folder(name, args.revision))
-        base = RewardFiles(files, model.score.weight.shape[1], 0)
-    adapter = folder.with_name(folder.name.replace("model", "adapter"))  # best_model: best_adapter
-    publish(whole_adapter(model, weights, source, tokenizer, adapter), adapter, card)
-    cast = FileCast(model.config.dtype, rounding, base)
-    temporary = merged_model(model, base, adapter, tokenizer, folder, cast)
+    temporary = write_model(model, weights, tokenizer, folder)
     publish(temporary, folder, _with_share(card, cast.kept))
     return cast.kept
 
@@ -234,35 +223,21 @@ def whole_adapter(
     folder: Path,
 ) -> Path:
     """Write an adapter that `publish` renames to `folder`."""
-    from rather.model.adapters import write_adapter  # PEFT takes seconds to import
+    from rather.model.adapters import write_adapter
 
     with _new_folder(folder, tokenizer) as temporary:
         write_adapter(temporary, model, weights, source)
     return temporary
 
 
-def merged_model(
-    model: Any,
-    base: ShardedFiles,
-    adapter: Path,
-    tokenizer: Any,
-    folder: Path,
-    cast: FileCast,
-    largest: int | None = None,
-) -> Path:
-    """Write a base with an adapter merged in; `publish` renames it to `folder`."""
-    from rather.model.adapters import merge
-
-    return _write_model(model, merge(base, adapter, cast), tokenizer, folder, largest)
-
-
-def _write_model(
+def write_model(
     model: Any,
     weights: Mapping[str, TensorStream],
     tokenizer: Any,
     folder: Path,
     largest: int | None = None,
 ) -> Path:
+    """Write streamed weights as a model that `publish` renames to `folder`."""
     split = split_state_dict_into_shards_factory(
         dict(weights),
         get_storage_size=lambda weight: weight.nbytes,
@@ -329,26 +304,18 @@ def publish(temporary: Path, folder: Path, card: str) -> None:
         for path in (*temporary.rglob("*"), temporary):
             if path.is_file():
                 path.chmod(mode)  # the writer of safetensors ignores the umask
-            _sync(path)
+            sync(path)
         shutil.rmtree(old, ignore_errors=True)
         try:
             if folder.exists():
                 folder.rename(old)
             temporary.rename(folder)
-            _sync(folder.parent)
+            sync(folder.parent)
         except BaseException:
             if old.exists() and not folder.exists():
                 old.rename(folder)
             raise
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool) -> str:

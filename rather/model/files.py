@@ -18,9 +18,8 @@ from torch import Tensor
 
 from rather.checkpoint.sharded_tensors import Cast, ShardedFiles, ShardSpec, TensorStream
 from rather.config.paths import is_local
-from rather.data.cache import text_sha
 from rather.errors import ConfigError
-from rather.files import read_json, refuse_outside
+from rather.files import read_json, refuse_outside, text_sha
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -121,9 +120,6 @@ class _Renamed:
 
     def get_slice(self, _name: str) -> Any:
         return self if self.stacked else self.file.get_slice(self.name)
-
-    def get_dtype(self) -> str:
-        return str(self.file.get_slice(self.name).get_dtype())
 
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
         matrix: Tensor = self.file.get_slice(self.name)[slices[1:]]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -48,9 +49,9 @@ def generate(
     ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
     ends = list(dict.fromkeys(token for token in ends if token is not None))
     padding = ends[0] if ends else 0
-    width = max(map(len, prompts))
-    ids = torch.tensor([[padding] * (width - len(p)) + list(p) for p in prompts])
-    seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ids = pad_sequence(rows, True, padding, "left")
+    seen = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
     sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
     own_rule = GenerationConfig(
         max_new_tokens=decoding.max_new_tokens,
@@ -73,7 +74,7 @@ def generate(
         causal_lm.set_attn_implementation(attention)
         causal_lm.generation_config = settings
     answers = []
-    for tokens in out[:, width:].tolist():
+    for tokens in out[:, ids.shape[1] :].tolist():
         stop = next((place for place, token in enumerate(tokens) if token in ends), None)
         answers.append(GeneratedAnswer(tokens[:stop], stop is not None))
     return answers

@@ -112,10 +112,6 @@ class PolicyModel(nn.Module):
         """Return this rank's share of a micro-batch, on the CPU: nothing waits for a device."""
         return self.divide(batch) if self.divide else batch
 
-    def hidden_tokens(self, batch: PairBatch) -> int:
-        """Return the number of rows of the hidden states between layers on this rank."""
-        return len(self.share(batch).ids_N) // self.token_parts
-
     def pair_sums(
         self, logps_U: Tensor, squared_U: Tensor, batch: PairBatch, wanted: Collection[str] = ()
     ) -> dict[str, Tensor]:

@@ -68,9 +68,6 @@ class _InMemory:
     def get_slice(self, _name: str) -> _InMemory:
         return self
 
-    def get_dtype(self) -> str:
-        return "F32"
-
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
         return self.tensor[slices]
 

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from rather.config.pipelines import Pipeline
+from rather.config.strategies import Pipeline
 from rather.data.batch import SCORED, Columns, PairBatch
 from rather.errors import ConfigError
 from rather.model.check import packed_twin
@@ -358,7 +358,8 @@ class Stages(nn.Module):
             stage.batches, stage.wanted = shares, wanted
         self._objective, self._columns, self._real = objective, {}, len(batches)
         self._names = ["sum", *(name for name in ("shared", "squares") if name in wanted)]
-        schedule = self._scheduled(number, self._own[0].hidden_tokens(shares[0]))
+        rows = len(shares[0].ids_N) // self._own[0].token_parts  # of hidden states between layers
+        schedule = self._scheduled(number, rows)
         where = torch.arange(number)
         inputs = (where,) if self._rank == self._first_rank else ()
         target = where if self.holds_last else None

@@ -21,7 +21,7 @@ from rather.data.batch import PairBatch
 from rather.errors import BatchTooLarge, MemoryShortage, NonFiniteError
 from rather.pipeline.saving import Progress
 from rather.pipeline.steps import Packing, Step, StepSource, Use
-from rather.run_folder.incidents import Incidents
+from rather.run_folder.layout import Incidents
 from rather.train.nonfinite import NOTHING_PASSES, StepLimits
 from rather.train.rank_trainer import StepResult
 

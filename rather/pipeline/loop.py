@@ -31,8 +31,7 @@ from rather.pipeline.steps import Packing, Step, StepSource, ahead
 from rather.pipeline.timeline import Timeline, Times
 from rather.report.write import LiveReport
 from rather.run_folder import control
-from rather.run_folder.incidents import Incidents
-from rather.run_folder.layout import metrics_position
+from rather.run_folder.layout import Incidents, metrics_position
 from rather.tracking.json_lines import MetricsPosition
 from rather.tracking.run import NoTracker
 from rather.train.rank_trainer import StepResult

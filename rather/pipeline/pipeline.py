@@ -29,8 +29,8 @@ from rather.pipeline.saving import Progress
 from rather.pipeline.steps import NO_LIMIT, PreparedSteps, StepSource
 from rather.report.write import LiveReport
 from rather.run_folder import control
-from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import (
+    Incidents,
     locked,
     mark_finished,
     mark_unfinished,

@@ -39,11 +39,11 @@ from rather.losses.objective import Running
 from rather.pipeline.checks import refuse_other_run
 from rather.plan.forecast import checkpoint_bytes
 from rather.plan.memory import known_shapes
-from rather.run_folder.incidents import Incidents
 from rather.run_folder.layout import (
     FINISHED,
     RESULTS,
     STORED_FILES,
+    Incidents,
     checkpoint_to_resume,
     named_checkpoint,
 )

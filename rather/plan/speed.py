@@ -7,7 +7,6 @@ the share of it that was measured on an H200 (bench/results).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.benchmark import Timer
 
 from rather.config.schema import DPOConfig
 from rather.data.batch import PairBatch, TokenPair
@@ -201,16 +201,16 @@ def measured_speed(
     for layers in (FEW, MORE):
         policy = PolicyModel(few_layers(name, args, layers, kind, stored_dtype(args, kind)))
         arrange_layers(policy, recompute=chosen.recompute)
-        trained[layers] = _seconds(partial(_train, policy, own), kind)
+        trained[layers] = _seconds(partial(_train, policy, own))
         with torch.no_grad():
-            forward[layers] = _seconds(partial(pair_columns, policy, own), kind)
+            forward[layers] = _seconds(partial(pair_columns, policy, own))
         del policy
     flops, adapter = Flops.of([batch], sizes), args.has_adapter
     layer = flops.layers / sizes.layers * (MORE - FEW)
     spent = max(trained[MORE] - trained[FEW], 1e-9)
     rest = max(trained[FEW] - (trained[MORE] - trained[FEW]) / (MORE - FEW), 1e-9)
     one, other = (torch.zeros(COPIED[kind], device=kind) for _ in range(2))
-    memory = 3 * one.nbytes / _seconds(lambda: one.add_(other), kind)
+    memory = 3 * one.nbytes / _seconds(lambda: one.add_(other))
     return Speed(
         train=layer * passes(chosen.recompute, adapter=adapter) / spent,
         forward=layer / max(forward[MORE] - forward[FEW], 1e-9),
@@ -242,15 +242,7 @@ def _train(policy: PolicyModel, batch: PairBatch) -> None:
         parameter.grad = None
 
 
-def _seconds(work: Callable[[], object], kind: str) -> float:
-    """Return the seconds of the fastest of some runs, after one to warm up."""
-    taken = []
-    for _ in range(1 + REPEATS):
-        if kind == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        if kind == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the mean seconds of some runs, after two to warm up."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return float(timer.timeit(REPEATS).mean)

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns, TokenPair, scored_lengths
-from rather.data.cache import Cache, text_sha
+from rather.data.cache import Cache
 from rather.data.shares import Batches, PairRows
 from rather.errors import ConfigError
-from rather.files import regular
+from rather.files import regular, text_sha
 from rather.losses.objective import PairLoss
 from rather.model.files import model_digest, model_folder
 from rather.parallel.load import precision_name

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rather.data.corrections import hex_id
+from rather.data.pairs import hex_id
 from rather.errors import ConfigError
 from rather.files import own
 from rather.tracking.json_lines import LEDGER, read_object

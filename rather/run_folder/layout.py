@@ -7,12 +7,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.load import dump_yaml
+from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
 from rather.errors import CheckpointError, ConfigError, DiskError
 from rather.files import own, parse_json, real_path, replace_own, write_own
@@ -23,12 +25,14 @@ from rather.tracking.json_lines import (
     LOST_LEDGER,
     LOST_METRICS,
     MetricsPosition,
+    append_line,
     strict_json,
 )
 from rather.tracking.trackers import TRACKER_IDS
 
 log = logging.getLogger(__name__)
 
+INCIDENTS = "incidents.jsonl"
 REFERENCE_LOG = "reference.log"  # the reference log-probs that the run used
 RUN_REPORT = "report.json"
 PLAN = "plan.json"  # the forecast next to the measurements
@@ -40,7 +44,7 @@ REPORT_PAGE = "report.html"
 FINISHED = ".finished"
 OWN_FILES = (
     "metrics.jsonl", "config.yaml", DATA_REPORT, "LATEST", REFERENCE_LOG, RUN_REPORT, TRACE,
-    TRACKER_IDS, FINISHED, "incidents.jsonl", PLAN, STARTS, REPORT_PAGE,
+    TRACKER_IDS, FINISHED, INCIDENTS, PLAN, STARTS, REPORT_PAGE,
     "health.jsonl", "answers.jsonl", LOST_METRICS, LEDGER, LOST_LEDGER,
     "pairs.json",
 )  # fmt: skip
@@ -239,3 +243,29 @@ def mark_finished(run_dir: Path, step: int) -> None:
 
 def _own_files(run_dir: Path) -> list[Path]:
     return [path for pattern in OWN_NAMES for path in run_dir.glob(pattern)]
+
+
+class Incidents:
+    """Append to the file of a run; a full disk loses the line, never the run."""
+
+    def __init__(self, run_dir: Path, *, silent: bool = False) -> None:
+        """`silent` is for drivers other than the main one, which reports the same."""
+        self.file, self.silent = run_dir / INCIDENTS, silent
+
+    def add(self, kind: str, step: int, **facts: Any) -> None:
+        """Append one incident that happened in `step`.
+
+        `kind` is nonfinite, spike, out_of_memory, missed_save, missed_upload, worker_lost,
+        reference_lost, hang, rollback or damaged_checkpoint.
+        """
+        if self.silent:
+            return
+        facts = {name: redact(f) if isinstance(f, str) else f for name, f in facts.items()}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        record = {"time": now, "kind": kind, "step": step, **facts}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            append_line(self.file, record)
+        except OSError as error:
+            reason = error.strerror or error
+            log.warning("%s: %s; incident: %s", self.file, reason, strict_json(record))

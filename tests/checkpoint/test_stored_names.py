@@ -18,7 +18,7 @@ import pytest
 from rather.checkpoint import checkpoint, manifest, sharded_tensors
 from rather.config.schema import ActorModelArgs
 from rather.data import prepare
-from rather.data.cache import text_sha
+from rather.files import text_sha
 from rather.pipeline.checks import GUARDS
 from rather.run_folder import control, incidents, layout
 from tests.checkpoint.runs import config_of, train

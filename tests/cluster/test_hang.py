@@ -30,7 +30,7 @@ from rather.cluster.supervision import (
 from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import HangError
 from rather.pipeline.pipeline import DPOPipeline
-from rather.run_folder.incidents import Incidents
+from rather.run_folder.layout import Incidents
 from tests.cells import cells
 from tests.cluster.test_orphans import wait_for
 from tests.cluster.test_torchrun import config_of, torchrun

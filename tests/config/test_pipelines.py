@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rather.config.load import config_from_dict
-from rather.config.pipelines import SCHEDULES, Pipeline
-from rather.config.strategies import layout
+from rather.config.strategies import SCHEDULES, Pipeline, layout
 from rather.errors import ConfigError
 from tests.config.conftest import smallest
 

@@ -355,7 +355,7 @@ def test_extra_columns_weights_and_ids() -> None:
         ({"messages": [system("q")], **AB}, "bad_roles", "it ends with system"),
         ({"prompt": [user("q")], "chosen": [user("a")], "rejected": "b"}, "bad_roles", "it ends with user"),
         ({"prompt": [user("q")], "chosen": [assistant("a"), user("x")], "rejected": "b"}, "bad_roles", "must end"),
-        ({"messages": [user("q")], "rejected_response": "b"}, "bad_roles", "chosen assistant turn"),
+        ({"messages": [user("q")], "rejected_response": "b"}, "bad_roles", "end with an assistant turn"),
     ],
 )  # fmt: skip
 def test_bad_rows_have_a_reason_and_a_sentence(
@@ -493,3 +493,9 @@ def test_labels_from_scores_and_from_pairs() -> None:
     ranked = {"prompt": "q", "responses": ["a", "b", "c"], "scores": [2, 9, 4]}
     found = read_row(ranked, RowLayout(rows="labelled")).pairs
     assert [(one.chosen, one.soft_label) for one in found] == [("b", 1.0), ("a", 0.0)]
+
+
+def test_a_named_format_of_single_answers_gives_no_pairs() -> None:
+    found = read({"prompt": "q", "completion": "a"}, format="completion")
+    assert not found.pairs
+    assert "not a pair; set task: unpaired" in found.dropped[0].detail

@@ -136,7 +136,7 @@ STAMPS = {
     "rather/pipeline/timeline.py",
     "rather/cluster/cluster.py",
     "rather/cluster/health.py",
-    "rather/run_folder/incidents.py",
+    "rather/run_folder/layout.py",
     "rather/coati.py",
     "rather/tracking/trackers.py",
     "rather/report/starts.py",

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from rather.cli import app
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
-from rather.data.corrections import hex_id
-from rather.data.pairs import Correction
+from rather.data.pairs import Correction, hex_id
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline

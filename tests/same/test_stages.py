@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from rather.config.pipelines import SCHEDULES, Pipeline
 from rather.config.schema import ModelArgs
-from rather.config.strategies import Layout
+from rather.config.strategies import SCHEDULES, Layout, Pipeline
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.layers import Recompute

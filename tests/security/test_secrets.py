@@ -16,7 +16,7 @@ from rather.cli import main
 from rather.cluster.health import Failure
 from rather.cluster.worker import ActorWorker
 from rather.config.redaction import looks_secret, redact
-from rather.run_folder.incidents import Incidents
+from rather.run_folder.layout import Incidents
 from tests.security.conftest import rather
 from tests.tiny import in_child
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rather.run_folder.incidents import INCIDENTS, Incidents
+from rather.run_folder.layout import INCIDENTS, Incidents
 from rather.tracking.json_lines import append_line, strict_json
 
 

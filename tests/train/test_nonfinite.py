@@ -27,7 +27,7 @@ from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES, local
 from rather.parallel.stages import Stages
 from rather.pipeline.pipeline import DPOPipeline
-from rather.run_folder.incidents import Incidents
+from rather.run_folder.layout import Incidents
 from rather.train.nonfinite import NOTHING_PASSES, StepLimits
 from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
 from tests.faults import inject

@@ -20,7 +20,7 @@ from rather.commands.compare_losses import measure
 from rather.commands.plan import plan
 from rather.commands.score import score
 from rather.config.load import dump_yaml
-from rather.data.formats.standard import ANSWERS
+from rather.data.formats import ANSWERS
 from rather.data.prepare import prepare
 from rather.data.save import save
 from rather.errors import ConfigError, DataError

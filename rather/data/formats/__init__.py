@@ -1,40 +1,147 @@
 """Read rows of any known format as pairs of text, or as a counted reason why not.
 
+A format is one decorated function, in a file of this folder or in a file that `--import` names:
+
+    from rather.data.formats import data_format
+
+    @data_format("question", "good", "bad")
+    def good_and_bad(row):
+        return row["question"], (row["good"], row["bad"])
+
+Its name is the value for `data_args.format`. The columns are those that a row must have; with
+`format: auto` a row is read by the format that was registered last among those whose columns it
+has. The function returns the prompt and (chosen, rejected), the prompt and `Ranked` answers, or the
+prompt and a `Single` answer.
+Prompts and answers are text or lists of messages. It may raise `DropReason`.
+
 Every pair ends as plain text (all three strings) or as a conversation (all three lists of
 messages), so that nothing later has to ask where a row came from.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from rather.config.plugins import did_you_mean
-from rather.data.formats.registry import (
-    EXTRAS,
-    FORMATS,
-    DataFormat,
-    Ranked,
-    Row,
-    Single,
-    data_format,
-    extras_of,
-    number_of,
-    require,
-)
-from rather.data.formats.standard import ANSWERS, GRADES
+from rather.config.plugins import Registry, did_you_mean
 from rather.data.json_rows import DropReason
 from rather.data.messages import Turns, as_turns, check_roles, text_or_turns, wrong_type
 from rather.errors import LIMITS, DataError
+from rather.files import parse_json
 
-__all__ = ["EXTRAS", "FORMATS", "DropReason", "Ranked", "Single", "data_format", "extras_of"]
-
+Row = Mapping[str, Any]
+ANSWERS = ("chosen", "rejected")
+GRADES = ("label", "kto_tag", "score")
+EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+OPTIONAL = ("input", "system", "history", "ranks", "scores", *GRADES, *EXTRAS)
 NO_ANSWER = object()  # the rejected side of a single answer
 TOKENISED = "tokenised"  # rows of token ids: see tokens.py
-OPTIONAL = ("input", "system", "history", "ranks", "scores", *GRADES, *EXTRAS)
+ONE_ANSWER = ("missing_key", "the row has one answer, not a pair; set task: unpaired, or task: sft")
+RANGES = {"weight": (0, math.inf), "margin": (-math.inf, math.inf), "soft_label": (0, 1)}
+
+
+class Single(NamedTuple):
+    """One answer to a prompt; the columns label and score say how good it is."""
+
+    answer: Any
+
+
+class Ranked(NamedTuple):
+    """Answers to one prompt; a smaller rank is a better answer."""
+
+    answers: list[Any]
+    ranks: list[float]
+
+
+Reader = Callable[[Row], tuple[Any, tuple[Any, Any] | Ranked | Single]]
+
+
+class DataFormat(NamedTuple):
+    """A known form of rows: how it is read, and the columns it needs or may have."""
+
+    read: Reader
+    needs: tuple[str, ...]
+    may: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()
+    single: bool = False  # gives one answer, which is not a pair
+
+
+FORMATS: Registry[DataFormat] = Registry("data format", "rather.data.formats")
+
+
+def data_format(
+    *needs: str,
+    may: tuple[str, ...] = (),
+    one_of: tuple[str, ...] = (),
+    single: bool = False,
+) -> Callable[[Reader], Reader]:
+    """Register a function that reads rows with these columns. Its name becomes the format's."""
+
+    def register(read: Reader) -> Reader:
+        FORMATS.add(read.__name__, DataFormat(read, needs, may, one_of, single), read.__module__)
+        return read
+
+    return register
+
+
+def require(row: Row, *names: str) -> None:
+    """Check that keys are there: one that is null has a wrong type, one that is not is missing."""
+    for name in names:
+        if name not in row:
+            keys = list(map(str, row))
+            near = difflib.get_close_matches(name, keys, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            present = ", ".join(keys[:20]) or "no keys"
+            raise DropReason("missing_key", f"no key {name!r}{hint}; the row has {present}")
+        if row[name] is None:
+            raise DropReason("bad_type", f"{name} is null; it needs a value")
+
+
+def number_of(value: Any, where: str, low: float = -math.inf, high: float = math.inf) -> float:
+    """Return a value that must be a finite number from `low` to `high`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max or not low <= value <= high:
+        raise wrong_type(where, f"a number from {low:g} to {high:g}", value)
+    return float(value)
+
+
+def extras_of(row: Row) -> dict[str, Any]:
+    """Return what a row may say about its pairs in any format."""
+    for name in MEDIA:
+        value = row.get(name)
+        if value is not None and not (isinstance(value, Sized) and len(value) == 0):
+            raise DropReason(
+                "bad_type", f"the row has a column {name}, but only text is read; {LIMITS}"
+            )
+    given = {name: row[name] for name in EXTRAS if row.get(name) is not None}
+    extras: dict[str, Any] = {
+        name: number_of(given[name], name, *limits)
+        for name, limits in RANGES.items()
+        if name in given
+    }
+    if "id" in given:
+        if isinstance(given["id"], bool) or not isinstance(given["id"], str | int):
+            raise wrong_type("id", "text or a whole number", given["id"])
+        extras["id"] = str(given["id"])
+    nested = (("tools", "tools", list), ("chat_template_kwargs", "template_kwargs", dict))
+    for name, meant, kind in nested:
+        if value := given.get(name):
+            if isinstance(value, str):  # tables often have nested values as JSON text
+                try:
+                    value = parse_json(value)
+                except ValueError as error:
+                    detail = f"{name} is text but not JSON ({error})"
+                    raise DropReason("bad_type", detail) from error
+            if not isinstance(value, kind):
+                raise wrong_type(name, f"a {kind.__name__}", value)
+            extras[meant] = value
+    return extras
 
 
 @dataclass(frozen=True)
@@ -96,11 +203,6 @@ class RowLayout:
                 hint = did_you_mean(name, sorted(known))
                 raise DataError(f"data_args.columns: {name!r} is not a column that is read{hint}")
 
-    def imported_sources(self) -> list[str]:
-        """Return the text of users' files that decide how rows are read; `auto` may use any."""
-        names = FORMATS if self.format == "auto" else [self.format]
-        return sorted({source for name in names if (source := FORMATS.source_of(name))})
-
 
 def read_row(row: Row, layout: RowLayout) -> RowPairs:
     """Return all pairs of one row."""
@@ -114,15 +216,7 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         prompt, answers = form.read(named)
         prompt = text_or_turns(prompt, "the prompt")
         extras = extras_of(named)
-        couples: list[tuple[Any, Any, Mapping[str, float]]]
-        if layout.rows == "pairs":
-            pairs: list[Any] = [answers]
-            ties = 0
-            if isinstance(answers, Ranked):
-                pairs, ties = _couples(answers, layout.ranked_pairs)
-            couples = [(*pair, {}) for pair in pairs]
-        else:
-            couples, ties = _singles(answers, named, layout)
+        couples, ties = _couples(answers, named, layout)
     except DropReason as reason:
         return RowPairs([], [reason], 0, [])
     used = {*form.needs, *form.may, *EXTRAS}
@@ -135,33 +229,37 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
     return found
 
 
-def _singles(
+def _couples(
     answers: Any, row: Row, layout: RowLayout
 ) -> tuple[list[tuple[Any, Any, Mapping[str, float]]], int]:
-    """Return single answers with their grades, and how many were skipped because they tie.
+    """Return (chosen, rejected, grade) of pairs or single answers, and how many ties were skipped.
 
-    Of a pair, the chosen answer is desirable and the rejected one is not.
+    Of a pair that gives single answers, the chosen one is desirable and the rejected one is not.
     """
-    if isinstance(answers, Ranked):
-        if layout.rows == "scored":
-            each = zip(answers.answers, answers.ranks, strict=True)
-            return [(answer, NO_ANSWER, {"margin": -rank}) for answer, rank in each], 0
-        pairs, ties = _couples(answers, "best_vs_worst")
-    else:
-        pairs, ties = [answers], 0
+    rows = layout.rows
     if isinstance(answers, Single):
-        grade = {}
-        if layout.rows == "labelled":
+        grade: dict[str, float] = {}
+        if rows == "pairs":
+            raise DropReason(*ONE_ANSWER)
+        if rows == "labelled":
             grade = {"soft_label": _label(row, layout.label_threshold)}
-        elif layout.rows == "scored":
+        elif rows == "scored":
             require(row, "score")
             grade = {"margin": number_of(row["score"], "score")}
         return [(answers.answer, NO_ANSWER, grade)], 0
-    if layout.rows == "scored":
+    pairs, ties = [answers], 0
+    if isinstance(answers, Ranked) and rows != "scored":
+        pairs, ties = _ranked(answers, layout.ranked_pairs if rows == "pairs" else "best_vs_worst")
+    elif isinstance(answers, Ranked):
+        each = zip(answers.answers, answers.ranks, strict=True)
+        return [(answer, NO_ANSWER, {"margin": -rank}) for answer, rank in each], 0
+    elif rows == "scored":
         raise DropReason(
             "missing_key", "the loss regression needs rows with one answer and a score"
         )
-    if layout.rows == "answers":
+    if rows == "pairs":
+        return [(*pair, {}) for pair in pairs], ties
+    if rows == "answers":
         return [(chosen, NO_ANSWER, {}) for chosen, _ in pairs], ties
     labels = ({"soft_label": 1.0}, {"soft_label": 0.0})
     sides = [zip(pair, labels, strict=True) for pair in pairs]
@@ -199,8 +297,7 @@ def _format_of(row: Row, layout: RowLayout) -> DataFormat:
     if "responses" not in given:
         single = [f for f in FORMATS.values() if f.single and given.issuperset(f.needs)]
         if single and layout.rows == "pairs" and not given.intersection(ANSWERS):
-            detail = "the row has one answer, not a pair; set task: unpaired, or task: sft"
-            raise DropReason("missing_key", detail)
+            raise DropReason(*ONE_ANSWER)
         if layout.rows != "pairs":
             require(row, "prompt", "completion")
         if not given.intersection(ANSWERS):
@@ -211,7 +308,7 @@ def _format_of(row: Row, layout: RowLayout) -> DataFormat:
     return FORMATS["ranked"]  # it reports that ranks or scores are missing
 
 
-def _couples(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
+def _ranked(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
     """Return pairs of better and worse answers, and how many were skipped because they tie."""
     answers = [text_or_turns(answer, "an answer") for answer in ranked.answers]
     if len(answers) < 2:
@@ -257,3 +354,7 @@ def texts(pair: TextPair) -> list[str]:
     """Return all text that came from the row's author."""
     parts = (as_turns(part, "") for part in (pair.prompt, *pair.answers))
     return [turn["content"] for part in parts for turn in part]
+
+
+# Rather's own formats are registered before those of users: the last one that fits a row is taken.
+from rather.data.formats import standard  # noqa: E402, F401

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rather.data.formats.registry import Ranked, Row, Single, data_format, number_of, require
+from rather.data.formats import (
+    ANSWERS,
+    GRADES,
+    Ranked,
+    Row,
+    Single,
+    data_format,
+    number_of,
+    require,
+)
 from rather.data.json_rows import DropReason
 from rather.data.messages import (
     Turns,
@@ -19,8 +28,6 @@ from rather.data.messages import (
 
 Prompt = str | Turns
 Answers = tuple[Prompt, Prompt]
-ANSWERS = ("chosen", "rejected")
-GRADES = ("label", "kto_tag", "score")
 PROMPTS = ("prompt", "messages", "conversations", "context")
 
 
@@ -34,6 +41,10 @@ def _prompt(row: Row, name: str) -> Prompt:
     return (*_system(row), *as_turns(prompt, "user")) if row.get("system") else prompt
 
 
+def _turns(row: Row, name: str) -> Turns:
+    return (*_system(row), *turns_of(row[name], name))
+
+
 def _system(row: Row) -> Turns:
     return as_turns(text_of(row["system"], "system"), "system") if row.get("system") else ()
 
@@ -44,13 +55,13 @@ def _system(row: Row) -> Turns:
 @data_format("messages", may=("system", *GRADES), single=True)
 def dialogue(row: Row) -> tuple[Prompt, Single]:
     """Messages that end with the answer, as OpenAI, TRL and ms-swift have them."""
-    return _last_answer((*_system(row), *turns_of(row["messages"], "messages")))
+    return _last_answer(_turns(row, "messages"))
 
 
 @data_format("conversations", may=("system", *GRADES), single=True)
 def sharegpt(row: Row) -> tuple[Prompt, Single]:
     """ShareGPT messages that end with the answer, as LLaMA-Factory has them."""
-    return _last_answer((*_system(row), *turns_of(row["conversations"], "conversations")))
+    return _last_answer(_turns(row, "conversations"))
 
 
 @data_format("instruction", "output", may=("input", "history", "system", *GRADES), single=True)
@@ -158,13 +169,13 @@ def colossal(row: Row) -> tuple[Prompt, Answers]:
 @data_format("conversations", *ANSWERS, may=("system",))
 def llama_factory(row: Row) -> tuple[Prompt, Answers]:
     """ShareGPT messages, as LLaMA-Factory has them."""
-    return (*_system(row), *turns_of(row["conversations"], "conversations")), _answers(row)
+    return _turns(row, "conversations"), _answers(row)
 
 
 @data_format("messages", *ANSWERS, may=("system",))
 def messages(row: Row) -> tuple[Prompt, Answers]:
     """Messages, then two answers."""
-    return (*_system(row), *turns_of(row["messages"], "messages")), _answers(row)
+    return _turns(row, "messages"), _answers(row)
 
 
 @data_format("prompt", *ANSWERS, may=("system",))
@@ -230,12 +241,8 @@ def _instruction_prompt(row: Row) -> Prompt:
 @data_format("messages", "rejected_response", may=("system",))
 def swift(row: Row) -> tuple[Prompt, Answers]:
     """Messages that end with the chosen answer, as ms-swift has them."""
-    turns = turns_of(row["messages"], "messages")
-    if not turns or turns[-1]["role"] != "assistant":
-        detail = "messages must end with the chosen assistant turn if there is a rejected_response"
-        raise DropReason("bad_roles", detail)
-    rejected = text_or_turns(row["rejected_response"], "rejected_response")
-    return (*_system(row), *turns[:-1]), (turns[-1:], rejected)
+    prompt, chosen = _last_answer(_turns(row, "messages"))
+    return prompt, (chosen.answer, text_or_turns(row["rejected_response"], "rejected_response"))
 
 
 # ---- several answers, of which each better one is chosen against each worse one
