@@ -139,7 +139,8 @@ def pictures(browser: Browser, board: Board, report: Path, site: Path) -> Iterat
             name = f"{theme}-{width}"
             tall, short = (TALL, PAIR_WINDOW) if width == "wide" else (NARROW, NARROW)
             yield f"board-{name}", partial(open_board, browser, board, tall, theme), "body"
-            yield f"pair-{name}", partial(open_pair, browser, board, short, theme), "#pair h3"
+            top = "#pair h3" if width == "wide" else "#pair fieldset"  # the answers need the room
+            yield f"pair-{name}", partial(open_pair, browser, board, short, theme), top
             yield f"report-{name}", partial(open_file, browser, report, size, theme), "body"
             for page in ("index", "mistakes"):
                 file = site / f"{page}.html"

@@ -103,7 +103,7 @@ def _machine() -> Iterator[Diagnosis]:
     fix = f"ulimit -n {OPEN_FILES}"
     yield check("open files", many, f"limit {soft} (at most {hard})", fix, "warning")
     built = f"{torch.__version__}, built with {torch.version.cuda or 'no CUDA'}"
-    yield check("PyTorch", True, f"{built}, {torch.get_num_threads()} threads")
+    yield check("PyTorch", True, f"{built}, threads: {torch.get_num_threads()}")
     if not torch.cuda.is_available():
         driver = shutil.which("nvidia-smi")
         text = "PyTorch cannot use the installed driver" if driver else "none: runs use the CPU"

@@ -89,6 +89,10 @@ def refuse_unknown_model(name: str, revision: str | None = None) -> None:
     """Fail at once for a folder that is not here, or a name that the hub does not know."""
     near = nearest_names(folder := Path(name).expanduser())
     if is_local(name):
+        if folder.is_file():
+            raise ConfigError(
+                f"{name}: is a file; give the folder of a model or run, or a hub name"
+            )
         if not folder.is_dir():
             raise ConfigError(f"{name}: no such folder{near}")
         return

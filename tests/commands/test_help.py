@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.commands.conftest import rather
@@ -32,6 +34,18 @@ def test_a_config_key_as_an_option_gets_a_hint(option: tuple[str, ...], hint: st
     done = rather("train", "dpo.yaml", *option)
     assert done.exit_code == 2
     assert hint in done.output
+
+
+@pytest.mark.parametrize("name", ["-h", "--help"])
+def test_both_names_of_help(name: str) -> None:
+    assert "Usage: rather plan" in rather("plan", name).stdout
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "dpo.yaml").write_text("beta: 0.1\n")
+    done = rather("chat", tmp_path / "dpo.yaml", "--prompt", "hello")
+    assert done.exit_code == 2
+    assert "dpo.yaml: is a file; give the folder of a model" in done.output
 
 
 def test_an_unknown_model_fails_at_once() -> None:
