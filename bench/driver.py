@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import pickle
 import shutil
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain, repeat
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,10 +54,17 @@ from rather.run_folder.control import StopRequest
 from rather.tracking.run import RunTracker
 from rather.train.rank_trainer import StepResult
 
+
+class Pickled(ForkingPickler):
+    """Pickles tensors with their bytes, as Ray does, and not as names of shared memory."""
+
+    _extra_reducers: Any = {}  # noqa: RUF012
+
+
 PAIRS = 4  # of a rank, in a step
 STEPS = 8  # of an epoch
 ROUNDS, CALLS = 20, 512  # to real actors
-NOTHING = len(pickle.dumps(None))  # bytes that a rank answers that has nothing to say
+NOTHING = len(Pickled.dumps(None))  # bytes that a rank answers that has nothing to say
 growth.MEANS = {"prompt": 180, "chosen": 320, "rejected": 290}  # UltraFeedback's
 
 
@@ -89,7 +96,7 @@ class StubRay:
         self.data = 0  # bytes, sent and answered
 
     def put(self, value: Any) -> Any:
-        self.data += len(pickle.dumps(value))
+        self.data += len(Pickled.dumps(value))
         return value
 
     def wait(self, asked: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
@@ -117,8 +124,8 @@ def stub_cluster(name: str, config: Any, ray: StubRay, pairs: int) -> Cluster:
     later = replace(first, policy=logps.new_empty(0, 2))
     values: dict[str, Any] = {"train_step": chain([first], repeat(later))}
     values["compute_log_probs"] = repeat({"sum": logps})
-    sizes = {"train_step": len(pickle.dumps(CallResult(later)))}
-    sizes["compute_log_probs"] = len(pickle.dumps(CallResult({"sum": logps})))
+    sizes = {"train_step": len(Pickled.dumps(CallResult(later)))}
+    sizes["compute_log_probs"] = len(Pickled.dumps(CallResult({"sum": logps})))
 
     def answer(_role: str, method: str, _args: Any, silent: bool) -> Answer:
         ray.data += sizes.get(method, NOTHING)
