@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rather.cluster.health import (
+    CUT,
     GRACE,
     Deadlines,
     Failure,
@@ -119,6 +120,7 @@ class Cluster(RoleOnRanks):
             results |= {rank_of[ref]: each for ref, each in found if each}
             self.manager.refuse_without_ray()
             failures = {rank: each.failure for rank, each in results.items() if each.failure}
+            failures |= self._cut_off()
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE)
         self._log(results)
@@ -135,6 +137,14 @@ class Cluster(RoleOnRanks):
         for rank, result in results.items():
             values[rank] = result.value
         return values
+
+    def _cut_off(self) -> dict[int, Failure]:
+        """Return a failure for the first rank on each machine that does not answer."""
+        text = f"its machine has not answered for {self.manager.timeouts.link:.0f} s {CUT}"
+        ranks = [n for n, seat in enumerate(self.seats) if seat.link and seat.link.is_silent]
+        for rank in ranks:
+            self.manager.cut_off.add(self.seats[rank].node)
+        return {rank: Failure(WorkerLost.__name__, text, text, time.time()) for rank in ranks}
 
     def _log(self, results: Mapping[int, CallResult]) -> None:
         """Repeat all that the first rank logged, and the warnings of the others, each once."""

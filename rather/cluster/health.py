@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 # --- failures ---
 
 GRACE = 3.0  # seconds in which other ranks may still report a cause, or the same failure
+CUT = "(timeouts.link): its network is cut, or it is off."
 ECHOES = (
     *("gloo", "nccl", "tcpstore", "broken pipe"),
     *("connection closed by peer", "connection reset by peer"),

@@ -124,6 +124,7 @@ class Host:
         os.environ.update(OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
         set_environment(environment)
         self.imports, self.pulse, self.records = imports, Pulse(), _Records()
+        self.servers: list[socket.socket] = []
         self.workers: dict[str, ActorWorker] = {}
         logging.getLogger("rather").addHandler(self.records)
         logging.getLogger("rather").setLevel(logging.INFO)
@@ -133,13 +134,13 @@ class Host:
         """Return this process, its device, and its memory."""
         from rather.cluster.memory import Room
 
-        return Process.this(), device, Room.here(device, kind)
+        own = Process.this()
+        return own, device, Room.here(device, kind, own.kernel)
 
     def listen(self, address: str) -> int:
-        """Open the port at which all ranks will meet, and return its number."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.server = socket.create_server((address, 0), family=family)
-        return int(self.server.getsockname()[1])
+        """Open a port, and return its number: the first is that at which all ranks will meet."""
+        self.servers.append(open_port(address))
+        return int(self.servers[-1].getsockname()[1])
 
     def connection_problem(self, address: str, port: int, seconds: float) -> str | None:
         return connection_problem(address, port, seconds)
@@ -153,7 +154,9 @@ class Host:
 
         limit = timedelta(seconds=seconds)
         # The open port is handed over: nobody else can take it, and it stays on its interface.
-        own: Any = {"is_master": True, "master_listen_fd": self.server.detach()} if not rank else {}
+        own: Any = (
+            {"is_master": True, "master_listen_fd": self.servers[0].detach()} if not rank else {}
+        )
         store = dist.TCPStore(address, port, world, timeout=limit, **own)  # type: ignore[attr-defined]
         join_group(kind, "cuda:0", address, limit, store=store, rank=rank, world_size=world)
 
@@ -251,6 +254,42 @@ def connection_problem(address: str, port: int, seconds: float) -> str | None:
     except (OSError, OverflowError) as error:
         return str(error)
     return None
+
+
+# --- the links between machines ---
+
+
+def open_port(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
+
+
+class Link:
+    """A connection to another machine, whose kernel is asked whether it is there.
+
+    The kernel also answers for a process that is busy, stopped or in a debugger.
+    """
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        """The other machine is lost if it has not answered for so many seconds."""
+        self.connection, self._silent = connection, False
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Silence for a third of the time, then four questions.
+        ask = {socket.TCP_KEEPIDLE: seconds / 3, socket.TCP_KEEPINTVL: seconds / 6}
+        for option, number in (ask | {socket.TCP_KEEPCNT: 4}).items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, max(1, round(number)))
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether the machine does not answer. The end of its process is not silence."""
+        try:
+            self.connection.recv(1)
+        except (BlockingIOError, ConnectionError):
+            pass
+        except OSError:  # reported once
+            self._silent = True
+        return self._silent
 
 
 def end_with_others(driver: Process | None = None) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rather.cluster.health import PHASES
+from rather.cluster.host import Process
 from rather.cluster.memory import Ledger, Room
 from rather.cluster.role import (
     Role,
@@ -147,7 +148,7 @@ def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
     closing = ExitStack()
     member = join_ranks(config, len(mappings(config)[0]), closing)
     kind = "cpu" if member.device == "cpu" else "cuda"
-    memory = Ledger(), gather(Room.here(member.rank, kind))
+    memory = Ledger(), gather(Room.here(member.rank, kind, Process.this().kernel))
     found = {name: SpmdCluster(name, config, member, *memory) for name in names}
     policy, held = found["actor_train"], found.get("reference")
     if held:

@@ -24,7 +24,7 @@ from rather.data.batch import PairBatch
 from rather.errors import ConfigError, MemoryShortage
 from rather.losses.objective import from_config
 from rather.model.sizes import sizes_of
-from rather.parallel.load import stored_dtype
+from rather.parallel.load import cpu_has_bf16, stored_dtype
 from rather.parallel.shard import local
 from rather.plan.memory import LayerBytes, known_shapes, role_state
 
@@ -49,11 +49,13 @@ class Room(NamedTuple):
     place: int  # the device's number
     free: int  # bytes of host memory
     device: int  # bytes of its GPU; 0 without one
+    kernel: str = ""  # two machines may have one name
+    bf16: bool = False  # whether its CPU multiplies such numbers
 
     @staticmethod
-    def here(place: int, kind: str) -> Room:
+    def here(place: int, kind: str, kernel: str = "") -> Room:
         total = torch.cuda.get_device_properties("cuda").total_memory if kind == "cuda" else 0
-        return Room(socket.gethostname(), place, free_memory(), total)
+        return Room(socket.gethostname(), place, free_memory(), total, kernel, cpu_has_bf16())
 
 
 class Need(NamedTuple):
@@ -75,13 +77,14 @@ class Ledger:
         if need is None:
             return
         self.held[name] = need, rooms
-        places: dict[str, list[tuple[int, float, str]]] = {}  # bytes there, bytes taken, role
+        # Kernel and name of a place -> bytes there, bytes taken, role.
+        places: dict[tuple[str, str], list[tuple[int, float, str]]] = {}
         for role, (each, there) in self.held.items():
             for room in there:
-                gpu = f"GPU {room.place} of {room.machine}"
+                gpu, host = (room.kernel, f"GPU {room.place} of {room.machine}"), room.machine
                 places.setdefault(gpu, []).append((room.device, each.device, role))
-                places.setdefault(room.machine, []).append((room.free, each.host, role))
-        for place, ranks in places.items():
+                places.setdefault((room.kernel, host), []).append((room.free, each.host, role))
+        for (_, place), ranks in places.items():
             has, taken = min(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
             if taken <= has:
                 continue

@@ -18,15 +18,15 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rather.cluster.health import ANSWER, StackSnapshot
-from rather.cluster.host import Host, Process, all_gone, connection_problem
+from rather.cluster.host import Host, Link, Process, all_gone, connection_problem
 from rather.cluster.memory import Ledger, Room
 from rather.config import plugins
 from rather.config.schema import Timeouts
@@ -64,6 +64,7 @@ class Seat:
     process: Process
     device: int
     room: Room
+    link: Link | None = None  # from the driver to its machine, of the first process there
 
     def __str__(self) -> str:
         return f"device {self.device} on {self.process.machine}"
@@ -91,6 +92,7 @@ class ResourceManager:
         self._seats: dict[tuple[int, ...], list[Seat]] = {}
         self.named: dict[str, Sequence[Seat]] = {}  # by role
         self.ledger = Ledger()
+        self.cut_off: set[str] = set()  # nodes that Ray may still believe to be alive
         self.is_stopped = self._closed = False
         self._placed: Any = None
         self._ray: Any = None
@@ -118,8 +120,9 @@ class ResourceManager:
 
     def _on_nodes(self, resource: str) -> list[int]:
         """Return how many of a resource each node has, most first."""
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        return sorted((int(node.get(resource, 0)) for node in nodes), reverse=True)
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        found = [each["Resources"] for each in nodes if each["NodeID"] not in self.cut_off]
+        return sorted((int(node.get(resource, 0)) for node in found), reverse=True)
 
     def _reserve(self) -> None:
         """Reserve one bundle of devices on each node. Nodes may still be arriving."""
@@ -175,6 +178,7 @@ class ResourceManager:
                     started = self._start(mapping, environment)
                     if len(started) > 1:
                         self._introduce(started)
+                    started = self._link(started)
                     break
                 except WorkerLost as error:  # a process that is in no pipeline yet
                     if start == STARTS:
@@ -228,7 +232,8 @@ class ResourceManager:
         # Longer than any deadline of the driver, or the echo of a failure would arrive first.
         common = (len(seats), *place, 60 + self.timeouts.longest, self.kind)
         asked = [seat.handle.join.remote(rank, *common) for rank, seat in enumerate(seats)]
-        results = self._all(asked, "connect", self.timeouts.start)
+        names = partial(map, str, seats)
+        results = self._all(asked, "connect", self.timeouts.start, names)
         for seat, result in zip(seats, results, strict=True):
             if result.failure:
                 raise WorkerError(
@@ -249,7 +254,34 @@ class ResourceManager:
                 )
         return int(port)
 
-    def _all(self, asked: Sequence[Any], doing: str, seconds: float | None = None) -> list[Any]:
+    def _link(self, seats: Sequence[Seat]) -> list[Seat]:
+        """Connect this process with the first one on each other machine."""
+        linked = {seat.node for seat in seats if seat.process.is_here or not self._server}
+        found, limits = list(seats), self.timeouts
+        for rank, seat in enumerate(seats):
+            if seat.node in linked:
+                continue
+            linked.add(seat.node)
+            [port] = self._all([seat.handle.listen.remote(seat.address)], "open a port")
+            try:
+                connection = socket.create_connection((seat.address, port), limits.connect)
+            except OSError as error:
+                text = (
+                    "%s cannot be reached at %s:%d (%s): if its network is cut, only Ray reports it"
+                )
+                log.warning(text, seat, seat.address, port, error)
+            else:
+                found[rank] = replace(seat, link=Link(connection, limits.link))
+        return found
+
+    def _all(
+        self,
+        asked: Sequence[Any],
+        doing: str,
+        seconds: float | None = None,
+        names: Callable[[], Iterable[str]] = list,
+    ) -> list[Any]:
+        """Return the answers; `names` are those of the processes, for the one that gives none."""
         from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
         seconds = seconds or self.timeouts.connect
@@ -259,7 +291,14 @@ class ResourceManager:
             late = isinstance(error, GetTimeoutError)
             why = f"timed out after {seconds:.0f} s" if late else last_line(error)
             kind = WorkerLost if isinstance(error, RayActorError) else WorkerError
-            raise kind(f"{self._cluster}: could not {doing}: {why}") from error
+            where = self._cluster
+            for name, ref in zip(names(), asked, strict=False):
+                try:
+                    self._ray.get(ref, timeout=0)
+                except RayError:
+                    where = name
+                    break
+            raise kind(f"{where}: could not {doing}: {why}") from error
 
     # --- lost processes ---
 

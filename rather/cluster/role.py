@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -33,7 +34,7 @@ from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.data.shares import RunPairs
 from rather.errors import ConfigError, DiskError
 from rather.model.export import Kept
-from rather.parallel.load import device_of
+from rather.parallel.load import compute_dtype, cpu_has_bf16, device_of
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
 
@@ -60,9 +61,21 @@ class RoleOnRanks:
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         if model is None and (self.worker_config.trains or self.config.sync_ref_model):
             self._refuse_private_folder()
+        self._refuse_unlike_cpus()
         need = need_of(self.config, self.worker_config, self.kind, model)
         self.ledger.add(self.role, need, self.rooms)
         self._run("initialize", total_steps, model)
+
+    def _refuse_unlike_cpus(self) -> None:
+        """Ranks would store different dtypes, and the reference cache be keyed by the driver's."""
+        own, args = cpu_has_bf16(), self.worker_config.model_args
+        unlike = sorted({room.machine for room in self.rooms if room.bf16 != own})
+        if unlike and self.kind == "cpu" and compute_dtype(args, "cpu") == torch.bfloat16:
+            raise ConfigError(
+                f"{self.role}.model_args.dtype: bf16 is computed in another way on a CPU without "
+                f"bfloat16 instructions: {', '.join(unlike)} and {socket.gethostname()} differ in "
+                "this. Set it to fp32, or use machines of one kind."
+            )
 
     def _refuse_private_folder(self) -> None:
         """Checkpoints would wait for the files of a rank that writes to a folder of its own."""

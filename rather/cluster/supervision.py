@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from rather.checkpoint.checkpoint import LATEST
 from rather.cluster.health import (
     ANSWER,
+    CUT,
     GRACE,
     Failure,
     Limit,
@@ -39,11 +41,11 @@ from rather.cluster.health import (
     phase_of,
     place_of,
 )
-from rather.cluster.host import Process, end_with_others
-from rather.cluster.role import SpmdCluster
+from rather.cluster.host import Link, Process, end_with_others, open_port
+from rather.cluster.role import SpmdCluster, gather
 from rather.config.redaction import printable
 from rather.config.schema import DPOConfig, Timeouts
-from rather.errors import HangError, RatherError, WorkerError
+from rather.errors import HangError, RatherError, WorkerError, WorkerLost
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +138,10 @@ class Watchdog:
         if self.world > 1:
             self._peers = _Peers(PATIENCE)
             self._peers.write("process", asdict(Process.this()))
+            if links := self._peers.links(self.timeouts):
+                # A thread of its own: the other waits in the store of a machine that is cut off.
+                work, given = self._watch_links, (links,)
+                threading.Thread(target=work, args=given, name="links", daemon=True).start()
         threading.Thread(target=self._work, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
@@ -204,6 +210,23 @@ class Watchdog:
             report({f"rank {os.environ['RANK']} of {self.world}": own})
         os._exit(HangError.exit_code)
 
+    def _watch_links(self, links: Mapping[str, Link]) -> None:
+        while not self._closed.wait(CHECK_EVERY):
+            for machine in [name for name, link in links.items() if link.is_silent]:
+                self._end_without(machine)
+
+    def _end_without(self, machine: str) -> None:
+        assert self._peers is not None
+        text = f"{machine} has not answered for {self.timeouts.link:.0f} s {CUT}"
+        error = WorkerLost(f"{text} Run the same command again to resume.")
+        if self._peers.rank == 0:
+            if self.supervision:
+                self.supervision.note("worker_lost", error)
+            with suppress(dist.DistError):
+                self._peers.store.set("code", str(error.exit_code))  # the others only notice
+        print(f"rather: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+
 
 # --- processes that torchrun started ---
 
@@ -214,11 +237,37 @@ class _Peers:
 
     def __init__(self, seconds: float) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         options: Any = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False}
         start = f"rather/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        store = dist.TCPStore(address, port, **options)  # type: ignore[attr-defined]
+        store = dist.TCPStore(*self.place, **options)  # type: ignore[attr-defined]
         self.store: Any = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
+
+    def links(self, timeouts: Timeouts) -> dict[str, Link]:
+        """Connect the first process with the first one of each other machine. All call this."""
+        if int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) == self.world:
+            return {}
+        server = None
+        if self.rank and os.environ["LOCAL_RANK"] == "0":
+            with socket.create_connection(self.place, timeouts.connect) as known:
+                server = open_port(known.getsockname()[0])
+        found = gather((socket.gethostname(), server and server.getsockname()[:2]))
+        links = {}
+        for machine, place in found:
+            if place and self.rank == 0:
+                try:
+                    connection = socket.create_connection(place, timeouts.connect)
+                except OSError as error:
+                    at = "{}:{}".format(*place)
+                    raise WorkerError(f"{machine} cannot be reached at {at}: {error}") from error
+                links[f"{machine} ({place[0]})"] = Link(connection, timeouts.link)
+        if server:
+            server.settimeout(2 * timeouts.connect)
+            connection = server.accept()[0]
+            links[f"{found[0][0]} ({connection.getpeername()[0]})"] = Link(
+                connection, timeouts.link
+            )
+        return links
 
     def processes(self) -> dict[int, Process]:
         return {rank: Process(**fields) for rank, fields in self.read("process").items()}

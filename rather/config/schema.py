@@ -705,6 +705,8 @@ class Timeouts(Section):
 
     connect: Positive = 8.0
     """Until the cluster has the requested nodes and devices."""
+    link: Positive = 30.0
+    """Until a machine that cannot be reached over the network counts as lost."""
     start: Positive = 1800.0
     """Until workers have started and loaded their models."""
     first_step: Positive = 3600.0

@@ -12,6 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from rather import DPOConfig, DPOTrainer
+from rather.api.torch_optimizer import TorchOptimizer
 from rather.config.schema import TrainingArgs
 from rather.data.collate import DataCollatorForPreferenceDataset, pairs_of
 from rather.data.feed import Feed
@@ -233,3 +234,14 @@ def test_an_adapter_of_float32_in_a_model_of_float16_has_a_loss_scale() -> None:
     trainer._make_optimizer(1)
     assert trainer.policy.optimizer is not None
     assert trainer.policy.optimizer.loss_scale is not None
+
+
+def test_an_optimizer_of_the_user_is_asked_for_weights_that_it_does_not_hold() -> None:
+    """Norms under tensor parallel name the weights that all ranks hold whole."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    held = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    own = TorchOptimizer(model.named_parameters(), held, max_grad_norm=1.0, compute=torch.float32)
+    assert own.named_gradients(["0.bias", "1.bias"]).keys() == {"0.bias"}
+    assert own.gradient("1.bias") is None

@@ -33,6 +33,12 @@ class Machine:
     name: str
     address: str
     private: Path  # the same path on all machines, and a folder of its own on each
+    switch: str
+    port: str  # of the switch
+
+    def cut(self) -> None:
+        """Take the machine off the network."""
+        _ip("-n", self.switch, "link", "set", self.port, "down")
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], cwd: Path
@@ -49,7 +55,10 @@ def machines(number: int, private: Path) -> Iterator[list[Machine]]:
     """Make so many machines on one network, and remove them."""
     stem = f"rather-{os.getpid()}"
     switch = f"{stem}-switch"
-    made = [Machine(f"{stem}-{i}", f"{NETWORK}.{i + 1}", private) for i in range(number)]
+    made = [
+        Machine(f"{stem}-{i}", f"{NETWORK}.{i + 1}", private, switch, f"port{i}")
+        for i in range(number)
+    ]
     private.mkdir()
     try:
         _ip("netns", "add", switch)

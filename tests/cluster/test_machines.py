@@ -3,8 +3,11 @@ machine."""
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import select
+import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rather.cluster import host, launch, role, worker, writer
 from rather.cluster.cluster import Cluster
-from rather.cluster.host import CallResult, Host, Process, connection_problem
+from rather.cluster.host import CallResult, Host, Link, Process, connection_problem
 from rather.cluster.launch import Roles
-from rather.cluster.memory import Ledger
+from rather.cluster.memory import Ledger, Need, Room
 from rather.cluster.resources import ResourceManager, Seat
 from rather.cluster.worker import ActorWorker, RankInfo
 from rather.config.schema import DPOConfig, Timeouts
@@ -31,6 +34,7 @@ from rather.data.shares import Batches
 from rather.errors import ConfigError, WorkerError, WorkerLost
 from rather.losses.objective import from_config
 from rather.parallel import tensor
+from rather.parallel.load import cpu_has_bf16
 from rather.parallel.mesh import Mesh
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import Packing, Step
@@ -92,12 +96,18 @@ def test_only_the_first_rank_returns_what_all_have_computed(
         add=SimpleNamespace(remote=lambda *_: object()), call=SimpleNamespace(remote=call)
     )
     manager: Any = SimpleNamespace(
-        kind="cpu", ledger=Ledger(), timeouts=Timeouts(), named={}, refuse_without_ray=lambda: None
+        kind="cpu",
+        ledger=Ledger(),
+        timeouts=Timeouts(),
+        named={},
+        refuse_without_ray=lambda: None,
     )
-    seat = SimpleNamespace(handle=handle, node="n", room=None)
+    seat = SimpleNamespace(handle=handle, node="n", room=None, link=None)
     manager.seats = lambda *_: [seat, seat]
     ray = SimpleNamespace(
-        wait=lambda asked, **_: (asked, []), get=lambda _: CallResult(7), put=lambda value: value
+        wait=lambda asked, **_: (asked, []),
+        get=lambda refs: [CallResult(7)] * len(refs),
+        put=lambda x: x,
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     config = make_config(tmp_path, reference__device_mapping=[0, 1])
@@ -216,6 +226,7 @@ def test_processes_that_die_while_they_start_are_started_again(
         return manager._all([], "start a process", 1.0)
 
     manager._ray, manager._start = SimpleNamespace(get=get), start  # type: ignore[assignment, method-assign]
+    manager._link = list  # type: ignore[method-assign, assignment]
     if deaths == 3:
         with pytest.raises(WorkerLost, match="this machine: could not start a process"):
             manager.seats([0], {})
@@ -223,6 +234,66 @@ def test_processes_that_die_while_they_start_are_started_again(
         return
     assert manager.seats([0], {}) == ["started"]
     assert "starting again (3 of 3)" in caplog.text
+
+
+def test_a_process_that_does_not_start_is_named_with_its_machine() -> None:
+    from ray.exceptions import GetTimeoutError
+
+    manager = ResourceManager.__new__(ResourceManager)
+    manager._cluster = "the Ray cluster at 10.0.0.1:6379"
+
+    def get(asked: Any, **_: Any) -> Any:
+        if asked == "on b" or isinstance(asked, list):
+            raise GetTimeoutError
+
+    manager._ray = SimpleNamespace(get=get)
+    with pytest.raises(WorkerError, match=r"^device 1 on b: could not start.+ after 3 s$"):
+        manager._all(["on a", "on b"], "start", 3.0, lambda: ["device 0 on a", "device 1 on b"])
+
+
+def test_a_link_is_silent_if_the_kernel_of_the_other_machine_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = Link(socket.create_connection(server.getsockname()[:2]), seconds=30)
+        own, other = link.connection, server.accept()[0]
+        asks = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert [own.getsockopt(socket.IPPROTO_TCP, each) for each in asks] == [10, 5, 4]
+        assert not link.is_silent
+        other.close()  # its process has ended, which is reported in another way
+        select.select([own], [], [], 5)
+        assert not link.is_silent
+        own.close()
+    answers: list[Any] = [OSError(errno.EHOSTUNREACH, ""), BlockingIOError()]
+
+    def recv(_: int) -> bytes:
+        raise answers.pop(0)
+
+    link.connection = SimpleNamespace(recv=recv)  # type: ignore[assignment]
+    assert link.is_silent
+    assert link.is_silent  # also when it is asked again
+
+
+def test_the_driver_is_linked_to_each_other_machine_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager = ResourceManager.__new__(ResourceManager)
+    manager.timeouts, manager._server = Timeouts(connect=0.5), "10.0.0.1:6379"
+    manager._all = lambda asked, *_: list(asked)  # type: ignore[method-assign]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ports = {"127.0.0.1": server.getsockname()[1], "192.0.2.1": 9}  # the second is nowhere
+        handle = SimpleNamespace(listen=SimpleNamespace(remote=ports.__getitem__))
+        here, room = Process.this(), Room("m", 0, 0, 0)
+        there = replace(here, kernel="of another machine")
+        nodes = [("own", "127.0.0.1", here), *[("b", "127.0.0.1", there)] * 2]
+        nodes.append(("c", "192.0.2.1", there))
+        seats = [
+            Seat(handle, name, address, process, device, room)
+            for device, (name, address, process) in enumerate(nodes)
+        ]
+        linked = [seat.link is not None for seat in manager._link(seats)]
+    assert linked == [False, True, False, False]
+    assert "device 3 on" in caplog.text
+    assert "cannot be reached at 192.0.2.1:9" in caplog.text
 
 
 def test_a_machine_of_the_same_name_is_another_machine() -> None:
@@ -326,6 +397,30 @@ def test_twins_are_compared_on_the_devices_of_the_mesh(monkeypatch: pytest.Monke
 
 
 # --- folders, keys and memory ---
+
+
+def test_memory_is_counted_by_machine_also_if_two_have_one_name() -> None:
+    need = Need(0.0, 6.0, 6.0, "weights")
+    apart = [Room("node", device, 8, 0, kernel=f"kernel {device}") for device in range(2)]
+    Ledger().add("actor_train", need, apart)
+    together = [room._replace(kernel="one") for room in apart]
+    with pytest.raises(ConfigError, match=r"memory: node has .+: 2 x actor_train weights"):
+        Ledger().add("actor_train", need, together)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_cpus_that_store_bf16_in_another_way_are_refused_with_their_names(
+    tmp_path: Path, dtype: str
+) -> None:
+    config = make_config(tmp_path, actor_train__model_args={"dtype": dtype})
+    role = TwoMachines(config, Path("/"))
+    own = Room("own", 0, 1 << 40, 0, bf16=cpu_has_bf16())
+    role.rooms = [own, own._replace(machine="other", bf16=not own.bf16)]
+    if dtype == "fp32":
+        role.initialize(1)
+        return
+    with pytest.raises(ConfigError, match=r"actor_train.model_args.dtype: bf16 .+: other and "):
+        role.initialize(1)
 
 
 class TwoMachines(role.RoleOnRanks):

@@ -1,9 +1,10 @@
-"""Two machines, as namespaces, under torchrun: they train as one process does, and a run folder
-that they do not share is refused."""
+"""Two machines, as namespaces, under torchrun: they train as one process does, a run folder that
+they do not share is refused, and a cut link is reported by name."""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,52 @@ def test_a_run_folder_of_one_machine_is_refused(tmp_path: Path) -> None:
     assert first != 0 != second
     assert said.count("is not a folder that all machines share") == 1, said
     assert "-1: No such file or directory" in said  # the name of the second machine
+
+
+# Joins the others as a run under torchrun does, and then waits for them as in a collective.
+RANK = """
+import os, sys, threading
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from rather.cluster.host import join_group
+from rather.cluster.supervision import Watchdog
+from rather.config.schema import Timeouts
+
+address, place = os.environ["MASTER_ADDR"], {"is_master": True, "wait_for_workers": False}
+if os.environ["RANK"] == "0":
+    agent = dist.TCPStore(address, 29511, **place)
+os.environ["MASTER_PORT"] = "29512"
+join_group("cpu", "cpu", address, timedelta(seconds=600))
+os.environ["MASTER_PORT"] = "29511"
+Watchdog(Timeouts(connect=60), Path(os.environ["TMPDIR"]), 2, None).start()
+print("started", file=sys.stderr, flush=True)
+threading.Event().wait(300)
+"""
+REPORTED = 60.0  # seconds
+
+
+def test_both_sides_of_a_cut_link_name_the_other_machine_within_a_minute(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with machines(2, tmp_path / "private") as made:
+        own = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        own |= {"MASTER_ADDR": made[0].address, "PYTHONPATH": str(ROOT)}
+        ranks = [
+            each.start([sys.executable, "-c", RANK], {**own, "RANK": str(number)}, ROOT)
+            for number, each in enumerate(made)
+        ]
+        try:
+            for rank in ranks:
+                assert rank.stderr is not None
+                assert "started\n" in iter(rank.stderr.readline, "")
+            made[1].cut()
+            began = time.monotonic()
+            said = [rank.communicate(timeout=2 * REPORTED)[1] for rank in ranks]
+            assert time.monotonic() - began < REPORTED
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert [rank.returncode for rank in ranks] == [5, 5]
+    for text, other in zip(said, reversed(made), strict=True):
+        assert f"rather: {other.name} ({other.address}) has not answered for 30 s" in text
