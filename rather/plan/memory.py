@@ -127,7 +127,8 @@ def role_state(
     else:  # bfloat16 has the remainder of a master
         each = WeightBytes(2, 2 if narrow and found.devices == 1 else 4, 2, 8)
     experts, cut = stacked(shapes), found.tp * found.pp
-    norms = sum(prod(shape) for name, shape in shapes.items() if "norm" in name)  # whole under tp
+    whole = [prod(shape) for name, shape in shapes.items() if "norm" in name and found.tp > 1]
+    norms = sum(whole)  # tensor parallel does not divide them
     dense = sum(map(prod, shapes.values())) - experts - norms
     shards, groups = (
         (found.shard * found.cp, max(1, found.shard // found.ep) * found.cp)

@@ -6,6 +6,7 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 
 from rather.cli import app
 from rather.commands.export import merge
+from rather.model import adapters
+from rather.model.adapters import saved_config
 from tests.tiny import make_model
 
 
@@ -77,7 +80,18 @@ def test_a_foreign_base_is_refused(
 def test_a_merge_that_changes_the_model_is_not_written(
     tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rather.model.adapters._scale", lambda _config: 0.0)
+    def wrong_scale(folder: Path) -> Any:
+        config = saved_config(folder)
+        config.lora_alpha = 0
+        return config
+
+    def wrong(*args: Any) -> Any:
+        with monkeypatch.context() as context:
+            context.setattr(adapters, "saved_config", wrong_scale)
+            return really(*args)
+
+    really = adapters.merge
+    monkeypatch.setattr(adapters, "merge", wrong)
     done = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged")])
     assert done.exit_code == 2
     assert "not written: log-probs before and after differ" in done.output

@@ -88,7 +88,7 @@ class Processes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
         self.role, self.silent, self.ledger, self.timeouts = role, "", Ledger(), Timeouts()
         self.named: dict[str, Any] = {}
-        ray = SimpleNamespace(wait=self._wait, get=lambda _: CallResult({}))
+        ray = SimpleNamespace(wait=self._wait, get=lambda refs: [CallResult({}) for _ in refs])
         monkeypatch.setitem(
             sys.modules, "ray", ray
         )  # an import before its token is set would spoil it for others

@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cached")
     make_config(folder)
     assert in_child(fill, folder, str(folder / "half")) == 0
-    assert train(folder, changes_of(folder, "whole")) == 0
+    assert in_child(train, folder, changes_of(folder, "whole")) == 0
     return folder
 
 
