@@ -136,7 +136,7 @@ def stub_cluster(name: str, config: Any, ray: StubRay, pairs: int) -> Cluster:
         call = (lambda *_, silent: nothing) if rank else answer
         remote = {"add": lambda *_: Answer(CallResult()), "call": call}
         own = {name: SimpleNamespace(remote=each) for name, each in remote.items()}
-        return SimpleNamespace(handle=SimpleNamespace(**own), node="node", room=None)
+        return SimpleNamespace(handle=SimpleNamespace(**own), node="node", room=None, link=None)
 
     manager: Any = SimpleNamespace(
         kind="cpu", ledger=Ledger(), timeouts=Timeouts(), named={}, is_stopped=False,

@@ -120,7 +120,6 @@ WIDE = {
         "checkpoint/test_kill.py kills at every operation of a save and of a prune"
     ),
     "faults/test_kill.py::test_one_of_two_ranks[.*save.write.sync.*]": "the cell `backward`",
-    "fuzz/test_fuzz.py": "security/test_readers.py and checkpoint/test_damage.py: damaged files; make fuzz",
     r"health/test_health.py::test_a_healthy_run_has_no_finding[(?!sigmoid\]|simpo\]).*]": (
         "the cells sigmoid and simpo"
     ),
