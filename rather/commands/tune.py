@@ -146,14 +146,25 @@ class Tuning:
         rate = self.base.actor_train.training_args.learning_rate
         probes = combinations({RATE: [f"{rate * factor:.3g}" for factor in RANGE]})
         rounds = self.state["rounds"]
-        for steps in (min(total_steps, FIRST), None):  # the first ones tell what a step costs
-            for name, values in probes.items():
-                if steps is None:  # so many that the range test uses its share
-                    room = (self.left - (1 - SHARE) * self.budget) / len(probes) - self._start
-                    longer = min(total_steps, FIRST + int(room / self._step_seconds))
-                    steps = rounds.setdefault("range", max(FIRST, longer))
-                if code := self.train(f"range-{name}", {**values, **fixed}, steps):
-                    return code
+        first = min(total_steps, FIRST)
+
+        def probe(steps: int) -> int:
+            return next(
+                (
+                    code
+                    for name, values in probes.items()
+                    if (code := self.train(f"range-{name}", {**values, **fixed}, steps))
+                ),
+                0,
+            )
+
+        if code := probe(first):
+            return code
+        # Now the cost of a step is known: use the share of the range test.
+        room = (self.left - (1 - SHARE) * self.budget) / len(probes) - self._start
+        longer = first + max(0, int(room / self._step_seconds))
+        if code := probe(rounds.setdefault("range", min(total_steps, longer))):
+            return code
         tried = [name for name in self.state["runs"] if name.startswith("range-")]
         best = self.state["runs"][self.ranked(tried)[0]]
         rounds.setdefault("rate", best["values"][RATE])
@@ -204,7 +215,7 @@ class Tuning:
         counts = [settings]  # of each round
         while counts[-1] > 1:
             counts.append(math.ceil(counts[-1] / PER_ROUND))
-        # A round goes on from the one before, so it adds half of its length.
+        # A round continues the runs of the previous one, so it adds half of its length.
         steps = sum(n * PER_ROUND ** max(0, i - 1) for i, n in enumerate(counts))
         room = 0.9 * self.left - self._start * sum(counts)
         return max(1, min(total_steps, int(room / (self._step_seconds * steps))))

@@ -194,7 +194,7 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
             f"0 {config.unit} in {files} ({report['rows']} rows read).",
             f"No usable {config.unit}: fix the rows listed above, or raise sequence_length."
             if report["rows"]
-            else "There is no row: was the file written to its end, and is it the right one?",
+            else "The file has no rows. Is it the right file, and was it written completely?",
         )
     if bad and config.on_bad == "error":
         yield f"{bad} bad rows, and on_bad is error.", "Repair them or set on_bad: drop."

@@ -45,14 +45,14 @@ SRUN = """#!/bin/bash
 # Stands in for Slurm's srun: runs the command once for each task, on this machine.
 tasks=1
 while [[ $1 == --* ]]; do [[ $1 == --ntasks=* ]] && tasks=${1#*=}; shift; done
-for ((task = 0; task < tasks; task++)); do "$@" & done
 trap 'kill -TERM $(jobs -p)' TERM
+for ((task = 0; task < tasks; task++)); do "$@" & done
 wait; code=$?; wait; exit $code
 """
 RECORD = """#!/bin/bash
+trap 'echo saved >> "$SLURM_SUBMIT_DIR/calls"; exit 143' TERM
 echo "$(basename "$0") $*" "$(stat -c %a "$RAY_AUTH_TOKEN_PATH")" "$RAY_AUTH_MODE" >> "$SLURM_SUBMIT_DIR/calls"
 [[ $0 == */ray ]] && exec sleep 600
-trap 'echo saved >> "$SLURM_SUBMIT_DIR/calls"; exit 143' TERM
 sleep 600 & wait
 """
 
