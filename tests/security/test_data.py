@@ -303,7 +303,7 @@ def test_a_template_bomb_ends_within_its_limits(
         prepare(settings, console=Console(file=io.StringIO()))
     assert caught.value.exit_code == 3
     assert f"chat template {tmp_path / 'bomb.jinja'}" in str(caught.value)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
@@ -347,7 +347,7 @@ def test_a_models_own_template_bomb_ends_a_chat(
     done = rather("chat", model, "--prompt", "w1")
     assert done.exit_code == 3, done.output
     assert "chat template native" in done.stderr
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 AT_A_PROMPT = "{{ messages[-1].content }}{% if messages[0].content == 'w1 w1' %}BOMB{% endif %}"

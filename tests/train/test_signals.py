@@ -350,5 +350,5 @@ def test_the_exit_timer_stops_if_the_exit_is_caught() -> None:
     with pytest.raises(Ended), StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
     assert stop._leaving is not None
-    stop._leaving.join(10)
+    stop._leaving.join(60)
     assert stop._leaving.finished.is_set()
