@@ -48,8 +48,8 @@ def dry_run(config: DPOConfig) -> int:
         first = next(pipeline.steps())
         count = len(first.policy)
         echo(
-            f"{len(pipeline.data.train)} pairs, {pipeline.total_steps} steps of "
-            f"{pipeline.source.order.batch} pairs; the first packs {first.tokens} tokens into "
+            f"{len(pipeline.data.train)} {config.unit}, {pipeline.total_steps} steps of "
+            f"{pipeline.source.order.batch} {config.unit}; the first packs {first.tokens} tokens into "
             f"{count} micro-batch{'es' if count > 1 else ''}. Nothing was trained; only the data "
             "cache was written."
         )

@@ -231,6 +231,9 @@ def _data(config: DPOConfig) -> Problems:
         if not config.apply_loss_mask and data.score != "all" and "score" in data.model_fields_set:
             text = "apply_loss_mask: false scores every token; keep one of them"
             yield f"{role}.data_args.score", text
+        if data.label_threshold is not None and config.task != "unpaired":
+            text = f"belongs to task: unpaired, and task is {config.task}; remove it"
+            yield f"{role}.data_args.label_threshold", text
         for side in ("chosen", "rejected"):
             top, path = getattr(config, f"{side}_key"), f"{role}.data_args.columns"
             column = data.columns.get(side, top)

@@ -53,7 +53,8 @@ OTHER_NAMES = {
     "report_to": "track_with",
     "run_name": "exp_name",
 }
-OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda"}  # values that are similar to a wrong one
+# Wrong values, and what was meant.
+OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "dpo": "preference", "rm": "reward"}
 
 
 @dataclass(frozen=True)

@@ -517,7 +517,8 @@ class LossKeys(Section):
     """Model folder or hub name for every role that names none."""
     task: Task = "preference"
     """What is trained on: preference (pairs), unpaired (single answers with a label), reward (a
-    reward model, on pairs or scores) or sft (answers to imitate)."""
+    reward model, on pairs or scores) or sft (answers to imitate). Range: losses such as kto and bco
+    (task: unpaired) are named by pref_loss."""
     pref_loss: Text | list[Text] = "sigmoid"
     """Name of the loss, or several preference losses that are added up; default by task: sigmoid,
     kto, bradley_terry, sft. See docs/losses/index.md."""

@@ -41,8 +41,8 @@ RULES = {
         0,
         0.1,
         ("prompt_in_training_data",),
-        "{percent} of the prompts of {set} are also in train, and {in_training_data} of its "
-        "{pairs} pairs with both answers: its scores measure memory as well as learning.",
+        "{percent} of the prompts of {set} are also in train, and so are {in_training_data} of "
+        "its {pairs} {unit}: its scores measure memory as well as learning.",
         "Remove these rows from one of the two sets, or use validation.data_args.split, which "
         "holds out whole prompts.",
     ),
@@ -59,30 +59,30 @@ RULES = {
         0,
         0.05,
         ("contradictory_pair",),
-        "{contradictory_pair} pairs of {set} ({percent}) are contradicted: elsewhere the same two "
-        "answers to the same prompt are preferred the other way round.",
+        "{percent} of the pairs of {set} ({contradictory_pair}) are contradicted: elsewhere the "
+        "same two answers to the same prompt are preferred the other way round.",
         "Keep the judgement that you trust; otherwise robust or label_smoothing helps.",
     ),
     "contradictory_labels": FindingRule(
         0,
         0.05,
         ("contradictory_label",),
-        "{contradictory_label} answers of {set} ({percent}) are contradicted: elsewhere the same "
-        "answer to the same prompt has the other label.",
+        "{percent} of the answers of {set} ({contradictory_label}) are contradicted: elsewhere "
+        "the same answer to the same prompt has the other label.",
         "Keep the label that you trust.",
     ),
     "duplicate_pairs": FindingRule(
         0.01,
         0.05,
         ("duplicate_pair",),
-        "{duplicate_pair} pairs of {set} ({percent}) repeat an earlier pair.",
+        "{percent} of the {unit} of {set} ({duplicate_pair}) repeat an earlier one.",
         "Remove them, unless they should count more; a weight column does that explicitly.",
     ),
     "truncation": FindingRule(
         0.01,
         0.05,
         ("truncated_prompt", "truncated_response"),
-        "{percent} of the pairs of {set} are cut to sequence_length: {truncated_prompt} lose the "
+        "{percent} of the {unit} of {set} are cut to sequence_length: {truncated_prompt} lose the "
         "beginning of their prompt, {truncated_response} the end of an answer.",
         "Raise sequence_length, or set data_args.overlong to drop.",
     ),
@@ -92,8 +92,8 @@ RULES = {
         (),
         'accuracy of "pick the {which} answer": {percent} (median difference {difference:+.0f} '
         "tokens, correlation {correlation:+.2f}): a model may learn only that.",
-        "Watch the length of answers during evaluation; ld_alpha, a length-normalised loss (simpo, "
-        "sigmoid_norm) or pairs of similar length help.",
+        "Watch the length of answers during evaluation. Answers of similar length help, and for "
+        "task: preference ld_alpha or a length-normalised loss (simpo, sigmoid_norm).",
     ),
 }
 
@@ -197,7 +197,8 @@ def _findings(entries: Json, look: Json) -> list[Json]:
             )
 
     for set_name, entry in entries.items():
-        counts: Json = defaultdict(int, pairs=entry["pairs"])
+        unit = "pairs" if "rejected" in look["sets"][set_name]["lengths"] else "answers"
+        counts: Json = defaultdict(int, pairs=entry["pairs"], unit=unit)
         for group in GROUPS:
             counts |= {kind: one["count"] for kind, one in entry.get(group, {}).items()}
         for name, rule in RULES.items():

@@ -161,7 +161,9 @@ def _balance(config: DPOConfig, labels: NDArray[np.float64]) -> Iterator[str]:
     weights = (config.desirable_weight, config.undesirable_weight)
     first, second = (1.0 if weight is None else weight for weight in weights)
     if not 0.99 * second * bad <= first * good <= 1.35 * second * bad:
-        advice = f"set undesirable_weight: {first * good / bad:.3g}" if bad else "add some"
+        advice = f"set undesirable_weight: {first * good / bad:.3g}" if bad else ""
+        if not good or not bad:
+            advice = "add answers of the other kind, or check the labels"
         yield (
             f"{good} answers are desirable and {bad} undesirable. With their weights, the sum of "
             f"desirable ones should be 1 to 4/3 of the others: {advice}."
@@ -192,7 +194,7 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
         files = ", ".join(entry["path"] for entry in report["files"])
         yield (
             f"0 {config.unit} in {files} ({report['rows']} rows read).",
-            f"No usable {config.unit}: fix the rows listed above, or raise sequence_length."
+            f"No usable {config.unit}: fix the rows listed above{_other_way(report['dropped'])}."
             if report["rows"]
             else "The file has no rows. Is it the right file, and was it written completely?",
         )
@@ -204,6 +206,13 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
             f"{config.max_bad_fraction:g}.",
             "Repair the rows, or raise max_bad_fraction.",
         )
+
+
+def _other_way(dropped: Json) -> str:
+    if any(kind in dropped for kind in TOO_LONG):
+        return ", or raise sequence_length"
+    is_named = "missing_key" in dropped
+    return ", or name their columns in data_args.columns" if is_named else ""
 
 
 def layout_of(config: DPOConfig, data: DataArgs) -> RowLayout:
@@ -329,7 +338,7 @@ class _Builder:
             "rows": layout.rows if layout.rows != "pairs" else None,
             "label_threshold": layout.label_threshold,
         }
-        settings |= {name: value for name, value in later.items() if value}
+        settings |= {name: value for name, value in later.items() if value or value == 0}
         return text_sha(json.dumps(settings, sort_keys=True))
 
     def _build(

@@ -31,7 +31,7 @@ MEANINGS = {
     "damaged_gzip": "gzip data that breaks off",
     "double_bos": "several BOS became one",
     "double_eos": "several end tokens became one",
-    "duplicate_pair": "the same pair again",
+    "duplicate_pair": "the same one again",
     "empty_prompt": "nothing is asked",
     "empty_response": "an answer of white space",
     "eos_lost": "a cut answer without its end token",

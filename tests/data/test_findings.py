@@ -122,7 +122,7 @@ def test_every_place_is_listed(flawed: Prepared) -> None:
 
 def test_findings_say_the_number_and_what_to_do(flawed: Prepared) -> None:
     found = findings(flawed)
-    leaked = "30 % of the prompts of eval held are also in train, and 1 of its 10 pairs"
+    leaked = "30 % of the prompts of eval held are also in train, and so are 1 of its 10 pairs"
     assert leaked in found["leakage eval held"]["text"]
     assert found["leakage eval held"]["severity"] == "serious"
     assert found["contradictory_pairs train"]["number"] == round(2 * SWAPPED / (len(ROWS) + 2), 4)

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from rather.data.formats import EXTRAS, FORMATS, RowLayout, RowPairs, TextPair, read_row, texts
+from rather.data.formats import (
+    EXTRAS,
+    FORMATS,
+    GRADES,
+    RowLayout,
+    RowPairs,
+    TextPair,
+    read_row,
+    texts,
+)
 from rather.errors import ConfigError, DataError
 
 
@@ -470,10 +479,11 @@ def test_single_answers_with_labels(row: dict[str, Any], label: float) -> None:
     assert pair.soft_label == label
     assert not pair.rejected
     assert texts(pair) == ["q", "a"]
-    [answer] = read_row(row, RowLayout(rows="answers")).pairs
-    assert math.isnan(answer.soft_label)
+    found = read_row(row, RowLayout(rows="answers"))
+    assert math.isnan(found.pairs[0].soft_label)
+    assert found.ignored == [name for name in row if name in GRADES]  # also bad answers count
     [reason] = read_row(row, RowLayout()).dropped
-    assert "set task: unpaired, or task: sft" in reason.detail
+    assert "set task: unpaired for labels" in reason.detail
 
 
 def test_labels_from_scores_and_from_pairs() -> None:
@@ -481,8 +491,6 @@ def test_labels_from_scores_and_from_pairs() -> None:
     for threshold, label in ((3.5, 1.0), (4.0, 0.0)):
         layout = RowLayout(rows="labelled", label_threshold=threshold)
         assert read_row(row, layout).pairs[0].soft_label == label
-    [reason] = read_row({**row, "label": 0.7}, RowLayout(rows="labelled")).dropped
-    assert "true or false (for scores, set data_args.label_threshold)" in reason.detail
     pair = {"prompt": "q", "chosen": "a", "rejected": "b", "weight": 2}
     found = read_row(pair, RowLayout(rows="labelled")).pairs
     assert [(one.chosen, one.soft_label, one.weight) for one in found] == [
@@ -493,6 +501,26 @@ def test_labels_from_scores_and_from_pairs() -> None:
     ranked = {"prompt": "q", "responses": ["a", "b", "c"], "scores": [2, 9, 4]}
     found = read_row(ranked, RowLayout(rows="labelled")).pairs
     assert [(one.chosen, one.soft_label) for one in found] == [("b", 1.0), ("a", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "detail"),
+    [
+        ({"label": "good"}, {}, "must be true or false, 1 or 0 (for scores, set"),
+        ({"label": 0.7}, {}, "for scores, set data_args.label_threshold"),
+        ({"label": None}, {}, "label is null"),
+        ({"score": 4}, {}, "no key 'label', but a score; set data_args.label_threshold"),
+        ({"labels": True}, {}, "did you mean 'labels'?"),
+        ({"label": True}, {"label": "up"}, "data_args.columns is {'label': 'up'}"),
+        ({"label": True, "completion": " "}, {}, "the answer: nothing but white space"),
+    ],
+)
+def test_what_is_wrong_with_a_label(
+    row: dict[str, Any], columns: dict[str, str], detail: str
+) -> None:
+    layout = RowLayout(rows="labelled", columns=columns)
+    [reason] = read_row({"prompt": "q", "completion": "a", **row}, layout).dropped
+    assert detail in reason.detail
 
 
 def test_a_named_format_of_single_answers_gives_no_pairs() -> None:

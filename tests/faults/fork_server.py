@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-PATIENCE = (
-    300.0  # seconds for one start, in which a driver on Ray may replace its workers many times
-)
+PATIENCE = 1800.0  # seconds for one start; Ray with three workers is slow on a busy machine
 LATE = -1000  # the exit code of what had to be ended
 
 

@@ -86,6 +86,20 @@ def test_reference_log_probs_of_partners_come_from_the_cache(tmp_path: Path) -> 
     assert pipeline.reference_stream.logps.counts.pairs_computed == 0
 
 
+def test_labels_of_one_kind_are_a_warning_and_a_threshold_of_zero_is_one(tmp_path: Path) -> None:
+    rows = [{"prompt": f"w{i}", "completion": " w1", "label": i % 2} for i in range(10)]
+    file = write(tmp_path / "thumbs.jsonl", rows)
+    for threshold, warnings in ((None, 0), (0, 1)):  # 0 and 1 are both desirable
+        config = make_config(
+            tmp_path, task="unpaired", actor_train__data_args__file_name=file,
+            actor_train__data_args__label_threshold=threshold,
+        )  # fmt: skip
+        found = [text for text in prepare(config).report["warnings"] if "desirable" in text]
+        assert len(found) == warnings
+    assert "10 answers are desirable and 0 undesirable" in found[0]
+    assert "add answers of the other kind, or check the labels" in found[0]
+
+
 def test_labels_and_weights_change_what_is_trained(tmp_path: Path) -> None:
     found = []
     for name, changes in {
@@ -242,6 +256,9 @@ def test_what_a_task_cannot_have_is_refused(tmp_path: Path) -> None:
         ({"task": "reward", "actor_train__model_args__quantization": "4bit",
           "actor_train__model_args__lora_rank": 2}, "whole weights"),
         ({"task": "unpaired", "actor_train__data_args__corrections": "c.jsonl"}, "belongs to pairs"),
+        ({"actor_train__data_args__label_threshold": 0}, "belongs to task: unpaired"),
+        ({"task": "bco"}, "losses such as kto and bco .task: unpaired. are named by pref_loss"),
+        ({"task": "dpo"}, "did you mean 'preference'"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=text):
             make_config(tmp_path, **changes)

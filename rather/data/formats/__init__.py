@@ -42,7 +42,11 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 OPTIONAL = ("input", "system", "history", "ranks", "scores", *GRADES, *EXTRAS)
 NO_ANSWER = object()  # the rejected side of a single answer
 TOKENISED = "tokenised"  # rows of token ids: see tokens.py
-ONE_ANSWER = ("missing_key", "the row has one answer, not a pair; set task: unpaired, or task: sft")
+ONE_ANSWER = (
+    "missing_key",
+    "the row has one answer, not a pair; set task: unpaired for labels, task: reward with "
+    "pref_loss: regression for scores, or task: sft",
+)
 RANGES = {"weight": (0, math.inf), "margin": (-math.inf, math.inf), "soft_label": (0, 1)}
 
 
@@ -211,15 +215,17 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         require(row, *(theirs for ours, theirs in columns.items() if ours not in OPTIONAL))
         taken = {*columns, *columns.values()}
         named = {name: value for name, value in row.items() if name not in taken}
-        named |= {ours: row.get(theirs) for ours, theirs in columns.items()}
+        named |= {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
         form = _format_of(named, layout)
         prompt, answers = form.read(named)
         prompt = text_or_turns(prompt, "the prompt")
         extras = extras_of(named)
         couples, ties = _couples(answers, named, layout)
     except DropReason as reason:
+        if reason.reason == "missing_key" and layout.columns:
+            reason.detail += f"; data_args.columns is {dict(layout.columns)}"
         return RowPairs([], [reason], 0, [])
-    used = {*form.needs, *form.may, *EXTRAS}
+    used = {*form.needs, *form.may, *EXTRAS}.difference(GRADES if layout.rows == "answers" else ())
     found = RowPairs([], [], ties, [name for name in named if name not in used])
     for chosen, rejected, grade in couples:
         try:
@@ -273,12 +279,16 @@ def _label(row: Row, threshold: float | None) -> float:
         name = name if row.get(name) is not None else "score"
         require(row, name)
         return float(number_of(row[name], name) >= threshold)
+    if name not in row and row.get("score") is not None:
+        raise DropReason(
+            "missing_key", "no key 'label', but a score; set data_args.label_threshold"
+        )
     require(row, name)
     value = row[name]
     if isinstance(value, str):
         value = {"true": True, "false": False}.get(value.strip().lower(), value)
     if value not in (0, 1):
-        expected = "true or false (for scores, set data_args.label_threshold)"
+        expected = "true or false, 1 or 0 (for scores, set data_args.label_threshold)"
         raise wrong_type(name, expected, value)
     return float(value)
 
@@ -325,7 +335,9 @@ def _ranked(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
 
 def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any]) -> TextPair:
     given = (
-        {"chosen": chosen} if rejected is NO_ANSWER else {"chosen": chosen, "rejected": rejected}
+        {"the answer": chosen}
+        if rejected is NO_ANSWER
+        else {"chosen": chosen, "rejected": rejected}
     )
     sides: dict[str, Any] = {name: text_or_turns(answer, name) for name, answer in given.items()}
     if empty := [name for name, answer in sides.items() if is_empty(answer)]:
@@ -336,7 +348,7 @@ def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any
         sides = {name: as_turns(answer, "assistant") for name, answer in sides.items()}
         check_roles(prompt, *sides.values())
     if len(sides) == 1:
-        return TextPair(prompt, sides["chosen"], "", **extras)
+        return TextPair(prompt, sides["the answer"], "", **extras)
     if sides["chosen"] == sides["rejected"]:
         detail = "chosen and rejected are the same text: there is nothing to prefer"
         raise DropReason("identical_text", detail)
