@@ -93,10 +93,9 @@ class Cluster(RoleOnRanks):
         if given and len(seats) > 1:
             given = ray.put(given)  # once, however many ranks there are
         # What all ranks have computed of micro-batches is the same: one returns it.
-        called = [
-            seat.handle.call.remote(self.role, method, given, silent=computes and rank > 0)
-            for rank, seat in enumerate(seats)
-        ]
+        call = (self.role, method, given)
+        called = [seats[0].handle.call.remote(*call, silent=False)]
+        called += [seat.handle.call.remote(*call, silent=computes) for seat in seats[1:]]
         tokens = 0 if batches is None else tokens_of(batches)
         values = self._collect(called, phase_of(self.role, method), tokens)
         if computes and self.takes_turns:
@@ -109,7 +108,7 @@ class Cluster(RoleOnRanks):
 
         limit, began = self.deadlines.limit(phase, tokens), time.monotonic()
         deadline = began + limit.seconds
-        rank_of = {ref: rank for rank, ref in enumerate(called)}
+        rank_of = dict(zip(called, range(len(called)), strict=True))
         results: dict[int, CallResult] = {}
         failures: dict[int, Failure] = {}
         pending = list(called)

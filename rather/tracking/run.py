@@ -122,8 +122,8 @@ class RunTracker(NoTracker):
         assert self._ledger
         chosen, rejected = ratios.astype(np.float64).T
         numbers = [np.full(len(weight), step), pairs.digests, chosen - rejected, chosen, rejected]
-        arrays = zip(LEDGER_SCHEMA, [*numbers, weight, *pairs.lengths.T], strict=True)
-        cells = [pa.array(values.astype(field.type.to_pandas_dtype())) for field, values in arrays]
+        arrays = zip([*numbers, weight, *pairs.lengths.T], LEDGER_SCHEMA.types, strict=True)
+        cells = [pa.array(values.astype(kind.to_pandas_dtype())) for values, kind in arrays]
         head = LEDGER_SCHEMA.serialize().to_pybytes() if self._ledger.is_empty else b""
         batch = pa.record_batch(cells, schema=LEDGER_SCHEMA)
         self._ledger.write(head + batch.serialize().to_pybytes())
