@@ -2,9 +2,10 @@
 
     RATHER_TEST_DATA=/path/to/data python bench/false_alarms.py [--sets ukp] [--seeds 0]
 
-No rule was chosen on these pairs. A finding is judged by what it claims, on held-out pairs, which the rules of training
-numbers do not see; `data/...` findings count facts about the file, and are left out. Each run writes one small JSON,
-so the same command continues. The rate is that of runs with at least one wrong finding.
+The rules were changed after runs with seeds 0 to 2; the reported seeds are others. A finding is judged
+by what it claims, on held-out pairs, which the rules of training numbers do not see; `data/...`
+findings count facts about the file, and are left out. Each run writes one small JSON, so the same
+command continues. The rate is that of runs with at least one wrong finding.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from typing import Any
 from common import RESULTS, machine
 from flipped_pairs import Cell, Setting
 
-SETS = {
-    name: Setting(pairs, "stories260K", 2e-4, 1, length=512, most=700, held_out=120, eval_steps=5)
-    for name, pairs in {
-        "orca": "orca_dpo_validation",
-        "llamafactory": "llamafactory_dpo_en_demo",
-        "truthfulqa": "truthfulqa_pairs",
-        "ukp": "ukp_arguments",
-    }.items()
-}
+SETS = {  # epochs: at least 32 steps with 256 pairs, so that every rule has what it asks for
+    name: Setting(
+        pairs, "stories260K", 2e-4, epochs,
+        length=length, batch=8, most=400, held_out=held_out, eval_steps=12,
+    )
+    for name, pairs, epochs, length, held_out in (
+        ("truthfulqa", "truthfulqa_pairs", 1, 256, 100),
+        ("ukp", "ukp_arguments", 1, 256, 100),
+        ("orca", "orca_dpo_validation", 2, 512, 60),
+        ("llamafactory", "llamafactory_dpo_en_demo", 3, 512, 60),
+    )
+}  # fmt: skip
 Line = dict[str, float]
 # finding -> whether held-out pairs agree: of the first and the last evaluation, and the best loss
 AGREES: dict[str, Callable[[Line, Line, float], bool]] = {
@@ -49,7 +53,7 @@ def main() -> None:
     add("--data", type=Path, default=os.environ.get("RATHER_TEST_DATA"))
     add("--out", type=Path, default=Path("output/bench-alarms"))
     add("--sets", nargs="+", choices=SETS, default=list(SETS))
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--seeds", type=int, nargs="+", default=[10, 11, 12])
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     runs = []

@@ -4,8 +4,10 @@
     RATHER_TEST_DATA=/path/to/data python bench/tune_vs_grid.py ukp --budget 2h
 
 Tunes within the budget. Then every rate of the range test and of the rounds is trained to the end
-with every beta, and each result is compared with the best of them by the loss of each held-out
-pair: the difference must be within one standard error of the paired differences. Both parts resume.
+with every beta, and the chosen setting is compared with the best of them by the loss of each held-out
+pair, on UKP of pairs that tuning has not seen: the difference must be within one standard error of
+the paired differences. Both parts resume. `--grid-only` trains what does not depend on the tuning,
+to run at the same time.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import gzip
 import json
 import logging
+import math
 import os
 import statistics
 from collections import defaultdict
@@ -29,18 +32,21 @@ from rather.commands.score import score
 from rather.commands.sweep import combinations, train_here
 from rather.commands.terminal import settings
 from rather.commands.tune import AROUND, BETA, RANGE, RATE, Tuning, seconds_of, tune
+from rather.config.schema import DPOConfig
 
+TEST = "compared.jsonl"
+NO_EVALUATION = ["validation.data_args.file_name=null"]  # it is scored at the end
 UKP = """\
 exp_name: ukp
 pretrain: {model}
 output_dir: {out}/output
 logging_dir: {out}/logs
-sequence_length: 256
+sequence_length: {length}
 beta: 0.1
 track_with: null
 actor_train:
-  data_args: {{file_name: {out}/train.jsonl, separator: " "}}
-  training_args: {{learning_rate: 5.0e-5, per_device_train_batch_size: 16}}
+  data_args: {{file_name: {out}/train.jsonl, separator: " ", overlong: truncate_response}}
+  training_args: {{learning_rate: 5.0e-5, per_device_train_batch_size: {batch}}}
 validation:
   data_args: {{file_name: {out}/held_out.jsonl}}
 """
@@ -54,12 +60,21 @@ def main() -> None:
     add("--model", default="stories15M", help="for ukp")
     add("--pairs", type=int, default=2000, help="training pairs of ukp")
     add("--held-out", type=int, default=2000, help="held-out pairs of ukp, of other topics")
+    add("--tune-on", type=int, default=2000, help="further pairs of ukp, on which tuning decides")
+    add("--batch", type=int, default=16, help="pairs of a step of ukp")
+    add("--length", type=int, default=256, help="sequence_length of ukp")
+    add("--grid-only", action="store_true", help="train the cells known before tuning")
     add("--budget", default="10m")
     add("--out", type=Path, default=Path("output/bench-tune"))
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     out = (args.out / args.set).resolve()
     yaml = demo(out) if args.set == "demo" else ukp(out, args)
+    if args.grid_only:
+        before = Tuning.of(yaml, [], seconds_of(args.budget))
+        for values in grid(before).values():
+            losses(before, values)
+        return
     tuning = tune(yaml, [], seconds_of(args.budget), [])
     found, total = tuning.result(), max(run["steps"] for run in tuning.state["runs"].values())
     best = found["runs"][found["best"]]
@@ -101,23 +116,30 @@ def ukp(out: Path, args: argparse.Namespace) -> Path:
         size = next(  # whole topics
             total
             for total in np.cumsum([len(topics[topic]) for topic in sorted(topics)])
-            if total >= args.held_out
+            if total >= args.held_out + args.tune_on
         )
-        held, train = order[: args.held_out], order[size:]
-        np.random.default_rng(0).shuffle(train)
-        (out / "held_out.jsonl").write_text("".join(held))
+        held, train = order[:size], order[size:]
+        for some in (held, train):
+            np.random.default_rng(0).shuffle(some)
+        (out / "held_out.jsonl").write_text("".join(held[: args.tune_on]))
+        (out / TEST).write_text("".join(held[args.tune_on :][: args.held_out]))
         (out / "train.jsonl").write_text("".join(train[: args.pairs]))
-        file.write_text(UKP.format(model=args.data / "models" / args.model, out=out))
+        model = args.data / "models" / args.model
+        file.write_text(UKP.format(model=model, out=out, length=args.length, batch=args.batch))
     return file
 
 
 def grid(tuning: Tuning) -> dict[str, dict[str, str]]:
     """Return all cells: every rate that tuning could have chosen, with every beta."""
     rate = tuning.base.actor_train.training_args.learning_rate
-    middle = float(tuning.state["rounds"]["rate"])
-    rates = {*(rate * factor for factor in RANGE), *(middle * factor for factor in AROUND)}
+    middle = float(tuning.state["rounds"].get("rate", "nan"))
+    rates = {rate * factor for factor in RANGE}
+    if not math.isnan(middle):  # tuned
+        rates |= {middle * factor for factor in AROUND}
     beta = tuning.base.loss_numbers.get("beta") or 0.1
-    texts = sorted({f"{each:.3g}" for each in rates}, key=float)
+    texts = sorted(
+        {f"{each:.3g}" for each in rates}, key=lambda text: abs(math.log(float(text) / rate))
+    )
     return combinations({RATE: texts, BETA: [f"{beta * factor:.3g}" for factor in AROUND]})
 
 
@@ -125,24 +147,31 @@ def losses(tuning: Tuning, values: dict[str, str]) -> Sequence[float]:
     """Train a cell to the end, and return the calibrated loss of each held-out pair."""
     name = next(iter(combinations({key: [value] for key, value in values.items()})))
     own = [f"{key}={value}" for key, value in values.items()]
-    config = settings(tuning.file, [*tuning.shared, *own, f"exp_name=grid-{name}"])
-    file = config.run_dir / "held_out.scores.jsonl"
+    base = tuning.base
+    config = settings(tuning.file, [*tuning.shared, *own, f"exp_name=grid-{name}", *NO_EVALUATION])
+    reference = margins(tuning.folder / "reference.jsonl", base.reference.model_path, base)
+    file = config.run_dir / "held_out.jsonl"
     if not file.exists():
         code, error = train_here(config)
         assert code == 0, error
-        pairs = config.validation.data_args.sets[""][0]
-        reference = config.reference.model_path
-        extra = [f"actor_train.data_args.separator='{config.actor_train.data_args.separator}'"]
-        score(str(config.run_dir / "model"), pairs, extra, reference, [], file)
-    rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
-    margin = np.array([
-        row["logps/chosen"] - row["reference_logps/chosen"]
-        - row["logps/rejected"] + row["reference_logps/rejected"]
-        for row in rows
-    ])  # fmt: skip
+    margin = margins(file, str(config.run_dir / "model"), base) - reference
     factors = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 2000)]) / np.abs(margin).mean()
     best = min(factors, key=lambda factor: float(np.logaddexp(0, -factor * margin).mean()))
     return [float(each) for each in np.logaddexp(0, -best * margin)]
+
+
+def margins(file: Path, model: str, config: DPOConfig) -> Any:
+    """Return the log-prob of the chosen minus that of the rejected answer, of held-out pairs."""
+    if not file.exists():
+        data = config.actor_train.data_args
+        extra = [f"sequence_length={config.sequence_length}"]
+        extra += [f"actor_train.data_args.separator='{data.separator}'"]
+        extra += [f"actor_train.data_args.overlong={data.overlong}"]
+        own = config.validation.data_args.sets[""][0]
+        other = own.with_name(TEST)  # pairs that tuning has not seen
+        score(model, other if other.exists() else own, extra, None, [], file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return np.array([row["logps/chosen"] - row["logps/rejected"] for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Take the pictures for README and docs: `make screenshots`.
 
-It trains the demo's model on the demo's pairs with two values of beta, builds the site, and opens
-the pages in Chromium. `python -m docs.screenshots FOLDER` takes every page in both themes on a
+It trains the demo's model on the demo's pairs with two values of beta, and once with some labels
+flipped; then it builds the site, and opens the pages in Chromium. `python -m docs.screenshots FOLDER` takes every page in both themes on a
 desktop and on a phone, to be looked at.
 """
 
@@ -23,6 +23,10 @@ import torch
 
 from rather.board.serve import Board
 from rather.commands.demo import queries, write_base, write_run
+from rather.config.load import load
+from rather.data.pairs import hex_id
+from rather.data.prepare import prepare
+from rather.tracking.json_lines import strict_json
 from tests.browser import ARGUMENTS, MISSING, NAMES, NARROW, WIDE
 
 if TYPE_CHECKING:
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 IMAGES = Path(__file__).resolve().parent / "images"
 LARGEST = 200_000  # bytes of one picture
+FLIPPED = "flipped"  # the run with wrong labels, in a folder of its own
+EVERY = 16  # of so many pairs one is flipped
 RUNS = {"beta-0.1": "beta=0.1", "beta-0.5": "beta=0.5"}
 QUESTIONS = ("Where is the cheese?", "How much is the salt?")
 SETTINGS = (
@@ -46,6 +52,8 @@ USED = {
     "pair-light-wide": "board-pair",
     "pair-dark-narrow": "board-narrow",
     "report-light-wide": "report-light",
+    "suspects-light-wide": "board-suspects",
+    "pairs-light-wide": "report-pairs",
 }
 Size = tuple[int, int]
 Picture = tuple[str, Callable[[], "Page"], str]
@@ -63,6 +71,14 @@ def train(folder: Path) -> None:
         settings = [f"exp_name={name}", beta, *SETTINGS]
         command = [sys.executable, "-m", "rather", "train", str(folder / "dpo.yaml"), *settings]
         subprocess.run(command, check=True)
+    digests = prepare(load(folder / "dpo.yaml")).train.column("pair_hash")[::EVERY]
+    lines = [strict_json({"id": hex_id(int(each)), "flip": True}) + "\n" for each in digests]
+    (folder / "flips.jsonl").write_text("".join(lines))
+    settings = [f"exp_name={FLIPPED}", f"output_dir={folder / FLIPPED}", *SETTINGS[:2]]
+    settings += [f"actor_train.data_args.corrections={folder / 'flips.jsonl'}"]
+    settings += ["actor_train.training_args.num_train_epochs=2"]
+    command = [sys.executable, "-m", "rather", "train", str(folder / "dpo.yaml"), *settings]
+    subprocess.run(command, check=True)
 
 
 @contextmanager
@@ -119,6 +135,22 @@ def open_pair(browser: Browser, board: Board, size: Size, theme: str) -> Page:
     return page
 
 
+def open_suspects(browser: Browser, board: Board, size: Size, theme: str) -> Page:
+    """Open the board with the pairs whose labels look flipped, and the worst of them."""
+    page = browser.new_page(
+        viewport={"width": size[0], "height": size[1]},
+        color_scheme="dark" if theme == "dark" else "light",
+    )
+    page.goto(board.address)
+    page.wait_for_selector("html[data-ready]", state="attached")
+    page.get_by_role("button", name=FLIPPED, exact=True).click()
+    page.fill("#text", "likely_flipped")
+    page.keyboard.press("Enter")
+    page.locator("#hits button").first.click(timeout=SLOW)
+    page.wait_for_selector("#verdict", timeout=SLOW)
+    return page
+
+
 def take(page: Page, file: Path, at: str) -> None:
     """Write a picture of the window, scrolled to the element `at`, and close the page."""
     page.locator(at).first.evaluate(
@@ -132,7 +164,9 @@ def take(page: Page, file: Path, at: str) -> None:
     print(f"{file}: {size:,} bytes")
 
 
-def pictures(browser: Browser, board: Board, report: Path, site: Path) -> Iterator[Picture]:
+def pictures(
+    browser: Browser, board: Board, flipped: Board, report: Path, site: Path
+) -> Iterator[Picture]:
     """Yield each picture by name: how to open its page, and the element it begins with."""
     for theme in ("light", "dark"):
         for width, size in (("wide", WIDE), ("narrow", NARROW)):
@@ -142,9 +176,16 @@ def pictures(browser: Browser, board: Board, report: Path, site: Path) -> Iterat
             top = "#pair h3" if width == "wide" else "#pair fieldset"  # the answers need the room
             yield f"pair-{name}", partial(open_pair, browser, board, short, theme), top
             yield f"report-{name}", partial(open_file, browser, report, size, theme), "body"
-            for page in ("index", "mistakes"):
+            yield (
+                f"suspects-{name}",
+                partial(open_suspects, browser, flipped, short, theme),
+                "#find",
+            )
+            pairs = report.parents[2] / FLIPPED / FLIPPED / report.name
+            yield f"pairs-{name}", partial(open_file, browser, pairs, short, theme), "#pairs"
+            for page in ("index", "mistakes", "pairs", "choosing"):
                 file = site / f"{page}.html"
-                yield f"{page}-{name}", partial(open_file, browser, file, size, theme), "body"
+                yield f"site-{page}-{name}", partial(open_file, browser, file, size, theme), "body"
 
 
 def main() -> None:
@@ -164,9 +205,10 @@ def main() -> None:
         build = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(site)]
         subprocess.run(build, cwd=IMAGES.parents[1], check=True)
         report = output / next(iter(RUNS)) / "report.html"
-        with serving(output) as board, sync_playwright() as playwright:
+        own = folder / FLIPPED
+        with serving(output) as board, serving(own) as flipped, sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
-            for shown, page, at in pictures(browser, board, report, site):
+            for shown, page, at in pictures(browser, board, flipped, report, site):
                 if wanted or shown in USED:
                     file = wanted / shown if wanted else IMAGES / USED[shown]
                     take(page(), file.with_suffix(".png"), at)

@@ -1,8 +1,8 @@
 """`rather tune`: choose learning rate and beta within a time budget.
 
 First a learning-rate range test: some steps with rates a factor of 10 apart. Then successive
-halving: all settings around the best rate train for some steps, the better half twice as many, and
-so on. Every setting is one run folder that each round resumes, and all share the caches. What was
+halving: all settings around the best rate train for some steps, the best third three times as many,
+and so on. Every setting is one run folder that each round resumes, and all share the caches. What was
 measured is in tune.json, so the same command continues, within what is left of the budget.
 """
 
@@ -38,7 +38,7 @@ RANGE = (0.01, 0.1, 1.0, 10.0, 100.0)  # of the rate in the YAML, in the range t
 AROUND = (1 / 3, 1.0, 3.0)  # of the best of these, and of beta
 SHARE = 0.2  # of the budget, for the range test
 FIRST = 4  # steps of each rate before the length of the range test is chosen
-PER_ROUND = 2  # each round trains so many times longer, and keeps one setting of so many
+PER_ROUND = 3  # each round trains so many times longer, and keeps one setting of so many
 MEASURED = ("calibrated_loss", "rewards/accuracies", "drift", "rewards/accuracies_low",
             "rewards/accuracies_high", "rewards/accuracies_length_controlled")  # fmt: skip
 
@@ -162,7 +162,8 @@ class Tuning:
             return code
         # Now the cost of a step is known: use the share of the range test.
         room = (self.left - (1 - SHARE) * self.budget) / len(probes) - self._start
-        longer = first + max(0, int(room / self._step_seconds))
+        longer = first + int(room / self._step_seconds)
+        longer = longer if longer >= 2 * first else first  # a few steps are not worth a start
         if code := probe(rounds.setdefault("range", min(total_steps, longer))):
             return code
         tried = [name for name in self.state["runs"] if name.startswith("range-")]
@@ -188,7 +189,7 @@ class Tuning:
                     return 0
                 if code := self.train(name, every[name], steps):
                     return code
-            if len(names) == 1 or steps >= total_steps:
+            if len(names) <= PER_ROUND or steps >= total_steps:  # the best of these is chosen
                 return 0
             names = self.ranked(names)[: math.ceil(len(names) / PER_ROUND)]
             steps = min(total_steps, PER_ROUND * steps)
@@ -213,10 +214,10 @@ class Tuning:
     def _first_steps(self, settings: int, total_steps: int) -> int:
         """Return the steps of the first round, so that all rounds fit into the budget."""
         counts = [settings]  # of each round
-        while counts[-1] > 1:
+        while counts[-1] > PER_ROUND:
             counts.append(math.ceil(counts[-1] / PER_ROUND))
-        # A round continues the runs of the previous one, so it adds half of its length.
-        steps = sum(n * PER_ROUND ** max(0, i - 1) for i, n in enumerate(counts))
+        # A round continues the runs of the previous one.
+        steps = sum(n * (PER_ROUND**i - PER_ROUND**i // PER_ROUND) for i, n in enumerate(counts))
         room = 0.9 * self.left - self._start * sum(counts)
         return max(1, min(total_steps, int(room / (self._step_seconds * steps))))
 
