@@ -20,7 +20,7 @@ from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import experts_of, untrained_parts
 
-LAYER = re.compile(r"\.(?:layers|h|blocks)\.\d+\.")
+LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 BY_HEADS = ("colwise", "rowwise")  # styles of transformers' plans that give each rank whole heads
 
 Shapes = Mapping[str, tuple[int, ...]]

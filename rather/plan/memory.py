@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,14 +18,14 @@ import torch
 
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs, RoleConfig, as_list
-from rather.config.strategies import layout
+from rather.config.strategies import Layout, layout
 from rather.data.pack import pack
 from rather.errors import ConfigError, RatherError
 from rather.losses.objective import from_config
 from rather.model.budget import LADDER, LEAST, PARKING_PAYS, REHEARSED, SHARE, TOKENS
 from rather.model.head import CHUNK_BYTES, KEEP_BYTES
 from rather.model.layers import LEVELS, Recompute
-from rather.model.sizes import Shapes, Sizes, sizes_of, stacked
+from rather.model.sizes import LAYER, Shapes, Sizes, sizes_of, stacked
 from rather.optim.adamw import BLOCK
 from rather.parallel.load import compute_dtype, stored_dtype
 
@@ -54,14 +54,15 @@ class WeightBytes(NamedTuple):
 class Part(NamedTuple):
     """Weights that are treated alike: their number, their bytes, and extra bytes on every rank.
 
-    They are `cut` by tp and pp, experts by ep and pp, with the optimizer in `shards`.
+    They are `cut` by tp and pp, experts by ep and pp, with the optimizer in `shards`. Of a pipeline,
+    the share of one rank counts.
     """
 
     number: int
     each: WeightBytes
     gathered: float
     shards: int = 1
-    cut: int = 1
+    cut: float = 1
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,12 @@ def role_state(
     args: ModelArgs,
     *,
     narrow: bool = False,
+    stage: int | None = None,
 ) -> RoleState:
-    """Return the state of a role. `narrow`: gradients are summed in bfloat16, as a last resort."""
+    """Return the state of a role, of a pipeline on the rank `stage` or the one that holds most.
+
+    `narrow`: gradients are summed in bfloat16, as a last resort.
+    """
     found, compute = layout(role), stored_dtype(args, kind).itemsize
     is_rounded = compute_dtype(args, kind) == torch.bfloat16  # and has the low bits of a master
     # In a step zero1 and zero2 hold all weights, zero1 also all gradients; those that are summed in
@@ -126,27 +131,65 @@ def role_state(
         each = WeightBytes(2, 4, 4, 8)
     else:  # bfloat16 has the remainder of a master
         each = WeightBytes(2, 2 if narrow and found.devices == 1 else 4, 2, 8)
-    experts, cut = stacked(shapes), found.tp * found.pp
-    whole = [prod(shape) for name, shape in shapes.items() if "norm" in name and found.tp > 1]
-    norms = sum(whole)  # tensor parallel does not divide them
-    dense = sum(map(prod, shapes.values())) - experts - norms
     shards, groups = (
         (found.shard * found.cp, max(1, found.shard // found.ep) * found.cp)
         if found.stage
         else (1, 1)
     )
+    whole = _counts(shapes, found, shards)
+    ranks = range(found.pp) if stage is None else [stage]
+    held = [_counts(on_pipeline_rank(shapes, found, rank), found, shards) for rank in ranks]
+    own = max(held, key=sum)
+    # How many ranks like this one would hold the whole.
+    pp = [number / max(1, part) for number, part in zip(whole, own, strict=True)]
+    dense, norms, experts = whole
     base, kept = each, gathered
     if args.has_adapter:
         base = WeightBytes(FOUR_BITS if args.quantization else compute)
         kept = compute if gathered else 0
     parts = [
-        Part(dense, base, kept, shards, cut),
-        Part(norms, base, kept, shards, found.pp),
-        Part(experts, base, kept, groups, found.ep * found.pp),
+        Part(dense, base, kept, shards, found.tp * pp[0]),
+        Part(norms, base, kept, shards, pp[1]),
+        Part(experts, base, kept, groups, found.ep * pp[2]),
     ]
     if args.has_adapter:
+        cut = found.tp * found.pp
         parts.append(Part(adapter_weights(args, shapes), each, gathered, shards, cut))
     return RoleState(tuple(part for part in parts if part.number))
+
+
+def _counts(shapes: Shapes, found: Layout, shards: int) -> tuple[int, int, int]:
+    """Return how many weights tensor parallel divides, those of norms, and those of experts."""
+    dense = norms = 0
+    for name, shape in shapes.items():
+        if "norm" in name and found.tp > 1:
+            norms += prod(shape)
+        elif ".experts." not in name:
+            parts = found.tp * shards  # rows are dealt out whole
+            dense += ceil(shape[0] / parts) * parts * prod(shape[1:])
+    return dense, norms, stacked(shapes)
+
+
+def on_pipeline_rank(shapes: Shapes, found: Layout, rank: int) -> Shapes:
+    """Return the shapes of the weights that one rank of a pipeline holds."""
+    if found.pp == 1:
+        return shapes
+    pipeline, layers = found.pipeline, 0
+    places: dict[str, int | None] = {}  # layers; -1 before them, None after
+    for name in shapes:
+        match = LAYER.search(name)
+        if match:
+            layers = max(layers, int(match[1]) + 1)
+        places[name] = int(match[1]) if match else None if layers else -1
+    stages = pipeline.stages_of(rank)
+    own: set[int | None] = {
+        layer for stage in stages for layer in pipeline.layers_of(stage, layers)
+    }
+    own |= ({-1} if 0 in stages else set()) | ({None} if pipeline.stages - 1 in stages else set())
+    has_head = any(where is None and len(shapes[name]) > 1 for name, where in places.items())
+    if None in own and not has_head:  # tied: the last stage has the embedding as well
+        own.add(-1)
+    return {name: shape for name, shape in shapes.items() if places[name] in own}
 
 
 def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
@@ -190,6 +233,7 @@ class LayerBytes:
     recompute: Recompute = "none"
     compiled: bool = False
     adapter: bool = False  # the base is frozen, and its linear layers have adapters
+    gathered: int = 1  # ranks from which attention and MLP gather their inputs, and keep them
 
     @property
     def kept(self) -> float:
@@ -216,13 +260,15 @@ class LayerBytes:
         attention, mlp = 2 * sizes.query + 2.0 * sizes.key, (3 if sizes.gated else 2) * sizes.inner
         mlp += 2 * sizes.chosen * sizes.hidden  # rows of a token before and after its experts
         if self.compiled:
-            return (4 * sizes.hidden + attention + mlp) * self.itemsize
+            hidden = (2 + 2 * self.gathered) * sizes.hidden
+            return (hidden + attention + mlp) * self.itemsize
         # A norm keeps its input (in float32), its normalised rows if its weight is trained, and its
         # result.
         norm = 4 / self.itemsize + 1 + (not self.adapter)
         if self.kind == "cpu":
             attention = 3 * sizes.query + 2 * KEYS_GATHERED * sizes.key
-        return (norm * sum(sizes.norms) + attention + mlp + sizes.inner) * self.itemsize
+        inputs = 2 * (self.gathered - 1) * sizes.hidden
+        return (norm * sum(sizes.norms) + inputs + attention + mlp + sizes.inner) * self.itemsize
 
     @property
     def backward(self) -> float:
@@ -302,8 +348,17 @@ class MemoryForecast:
     """The memory of the policy's device, which the reference may share."""
 
     def __init__(
-        self, config: DPOConfig, sizes: Sizes, device: Device, *, reference: bool, compiled: bool
+        self,
+        config: DPOConfig,
+        sizes: Sizes,
+        device: Device,
+        *,
+        reference: bool,
+        compiled: bool,
+        stage: int | None = None,
     ) -> None:
+        """`stage` is a rank of a pipeline; default: the one with most weights."""
+        self.stage = stage
         self.config, self.sizes, self.device, self.kind = config, sizes, device, device.kind
         self.layout, self.args = layout(config.actor_train), config.actor_train.model_args
         self.compute, self.compiled = stored_dtype(self.args, self.kind).itemsize, compiled
@@ -328,8 +383,8 @@ class MemoryForecast:
         )
 
     def state(self, *, narrow: bool = False) -> RoleState:
-        role, shapes = self.config.actor_train, self.sizes.shapes
-        return role_state(self.config, role, self.kind, shapes, self.args, narrow=narrow)
+        given = self.config, self.config.actor_train, self.kind, self.sizes.shapes, self.args
+        return role_state(*given, narrow=narrow, stage=self.stage)
 
     def resting(self, *, narrow: bool, parked: bool) -> MemoryParts:
         """Return weights and optimizer between two steps, and gradients as they are in one."""
@@ -367,13 +422,17 @@ class MemoryForecast:
     def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
         """Yield the parts at the head, in a layer, at the end of backward, without gradients."""
         part, found, size, adapter = self.part, self.layout, self.compute, self.args.has_adapter
-        layer = LayerBytes(part, self.kind, size, chosen.recompute, self.compiled, adapter)
+        gathered = found.tp if found.sequence_parallel else 1
+        how = chosen.recompute, self.compiled, adapter, gathered
+        layer = LayerBytes(part, self.kind, size, *how)
         resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
         # The first micro-batch finds no gradients.
         before = resting if work.batches > 1 else replace(resting, gradients=0.0)
         tokens, rows = work.tokens / found.cp, work.rows / found.cp
-        # A pipeline stage holds the layers of several micro-batches.
-        layers = -(-part.layers // found.pp) * min(found.pp, work.batches)
+        # A pipeline rank holds the layers of several micro-batches.
+        own = found.pipeline.stages_of(self.stage or 0)
+        layers = sum(len(found.pipeline.layers_of(stage, part.layers)) for stage in own)
+        layers *= min(found.pp, work.batches)
         outside = (4 / size + 2) * part.hidden * size  # embedding, last norm
         kept = tokens * ((0.0 if found.offload else layer.kept) * layers + outside)
         extra = float(WORKSPACE[self.kind])
