@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -26,6 +27,11 @@ from rather.errors import ConfigError
 from rather.migrate import NAMES
 from rather.recipes import copy_recipe, find_recipe, list_recipes
 
+if TYPE_CHECKING:
+    from rather.config.schema import DPOConfig
+    from rather.data.prepare import Prepared
+    from rather.data.report import Json
+
 PAIRS_ON_A_PAGE = 3
 
 config_app = typer.Typer(
@@ -44,6 +50,7 @@ def data_command(
     show: Annotated[int, typer.Option(min=0)] = 0,
     save: Path | None = None,
     html: OutFile = None,
+    overlap: list[Path] | None = None,
     as_json: AsJson = False,
     imports: Imports = None,
 ) -> None:
@@ -54,6 +61,8 @@ def data_command(
     save: Write the tokenised pairs to this new folder.
     show: Print this many pairs with their scored tokens.
     html: Write everything as one HTML file, with charts.
+    overlap: Count training rows that share 13 words in a row with this file of rows, and with the
+        held-out pairs; repeat it for more files.
     """
     given = settings(config, overrides)
     from rather.data.prepare import prepare
@@ -67,10 +76,17 @@ def data_command(
     if show or html:
         tokenizer = tokenizer_of(given.actor_train)
         report["shown"] = token_view(prepared.train, tokenizer, show or PAIRS_ON_A_PAGE)
+    if overlap:
+        report["overlap"] = _overlap(given, prepared, overlap)
     if as_json:
         print_json(report)
     else:
         print_report(report, console)
+        for name, entry in report["overlap"]["texts"].items() if overlap else ():
+            places = f" (first: {', '.join(entry['first'])})" if entry["first"] else ""
+            total, words = report["overlap"]["train_rows"], report["overlap"]["words"]
+            echo(f"{entry['rows']} of {total} training rows share {words} words in a row with "
+                 f"{name}{places}.")  # fmt: skip
         if show:
             show_pairs(prepared.train, tokenizer, show, console)
     for folder in save_pairs(prepared, save) if save else ():
@@ -78,6 +94,19 @@ def data_command(
     if html:
         html.write_text(data_page(report, given.exp_name), encoding="utf-8")
         echo(f"the page is in {html}", err=as_json)
+
+
+def _overlap(config: DPOConfig, prepared: Prepared, files: Sequence[Path]) -> Json:
+    from rather.data.overlap import find_overlap
+
+    data, held_out = config.actor_train.data_args, config.validation.data_args
+    others = {f"eval {name}".strip(): paths for name, paths in held_out.sets.items()}
+    others |= {str(file): [file] for file in files}
+    split = set()
+    if held_out.split is not None:
+        columns = (prepared.evals[""].column(name).tolist() for name in ("source", "number"))
+        split = set(zip(*columns, strict=True))
+    return find_overlap(data.files, others, split, data.encoding)
 
 
 @command
